@@ -1,1 +1,1 @@
-"""Graphs of torch.fx: reading nodes, and the passes that rewrite a captured graph."""
+"""Helpers for torch.fx graphs, and the passes that rewrite a captured graph."""

@@ -1,4 +1,4 @@
-"""A torch.fx graph as the matcher sees it (`intaglio.fusion.matcher.GraphView`)."""
+"""Adapter from torch.fx graphs to the matcher (`intaglio.fusion.matcher.GraphView`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from intaglio.ir import TensorType
 
 
 class FxGraphView:
-    """Shows names, operands, types and attributes of the nodes of a torch.fx graph."""
+    """Provides names, operands, types and attributes of torch.fx nodes to the matcher."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {node: index for index, node in enumerate(graph.nodes)}
 
     def kinds(self, node: fx.Node) -> tuple[str, ...]:
-        """Return the record's name and the overload."""
+        """Return the name of the record and the overload."""
         record, overload = record_of(node), operator(node)
         return (*([record.name] if record else []), *([overload] if overload else []))
 

@@ -1,4 +1,4 @@
-"""`finish_pass` removes dead code after a pass and checks that the graph keeps every promise of its stage."""
+"""Dead code elimination and invariant checks after a pass."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from intaglio.torch_private import buffers_of
 
 @dataclass(frozen=True)
 class Promises:
-    """Lists what `finish_pass` checks of the nodes of a stage, beside the form of a torch.fx graph.
+    """Invariants that `finish_pass` checks for a stage, in addition to the form of a torch.fx graph.
 
     Attributes:
-        types: a record with the type of every tensor and the dimension of every symbolic size.
-        origins: an operator has an origin, a constant the path of what it is made of.
+        types: every tensor has a type and every symbolic size a dimension in its record.
+        origins: every operator has an origin, and every constant the path of what it was computed from.
         single_constants: all readers of a constant read the same node.
     """
 
@@ -31,25 +31,25 @@ class Promises:
 
 
 CANONICAL = Promises(types=True, origins=True, single_constants=True)
-"""Captured graphs and all that follows from them up to the reference model."""
+"""Captured graphs and all later graphs up to the reference model."""
 FOR_ENGINES = Promises(types=False, origins=False, single_constants=False)
-"""Graphs for other engines, whose passes put in operators and constants that nobody annotates any more."""
+"""Graphs for other engines, whose passes insert operators and constants without annotations."""
 
 
 def finish_pass(module: fx.GraphModule, after: str, promises: Promises = CANONICAL) -> None:
-    """Remove dead code, and check the graph.
+    """Remove dead code and check the graph.
 
-    A graph has one output, at its end. Nodes have names of their own and stand behind what they read; a node is among
-    the users of what it reads, and its users read it. Constants exist in the module, and their types are those of the
-    tensors there; other types agree with the example value in ``meta["val"]``, where torch put one.
+    A graph has one output, which is its last node. Names are unique, every node comes after its operands, and operands
+    and users agree. Constants exist in the module, with the types of their tensors; other types agree with the example
+    value in ``meta["val"]`` if there is one.
 
     Args:
-        module: the graph, as the pass left it.
-        after: name of the pass.
-        promises: what its stage promises beyond this.
+        module: the graph after the pass.
+        after: name of the pass, for the error.
+        promises: further invariants of the stage.
 
     Raises:
-        VerifyError: the graph breaks a promise. The error names the pass and the node.
+        VerifyError: an invariant does not hold; the error names pass and node.
     """
     _check_users(module.graph, after)
     if list(module.graph.find_nodes(op="output")) != [next(reversed(module.graph.nodes), None)]:
@@ -66,7 +66,7 @@ def _broken(after: str, node: fx.Node, problem: str) -> VerifyError:
 
 
 def _check_users(graph: fx.Graph, after: str) -> None:
-    """Compare what nodes read with the users of what they read; look for the node only where the counts differ."""
+    """Check that operands and users agree. The offending node is only searched for if their counts differ."""
     reads = users = 0
     for node in graph.nodes:
         users += len(node.users)

@@ -1,4 +1,4 @@
-"""Runs passes over a torch.fx graph, on a copy where the original is still needed."""
+"""Execution of passes on a torch.fx graph, and copies of graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pass = Callable[[fx.GraphModule], int]
 
 
 def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
-    """Run each pass in turn and check the graph after every one; return how many rewrites each made, by its name."""
+    """Run passes in order and check the graph after each one; return the number of rewrites by pass name."""
     counts = {}
     for step in passes:
         counts[step.__name__] = step(module)
@@ -24,7 +24,7 @@ def run(module: fx.GraphModule, passes: Iterable[Pass]) -> dict[str, int]:
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph that can be rewritten freely; tensors are shared with the original, never written."""
+    """Copy a graph so that it can be rewritten. The copy shares its tensors with the original."""
     root = nn.Module()
     for name, tensor in buffers_of(module).items():
         root.register_buffer(name, tensor)
@@ -41,7 +41,7 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def drop_unused_constants(module: fx.GraphModule) -> int:
-    """Tensors no node reads are not kept alive."""
+    """Delete tensors that no node reads, and return their number."""
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     unused = [name for name in list(buffers_of(module)) if name not in used]
     for name in unused:

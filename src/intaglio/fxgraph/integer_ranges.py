@@ -1,4 +1,4 @@
-"""What is known of whole numbers before a model runs: ranges along an axis, and values that are all alike."""
+"""Static analysis of integer tensors: ranges (arange) along an axis, and tensors whose elements are all equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESHAPING_TARGETS = (
 
 @dataclass(frozen=True)
 class Ramp:
-    """``start``, ``start + 1``, ... along one axis, the same along every other."""
+    """The values ``start``, ``start + 1``, ... along one axis, repeated along all others."""
 
     start: int
     axis: int
@@ -35,12 +35,12 @@ class Ramp:
 
     @property
     def last(self) -> int | None:
-        """The largest value, where the length is a number."""
+        """Return the largest value; ``None`` if the length is dynamic."""
         return self.start + self.length - 1 if isinstance(self.length, int) else None
 
 
 def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
-    """The range a node makes, of those made before it."""
+    """Return the range that a node computes, or ``None``; `ramps` holds those of earlier nodes."""
     name, shape = operator(node), known_type(node).shape
     if name in ARANGES:
         given = arguments(node)
@@ -62,7 +62,7 @@ def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
 
 
 def _added(node: fx.Node) -> int | None:
-    """The number that a sum or difference adds to a tensor."""
+    """Return the integer that an addition or subtraction adds to a tensor."""
     number = node.args[1]
     if not isinstance(number, int) or arguments(node).get("alpha", 1) != 1:
         return None
@@ -70,8 +70,10 @@ def _added(node: fx.Node) -> int | None:
 
 
 def _viewed(ramp: Ramp, old: Shape, new: Shape) -> Ramp | None:
-    """The range under another shape: as many elements behind its axis, which keeps its length. Other axes that grow
-    repeat it."""
+    """Return the range after a reshape or expand, or ``None``.
+
+    Its axis is the one with the same length and the same number of elements after it. Other axes repeat it.
+    """
     behind = numel(old[ramp.axis + 1 :])
     for axis, size in enumerate(new):
         if size == ramp.length and numel(new[axis + 1 :]) == behind:
@@ -82,10 +84,10 @@ def _viewed(ramp: Ramp, old: Shape, new: Shape) -> Ramp | None:
 def alike(
     node: fx.Node, ramps: Mapping[fx.Node, Ramp], numbers: Mapping[fx.Node, int], always: Mapping[fx.Node, bool]
 ) -> int | None:
-    """The number that every element of a tensor is; ``None`` where that is not known.
+    """Return the value of all elements of an int64 tensor, or ``None`` if it is unknown.
 
-    Differences of neighbours in a range are 1, also of the first and one less than it; a running sum of what is never
-    true is 0.
+    Differences of neighbours in a range are 1, also if the range's first element minus 1 is prepended. A cumulative sum
+    of a condition that is always false is 0.
     """
     name = operator(node)
     if known_type(node).dtype is not DType.I64:
@@ -104,7 +106,7 @@ def alike(
 
 
 def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
-    """Whether this is nothing, or a range's first element less 1."""
+    """Return whether `node` is ``None`` or the first element of a range minus 1."""
     if node is None:
         return True
     if operator(node) not in ADDITION_TARGETS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":

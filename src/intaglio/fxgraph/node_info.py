@@ -1,9 +1,9 @@
-"""`NodeInfo` and `GraphInfo`: typed records of what intaglio knows about a torch.fx node, and about a graph.
+"""Typed records of intaglio's facts about a torch.fx node and about a graph.
 
-Each is the one value under `INFO` in the ``meta`` of its node or module. The other keys of a node are torch's:
-``val``, ``nn_module_stack``, ``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG`, which quantizers
-of the export flow write. The records are frozen: copies of a graph share them, and `update_info` gives a node a record
-of its own.
+Each record is the one value under `INFO` in the ``meta`` of its node or module. The other keys of a node belong to
+PyTorch: ``val``, ``nn_module_stack``, ``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG`, which
+quantizers of the export flow write. Records are frozen, so copies of a graph can share them; `update_info` replaces the
+record of a node.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from intaglio.ops import OpDef
 INFO = "intaglio"
 """Key of the record in ``meta``."""
 TAG = "quantization_tag"
-"""Key of ``node.meta`` that holds whatever a user or a quantizer wrote there. It goes along with the origin."""
+"""Key of ``node.meta`` for a tag of the user or a quantizer. It is copied together with the origin."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Which operator of a loop's body a node is, and in which iteration: loops and iterations outermost first."""
+    """Position of a node in an unrolled loop.
+
+    Attributes:
+        loops: pairs of loop name and iteration, outermost first.
+        operator: name of the operator in the loop body.
+    """
 
     loops: tuple[tuple[str, int], ...] = ()
     operator: str = ""
 
     @property
     def place(self) -> tuple[str, ...]:
-        """The same for all iterations."""
+        """Return the position in the loop body, which all iterations share."""
         return (*[loop for loop, _ in self.loops], self.operator)
 
     def __str__(self) -> str:
@@ -41,48 +46,48 @@ class Turn:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """``None`` (for flags: ``False``) says that a node has nothing of the kind."""
+    """Facts about a node. A field with its default value does not apply to the node."""
 
     type: TensorType | None = None
     """Shape and element type of a tensor."""
     dim: Dim | None = None
-    """The size that a node of a symbolic number stands for."""
+    """The size that a node with a symbolic integer represents."""
     origin: Origin | None = None
     """Module path, operator as exported and source line."""
     turn: Turn | None = None
-    """The iteration of an unrolled loop that the node belongs to."""
+    """Iteration of the unrolled loop that contains the node."""
     event: int | None = None
-    """Index of the operator in a recording of the eager door."""
+    """Index of the operator in a recording of the eager frontend."""
     path: str | None = None
     """Dotted name of a constant in the float model."""
     trained: bool | None = None
-    """Whether a parameter requires a gradient; ``None`` for what is no parameter."""
+    """Whether a parameter requires a gradient; ``None`` for anything that is not a parameter."""
     buffer: str | None = None
     """Dotted name of the buffer that a graph input carries into a call."""
     record: OpDef | None = None
-    """A user's own operator record."""
+    """Record of a user-defined operator."""
     composite: Any = None
-    """`quant.recipes.user_patterns.Whole` of the operators that one record stands for together."""
+    """`quant.recipes.user_patterns.CompositeMatch` of the operators that one record represents."""
     zero_points: Any = None
-    """Zero points per channel of pixels: the node is the pixels less these."""
+    """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
     takes_bytes: bool = False
-    """Whether the pixels come as bytes."""
+    """Whether the image input is passed as uint8."""
     smooths: bool = False
-    """Whether the node divides a value by smoothing factors, in whose name it then stands."""
+    """Whether the node divides a value by smoothing factors; it then replaces the value under its name."""
     stands_between: bool = False
-    """Whether the node only separates a value from a reader with parameters of its own."""
+    """Whether the node only separates a value from a reader with other quantization parameters."""
     site: str | None = None
     """The quantization point whose quantize or dequantize the node is."""
     region: Any = None
-    """`quant.annotate.regions.RegionMark` of an operator that runs, or is to run, on integers."""
+    """`quant.annotate.regions.RegionMark` of an operator in an integer region."""
     replaces: str | None = None
     """Name before conversion of the node that this one replaced."""
     observer: Any = None
-    """Edge that a user's own observer is called on; ``True`` for nodes that it wrote."""
+    """Edge on which a custom observer is called; ``True`` for nodes that the observer wrote."""
     unfit: str | None = None
-    """Why no kernel has the quantized values that the node reads or makes."""
+    """Reason why no kernel supports the quantized values that the node reads or returns."""
     marks: tuple[Any, ...] = ()
-    """What training does to the value, in order (`quant.qat.eval_graph`)."""
+    """Batch norms and dropouts that training applies to the value, in order (`quant.qat.eval_graph`)."""
     int4: bool = False
     """Whether a constant of an ONNX model holds 4-bit integers."""
 
@@ -92,18 +97,18 @@ NOTHING = NodeInfo()
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """Facts about a graph as a whole. Copies of the graph have the same record."""
+    """Facts about a whole graph. Copies of the graph share the record."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Size in the example of every free dimension."""
+    """Size of every dynamic dimension in the example."""
     module_types: Mapping[str, str] = field(default_factory=dict)
-    """Qualified name of the class of every module of the float model, by path."""
+    """Qualified class name of every module of the float model, by path."""
     folded: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Names of the weight and the bias that a batch norm was folded into, by what they were made of."""
+    """Names of folded weights and biases, by the constants and the norm they were computed from."""
 
 
 def graph_info(module: fx.GraphModule) -> GraphInfo:
-    """Return the record of a graph; an empty one when it has none."""
+    """Return the record of a graph, or an empty one."""
     found: GraphInfo = module.meta.get(INFO) or GraphInfo()
     return found
 
@@ -114,19 +119,19 @@ def update_graph_info(module: fx.GraphModule, **values: Any) -> None:
 
 
 def size_in_example(size: Dim, node: fx.Node) -> int:
-    """Return a dimension of a node's graph at batch 1 and, where others are free, at their size in the example."""
+    """Return a dimension of a node's graph with dynamic sizes as in the example, and the batch at 1."""
     sizes = graph_info(node.graph.owning_module).sizes
     return evaluate(size, {name: sizes.get(name, 1) for name in symbols_of(size)})
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """Return the record of a node; an empty one when it has none."""
+    """Return the record of a node, or an empty one."""
     found: NodeInfo = node.meta.get(INFO, NOTHING)
     return found
 
 
 def set_info(node: fx.Node, **values: Any) -> None:
-    """Give a node a record with these fields, and drop everything else in its ``meta``."""
+    """Set a new record with these fields, and drop everything else in the node's ``meta``."""
     node.meta = {INFO: NodeInfo(**values)}
 
 
@@ -136,26 +141,26 @@ def update_info(node: fx.Node, **values: Any) -> None:
 
 
 def copy_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
-    """Give a node the ``meta`` of another one, with these fields changed."""
+    """Copy the ``meta`` of another node, and change these fields."""
     node.meta = dict(source.meta)
     update_info(node, **values)
 
 
 def inherit_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
-    """Describe a node that is made for another: it has these fields and the other's origin, loop iteration and tag."""
+    """Set a new record with these fields and with the origin, loop iteration and tag of `source`."""
     set_info(node, **values)
     adopt_origin(node, source)
 
 
 def adopt_origin(node: fx.Node, source: fx.Node) -> None:
-    """Give a node the origin of another one, and its loop iteration and tag where it has them."""
+    """Copy the origin of another node, and its loop iteration and tag if it has them."""
     update_info(node, origin=origin(source), turn=info(source).turn or info(node).turn)
     if TAG in source.meta:
         node.meta[TAG] = source.meta[TAG]
 
 
 def overlay_info(node: fx.Node, under: fx.Node, **values: Any) -> None:
-    """Complete the ``meta`` of a node by that of another one, and set these fields."""
+    """Fill missing fields and keys of a node's ``meta`` from another node, and set these fields."""
     own = {f.name: value for f in fields(NodeInfo) if (value := getattr(info(node), f.name)) != f.default}
     node.meta = {**under.meta, **node.meta}
     node.meta[INFO] = replace(info(under), **{**own, **values})
@@ -167,25 +172,25 @@ def tensor_type(node: fx.Node) -> TensorType | None:
 
 
 def known_type(node: fx.Node) -> TensorType:
-    """Return shape and element type of a node that certainly makes a tensor."""
+    """Return shape and element type of a node that must be a tensor."""
     kind = info(node).type
     assert kind is not None, f"{node} has no type"
     return kind
 
 
 def fixed_size(node: fx.Node, axis: int) -> int:
-    """Return the size of an axis that is a number in every call."""
+    """Return the size of an axis that must be static."""
     size = known_type(node).shape[axis]
     assert isinstance(size, int), f"axis {axis} of {node} is {size}"
     return size
 
 
 def origin(node: fx.Node) -> Origin:
-    """Return where a node comes from; an empty origin when that is not known."""
+    """Return the origin of a node; an empty one if it is unknown."""
     return info(node).origin or Origin()
 
 
 def constant_path(node: fx.Node, default: str = "") -> str:
-    """Return the dotted name of a constant in the float model, or the default when it has none."""
+    """Return the dotted name of a constant in the float model, or `default` if it is unknown."""
     path = info(node).path
     return default if path is None else path

@@ -1,4 +1,4 @@
-"""How intaglio reads a torch.fx node: operator name, operands, types, where it comes from."""
+"""Functions that read and insert torch.fx nodes: operator name, operands, records and constants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
-    """A dimension of a traced tensor in our own terms."""
+    """Convert a dimension of a traced tensor to a `Dim`."""
     return size if isinstance(size, int) else _dim(size_expression(size).expand(), names)
 
 
@@ -49,19 +49,21 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
 
 
 def operator(node: fx.Node) -> str:
-    """``aten.conv2d.default``; "" for what calls no operator."""
+    """Return the overload that a node calls, as in ``aten.conv2d.default``; "" if it calls none."""
     return str(node.target) if node.op == "call_function" else ""
 
 
 def overload_of(name: str) -> Any:
-    """Return the operator that is called ``aten.conv2d.default``."""
+    """Return the operator with a name such as ``aten.conv2d.default``."""
     library, packet, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, library), packet), overload)
 
 
 def record_of(node: fx.Node) -> OpDef | None:
-    """Return the record of an operator that has an integer form, or ``None``: a user's own (`quant.patterns`), and of
-    two for one overload the one that goes with the constants."""
+    """Return the record of an operator with an integer form, or ``None``.
+
+    A record of the user takes precedence. If one overload has two records, the constant operands decide.
+    """
     record = info(node).record or BY_TARGET.get(operator(node))
     if record is None or not record.has_integer_form:
         return None
@@ -73,14 +75,14 @@ def record_of(node: fx.Node) -> OpDef | None:
 
 
 def known_record(node: fx.Node) -> OpDef:
-    """Return the record of an operator that certainly has an integer form."""
+    """Return the record of an operator that must have an integer form."""
     record = record_of(node)
     assert record is not None, f"{node} has no record"
     return record
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument given or defaulted, by its schema name."""
+    """Return every argument by its schema name, defaults included."""
     schema = schema_of(node.target).arguments
     named = {a.name: a.default_value for a in schema if a.has_default_value()}
     named.update({a.name: value for a, value in zip(schema, node.args, strict=False)})
@@ -89,7 +91,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None, ...]:
-    """The record's tensor operands; a number or ``None`` in an operand's place gives ``None``."""
+    """Return the tensor operands in the order of the record; ``None`` for a number or a missing operand."""
     record = record or record_of(node)
     if record is None:
         return tuple(node.all_input_nodes)
@@ -99,7 +101,7 @@ def operands(node: fx.Node, record: OpDef | None = None) -> tuple[fx.Node | None
 
 
 def known_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operands of an operator that certainly leaves none out."""
+    """Return the operands of an operator that must have all of them."""
     found = operands(node)
     given = tuple(value for value in found if value is not None)
     assert len(given) == len(found), f"{node} leaves an operand out"
@@ -107,7 +109,7 @@ def known_operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 class LayerOperands(NamedTuple):
-    """What a layer with a constant weight reads, such as a convolution."""
+    """Operands of a layer with a constant weight, such as a convolution."""
 
     x: fx.Node
     weight: fx.Node
@@ -115,7 +117,7 @@ class LayerOperands(NamedTuple):
 
 
 def layer_operands(node: fx.Node) -> LayerOperands:
-    """Return what a layer reads, by the roles of its record."""
+    """Return the operands of a layer by the roles of its record."""
     roles, values = known_record(node).roles, operands(node)
     assert roles.weight is not None, f"{node} has no weight"
     assert roles.bias is not None, f"{node} has no bias"
@@ -126,13 +128,13 @@ def layer_operands(node: fx.Node) -> LayerOperands:
 
 
 def activations(node: fx.Node) -> list[fx.Node | None]:
-    """The operands that are activations."""
+    """Return the operands that are activations."""
     record, values = known_record(node), operands(node)
     return list(values) if record.variadic else [values[i] for i in record.roles.x]
 
 
 def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node of this type in front of the one it helps to replace, with its origin."""
+    """Insert a call in front of `old` with the type `kind` and the origin of `old`."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args, kwargs)
     inherit_info(node, old, type=kind)
@@ -140,14 +142,17 @@ def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwarg
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
-    """Readers of the old node read the new one; the old one goes."""
+    """Replace all uses of the old node by the new one, and erase the old one."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 
 
 def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
-    """A dimension as an argument of a node: a number, or the node that asks an input for it; ``None`` where no input
-    has an axis of just this size."""
+    """Return a dimension as an argument: a number, or a node with that size, which is inserted if needed.
+
+    Returns:
+        ``None`` if no input has an axis of exactly this size.
+    """
     if isinstance(dim, int):
         return dim
     for node in before.graph.nodes:
@@ -170,7 +175,7 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def resolve(value: Any) -> Any:
-    """Arguments with nodes of symbolic numbers replaced by the dimension they stand for."""
+    """Replace nodes with symbolic integers in nested arguments by the dimensions they represent."""
     return pytree.tree_map(lambda v: _dim_or_self(v) if isinstance(v, fx.Node) else v, value)
 
 
@@ -180,7 +185,7 @@ def _dim_or_self(node: fx.Node) -> Any:
 
 
 def call_of(node: fx.Node, record: OpDef) -> Call:
-    """The node as the record's functions take it."""
+    """Return a node as the `Call` that the functions of a record take."""
     found = operands(node, record)
     types = [tensor_type(value) if value is not None else None for value in found]
     return Call(
@@ -194,14 +199,14 @@ def call_of(node: fx.Node, record: OpDef) -> Call:
 
 
 def tensor_nodes(value: Any) -> Iterator[fx.Node]:
-    """Every node in nested arguments, in order, repeats included."""
+    """Yield every node in nested arguments, in order, repetitions included."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, fx.Node):
             yield leaf
 
 
 def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
-    """One node per constant, so that readers of one tensor read one node."""
+    """Return the node of a constant, added on first use, so that all readers of a tensor share one node."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target == name:
             return node
@@ -214,6 +219,6 @@ def constant_node(module: fx.GraphModule, name: str, path: str) -> fx.Node:
 
 
 def name_of(node: fx.Node) -> str:
-    """In the graph before conversion: of what stands in a reference in place of one node, that node's name."""
+    """Return the name that a node had before conversion, if it replaced one, or its own name."""
     name: str = info(node).replaces or node.name
     return name

@@ -1,4 +1,4 @@
-"""Names of the ATen overloads that more than one module looks for, as `nodes.operator` returns them."""
+"""Names of ATen overloads that several modules look for, as `nodes.operator` returns them."""
 
 ADD_TARGET = "aten.add.Tensor"
 CONV2D_TARGET = "aten.conv2d.default"
@@ -8,4 +8,4 @@ RELU_TARGET = "aten.relu.default"
 SDPA_TARGET = "aten.scaled_dot_product_attention.default"
 SLICE_TARGET = "aten.slice.Tensor"
 ARITHMETIC_TARGETS = (ADD_TARGET, "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
-"""The four operators of two tensors; adding and subtracting may have a factor ``alpha``."""
+"""Elementwise arithmetic of two tensors; addition and subtraction may have a factor ``alpha``."""

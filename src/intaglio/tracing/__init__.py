@@ -1,4 +1,4 @@
-"""nn.Module -> canonical functional ATen graph with free dimensions."""
+"""Capture of an nn.Module as a canonical functional ATen graph with dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,23 @@ def capture(
     free: Mapping[int, Collection[int]] = MappingProxyType({}),
     train: bool = False,
 ) -> Captured:
-    """The model as a functional ATen graph; its batch is free where the model's own code allows.
+    """Capture a model as a functional ATen graph whose batch is dynamic if the model allows it.
 
-    ``example_inputs``: a tuple of positional arguments (or one tensor). torch specialises an example of batch 1, so it
-    is repeated to 2. ``free``: leaf of the call -> axes to leave free besides the batch, and the length of token ids,
-    where the model's own code allows; or ``dynamic_shapes``, as torch.export takes them, says it all. The graph is
-    checked against the model at batch 1 and 3; where they differ the shapes of the example stay fixed and ``notes``
-    says why. The model is copied and never changed. Raises `CaptureError`.
+    The graph is compared with the model at batch 1 and 3. If they differ, the shapes of the example stay fixed and the
+    notes say why. The model is copied and never changed.
+
+    Args:
+        model: float model.
+        example_inputs: tuple of positional arguments, or one tensor. torch.export specializes batch 1, so such an
+            example is repeated to batch 2.
+        example_kwargs: keyword arguments.
+        dynamic_shapes: shapes in the format of torch.export, which replace all automatic choices.
+        free: leaf of the call -> axes that should be dynamic besides the batch and the length of token ids.
+        train: capture the model in training mode.
+
+    Raises:
+        CaptureError: the model cannot be captured.
     """
-    from intaglio.tracing.trace import trace  # torch.export takes a third of a second to import
+    from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import
 
     return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free)

@@ -1,4 +1,4 @@
-"""Models that are quantized already, or half way there: refused by name, with the call that takes them."""
+"""Detection of models that are already quantized or prepared, with errors that name the right call."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ STAGES = {
     "Lowered": "it is quantized already: compile(lowered)",
     "ExportedProgram": "pass program.module(); from_qdq(program), where it is quantized already",
 }
-"""Class of what is no module -> what is done with it."""
+"""What to do with an object that is not a module, by class name."""
 PREPARED = "an observer: the model is prepared by another tool, and not converted"
 CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {QUANTIZE_FLOAT_MODEL}"
 PACKED = "quantized already: its weights are packed for PyTorch's own kernels"
 PROGRAM = "this part is quantized already, and native code cannot be traced"
 OUTSIDE = f"{QUANTIZE_FLOAT_MODEL}, or put the int8 part in afterwards"
 QUANTIZED_MODULES = {
-    "torch.ao.nn.quantized.modules.functional_modules.": None,  # of float models too
-    "torch.ao.nn.quantized.reference.": None,  # quantize and dequantize as operators
+    "torch.ao.nn.quantized.modules.functional_modules.": None,  # float models contain these too
+    "torch.ao.nn.quantized.reference.": None,  # these contain quantize and dequantize operators
     "torch.ao.nn.quantized.": (PACKED, QUANTIZE_FLOAT_MODEL),
     "torch.ao.nn.intrinsic.quantized.": (PACKED, QUANTIZE_FLOAT_MODEL),
     "torch.ao.quantization.observer.": (PREPARED, CONVERT),
@@ -35,11 +35,11 @@ QUANTIZED_MODULES = {
     "intaglio.runtime.": (PROGRAM, OUTSIDE),
     "intaglio.backends.": (PROGRAM, OUTSIDE),
 }
-"""Beginning of a class's full name -> what it is and what to do, the first that fits; ``None``: it is traced."""
+"""Problem and remedy by prefix of the qualified class name, first match; ``None``: the module can be traced."""
 
 
 def refuse_quantized(model: Any) -> None:
-    """`CaptureError` for a model that is none of floats, or has such a part."""
+    """Raise a `CaptureError` if a model is not a float nn.Module or contains a quantized part."""
     if not isinstance(model, nn.Module):
         name = type(model).__name__
         remedy = STAGES.get(name, "pass the float model, or the module it is made of")

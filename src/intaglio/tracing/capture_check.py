@@ -1,4 +1,4 @@
-"""The captured graph against the float model, at other sizes of its free dimensions."""
+"""Comparison of a captured graph with the float model at several sizes of its dynamic dimensions."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from intaglio.tracing.captured import Captured
 
 BATCHES = (1, 3)
 TRAINING = (2, 3)
-"""Batches at which graph and model are compared: a batch norm that trains takes no batch of one vector."""
+"""Batch sizes at which graph and model are compared in training; batch norm in training needs more than one vector."""
 LONGER = 3
-"""Tokens more than in the example, where sequences are free."""
+"""Number of additional tokens in the comparison if the sequence length is dynamic."""
 SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
-"""How far a result may be off, relative to itself and to the largest: in float32, and where halves are rounded."""
+"""Relative and absolute tolerance (the latter relative to the largest value), in float32 and in half precision."""
 ANY_RANGE = (0.0, math.inf)
-"""Where the model draws random numbers, which graph and model draw differently."""
+"""Tolerance for models that draw random numbers, which differ between graph and model."""
 LENGTHS = (DType.I64, DType.I32, DType.BOOL)
 
 
 def free_symbols(captured: Captured) -> set[str]:
-    """Names of the free dimensions."""
+    """Return the names of the dynamic dimensions."""
     dims = [dim for entry in captured.signature.inputs for dim in entry.type.shape]
     return set().union(*[symbols_of(dim) for dim in dims]) if dims else set()
 
 
 def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Where graph and model differ, or ``None``. Tried at every batch in `BATCHES` (`TRAINING`) if the batch is free,
-    and at two lengths of sequences that are."""
+    """Return how graph and model differ, or ``None``.
+
+    They are compared at every batch size in `BATCHES` (`TRAINING` in training) if the batch is dynamic, and at two
+    sequence lengths if these are.
+    """
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
     except InputError as error:
@@ -56,7 +59,7 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
 def _differs(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str
 ) -> str | None:
-    if captured.signature.state:  # both as they were captured
+    if captured.signature.state:  # compare from the captured state
         captured, model = replace(captured), copy.deepcopy(model)
     try:
         with torch.no_grad():
@@ -73,7 +76,7 @@ def _differs(
 
 
 def _draws(captured: Captured) -> bool:
-    """Whether it draws random numbers, as dropout in training does."""
+    """Return whether the graph draws random numbers, as dropout in training does."""
     tags = [getattr(node.target, "tags", ()) for node in captured.module.graph.nodes]
     return captured.training and any(torch.Tag.nondeterministic_seeded in own for own in tags)
 
@@ -81,7 +84,10 @@ def _draws(captured: Captured) -> bool:
 def with_least_lengths(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Captured:
-    """torch.export looks at lengths of 2 and more; a length of 1 is in range where graph and model agree on it."""
+    """Return a copy whose sequence lengths may be 1 if graph and model agree at that length.
+
+    torch.export only considers lengths of 2 and more.
+    """
     ranges = dict(captured.signature.ranges)
     for name in sorted(_lengths(captured)):
         low, high = ranges.get(name, (0, None))
@@ -94,7 +100,7 @@ def with_least_lengths(
 
 
 def _lengths(captured: Captured) -> set[str]:
-    """Free dimensions that are the length of token ids and do not count samples."""
+    """Return the dynamic dimensions that are lengths of token ids and not the batch."""
     inputs = [entry.type for entry in captured.signature.inputs]
     matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in LENGTHS]
     batch = set().union(*[symbols_of(kind.shape[0]) for kind in inputs if kind.shape])
@@ -104,8 +110,15 @@ def _lengths(captured: Captured) -> set[str]:
 def _sizes(
     captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, longer: bool
 ) -> dict[str, int]:
-    """Free dimensions as in the example, those on the first axis of an input at another size; ``longer``: lengths of
-    sequences too. Within their ranges."""
+    """Return sizes for all dynamic dimensions, within their ranges.
+
+    Args:
+        captured: graph with dynamic dimensions.
+        args: positional arguments of the example.
+        kwargs: keyword arguments of the example.
+        batch: size of dynamic first axes; all others have their size in the example.
+        longer: change the lengths of sequences too.
+    """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     sizes: dict[str, int] = {}
     for entry in captured.signature.inputs:
@@ -128,7 +141,7 @@ def _sizes(
 def resized(
     captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example with every free dimension at another size, made by repeating and cutting."""
+    """Return the example with dynamic dimensions at other sizes, repeated and cut to fit."""
     leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
     for entry in captured.signature.inputs:
         for axis, dim in enumerate(entry.type.shape):

@@ -1,4 +1,4 @@
-"""`CAPTURE_PASSES`: what `capture` does to the graph that torch.export gives."""
+"""The passes that `capture` runs on the graph from torch.export."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from intaglio.fxgraph.passes.half_precision import widen_halves
 from intaglio.fxgraph.passes.identities import drop_checks, drop_identity, free_views
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
-    drop_checks,  # first: each would count as a reader of the value that it looks at
-    free_views,  # before copies go: a view may then read a tensor that is not contiguous
-    widen_halves,  # before identities: a cast from half to float32 becomes one
+    drop_checks,  # first: each assertion would count as a reader of its value
+    free_views,  # before copies are removed: without them a view may read a tensor that is not contiguous
+    widen_halves,  # before `drop_identity`: casts from half to float32 become identities
     drop_identity,
-    resolve_masks,  # last: it follows masks to their origin, and copies would stand in its way
+    resolve_masks,  # last: its patterns contain no copies
 )
-"""For every mode. Constants are not folded here: while a model is trained its weights change."""
+"""Passes for inference and training. Constants are not folded here, because weights change in training."""

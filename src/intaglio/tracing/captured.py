@@ -1,4 +1,4 @@
-"""`Captured`: the canonical graph of a float model."""
+"""The canonical graph of a float model, and the base class of all stages that are graphs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
 
 
 class GraphStage:
-    """A stage of the way that is a torch.fx graph: it can be called like the model, and printed."""
+    """A stage with a torch.fx graph, which can be called like the model and printed."""
 
     module: fx.GraphModule
     signature: Signature
     about: About
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # of the subclasses, which are dataclasses
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
@@ -36,24 +36,30 @@ class GraphStage:
         return rebuild(self.signature, results, symbols)
 
     def as_module(self) -> nn.Module:
-        """Return the stage as a part of a float model: `torch.export` and `stages.capture` see its operators."""
+        """Return the stage as a module for a float model, visible to `torch.export` and `stages.capture`.
+
+        Raises:
+            InputError: the model has state.
+        """
         if self.signature.state:
             raise InputError("as_module", None, "the model changes its buffers; such a stage is called as it is")
         return _StageModule(self)
 
     @functools.cached_property
     def state(self) -> list[torch.Tensor]:
-        """Values of the buffers the model changes: as captured, then as each call leaves them. A copy of a stage, and
-        the stage that follows from it, start as captured."""
+        """Return the values of buffers that the model changes, updated by each call.
+
+        Copies of a stage and later stages start with the captured values.
+        """
         return initial_state(self.signature)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided and adjusted up to here, one line each."""
+        """Return the decisions and adjustments made so far, one line each."""
         return self.about.notes
 
     def text(self) -> str:
-        """One line a node: name, operator, operands, type, module path."""
+        """Return the graph as text with one line per node: name, operator, operands, type and module path."""
         return fx_text(self.module.graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -61,7 +67,7 @@ class GraphStage:
         return type(self)(**{name: copy.deepcopy(value, memo) for name, value in fields.items()})
 
     def __reduce__(self) -> Any:
-        """torch.fx pickles a graph as Python code and traces that anew, which loses types, origins and sites."""
+        """Raise an `ArtifactError`: torch.fx pickles graphs as code, which loses types, origins and sites."""
         raise ArtifactError(
             type(self).__name__,
             None,
@@ -71,11 +77,11 @@ class GraphStage:
 
 
 class _StageModule(nn.Module):
-    """Called as the float model was; without gradients."""
+    """Runs a stage as an nn.Module with the float model's signature, without gradients."""
 
     def __init__(self, stage: GraphStage) -> None:
         super().__init__()
-        self.operators, self.signature = stage.module, stage.signature  # "graph" is taken once export has seen it
+        self.operators, self.signature = stage.module, stage.signature  # torch.export reserves the name "graph"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
@@ -87,11 +93,14 @@ class _StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class Captured(GraphStage):
-    """A functional ATen graph with free dimensions; runs like the model it was captured from.
+    """A functional ATen graph with dynamic dimensions that computes what the captured model does.
 
-    ``module`` takes the tensor leaves of a call in order and gives the tensor leaves of the result; its nodes carry
-    a record with its type and origin (`fxgraph.node_info`). ``notes`` says what capture decided: which
-    dimensions stayed fixed and why.
+    Attributes:
+        module: graph from the tensor leaves of a call to those of the result; its nodes have a `NodeInfo`.
+        signature: inputs, outputs, state and ranges of dynamic dimensions.
+        classes: module path -> class name.
+        about: model name, size, and notes, such as which dimensions stayed fixed and why.
+        training: whether the model was captured in training mode.
     """
 
     module: fx.GraphModule
@@ -107,11 +116,15 @@ MADE_BY = {
     "Reference": "convert(prepared, ranges)",
     "Lowered": "requantize(reference)",
 }
-"""Stage -> the call that makes one."""
+"""The call that returns each stage."""
 
 
 def expect(stage: Any, wanted: type, verb: str) -> None:
-    """`InputError` when a step is given another stage than the one it starts from."""
+    """Check the type of a stage.
+
+    Raises:
+        InputError: the stage is not a `wanted`; the message names the call that returns one.
+    """
     if not isinstance(stage, wanted):
         name = wanted.__name__
         remedy = f"{MADE_BY[name]} makes one"
@@ -119,7 +132,7 @@ def expect(stage: Any, wanted: type, verb: str) -> None:
 
 
 def fx_text(graph: fx.Graph) -> str:
-    """A captured, prepared or reference graph as text; the same text for the same graph."""
+    """Return a captured, prepared or reference graph as deterministic text."""
     lines = []
     for node in graph.nodes:
         if node.op == "output":
@@ -146,5 +159,5 @@ def _plain(value: Any) -> str:
 
 
 def module_classes(model: nn.Module) -> dict[str, str]:
-    """Module path -> class name, for selectors by type."""
+    """Return the class name of every module by path, for selectors by type."""
     return {name: type(module).__name__ for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""What a node, or a tensor, of an exported program is in our terms: its type, whose it is, where it is written."""
+"""Conversion of torch.export metadata: types, module paths and source lines of nodes and constants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensor_of(program: ExportedProgram, target: str) -> torch.Tensor:
 
 
 def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target: str) -> fx.Node:
-    """A tensor of the model as one of the graph's root."""
+    """Add a tensor of the model as a constant to the root, and return its node."""
     tensor = tensor_of(program, target)
     copy_ = graph.get_attr(add_constant(root, target.replace(".", "_"), tensor.detach()))
     set_info(copy_, type=type_of(tensor, {}), path=target)
@@ -35,7 +35,7 @@ def type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
 
 
 def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: ExportedProgram) -> None:
-    """Type, or size, and origin of a node that is copied."""
+    """Record type or dimension, and origin, on the copy of a node."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         update_info(copied, type=type_of(value, names))
@@ -47,8 +47,12 @@ def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: 
 
 
 def path_of(node: fx.Node, program: ExportedProgram) -> str:
-    """Module path; ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. A parameter's
-    owner wins over a bare root, and over the module around a loop: of those in its body torch.export keeps none."""
+    """Return the module path of a node.
+
+    ``@1`` marks the second call of a module, ``@scan[1]`` the second iteration of a loop. The module that owns a
+    parameter takes precedence over the root and over the module around a loop, because torch.export records no modules
+    inside loop bodies.
+    """
     key, path = _innermost(node)
     if not path or info(node).turn is not None:
         owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
@@ -59,21 +63,23 @@ def path_of(node: fx.Node, program: ExportedProgram) -> str:
 
 
 def module_around(node: fx.Node) -> str:
-    """Path of the module whose forward has the call."""
+    """Return the path of the module whose forward contains the call."""
     return _innermost(node)[1]
 
 
 def _innermost(node: fx.Node) -> tuple[str, str]:
-    """Key and path of the last module that was entered, as torch.export has them; it makes some up."""
+    """Return key and path of the innermost module as torch.export records it; invented modules give ""."""
     stack = [entry for entry in node.meta.get("nn_module_stack", {}).items() if isinstance(entry[1], tuple)]
     key, (path, _) = stack[-1] if stack else ("", ("", ""))
     return key, "" if path.startswith("_empty") else path
 
 
 def source_of(node: fx.Node) -> str:
-    """``file:line, in function`` of the innermost line that is not torch's own."""
+    """Return ``file:line, in function`` of the innermost source line outside of torch."""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
-    lines = [line for line in lines if '"<eval_with_key>' not in line]  # what torch made of a loop or branch
+    lines = [
+        line for line in lines if '"<eval_with_key>' not in line
+    ]  # code that torch generates for loops and branches
     own = [line for line in lines if "/torch/" not in line] or lines
     if not own:
         return ""

@@ -1,4 +1,4 @@
-"""Free dimensions of an exported program: their names, which of them are one, their ranges."""
+"""Dynamic dimensions of an exported program: their names, which of them are equal, and their ranges."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from intaglio.ir import Input, symbols_of
 from intaglio.torch_private import size_expression, size_hint
 
 if TYPE_CHECKING:
-    import sympy  # a third of a second to import
+    import sympy  # the import takes a third of a second
 
 UNBOUNDED = 2**31
-"""A bound torch gives that is at least this large says nothing."""
+"""Upper bounds of torch at or above this value mean that a dimension is unbounded."""
 SPECIALISED = 2
-"""torch.export proves nothing for sizes below it, whatever the model; capture tries size 1 itself."""
+"""torch.export reports this or a larger lower bound for every model; capture itself tests size 1."""
 
 Names = Mapping["sympy.Symbol", str]
 
 
 def symbol_names(program: ExportedProgram) -> Names:
-    """Free symbols in order of appearance: ``n``, ``n1``, ``n2`` ...; symbols that must agree have one name."""
+    """Return names of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name."""
     names: dict[Any, str] = {}
     same = _agreeing(program)
     for node in program.graph.nodes:
@@ -40,10 +40,10 @@ def symbol_names(program: ExportedProgram) -> Names:
 
 
 def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
-    """Symbol -> another that it must equal although torch.export does not say so.
+    """Return pairs of symbols that must be equal although torch.export does not report it.
 
-    A tensor that is indexed with whole ranges of another input's sizes (attention masks are) needs sizes at least as
-    large, and more would be cut off without a word: calls mean equal ones.
+    A tensor indexed by whole ranges with the sizes of another input, as attention masks are, must be at least as large.
+    A larger one would be cut off silently, so equal sizes are required.
     """
     same: dict[Any, Any] = {}
     reads: dict[fx.Node, bool] = {}
@@ -60,7 +60,7 @@ def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
 
 
 def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
-    """Whether a value depends on the elements of an input or constant, not on sizes alone."""
+    """Return whether a value depends on elements of an input or constant, not only on sizes."""
     if node.op == "placeholder":
         return True
     if node.op != "call_function" or node.target is torch.ops.aten.sym_size.int:
@@ -73,12 +73,12 @@ def _is_symbol(size: Any) -> bool:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """The size in the example."""
+    """Return the size in the example."""
     return size if isinstance(size, int) else size_hint(size)
 
 
 def ranges_of(program: ExportedProgram, names: Names) -> dict[str, tuple[int, int | None]]:
-    """Free dimension -> least and largest size; those that may have any size are left out."""
+    """Return the smallest and largest size of dynamic dimensions; unbounded ones are left out."""
     found: dict[str, tuple[int, int | None]] = {}
     for free, bounds in program.range_constraints.items():
         if free not in names:
@@ -97,7 +97,7 @@ def _bound(value: Any) -> int | None:
 
 
 def example_sizes(program: ExportedProgram, names: Names, inputs: Collection[Input]) -> dict[str, int]:
-    """Free dimension -> its size in the example; the batch counts as 1. What work is counted with."""
+    """Return the size of every dynamic dimension in the example, with the batch at 1, to count MACs and bytes."""
     batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
     hints = {}
     for node in program.graph.nodes:

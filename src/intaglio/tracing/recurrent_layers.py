@@ -1,7 +1,7 @@
-"""Recurrent layers in one piece while a model is exported.
+"""Substitute operators for recurrent layers during export.
 
-torch finds the shapes of one by running its steps, which takes seconds for every ten of them and makes their number a
-constant. An operator of our own that says its shapes stands in for it, until the graph is there.
+torch.export would trace every time step, which is slow (seconds for ten steps) and fixes the sequence length. Operators
+with a shape function replace the layers until the graph exists.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ RECURRENT_LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
     torch.rnn_tanh: ("rnn_tanh", 1),
     torch.rnn_relu: ("rnn_relu", 1),
 }
-"""torch's function -> the operator, and how many states it carries."""
+"""Name of the substitute operator and number of states, by torch function."""
 REFUSED_FUNCTIONS = (
     "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
 )
 RECURRENT_LIBRARIES: list[torch.library.Library] = []
-"""An operator lives as long as its library."""
+"""Keeps the libraries alive, because operators are removed with their library."""
 
 
 class RecurrentCapture(TorchFunctionMode):
-    """Calls of recurrent layers become calls of the operators that stand in for them; packed sequences stay."""
+    """Replaces calls of recurrent layers by the substitute operators; calls with packed sequences are not changed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in RECURRENT_LAYERS and not kwargs:
             name, states = RECURRENT_LAYERS[func]
-            lists = [isinstance(arg, (list, tuple)) for arg in args[1:3]]  # of a packed sequence, sizes stand first
+            lists = [
+                isinstance(arg, (list, tuple)) for arg in args[1:3]
+            ]  # a packed sequence has its batch sizes as second argument
             func = _operators()[name] if lists == [states > 1, True] else func
         return func(*args, **(kwargs or {}))
 
 
 def as_torch_has_them(program: ExportedProgram) -> ExportedProgram:
-    """The program, torch's operators in the places of those that stood in."""
+    """Replace the substitute operators of a program by torch's own."""
     if not RECURRENT_LIBRARIES:
         return program
     own = {op: getattr(torch.ops.aten, name).input for name, op in _operators().items()}
@@ -77,7 +79,7 @@ def _shapes(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """A result f[.., .., directions * hidden], and the last of every state."""
+    """Return empty tensors with the shapes of the result, f[.., .., directions * hidden], and of every state."""
     before = (states,) if isinstance(states, torch.Tensor) else states
     width = before[0].shape[-1] * (1 + bidirectional)
     return x.new_empty((*x.shape[:2], width)), *[torch.empty_like(state) for state in before]

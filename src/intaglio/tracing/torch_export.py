@@ -1,4 +1,4 @@
-"""nn.Module -> `Captured`: torch.export, decompositions, our own canonical graph."""
+"""Export of an nn.Module with torch.export, and conversion of the program to the canonical graph."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error ab
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes: Any) -> ExportedProgram:
-    """torch.export and the default decompositions, its chatter kept quiet; `CaptureError` carries torch's reason."""
+    """Run torch.export and its default decompositions without their log output.
+
+    Raises:
+        CaptureError: torch.export fails; the message contains its reason.
+    """
     try:
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -74,11 +78,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
 
 
 ALIASED = "expected compiled_fn to be GraphModule"
-"""What torch.export says of writes into one of several tensors that share memory."""
+"""Error of torch.export about writes into one of several tensors that share memory."""
 
 
 def _shared_memory(model: nn.Module) -> list[str]:
-    """Names of tensors of the model that lie where a buffer lies, itself first."""
+    """Return the names of the first tensors of the model that share memory, or an empty list."""
     found: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         own = {**buffers_of(module), **parameters_of(module), **vars(module)}
@@ -101,12 +105,12 @@ def _remedy(error: Exception, shapes: Any) -> str:
 
 
 LOOKS_AT_MASK = "_detect_is_causal_mask"
-"""The function of torch's encoders and decoders that compares a mask's values with a causal one's, unless told."""
+"""Function of torch's encoders and decoders that compares mask values unless ``is_causal`` is given."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch logs, and prints graphs it gives up on, to standard error; its exception says the same."""
+    """Redirect standard error and silence torch's logger; its exceptions contain the same information."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -118,13 +122,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_lines(error: BaseException, lines: int = 10) -> str:
-    """The message without torch's advice to its own developers."""
+    """Return the first lines of a message without torch's advice to developers."""
     said = [line for line in str(error).strip().splitlines() if line.strip()]
     return "\n    ".join([line for line in said if not line.strip().startswith(ADVICE)][:lines])
 
 
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
-    """Exported program -> graph whose parameters are attributes and whose nodes carry our types and origins."""
+    """Convert an exported program to a graph with parameters as attributes and a `NodeInfo` on every node."""
     unroll(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program)
@@ -148,14 +152,14 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     fixed[leaf] = spec.arg.value
                 else:
                     copies[node] = graph.placeholder(node.name)
-                    copies[node].target = copies[node].name  # a buffer may have its name already
+                    copies[node].target = copies[node].name  # a buffer may already have the name
                     describe(copies[node], node, names, program)
                     inputs.append(Input(node.name, leaf, known_type(copies[node])))
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
             if node.next.op != "placeholder":
-                copies.update(_copied_state(state, graph, names, program))  # behind the inputs of a call
+                copies.update(_copied_state(state, graph, names, program))  # state follows the inputs of a call
         elif node.op == "call_function" and str(node.target) == WHILE:
             held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
             loop, operands = while_loop(node, program, names, held, model, training)
@@ -195,7 +199,7 @@ def _finished(
     notes: Sequence[str],
     training: bool,
 ) -> Captured:
-    """Run the passes of capture, and say what the model is."""
+    """Run the capture passes, and return the result with its description."""
     types = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
     for part in (module, *(node.target.body.module for node in loops_of(module))):
         update_graph_info(part, sizes=sizes, module_types=types)
@@ -207,7 +211,7 @@ def _finished(
 
 
 def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
-    """Of an operator whose operands are graphs: a loop, a branch. Of its line torch.export keeps none."""
+    """Return the error for an operator whose operands are graphs, a loop or branch; it has no source line."""
     return CaptureError(
         path_of(node, program) or node.name,
         f"torch.ops.higher_order.{node.target}",
@@ -282,7 +286,11 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
 
 
 def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
-    """A deep copy in the wanted mode, so that nothing that follows can reach the caller's model."""
+    """Return a deep copy of a float model in training or evaluation mode, so that the caller's model never changes.
+
+    Raises:
+        CaptureError: the model is quantized, scripted, not on the CPU, or cannot be copied.
+    """
     refuse_quantized(model)
     if isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
@@ -297,7 +305,8 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
             )
     try:
         own = copy.deepcopy(model)
-        if isinstance(own, fx.GraphModule):  # of a graph that was exported, others replace it by what raises
+        # torch.export replaces `train` of an exported module by a function that raises.
+        if isinstance(own, fx.GraphModule):
             vars(own).pop("train", None)
         return own.train(training)
     except Exception as error:
@@ -307,7 +316,10 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
 
 
 def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model, its forward said to take these keywords by name: torch.export loses free sizes behind ``**kwargs``."""
+    """Return the model with these keywords named in its forward.
+
+    torch.export fixes the sizes of tensors in ``**kwargs``.
+    """
     forward, kinds = model.forward, inspect.Parameter
     signature = inspect.signature(forward)
     own = [p for p in signature.parameters.values() if p.kind is not kinds.VAR_KEYWORD]
@@ -331,13 +343,23 @@ def free_axes(
     axes: Sequence[Collection[int]],
     second: Any = TorchDim.AUTO,
 ) -> Any:
-    """dynamic_shapes that leave these axes of each leaf of the call free where the model's own code allows; the second
-    axis as ``second`` says."""
+    """Return `dynamic_shapes` that leave these axes of each leaf dynamic if the model allows it.
+
+    Args:
+        model: float model.
+        args: positional arguments of the example.
+        kwargs: keyword arguments of the example.
+        axes: axes of each leaf.
+        second: dimension of the second axis.
+
+    Raises:
+        CaptureError: the example does not fit the signature of forward.
+    """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     wanted = {id(leaf): free for leaf, free in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor)}
 
     def spec(leaf: Any) -> Any:
-        if _is_record(leaf):  # torch.export wants a list of what is in it
+        if _is_record(leaf):  # torch.export expects a list of the fields
             return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
             return None
@@ -351,7 +373,7 @@ def free_axes(
 
 
 def is_sequence(leaf: Any) -> bool:
-    """Token ids, or what goes with them: a matrix of integers."""
+    """Return whether a leaf is an integer or boolean matrix, as token ids and their masks are."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.dtype in INTEGERS
 
 
@@ -359,7 +381,7 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def _is_record(value: Any) -> bool:
-    """A dataclass or other class that torch knows as a container."""
+    """Return whether a value is a dataclass or another class that is registered as a pytree node."""
     return type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict))
 
 

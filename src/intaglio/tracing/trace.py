@@ -1,4 +1,4 @@
-"""Trying to leave the batch free, and falling back to the shapes of the example."""
+"""Capture with a dynamic batch if possible, otherwise with the shapes of the example."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trace(
     train: bool,
     free: Mapping[int, Collection[int]],
 ) -> Captured:
-    """What `capture` does, behind the import of torch.export."""
+    """Implement `capture`, which imports this module late because it imports torch.export."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     args = tuple(map(plain_mapping, args))
     kwargs = {name: plain_mapping(value) for name, value in (example_kwargs or {}).items()}
@@ -55,12 +55,12 @@ PADDING_SKIPPED = (
 
 
 def _with_padding(captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """A note where the model, called as its users call it, skips what is padding, and the graph does not."""
+    """Add a note if the model in normal use skips padding and the graph does not."""
     skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in own.modules())
     if not skips or captured.training:
         return captured
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about its prototype
+        warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
         differs = disagreement(captured, own, args, kwargs) is not None
     return replace(captured, about=captured.about.after((PADDING_SKIPPED,))) if differs else captured
 
@@ -72,7 +72,11 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _try(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """The float model on its own example, before torch.export words a plain mistake in its own way."""
+    """Run the float model on its example, to report its own errors before torch.export does.
+
+    Raises:
+        CaptureError: the model fails.
+    """
     try:
         with torch.no_grad():
             own(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
@@ -108,7 +112,7 @@ def _capture(
 def _with_free_axes(
     own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
 ) -> tuple[Captured | None, str | None]:
-    """The graph with these axes free, of each leaf of the call; else why there is none."""
+    """Return the graph with these axes of each leaf dynamic, or ``None`` and the reason."""
     reason = None
     for wide_args, wide_kwargs in _examples(args, kwargs, axes):
         try:
@@ -126,7 +130,7 @@ def _with_free_axes(
 def _free(
     args: tuple[Any, ...], kwargs: dict[str, Any], sequences: bool, free: Mapping[int, Collection[int]]
 ) -> list[tuple[int, ...]]:
-    """Axes of each leaf of a call that are to be free: the first, the second of token ids, and those asked for."""
+    """Return the axes of each leaf that should be dynamic: the first, the second of token ids, and those in `free`."""
     leaves = pytree.tree_leaves((args, kwargs))
     second = [(1,) if sequences and is_sequence(leaf) else () for leaf in leaves]
     return [(0, *more, *free.get(index, ())) for index, more in enumerate(second)]
@@ -135,7 +139,7 @@ def _free(
 def _fixed_lengths(
     captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, ...]:
-    """Which second axes of integer matrices torch.export made constants of, and why."""
+    """Return a note for each sequence length that torch.export fixed, with the reason."""
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = [e for e in captured.signature.inputs if is_sequence(leaves[e.leaf]) and isinstance(e.type.shape[1], int)]
     if not inputs:
@@ -164,8 +168,7 @@ def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs
 def _examples(
     args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Every axis that is to be free and has size 1 repeated to 2; then, where others have another batch, the example
-    as it is."""
+    """Yield examples to export: with dynamic axes of size 1 repeated to 2, then as given unless all batches are 1."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     sizes = {leaf.shape[0] for leaf in _with_axes((args, kwargs))}
     wide = [_widened(leaf, free) for leaf, free in zip(leaves, axes, strict=True)]

@@ -1,4 +1,4 @@
-"""Loops whose count torch.export fixes: the operators of their bodies in the graph, once per iteration."""
+"""Unrolling of scan and map loops, whose number of iterations torch.export fixes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from intaglio.fxgraph.node_info import Turn, info, update_info
 
 SCAN, MAP = "scan", "map_impl"
 MOST_OPERATORS = 2048
-"""That the bodies of all loops of a model may come to: each is a step of the program, which is compiled as a whole."""
+"""Maximum number of operators in all unrolled loops of a model, because each is a step of the compiled program."""
 
 
 def unroll(module: fx.GraphModule) -> None:
-    """`scan` and `map` -> their bodies, one after the other, and one stack for each result of all iterations.
+    """Replace `scan` and `map` by one copy of the body per iteration, and stack the results of all iterations.
 
-    Each iteration reads the same parameters. Its nodes say in their record which operator of the body they are, and
-    whose turn it is, so that one site serves all iterations. A loop inside the body is unrolled as well.
+    All iterations read the same parameters. The record of each node contains its iteration and its operator in the
+    body, so that one site serves all iterations. Nested loops are unrolled as well.
+
+    Raises:
+        CaptureError: the result would exceed `MOST_OPERATORS`.
     """
     if (count := _unrolled_operators(module)) > MOST_OPERATORS:
         longest = max(filter(_is_loop, module.graph.nodes), key=lambda node: _count(node) * _operators(_body(node)))
@@ -46,7 +49,7 @@ def _body(loop: fx.Node) -> fx.GraphModule:
 
 
 def _operands(loop: fx.Node) -> tuple[Sequence[fx.Node], Sequence[fx.Node], Sequence[Any]]:
-    """What is carried, what there is one of per iteration, and what is the same for all."""
+    """Return the carried operands, those with one entry per iteration, and those shared by all iterations."""
     _, *given = loop.args
     return (given[0], given[1], given[2]) if str(loop.target) == SCAN else ((), given[0], given[1])
 
@@ -56,7 +59,7 @@ def _count(loop: fx.Node) -> int:
 
 
 def _operators(module: fx.GraphModule) -> int:
-    """Of a body, loops in it unrolled."""
+    """Return the number of operators in a body with its nested loops unrolled."""
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     return sum(_count(node) * _operators(_body(node)) if _is_loop(node) else 1 for node in calls)
 
@@ -87,15 +90,17 @@ def _unroll(loop: fx.Node) -> None:
 
 
 def _row(loop: fx.Node, node: fx.Node, index: int, count: int) -> fx.Node:
-    """One of those there is one of per iteration. Of what is flipped, which says that a loop runs backwards, the other
-    end as it is."""
+    """Return the entry of one iteration.
+
+    A flipped operand marks a backward loop; its source is read from the end instead.
+    """
     if _is_flipped(node):
         node, index = node.args[0], count - 1 - index
     return _call(loop, torch.ops.aten.select.int, node, 0, index)
 
 
 def _stack(loop: fx.Node, taken: fx.Node, parts: list[fx.Node]) -> None:
-    """In place of a result of all iterations, and of what flips it."""
+    """Replace a stacked result of a loop, and flips of it, by a stack of the iterations' results."""
     for flip in filter(_is_flipped, list(taken.users)):
         flip.replace_all_uses_with(_call(loop, torch.ops.aten.stack.default, parts[::-1]))
         loop.graph.erase_node(flip)
@@ -108,7 +113,7 @@ def _is_flipped(node: fx.Node) -> bool:
 
 
 def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[Any]) -> list[Any]:
-    """The body's operators in front of the loop; what they give."""
+    """Copy the operators of the body in front of the loop, and return their results."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     copies = dict(zip(inputs, given, strict=True))
     outer = info(loop).turn or Turn()
@@ -119,7 +124,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
             continue
         copies[node] = copied = loop.graph.node_copy(node, copies.__getitem__)
         copied.meta = dict(node.meta)
-        if node.op == "get_attr":  # the body of a loop inside this one
+        if node.op == "get_attr":  # the body of a nested loop
             copied.target = _hold(loop.graph.owning_module, body.get_submodule(str(node.target)))
             continue
         copied.meta["nn_module_stack"] = loop.meta.get("nn_module_stack", {})
@@ -128,7 +133,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
 
 
 def _call(loop: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Of the loop itself: what goes into its iterations and what they give."""
+    """Insert a call with the metadata of the loop, for operands and results of iterations."""
     node = loop.graph.call_function(target, args)
     value = target(*fx.map_arg(args, lambda operand: operand.meta["val"]))
     node.meta = {**loop.meta, "val": value}
@@ -136,7 +141,7 @@ def _call(loop: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 def _hold(module: fx.GraphModule, body: torch.nn.Module) -> str:
-    """The name of a body of the graph's own."""
+    """Add the body of a nested loop to the module if needed, and return its name."""
     known = {child: name for name, child in module.named_children()}
     if body not in known:
         number = len(known)

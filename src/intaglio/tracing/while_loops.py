@@ -1,4 +1,4 @@
-"""Loops that run as long as the data says: a condition and a body, each captured as a model of its own."""
+"""Loops with a data-dependent number of iterations, whose condition and body are captured as graphs of their own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ from intaglio.tracing.unroll_scans import unroll
 
 WHILE = "while_loop"
 SCAN_INSTEAD = "write a loop of a fixed count, which is unrolled (scan, or one in Python); or compile it natively"
-"""What a backend without such loops says to do."""
+"""Remedy in errors of backends without support for such loops."""
 
 
 @dataclass(frozen=True, eq=False)
 class WhileLoop:
-    """``while condition(*values): carried = body(*values)``, where the values are what is carried and what stays.
+    """Call target of a loop ``while condition(*values): carried = body(*values)``.
 
-    The target of a node whose arguments are the values, the first ``carried`` of them carried, and whose result is a
-    tuple of those. ``name``: of the loop, once in a model. ``run``: what the stage of the model around makes of the
-    body; the condition is the float one at every stage.
+    The arguments of the node are the values: first those that are carried, then those that do not change. Its result is
+    the tuple of carried values.
+
+    Attributes:
+        name: name of the loop, unique in a model.
+        carried: number of carried values.
+        condition: float graph of the condition, the same at every stage.
+        body: float graph of the body.
+        run: body of the current stage.
     """
 
     name: str
@@ -51,18 +57,18 @@ class WhileLoop:
 
 
 def loops_of(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Nodes that run a body."""
+    """Return the nodes of loops in a graph."""
     return (node for node in module.graph.nodes if isinstance(node.target, WhileLoop))
 
 
 def parts_of(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """Conditions and bodies of its loops."""
+    """Yield the conditions and bodies of the loops in a graph."""
     for node in loops_of(module):
         yield from (node.target.condition.module, node.target.body.module)
 
 
 def refuse_loops(module: fx.GraphModule, problem: str, remedy: str) -> None:
-    """`UnsupportedError` for a way on that has no form for them."""
+    """Raise an `UnsupportedError` if the graph contains a loop, with this problem and remedy."""
     for node in loops_of(module):
         where = origin(node)
         raise UnsupportedError(
@@ -71,7 +77,7 @@ def refuse_loops(module: fx.GraphModule, problem: str, remedy: str) -> None:
 
 
 def with_bodies(module: fx.GraphModule, bodies: Mapping[str, Callable[..., Any]]) -> None:
-    """Loops run these bodies, by name, from now on; the module is one of the caller's own."""
+    """Replace the bodies that the loops of a graph run, by loop name. The module is changed in place."""
     loops = list(loops_of(module))
     for node in loops:
         node.target = replace(node.target, run=bodies[node.target.name])
@@ -80,7 +86,7 @@ def with_bodies(module: fx.GraphModule, bodies: Mapping[str, Callable[..., Any]]
 
 
 def everything_in(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Nodes of a captured graph, and of the bodies of its loops."""
+    """Yield the nodes of a graph and of the bodies of its loops."""
     for node in module.graph.nodes:
         yield node
         if isinstance(node.target, WhileLoop):
@@ -95,9 +101,18 @@ def while_loop(
     model: nn.Module,
     training: bool,
 ) -> tuple[WhileLoop, list[fx.Node]]:
-    """A loop of torch.export's, and the operands that are none of the model's tensors.
+    """Convert a loop of torch.export, and return it with the operands that are not tensors of the model.
 
-    ``constants``: inputs of the program that are tensors of the model, and their names there.
+    Args:
+        node: node of the loop.
+        program: exported program.
+        names: names of the dynamic dimensions.
+        constants: placeholder -> name of the tensor of the model that it represents.
+        model: float model.
+        training: whether the model is captured in training mode.
+
+    Raises:
+        CaptureError: the loop contains something that is not supported.
     """
     condition, body, carried, beside = node.args
     operands = [*carried, *beside]
@@ -118,7 +133,7 @@ def _part(
     program: ExportedProgram,
     names: Mapping[Any, str],
 ) -> tuple[fx.GraphModule, Signature]:
-    """A condition or a body as `Captured` has it; the model's tensors that it reads are its own constants."""
+    """Return a condition or body as graph and signature; tensors of the model become constants."""
     unroll(source)
     graph, root, copies = fx.Graph(), nn.Module(), dict[fx.Node, Any]()
     inputs: list[Input] = []
@@ -155,7 +170,7 @@ def _part(
 def _describe(
     copied: fx.Node, node: fx.Node, loop: fx.Node, names: Mapping[Any, str], program: ExportedProgram
 ) -> None:
-    """Type and origin; the module is that of a parameter among the operands, else the one around the loop."""
+    """Record type and origin; the module is that of a parameter among the operands, or the one around the loop."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     free = [size_expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)]

@@ -1,1 +1,1 @@
-"""Passes that rewrite a torch.fx graph in place; each returns how many rewrites it made."""
+"""Passes that rewrite a torch.fx graph in place; each returns the number of rewrites."""

@@ -1,4 +1,4 @@
-"""Attention masks as models write them, resolved: what is always true goes, padding alone stays."""
+"""Simplification of attention masks: conditions that always hold are removed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FULLS = ("aten.full.default", "aten.new_full.default", "aten.full_like.default")
 
 
 def resolve_masks(module: fx.GraphModule) -> int:
-    """Conditions that hold everywhere vanish from masks, and whole ranges that index a mask from the index.
+    """Remove conditions that always hold from masks, and indexing of a mask with its whole range.
 
-    ``x >= 0`` of an ``arange`` is true, and so is that its neighbours differ by 1; ``and`` with what is true is the
-    other operand; a mask indexed by the whole range of each of its axes is that mask in another shape; attention under
-    a mask that is all true has none, and under one that is true on and below the diagonal alone is causal.
+    For example ``arange >= 0`` is true, and so is a difference of 1 between its neighbours. ``and`` with a true operand
+    becomes the other operand. A mask indexed by the whole range of each axis becomes a reshape. Attention with an
+    all-true mask loses the mask, and attention whose mask is true on and below the diagonal becomes causal.
     """
     ramps: dict[fx.Node, Ramp] = {}
     always: dict[fx.Node, bool] = {}
@@ -48,7 +48,7 @@ def resolve_masks(module: fx.GraphModule) -> int:
 def _always(
     node: fx.Node, ramps: dict[fx.Node, Ramp], numbers: dict[fx.Node, int], always: dict[fx.Node, bool]
 ) -> bool | None:
-    """The value a condition has everywhere."""
+    """Return the value that a condition has for all elements, or ``None``."""
     name = operator(node)
     if known_type(node).dtype is not DType.BOOL:
         return None
@@ -62,7 +62,7 @@ def _always(
         return None if node.args[0] not in always else not always[node.args[0]]
     if name in AND or name in OR:
         found = [always.get(value) for value in node.args[:2]]
-        strong = name in OR  # one operand that decides
+        strong = name in OR  # the operand value that decides the result
         return strong if strong in found else (not strong if None not in found else None)
     if len(node.args) != 2:
         return None
@@ -74,17 +74,17 @@ def _always(
 
 
 def _compared(name: str, ramp: Ramp | None, number: object) -> bool | None:
-    """What a comparison of a range with a number is for every element of it, if it is the same."""
+    """Return the result of comparing a range with a number if it is the same for all elements, else ``None``."""
     kind = name.removeprefix("aten.").removesuffix(".Scalar")
     if ramp is None or not isinstance(number, int) or kind not in ("ge", "gt", "lt", "le"):
         return None
-    bound = number + (kind in ("gt", "le"))  # values are whole: > 3 is >= 4
+    bound = number + (kind in ("gt", "le"))  # for integers, > 3 is >= 4
     at_least = True if ramp.start >= bound else False if ramp.last is not None and ramp.last < bound else None
     return at_least if at_least is None or kind in ("ge", "gt") else not at_least
 
 
 def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bool]) -> bool:
-    """One node by what is known of its operands; whether it was rewritten."""
+    """Simplify one node by the known values of its operands, and return whether it changed."""
     name = operator(node)
     if name in AND or name in OR:
         idle = next((value for value in node.args[:2] if always.get(value) is (name in AND)), None)
@@ -104,7 +104,7 @@ def _rewrite(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bo
 
 
 def _chosen(node: fx.Node) -> bool:
-    """Zeros or ones, filled where a condition holds -> one number or the other, by the condition."""
+    """Replace ``masked_fill`` of zeros or ones by a ``where`` with two numbers."""
     base, condition, fill = node.args
     kind, name = known_type(node), operator(base)
     if name not in (*ZERO_FILLS, *ONES) or isinstance(fill, fx.Node) or kind.dtype is not DType.F32:
@@ -116,7 +116,7 @@ def _chosen(node: fx.Node) -> bool:
 
 
 def _widened(node: fx.Node, value: fx.Node) -> bool:
-    """Readers of the node read this value, expanded to its shape."""
+    """Replace a node by a value, expanded to its shape."""
     wanted, shape = known_type(node).shape, known_type(value).shape
     if wanted != shape:
         aligned = (1,) * (len(wanted) - len(shape)) + shape
@@ -132,7 +132,7 @@ def _widened(node: fx.Node, value: fx.Node) -> bool:
 
 
 def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
-    """``mask[i, j]``, the indices being the whole ranges of its axes in their order -> a reshape."""
+    """Replace ``mask[i, j]`` by a reshape if the indices are the whole ranges of its axes in order."""
     source, indices = node.args
     found = [ramp for index in indices if (ramp := ramps.get(index)) is not None]
     shape, result = known_type(source).shape, known_type(node).shape
@@ -156,7 +156,7 @@ def _whole_index(node: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
 
 
 def _without_mask(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Node, bool]) -> bool:
-    """Attention whose mask is all true, or true on and below the diagonal alone."""
+    """Remove an all-true mask from attention, and replace a causal one by ``is_causal``."""
     given = arguments(node)
     mask = given["attn_mask"]
     causal = isinstance(mask, fx.Node) and _is_causal(mask, ramps)
@@ -168,7 +168,7 @@ def _without_mask(node: fx.Node, ramps: dict[fx.Node, Ramp], always: dict[fx.Nod
 
 
 def _is_causal(mask: fx.Node, ramps: dict[fx.Node, Ramp]) -> bool:
-    """``key <= query`` for ranges of one length along the last two axes."""
+    """Match ``key <= query`` for ranges of equal length along the last two axes."""
     while operator(mask) == "aten.expand.default":
         mask = mask.args[0]
     kind = operator(mask)

@@ -1,4 +1,4 @@
-"""`batch_first`: moves that carry the batch away and back are undone."""
+"""Removal of permutations that move the batch axis away and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,14 @@ PERMUTING_TARGETS = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SL
 
 @dataclass(eq=False)
 class Atom:
-    """A factor of a source's axis that no move takes apart: ``count`` of its ``size`` elements, from ``start``."""
+    """A factor of a source axis that no reshape splits further.
+
+    Attributes:
+        axis: axis of the source.
+        size: number of elements.
+        start: first element that a slice keeps.
+        count: number of elements kept; by default all.
+    """
 
     axis: int
     size: Dim
@@ -42,9 +49,12 @@ class Atom:
 
 @dataclass
 class AxisOrder:
-    """How a value lies in the source of its moves: axes of atoms, outermost first; axes of one element have none.
+    """Axes of a value as factors of the axes of its source.
 
-    ``source``: the atoms of each axis of the source. ``roams``: whether the batch was not in front on the way.
+    Attributes:
+        source: the atoms of each source axis.
+        axes: the atoms of each axis, outermost first; empty for axes of size 1.
+        roams: whether the batch was not the first axis at some step.
     """
 
     source: list[list[Atom]]
@@ -52,16 +62,16 @@ class AxisOrder:
     roams: bool = False
 
     def moved(self) -> bool:
-        """Whether what comes first is no part of the source's first axis."""
+        """Return whether the first axis no longer starts with the source's first axis."""
         batch = any(atom.count != 1 for atom in self.source[0])
         return batch and next(axis[0] for axis in self.axes if axis).axis != 0
 
 
 def batch_first(module: fx.GraphModule) -> int:
-    """Linear layers read the batch as their input has it, in front; the moves around them shrink to what is left.
+    """Keep the batch first in linear layers and shorten the data movement around them.
 
-    ``torch.nn.MultiheadAttention`` puts the sequence first: [n, s, c] -> [s, n, c] -> linear -> ... ->
-    [n, heads, s, d]. A linear layer commutes with every move of the axes before its last.
+    ``torch.nn.MultiheadAttention`` permutes the sequence to the front: [n, s, c] -> [s, n, c] -> linear -> ... -> [n,
+    heads, s, d]. A linear layer commutes with every permutation of the axes before its last.
     """
     hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_TARGET)
     ends = [
@@ -72,11 +82,11 @@ def batch_first(module: fx.GraphModule) -> int:
     return hits + sum(_shorten(node) for node in ends)
 
 
-# ---- following moves ------------------------------------------------------------------------------------------------
+# ---- layout after a chain of data movement ---------------------------------------------------------------------------
 
 
 def _chain(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
-    """The farthest source from where moves lead here, and how they do."""
+    """Return the farthest source of the data movement that ends here, and the resulting axis order."""
     moves: list[fx.Node] = []
     while operator(end) in PERMUTING_TARGETS:
         moves.insert(0, end)
@@ -88,7 +98,7 @@ def _chain(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
 
 
 def _follow(moves: Sequence[fx.Node]) -> AxisOrder | None:
-    """Where the elements of the last move's result are in the first one's input; ``None`` where that is not known."""
+    """Return the axis order of the last node relative to the input of the first; ``None`` if it is unknown."""
     shape = known_type(moves[0].args[0]).shape
     source = [[Atom(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
     layout = AxisOrder(source, [list(axis) for axis in source])
@@ -131,7 +141,7 @@ def _slice(layout: AxisOrder, node: fx.Node) -> bool:
 
 
 def _reshape(layout: AxisOrder, shape: Shape) -> bool:
-    """Deal the atoms out anew, splitting those that are too large for an axis."""
+    """Distribute the atoms over a new shape, and split those that are too large for an axis."""
     waiting = [atom for axis in layout.axes for atom in axis]
     axes: list[list[Atom]] = []
     for size in shape:
@@ -154,7 +164,7 @@ def _reshape(layout: AxisOrder, shape: Shape) -> bool:
 
 
 def _split(layout: AxisOrder, waiting: list[Atom], outer: Dim) -> bool:
-    """The first atom waiting as two, the outer one of this size."""
+    """Split the first waiting atom in two, with an outer one of size `outer`."""
     atom = waiting[0]
     inner = divide(atom.size, outer) or None
     if inner is None or atom.count != atom.size:
@@ -167,11 +177,15 @@ def _split(layout: AxisOrder, waiting: list[Atom], outer: Dim) -> bool:
     return True
 
 
-# ---- moves anew -----------------------------------------------------------------------------------------------------
+# ---- shortest chain to a layout -------------------------------------------------------------------------------------
 
 
 def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
-    """The least moves to a layout: slices, a reshape, a permutation, a reshape: (operator, result, arguments)."""
+    """Return the shortest data movement to an axis order: slices, a reshape, a permutation and a reshape.
+
+    Returns:
+        Tuples of operator, shape of the result and arguments; ``None`` if a slice is not supported.
+    """
     steps: list[tuple[Any, Shape, tuple[Any, ...]]] = []
     current = list(source)
     for axis, atoms in enumerate(layout.source):
@@ -210,7 +224,7 @@ def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tup
 
 
 def _shorten(end: fx.Node) -> bool:
-    """Moves that carry the batch away and back -> as few as there can be."""
+    """Replace data movement that moves the batch away and back by the shortest equivalent."""
     found = _chain(end)
     if found is None or not found[1].roams or found[1].moved():
         return False
@@ -224,7 +238,7 @@ def _shorten(end: fx.Node) -> bool:
 
 
 def _hoist(linear: fx.Node) -> bool:
-    """A linear layer behind moves that carry the batch away -> those moves behind the layer."""
+    """Move permutations of the batch from the input of a linear layer to its output."""
     found, shape = _chain(linear.args[0]), known_type(linear).shape
     if found is None or not found[1].moved() or not found[1].axes[-1]:
         return False
@@ -233,7 +247,7 @@ def _hoist(linear: fx.Node) -> bool:
     ahead = [[atom for atom in atoms if id(atom) in leading] for atoms in layout.source]
     ahead = [atoms for atoms in ahead if atoms]
     base = AxisOrder(layout.source, [*ahead, layout.axes[-1]])
-    if base.moved():  # the layer's channels are what came first
+    if base.moved():  # the source's first axis is among the layer's input channels
         return False
     sizes = tuple(_product(atoms) for atoms in base.axes)
     steps = _steps(base, known_type(source).shape, sizes)
@@ -252,7 +266,7 @@ def _hoist(linear: fx.Node) -> bool:
 
 
 def _behind(layout: AxisOrder, ahead: Sequence[Sequence[Atom]], channels: Dim) -> AxisOrder:
-    """The axes in front of the last as they lie in the result of a layer that reads them in their source's order."""
+    """Return the axis order behind a layer that reads its input in the order of the source."""
     anew = {id(atom): Atom(axis, atom.count) for axis, atoms in enumerate(ahead) for atom in atoms}
     last = [Atom(len(ahead), channels)] if channels != 1 else []
     axes = [[anew[id(atom)] for atom in axis] for axis in layout.axes[:-1]]

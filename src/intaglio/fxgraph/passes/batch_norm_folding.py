@@ -1,4 +1,4 @@
-"""Passes that fold a batch norm into the convolution or linear layer beside it, and factors per channel likewise."""
+"""Folding of batch norms and other per-channel affine operators into adjacent convolutions and linear layers."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ FOLDABLE = tuple(target for name in ANCHORS for target in OPS[name].targets)
 
 
 def fold_batch_norm_after(module: fx.GraphModule) -> int:
-    """A convolution or linear, then batch norm -> one of them. Calls that share weight and norm share the result."""
+    """Fold batch norms into the convolution or linear layer in front of them.
+
+    Calls that share weight and norm share the folded constants.
+    """
     folds = 0
     for norm in _batch_norms(module):
         anchor = norm.args[0]
         if operator(anchor) in FOLDABLE and len(anchor.users) == 1 and _constants(norm, anchor):
             if operator(anchor) == "aten.linear.default" and len(known_type(anchor).shape) != 2:
-                continue  # batch norm normalises axis 1, a linear of another rank puts its channels elsewhere
+                continue  # batch norm normalizes axis 1; a linear layer of another rank has its channels elsewhere
             _fold_after(module, norm, anchor)
             folds += 1
     return folds
 
 
 def fold_batch_norm_before(module: fx.GraphModule) -> int:
-    """Batch norm, then a plain convolution without padding, or linear -> one of them.
+    """Fold batch norms into the convolutions without padding and linear layers behind them.
 
-    With padding the border sees 0 where the folded form would need -shift/scale, so such a norm stays.
+    A padded convolution is excluded: it pads the norm's output with 0, which would be -shift/scale in its input.
     """
     folds = 0
     for norm in _batch_norms(module):
@@ -57,7 +60,7 @@ def fold_batch_norm_before(module: fx.GraphModule) -> int:
 
 
 def norm_as_affine(module: fx.GraphModule) -> int:
-    """A batch norm that nothing absorbed -> ``shift + x * scale`` per channel, one operator."""
+    """Replace batch norms that were not folded by ``shift + x * scale`` per channel (addcmul)."""
     hits = [norm for norm in _batch_norms(module) if _constants(norm)]
     for index, norm in enumerate(hits):
         (value,) = norm.users
@@ -77,10 +80,10 @@ def norm_as_affine(module: fx.GraphModule) -> int:
 
 
 def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift: torch.Tensor) -> fx.Node:
-    """Convolutions that read ``node`` read ``shift + node * gain`` per channel instead, which is returned.
+    """Insert ``shift + x * gain`` per channel behind `node`, let its convolutions read it, and return the new node.
 
-    Their weights and biases undo it; a convolution that pads still pads with zeros, which then stand for
-    ``-shift / gain``. Every reader of ``node`` is a conv2d of constant weights, or asks for its shape.
+    The inverse is folded into weights and biases of the convolutions. Padding is not changed: zeros then represent
+    ``-shift / gain``. Every reader of `node` is a conv2d with constant weights or reads its shape.
     """
     first = next(user for user in module.graph.nodes if user in node.users and info(user).dim is None)
     constants = []
@@ -98,7 +101,7 @@ def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift
 
 
 def _batch_norms(module: fx.GraphModule) -> list[fx.Node]:
-    """Norms in evaluation mode whose only reader takes their first result."""
+    """Return batch norms in evaluation mode whose only reader takes their first result."""
     norms = [node for node in module.graph.nodes if operator(node) == BATCH_NORM]
     return [n for n in norms if len(n.users) == 1 and next(iter(n.users)).target is python_operator.getitem]
 
@@ -124,7 +127,7 @@ def _same(user: fx.Node) -> list[bool]:
 
 
 def _affine(module: fx.GraphModule, norm: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
-    """Batch norm as ``x * scale + shift`` per channel, float64."""
+    """Return a batch norm as scale and shift per channel, f64[c]."""
     weight, bias = (_tensor_or_none(module, value) for value in norm.args[1:3])
     mean, variance = (_tensor(module, value) for value in norm.args[3:5])
     scale = torch.rsqrt(variance + norm.args[6])
@@ -156,7 +159,7 @@ def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
 
 
 def _along_outputs(anchor: fx.Node, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One factor per output channel, shaped to multiply the weight."""
+    """Return one factor per output channel, broadcastable to the weight."""
     ones = [1] * (weight.dim() - 2)
     if not BY_TARGET[operator(anchor)].roles.outputs:
         return scale.reshape(-1, 1, *ones)
@@ -170,7 +173,7 @@ def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
 
 
 def _absorb(module: fx.GraphModule, user: fx.Node, scale: torch.Tensor, shift: torch.Tensor, label: str) -> None:
-    """A convolution or linear layer of ``x * scale + shift`` per channel -> one of x, padding aside."""
+    """Fold ``x * scale + shift`` per input channel into a convolution or linear layer, as if it had no padding."""
     weight, bias = _tensor(module, user.args[1]), _tensor_or_none(module, arguments(user)["bias"])
     groups = arguments(user).get("groups", 1)
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
@@ -189,7 +192,7 @@ def _targets(values: Iterable[fx.Node | None]) -> list[str]:
 
 
 def _replace(module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias: torch.Tensor, label: str) -> None:
-    """Point the anchor at folded constants; the same weight under the same label gives the same constants."""
+    """Replace the anchor's weight and bias by folded ones; equal weights with equal labels share constants."""
     key = "|".join([*_targets(anchor.args[1:3]), label])
     known = graph_info(module).folded
     if key not in known:

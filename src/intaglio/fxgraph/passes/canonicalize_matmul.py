@@ -1,4 +1,4 @@
-"""Passes over products as they are written: with a transposed weight, of two activations, one layer for several."""
+"""Canonical forms of matrix products: linear layers, matmul, and split projections."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
 aten = torch.ops.aten
 VIEW_NAMES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
-"""Names of operators between a layer and its parts."""
+"""Operators that may be between a linear layer and its slices."""
 SAMPLE_SIZE = 7
-"""What free dimensions count as while moves are tried out."""
+"""Size of dynamic dimensions while data movement is evaluated on sample tensors."""
 
 
 def products_as_linear(module: fx.GraphModule) -> int:
-    """addmm and mm of a constant matrix -> linear, whose weight is that matrix transposed."""
+    """Replace addmm and mm with a constant matrix by linear layers with the transposed matrix as weight."""
     count = 0
     for node in list(module.graph.nodes):
-        found = _matrices(node)  # not before its turn: the operand may be one of these, and another node by now
+        found = _matrices(node)  # match here, because an earlier iteration may have replaced the operand
         if found is None:
             continue
         (x, matrix, bias), count = found, count + 1
@@ -37,7 +37,7 @@ def products_as_linear(module: fx.GraphModule) -> int:
 
 
 def products_as_matmul(module: fx.GraphModule) -> int:
-    """bmm, mm and baddbmm of what is computed -> matmul, times ``alpha``, plus what baddbmm adds."""
+    """Replace bmm, mm and baddbmm of computed operands by matmul, a factor ``alpha`` and an addition."""
     hits = [node for node in module.graph.nodes if _computed(node)]
     for node in hits:
         given, kind = arguments(node), known_type(node)
@@ -61,7 +61,7 @@ def _computed(node: fx.Node) -> bool:
 
 
 def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """What is multiplied, the constant matrix, and a constant of one number per column."""
+    """Return the left operand, the constant matrix, and a constant bias per column or ``None``."""
     if operator(node) not in ("aten.addmm.default", "aten.mm.default"):
         return None
     *bias, x, matrix = node.args[:3]
@@ -77,9 +77,9 @@ def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
 
 
 def parts_as_layers(module: fx.GraphModule) -> int:
-    """A linear layer of which only parts of the channels are read, one after the other -> a layer for each part.
+    """Split linear layers whose output is only read in slices of channels, one layer per slice.
 
-    Queries, keys and values that one layer makes get parameters of their own, and need not be moved apart.
+    Queries, keys and values from a combined projection then get separate quantization parameters, and no copy.
     """
     hits = [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]
     hits = [node for node in hits if all(is_constant(value) for value in _constants(node))]
@@ -106,13 +106,16 @@ def parts_as_layers(module: fx.GraphModule) -> int:
 
 
 def _constants(node: fx.Node) -> list[fx.Node]:
-    """Weight, and bias if there is one."""
+    """Return the weight, and the bias if there is one."""
     return [value for value in node.all_input_nodes if value is not node.args[0]]
 
 
 def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
-    """Values behind moves that are some neighbouring channels of a layer, each with its first channel and the one
-    after its last; nothing if something else is read."""
+    """Return the values that are slices of a layer's channels, each with its first and one past its last channel.
+
+    Returns:
+        An empty dictionary if anything but data movement reads the layer.
+    """
     sizes = _Sizes(layer)
     shape = sizes.of(layer)
     whole = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
@@ -134,7 +137,7 @@ def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
 
 
 def _span(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
-    """Channels of the whole that a part is, in place."""
+    """Return the range of channels of `whole` that `part` equals, or ``None``."""
     if part.dim() != whole.dim() or part.shape[:-1] != whole.shape[:-1] or part.shape == whole.shape:
         return None
     first = int(part.flatten()[0])
@@ -143,7 +146,7 @@ def _span(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
 
 
 class _Sizes:
-    """Moves on tensors of numbers, free dimensions at one size each."""
+    """Evaluates data movement on sample tensors, with a distinct size for each dynamic dimension."""
 
     def __init__(self, layer: fx.Node) -> None:
         names = set().union(*[symbols_of(dim) for dim in known_type(layer).shape])

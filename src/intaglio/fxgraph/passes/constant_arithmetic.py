@@ -1,4 +1,4 @@
-"""Passes over arithmetic with a constant: one factor and offset per channel, or a plain number."""
+"""Canonical forms of arithmetic with a constant: per-channel factor and offset, or a number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intaglio.ops.channels import channel_axis
 
 
 def constants_as_affine(module: fx.GraphModule) -> int:
-    """Rewrite sums, differences, products and quotients with a constant per channel as ``shift + x * scale``."""
+    """Replace arithmetic with a constant per channel by ``shift + x * scale`` (addcmul)."""
     hits = [
         node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_channels(module, node)
     ]
@@ -32,7 +32,7 @@ def constants_as_affine(module: fx.GraphModule) -> int:
 
 
 def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
-    """One operand is a constant that differs along the channels of the other; none divides by zero."""
+    """Return whether one operand is a finite constant per channel of the other, and no division by zero can occur."""
     if not _takes_constant(node):
         return False
     x, c = _value_and_constant(node)
@@ -46,19 +46,19 @@ def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _takes_constant(node: fx.Node) -> bool:
-    """Return whether the operands are two tensors, of which one is a constant."""
+    """Return whether the operands are two tensors, exactly one of them constant."""
     a, b = node.args[:2]
     return isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_constant(a) != is_constant(b)
 
 
 def _value_and_constant(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return the two operands of an operator that takes a constant: the one that is computed, then the constant."""
+    """Return the computed operand and the constant operand of an operator with one of each."""
     a, b = node.args[:2]
     return (b, a) if is_constant(a) else (a, b)
 
 
 def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
-    """Return the operand that is scaled, and the scale and shift, both of the rank of the result."""
+    """Return the operand that is scaled, and scale and shift with the rank of the result."""
     x, c = _value_and_constant(node)
     constant = getattr(module, c.target).double()
     constant = constant.reshape(*[1] * (len(known_type(x).shape) - constant.dim()), *constant.shape)
@@ -70,7 +70,7 @@ def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Te
 
 
 def constants_as_numbers(module: fx.GraphModule) -> int:
-    """Sums, differences, products and quotients with a constant of one element -> with a number."""
+    """Replace constants with one element in arithmetic by numbers."""
     hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_number(module, node)]
     for node in hits:
         x, c = _value_and_constant(node)

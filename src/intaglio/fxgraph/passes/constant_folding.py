@@ -1,4 +1,4 @@
-"""`fold_constants`: what reads constants only becomes the constant it computes."""
+"""Constant folding."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from intaglio.fxgraph.nodes import is_constant, operator
 from intaglio.fxgraph.unique_names import add_constant
 
 PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
-"""``conv.parametrizations.weight.original0`` is what ``conv.weight`` is made of."""
+"""Matches paths of parametrizations: ``conv.parametrizations.weight.original0`` belongs to ``conv.weight``."""
 
 DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
 
 
 def fold_constants(module: fx.GraphModule) -> int:
-    """Replace operators that read constants only (weight norm, a weight that is standardized or cast) by their result.
+    """Replace operators that read only constants, such as weight norm or a cast of a weight, by their result.
 
-    Not a pass of capture: while a model is trained its weights are no constants.
+    Capture does not run this pass, because weights are not constant in training.
     """
     values: dict[fx.Node, Any] = {}
     paths: dict[fx.Node, str] = {}
@@ -45,9 +45,9 @@ def fold_constants(module: fx.GraphModule) -> int:
 
 
 def _folds(node: fx.Node) -> bool:
-    """Whether a node with constant operands has one value: it has operands, and draws no random numbers."""
+    """Return whether a node with constant operands has a constant value: it has operands and is not random."""
     if node.op != "call_function" or not node.all_input_nodes or info(node).dim is not None:
         return False
-    if operator(node).startswith(DEQUANTIZE_TARGETS):  # of a part that is quantized already: its weights stay integers
+    if operator(node).startswith(DEQUANTIZE_TARGETS):  # weights of parts that are already quantized stay integers
         return False
     return torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())

@@ -1,4 +1,4 @@
-"""Passes that spell an operator by others that have a record: parts as slices, stacks as concatenations."""
+"""Decomposition of operators without a record into operators that have one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
-    """A node of this shape in front of the one it helps to replace."""
+    """Insert a call with this shape and the element type of `old` in front of `old`."""
     with old.graph.inserting_before(old):
         node = old.graph.call_function(target, args)
     inherit_info(node, old, type=TensorType(shape, known_type(old).dtype))
@@ -31,7 +31,7 @@ def _replace(old: fx.Node, new: fx.Node) -> None:
 
 
 def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
-    """group_norm -> a layer norm of each group as a row, then the factor and the offset of each channel."""
+    """Decompose group_norm into a layer norm with groups as rows, and a factor and offset per channel."""
     norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
     hits = [node for node in norms if _groups_are_rows(node)]
     for node in hits:
@@ -54,7 +54,7 @@ def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
 
 
 def _groups_are_rows(node: fx.Node) -> bool:
-    """Whether a group has a known number of values, the batch a size that can be named, and constants go with it."""
+    """Return whether groups have a static size, the batch size is available, and weight and bias are constant."""
     given, kind = arguments(node), tensor_type(node)
     constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
     if kind is None or not all(isinstance(dim, int) for dim in kind.shape[1:]):
@@ -63,7 +63,7 @@ def _groups_are_rows(node: fx.Node) -> bool:
 
 
 def splits_as_slices(module: fx.GraphModule) -> int:
-    """Parts of split, taken one by one -> slices."""
+    """Replace each used part of a split by a slice."""
     hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
     for node in hits:
         source, index = node.args
@@ -79,7 +79,7 @@ def splits_as_slices(module: fx.GraphModule) -> int:
 
 
 def _split_sizes(node: fx.Node) -> list[int]:
-    """Sizes of the parts; nothing for another operator, or along a free dimension."""
+    """Return the sizes of a split's parts; empty for other operators and along a dynamic dimension."""
     if operator(node) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
         return []
     given = arguments(node)
@@ -93,10 +93,10 @@ def _split_sizes(node: fx.Node) -> list[int]:
 
 
 def selects_as_slices(module: fx.GraphModule) -> int:
-    """``x[:, 3]`` and parts of unbind, taken one by one -> a slice of one element without its axis."""
+    """Replace ``x[:, 3]`` and parts of unbind by a slice of one element and a squeeze."""
     count = 0
     for node in list(module.graph.nodes):
-        found = _selected(node)  # not before its turn: the source may be one of these, and another node by now
+        found = _selected(node)  # match here, because an earlier iteration may have replaced the source
         if found is None:
             continue
         (source, axis, index), count = found, count + 1
@@ -109,7 +109,7 @@ def selects_as_slices(module: fx.GraphModule) -> int:
 
 
 def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """Source, axis and index of one element; from the end only where the size is free."""
+    """Return source, axis and index of a selected element; a negative index only if the size is dynamic."""
     taken = node.target is python_operator.getitem
     maker = node.args[0] if taken else node
     if operator(maker) != ("aten.unbind.int" if taken else "aten.select.int"):
@@ -123,7 +123,7 @@ def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
 
 
 def stacks_as_concatenations(module: fx.GraphModule) -> int:
-    """stack -> a new axis for each, and a concatenation along it."""
+    """Decompose stack into unsqueezes and a concatenation."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.stack.default"]
     for node in hits:
         parts, shape = node.args[0], known_type(node).shape
@@ -135,7 +135,7 @@ def stacks_as_concatenations(module: fx.GraphModule) -> int:
 
 
 def repeats_as_concatenations(module: fx.GraphModule) -> int:
-    """repeat along one axis -> a concatenation of one value; of an axis of one element -> an expansion."""
+    """Replace repeat along one axis by a concatenation, or by an expand if the axis has size 1."""
     hits = [(node, found) for node in module.graph.nodes if (found := _repeated(node)) is not None]
     for node, (axis, count) in hits:
         source, shape = node.args[0], known_type(node).shape
@@ -148,7 +148,7 @@ def repeats_as_concatenations(module: fx.GraphModule) -> int:
 
 
 def _repeated(node: fx.Node) -> tuple[int, int] | None:
-    """The only axis that repeats, and how often."""
+    """Return the only axis that repeats and its count, or ``None``."""
     if operator(node) != "aten.repeat.default":
         return None
     source, counts = known_type(node.args[0]).shape, node.args[1]
@@ -159,7 +159,7 @@ def _repeated(node: fx.Node) -> tuple[int, int] | None:
 
 
 def rolls_as_concatenations(module: fx.GraphModule) -> int:
-    """roll along axes of known sizes -> for each, its end in front of its beginning."""
+    """Decompose roll along static axes into slices and concatenations."""
     hits = [(node, found) for node in module.graph.nodes if (found := _rolls(node)) is not None]
     for node, moves in hits:
         value, shape = node.args[0], known_type(node).shape
@@ -174,7 +174,7 @@ def rolls_as_concatenations(module: fx.GraphModule) -> int:
 
 
 def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Axes that move and the index that comes first there; ``None`` where sizes are free or the tensor is flattened."""
+    """Return the axes that roll and the index that becomes first; ``None`` for dynamic sizes or a flattened roll."""
     if operator(node) != "aten.roll.default":
         return None
     given, shape = arguments(node), known_type(node).shape
@@ -186,7 +186,7 @@ def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
 
 
 def shuffles(module: fx.GraphModule) -> int:
-    """View as [n, groups, c / groups, h, w], swap the two, view back -> channel_shuffle."""
+    """Fuse a view as [n, groups, c / groups, h, w], a transpose of axes 1 and 2 and a view back to channel_shuffle."""
     count = 0
     for last in list(module.graph.nodes):
         swap = last.args[0] if operator(last) == "aten.reshape.default" else None
@@ -206,7 +206,7 @@ def shuffles(module: fx.GraphModule) -> int:
 
 
 def mean_as_pool(module: fx.GraphModule) -> int:
-    """mean over rows and columns -> adaptive average pool to 1 x 1, and a view where the axes are dropped."""
+    """Replace the mean over height and width by adaptive average pooling, with a flatten if the axes are dropped."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _over_image(node)]
     for node in hits:
         given, source = arguments(node), known_type(node.args[0])
@@ -231,9 +231,9 @@ def _over_image(node: fx.Node) -> bool:
 
 
 def numbers_as_functions(module: fx.GraphModule) -> int:
-    """``x + 3``, ``2 * x``, ``1 - x``: the overload that says a number is meant, so that it is a function of one value.
+    """Replace arithmetic with a number (``x + 3``, ``2 * x``, ``1 - x``) by its Scalar overload, a unary function.
 
-    ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1`` vanish.
+    ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1`` are removed.
     """
     hits = [node for node in module.graph.nodes if operator(node) in WITH_NUMBER and _number(node) is not None]
     for node in hits:
@@ -249,7 +249,7 @@ def numbers_as_functions(module: fx.GraphModule) -> int:
 
 
 def _number(node: fx.Node) -> int | float | None:
-    """The second operand, if it is a number; division with a rounding mode is another operator."""
+    """Return the second operand if it is a number, else ``None``."""
     other = node.args[1] if len(node.args) > 1 else None
     return other if isinstance(other, (int, float)) and not isinstance(other, bool) else None
 

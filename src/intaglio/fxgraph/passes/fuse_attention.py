@@ -1,4 +1,4 @@
-"""`join_attention`: attention written out in products and a softmax -> one operator."""
+"""Fusion of matmul, softmax and matmul into scaled dot product attention."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ PLUS = ("aten.add.Tensor", "aten.add.Scalar")
 FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 WHERES = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 MASKED_SCORE = -1e4
-"""What is added to a score, or put in its place, counts as minus infinity from here down."""
+"""Scores at or below this value, added or filled in, count as minus infinity."""
 MADE: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.zeros.default": lambda given: 0,
     "aten.full.default": lambda given: given["fill_value"],
     "aten.scalar_tensor.default": lambda given: given["s"],
 }
-"""Operators that make a number, and which."""
+"""Operators that create a number, each with a function that returns it."""
 
 
 @dataclass
 class Scores:
-    """What is found on the way from the softmax back to the product of queries and keys."""
+    """Operators found between the softmax and the product of queries and keys."""
 
     product: fx.Node | None = None
     scale: float = 1.0
     mask: fx.Node | None = None
     keeps: bool = True
-    """Whether a boolean mask is true where scores stay."""
+    """Whether a boolean mask is true where scores are kept."""
     outer: float = 1.0
-    """The factor that stands after the mask."""
+    """Factor applied after the mask."""
 
 
 def join_attention(module: fx.GraphModule) -> int:
-    """``softmax(q @ k.T * scale + mask) @ v`` -> ``scaled_dot_product_attention(q, k, v, mask)``.
+    """Fuse ``softmax(q @ k.T * scale + mask) @ v`` to ``scaled_dot_product_attention(q, k, v, mask)``.
 
-    Factors may stand before or after the product, masks may be added or filled in, keys transposed in any way; nothing
-    in between has another reader. A row that is masked whole has the value 0 afterwards, where the softmax of minus
-    infinities is no number, and that of large negative numbers a mean over what is masked.
+    Factors may come before or after the product, masks may be added or filled in, and keys may be transposed in any
+    way. No operator in between has another reader. The result of a query without any key is 0 after the fusion; before
+    it is NaN, or a mean of masked values.
     """
     hits, view = 0, FxGraphView(module.graph)
     for node in list(module.graph.nodes):
@@ -61,7 +61,7 @@ def join_attention(module: fx.GraphModule) -> int:
 
 
 def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
-    """From the softmax inwards: factors, one mask, the product."""
+    """Walk from the softmax back to the product, and collect factors and one mask."""
     rank, dim = len(known_type(softmax).shape), softmax.args[1]
     if dim % rank != rank - 1 or tensor_type(softmax) != tensor_type(softmax.args[0]):
         return None
@@ -74,7 +74,7 @@ def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
 
 
 def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
-    """The scores an operator on them reads, what it does noted; ``None`` where this is no attention."""
+    """Record an operator on the scores in `found` and return the scores it reads; ``None`` if this is not attention."""
     name = operator(node)
     if name in MATMUL_TARGETS:
         found.product = node
@@ -123,7 +123,7 @@ def _through_mask(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.No
 
 
 def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
-    """Which operand of a sum are the scores, and the other."""
+    """Return the operand of an addition that holds the scores, and the other operand."""
     for value, other in (node.args[:2], node.args[1::-1]):
         inner = value
         while isinstance(inner, fx.Node) and operator(inner) not in (*MATMUL_TARGETS, "aten.baddbmm.default"):
@@ -136,14 +136,14 @@ def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
 
 
 def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
-    """The condition of ``where(condition, 0, far)``, which is added."""
+    """Return the condition of a mask ``where(condition, 0, -inf)`` that is added to the scores."""
     if operator(mask) not in WHERES or _number(module, mask.args[1]) != 0 or not _far(module, mask.args[2]):
         return None
     return mask.args[0] if known_type(mask.args[0]).shape == known_type(mask).shape else None
 
 
 def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
-    """``x * number`` and ``x / number``: the tensor and what it is multiplied by."""
+    """Match ``x * number`` and ``x / number``, and return x and the factor."""
     name = operator(node) if isinstance(node, fx.Node) else ""
     if name not in (*TIMES, *OVER):
         return None
@@ -157,7 +157,7 @@ def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
 
 
 def _number(module: fx.GraphModule, value: Any) -> float | None:
-    """A number, or a constant of one element."""
+    """Return the value of a number or of a constant with one element, else ``None``."""
     if isinstance(value, fx.Node):
         if operator(value) in MADE and not known_type(value).shape:
             return float(MADE[operator(value)](arguments(value)))
@@ -173,7 +173,7 @@ def _far(module: fx.GraphModule, value: Any) -> bool:
 
 
 def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.Node) -> bool:
-    """Put the operator in the place of the second product; return whether the shapes are those of attention."""
+    """Replace the second product by attention; return false if the shapes are not those of attention."""
     q, k_t = product.args[-2:] if operator(product) in MATMUL_TARGETS else product.args[1:3]
     v, leading = node.args[1], set()
     for kind in map(tensor_type, (q, k_t, v)):
@@ -199,7 +199,7 @@ def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.No
 
 
 def _unscaled(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.Node, float]:
-    """What is multiplied by numbers for this product alone, and the scale with them."""
+    """Skip factors in front of an operand that only this product reads, and return the operand and the new scale."""
     factor = _factor(module, value)
     while factor is not None and len(value.users) <= 1 and tensor_type(factor[0]) == tensor_type(value):
         value, scale = factor[0], scale * factor[1]
@@ -208,7 +208,7 @@ def _unscaled(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.
 
 
 def _transposed(before: fx.Node, value: fx.Node) -> fx.Node:
-    """The last two axes swapped; one permutation in all with the one the value may come from."""
+    """Return the value with its last two axes swapped, merged with a permutation it may come from."""
     name, kind = operator(value), known_type(value)
     axes, source = len(kind.shape), value
     order = list(range(axes))

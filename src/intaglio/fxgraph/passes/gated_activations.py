@@ -1,4 +1,4 @@
-"""Gates written out -> the functions they are, by the rows of `intaglio.fusion.table`."""
+"""Fusion of decomposed gated activations, by the rows of `intaglio.fusion.table`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intaglio.fxgraph.nodes import overload_of, replace_node
 
 
 def join_gates(module: fx.GraphModule) -> int:
-    """Replace the operators of every match by the function that its row names, of what the first of them reads."""
+    """Replace the operators of every match by the function that its row names."""
     view = FxGraphView(module.graph)
 
     def accept(row: Fusion, nodes: tuple[fx.Node, ...]) -> tuple[Fusion, fx.Node, fx.Node]:

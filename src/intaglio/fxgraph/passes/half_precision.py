@@ -1,4 +1,4 @@
-"""Models in bfloat16 or float16: inside all is float32, as accumulators are, and only the ends are halves."""
+"""Conversion of bfloat16 and float16 models to float32, with casts at inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WIDENED = "values in bfloat16 or float16 are computed as float32; inputs and res
 
 
 def widen_halves(module: fx.GraphModule) -> int:
-    """Every half inside a graph whose products compute with them -> float32; casts where it enters and leaves.
+    """Convert a graph whose matrix products use bfloat16 or float16 to float32, with casts at its inputs and outputs.
 
-    Each value that has eight bits of mantissa has them still, so weights are the same numbers; what a model in halves
-    rounds between its operators is not rounded.
+    Weights keep their values exactly, but intermediate results are not rounded to half precision any more. A graph that
+    reinterprets bits is not changed.
     """
     graph = module.graph
     if not any(_is_product_of_halves(node) for node in graph.nodes) or any(map(_reads_bits, graph.nodes)):
@@ -54,12 +54,12 @@ def _is_product_of_halves(node: fx.Node) -> bool:
 
 
 def _reads_bits(node: fx.Node) -> bool:
-    """Whether it takes the bits of a value for those of another type, which widening would change."""
+    """Return whether a node reinterprets the bits of a value, which widening would change."""
     return operator(node) == "aten.view.dtype"
 
 
 def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
-    """A constant becomes a wider copy; an operator is told to make float32 where it is told to make halves."""
+    """Convert a constant to float32, or half types in an operator's arguments; return whether the result was half."""
     halves = tuple(HALF_DTYPES.values())
     if node.op == "get_attr":
         tensor = getattr(module, str(node.target))

@@ -1,4 +1,4 @@
-"""Passes that remove what tracing leaves behind: copies, views, casts and checks that change nothing."""
+"""Removal of copies, views, casts and assertions that do not change a value."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.d
 
 
 def drop_checks(module: fx.GraphModule) -> int:
-    """Assertions on types and sizes that tracing left behind (``x.float()`` makes one): types are ours to check, and
-    each would count as a reader of the value it looks at."""
+    """Remove assertions on types and sizes, which tracing inserts (for ``x.float()``, among others).
+
+    Intaglio checks types itself, and each assertion would count as a reader of its value.
+    """
     hits = [node for node in module.graph.nodes if operator(node) in ASSERTIONS and not node.users]
     for node in hits:
         module.graph.erase_node(node)
@@ -37,7 +39,7 @@ def drop_checks(module: fx.GraphModule) -> int:
 
 
 def free_views(module: fx.GraphModule) -> int:
-    """view -> reshape: once copies are dropped, a view may stand on a tensor that is not contiguous."""
+    """Replace view by reshape: once copies are removed, the operand may no longer be contiguous."""
     hits = [node for node in module.graph.nodes if operator(node) in VIEW_TARGETS]
     for node in hits:
         node.target = torch.ops.aten.reshape.default
@@ -45,7 +47,7 @@ def free_views(module: fx.GraphModule) -> int:
 
 
 def drop_identity(module: fx.GraphModule) -> int:
-    """Copies, full slices, casts and views that change nothing -> their input. A returned copy of an input stays."""
+    """Remove copies, full slices, casts and views that do not change a value, except returned copies of inputs."""
     hits = [node for node in module.graph.nodes if _is_identity(node) and not _returned_input(node)]
     for node in hits:
         node.replace_all_uses_with(_only_operand(node))

@@ -1,4 +1,4 @@
-"""`lift_slices`: parts of constants, of a free size, computed once for the whole constant."""
+"""Precomputation of constants that are sliced to a dynamic size."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from intaglio.ir import TensorType
 
 aten = torch.ops.aten
 MOST_BYTES = 64 << 20
-"""Of a constant that is made. A table that would be larger is looked up in every call."""
+"""Maximum size of a new constant in bytes; larger tables are looked up in every call."""
 EXPAND_TARGET = "aten.expand.default"
 
 
 def lift_slices(module: fx.GraphModule) -> int:
-    """Look-ups in constants by a slice of a constant -> a slice of all of them looked up at once.
+    """Move slices of constants behind the embedding, gather and pointwise operators that read them.
 
-    ``embedding(table, ids[:, :n])`` is ``embedding(table, ids)[:, :n]``; position and token type embeddings of one
-    slice are summed first, which rounds once less than ``(word + type) + position`` does. After `fold_constants`, so
-    that what is constant as a whole is gone.
+    ``embedding(table, ids[:, :n])`` becomes ``embedding(table, ids)[:, :n]``, whose embedding is constant. Position and
+    token type embeddings with equal slices are added first, which rounds once less than ``(word + type) + position``.
+    The pass runs after `fold_constants`, which removes operators on whole constants.
     """
     hits = 0
     while found := sum(step(module) for step in (_expand_last, _drop_expand, _slice_last, _sum_first, fold_constants)):
@@ -38,7 +38,13 @@ def lift_slices(module: fx.GraphModule) -> int:
 
 @dataclass(frozen=True)
 class ConstantSlice:
-    """A slice of a constant: the tensor, and what it is sliced by."""
+    """A slice of a constant tensor along one axis.
+
+    Attributes:
+        tensor: the whole constant.
+        axis: the sliced axis.
+        bounds: start, end and step.
+    """
 
     tensor: torch.Tensor
     axis: int
@@ -46,7 +52,7 @@ class ConstantSlice:
 
     @property
     def like(self) -> tuple[Any, ...]:
-        """The same for parts that lie side by side."""
+        """Return a key that is equal for slices with the same axis, rank and bounds."""
         return self.axis, self.tensor.dim(), resolve(self.bounds)
 
 
@@ -61,14 +67,14 @@ def _part(module: fx.GraphModule, node: Any) -> ConstantSlice | None:
 
 
 def _steady(module: fx.GraphModule, value: Any) -> bool:
-    """A constant, or a part of one."""
+    """Return whether a value is a constant or a slice of one."""
     return isinstance(value, fx.Node) and (is_constant(value) or _part(module, value) is not None)
 
 
 def _put(
     module: fx.GraphModule, node: fx.Node, tensor: torch.Tensor, part: ConstantSlice, shape: tuple[Any, ...]
 ) -> None:
-    """A slice of a new constant in the place of a node."""
+    """Replace a node by a slice of a new constant."""
     name = add_constant(module, f"part_{node.name}", tensor)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         constant = module.graph.get_attr(name)
@@ -79,7 +85,7 @@ def _put(
 
 
 def _expand_last(module: fx.GraphModule) -> int:
-    """Rows of a table for expanded ids -> rows for the ids, expanded."""
+    """Move expand from the ids to the result of an embedding."""
     hits = [n for n in module.graph.nodes if operator(n) == EMBEDDING_TARGET and operator(n.args[1]) == EXPAND_TARGET]
     hits = [node for node in hits if is_constant(node.args[0]) and _steady(module, node.args[1].args[0])]
     for node in hits:
@@ -94,7 +100,7 @@ def _expand_last(module: fx.GraphModule) -> int:
 
 
 def _drop_expand(module: fx.GraphModule) -> int:
-    """``x + expand(part)`` -> ``x + part`` where x has the shape of the sum."""
+    """Replace ``x + expand(slice)`` by ``x + slice`` if x has the shape of the sum."""
     hits = 0
     for node in list(module.graph.nodes):
         if operator(node) not in ARITHMETIC_TARGETS or not all(isinstance(value, fx.Node) for value in node.args[:2]):
@@ -110,7 +116,7 @@ def _drop_expand(module: fx.GraphModule) -> int:
 
 
 def _slice_last(module: fx.GraphModule) -> int:
-    """gather, embedding and pointwise operators on slices of one kind and constants -> a slice of their result."""
+    """Move slices from the operands of gather, embedding and pointwise operators to the result."""
     hits = 0
     for node in list(module.graph.nodes):
         if (part := _commuting(module, node)) is None:
@@ -128,7 +134,7 @@ def _slice_last(module: fx.GraphModule) -> int:
 
 
 def _commuting(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | None:
-    """The slice that may as well come after this operator."""
+    """Return the slice that commutes with this operator, or ``None``."""
     name, kind = operator(node), tensor_type(node)
     parts = [part for value in node.all_input_nodes if (part := _part(module, value)) is not None]
     others = [value for value in node.all_input_nodes if _part(module, value) is None]
@@ -155,14 +161,14 @@ def _commuting(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | None:
 
 
 def _apart(part: ConstantSlice, others: list[fx.Node]) -> bool:
-    """Constants that are the same all along the sliced axis."""
+    """Return whether the other constants do not vary along the sliced axis."""
     back = part.tensor.dim() - part.axis
     shapes = [known_type(value).shape for value in others]
     return all(len(shape) < back or shape[-back] == 1 for shape in shapes)
 
 
 def _sum_first(module: fx.GraphModule) -> int:
-    """``(x + part) + part`` -> ``x + part``."""
+    """Replace ``(x + slice) + slice`` by ``x + (slice + slice)``."""
     hits = 0
     for node in list(module.graph.nodes):
         outer_sum = _sum(module, node)
@@ -181,7 +187,7 @@ def _sum_first(module: fx.GraphModule) -> int:
 
 
 def _sum(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the other operand of a sum and its slice of a constant; ``None`` for what is no such sum."""
+    """Return the other operand of an addition and its slice of a constant; ``None`` for any other node."""
     if operator(node) != "aten.add.Tensor" or arguments(node)["alpha"] != 1:
         return None
     for value, other in (node.args[:2], node.args[1::-1]):

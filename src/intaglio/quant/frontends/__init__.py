@@ -1,1 +1,1 @@
-"""Accept quantizers and quantized models of other tools."""
+"""Frontends for quantizers and quantized models of other tools."""

@@ -1,4 +1,4 @@
-"""A model that others quantized -> `Reference`: the same levels, scales and zero points; nothing is calibrated."""
+"""Import of a quantized model with its own scales and zero points, without calibration."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ from intaglio.tracing.captured import Captured, expect, fx_text
 
 
 def from_qdq(captured: Captured) -> Reference:
-    """The reference of a graph that quantizes and dequantizes already. `UnsupportedError` where it does not, or in ways
-    that are not taken over. Its sites are activations; scales of weights stand in the graph."""
+    """Convert a captured graph with quantize and dequantize operators to a `Reference`.
+
+    The sites of the reference are the quantized activations; the scales of weights remain in the graph.
+
+    Raises:
+        UnsupportedError: the graph is not quantized, or in a way that is not supported.
+    """
     expect(captured, Captured, "from_qdq")
     if not any(operator(node).startswith(LIBRARY) for node in captured.module.graph.nodes):
         raise UnsupportedError(
@@ -51,19 +56,20 @@ def from_qdq(captured: Captured) -> Reference:
 
 
 def _sites(graph: fx.Graph) -> Iterator[Site]:
-    """Every value that has levels."""
+    """Yield a site for every quantized activation."""
     names, count = Names(graph), dict[str, int]()
     for node in graph.nodes:
         if operator(node) == QUANTIZE_TENSOR and (q := known_type(node).q) is not None:
             value = node.args[0]
-            number = count[names.of(value)] = count.get(names.of(value), -1) + 1  # a value may have several parameters
+            # A value may be quantized more than once.
+            number = count[names.of(value)] = count.get(names.of(value), -1) + 1
             name = names.of(value) + (f"@{number}" if number else "")
             spec = Fixed(q.step, q.zero)
             yield Site(name, value.name, Role.ACTIVATION, spec, DType.U8, q.qmin, q.qmax, None, origin(value), "u8")
 
 
 def _reason(node: fx.Node) -> str:
-    """Why an operator stays in float, if it does."""
+    """Return the reason why an operator would stay in float."""
     record = record_of(node)
     if record is None:
         return "no int8 kernel for this operator"

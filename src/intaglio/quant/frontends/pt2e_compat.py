@@ -1,7 +1,7 @@
-"""Quantizers written for PyTorch's export flow (torchao's PT2E): the graph as they expect it, and what they say of it.
+"""Compatibility with quantizers of PyTorch's export flow (torchao PT2E): their view of a graph and their annotations.
 
-They are known by what they do and by the names of their classes; torchao is not imported. Sources: documentation of
-torchao.quantization.pt2e.quantizer (`Quantizer`, `QuantizationAnnotation`, `QuantizationSpec` and its kin).
+They are recognized by attributes and class names; torchao is not imported. Sources: documentation of
+torchao.quantization.pt2e.quantizer (`Quantizer`, `QuantizationAnnotation`, `QuantizationSpec` and its variants).
 """
 
 from __future__ import annotations
@@ -50,17 +50,19 @@ SOURCES: Mapping[str, tuple[type[nn.Module] | None, Any]] = {
     "aten.add.Tensor": (None, python_operator.add),
     "aten.mul.Tensor": (None, python_operator.mul),
 }
-"""Overload -> the module and the function that it comes from: what such quantizers look for."""
+"""Module class and function that each overload comes from; some quantizers look for these."""
 AS_TENSOR = {"aten.add.Scalar": aten.add.Tensor, "aten.mul.Scalar": aten.mul.Tensor, "aten.sub.Scalar": aten.sub.Tensor}
-"""Overloads that say a number is meant -> those that export leaves."""
+"""Overloads with a number, and the tensor overloads that torch.export uses for them."""
 
 
-# -- the graph --------------------------------------------------------------------------------------------------------
+# -- graph view -------------------------------------------------------------------------------------------------------
 
 
 def torch_view(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy with export's spelling of operators and what export writes on nodes: ``val``, ``nn_module_stack``,
-    ``source_fn_stack``; our own ``type`` and ``origin`` stay. Nodes keep their names."""
+    """Return a copy of a graph in the form that torch.export produces.
+
+    Nodes keep their names and their `NodeInfo`, and also get ``val``, ``nn_module_stack`` and ``source_fn_stack``.
+    """
     view, known = copy_graph(module), graph_info(module)
     with FakeTensorMode():
         for node in list(view.graph.nodes):
@@ -79,7 +81,7 @@ def torch_view(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _spell(node: fx.Node) -> None:
-    """The overload that export leaves: of functions of one number, and of a reshape that joins the last axes."""
+    """Change a node to the overload that torch.export uses: tensor overloads, and flatten of the last axes."""
     if operator(node) in AS_TENSOR:
         node.target = AS_TENSOR[operator(node)]
     kept = _kept_axes(node) if operator(node) == "aten.reshape.default" else None
@@ -88,7 +90,7 @@ def _spell(node: fx.Node) -> None:
 
 
 def _kept_axes(node: fx.Node) -> int | None:
-    """How many axes of its operand a reshape leaves alone, if it joins all others to one."""
+    """Return the number of leading axes that a reshape keeps if it merges all others into one, else ``None``."""
     before, after = known_type(node.args[0]).shape, known_type(node).shape
     kept = len(after) - 1
     return kept if len(before) > kept + 1 and before[:kept] == after[:kept] else None
@@ -98,7 +100,7 @@ MODULE = "torch.nn.modules.module.Module"
 
 
 def _export_meta(node: fx.Node, types: Mapping[str, str]) -> dict[str, Any]:
-    """Modules around a node, outermost first, and the module or function it comes from."""
+    """Return torch.export metadata: the modules around a node, outermost first, and the module or function called."""
     if node.op != "call_function":
         return {}
     where = origin(node)
@@ -117,11 +119,11 @@ def _export_meta(node: fx.Node, types: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-# -- what they say ----------------------------------------------------------------------------------------------------
+# -- annotations ------------------------------------------------------------------------------------------------------
 
 
 def annotations_of(view: fx.GraphModule, annotator: Any) -> dict[fx.Node, Annotation]:
-    """Lets an annotator write on a view; node -> what it wrote, in our own terms."""
+    """Run an annotator on a view, and return what it annotated, translated to `Annotation`, by node."""
     if hasattr(annotator, "transform_for_annotation"):
         annotator.transform_for_annotation(view)
     known = {node: node.name for node in view.graph.nodes}
@@ -145,7 +147,7 @@ def _translated(node: fx.Node, record: Any) -> Annotation:
 
 
 def _half_weight(node: fx.Node, value: Any, spec: Any) -> Levels | None:
-    """Of a float16 spec of a layer's weight, which is stored so."""
+    """Return the annotation f16 for a layer's weight with a float16 spec, and ``None`` for everything else."""
     record, dtype = record_of(node), getattr(spec, "dtype", None)
     weight = None if record is None else record.roles.weight
     if dtype is not torch.float16 or weight is None or operands(node)[weight] is not value:
@@ -154,8 +156,14 @@ def _half_weight(node: fx.Node, value: Any, spec: Any) -> Levels | None:
 
 
 def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
-    """A spec of torchao's by the name of its class. One that derives parameters gives a bias int32, as every bias of
-    int8 layers is; float types of activations mean that nothing is done."""
+    """Translate a torchao spec, recognized by the name of its class.
+
+    A `DerivedQuantizationSpec` with int32 gives ``None``, because biases of int8 layers are always int32. Float specs
+    of activations give ``None`` as well.
+
+    Raises:
+        UnsupportedError: the class of the spec is unknown.
+    """
     if spec is None or isinstance(spec, (Levels, SameAs, Own)):
         return spec
     kind = type(spec).__name__
@@ -185,11 +193,14 @@ def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
 
 
 WEIGHTS = {(-128, 127): "s8", (-127, 127): "s8", (-8, 7): "s4", (-4, 3): "s3", (-2, 1): "s2"}
-"""Levels of signed bytes -> the datatype of a weight."""
+"""Datatype of a weight by its quantized range."""
 
 
 def _datatype(node: fx.Node, spec: Any, symmetric: bool) -> tuple[str, tuple[int, int] | None, int]:
-    """Name, levels, and what is added to a zero point: signed bytes of activations are kept 128 higher."""
+    """Return datatype, quantized range and the offset of the zero point; s8 activations become u8.
+
+    The range is ``None`` if it is that of the datatype.
+    """
     stored = DTYPES.get(spec.dtype)
     if stored not in (DType.U8, DType.S8):
         raise UnsupportedError(
@@ -216,11 +227,11 @@ OBSERVER_METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "FakeQuantize": lambda given: "ema:0.01",
     "FusedMovingAvgObsFakeQuantize": lambda given: "ema:0.01",
 }
-"""Class of an observer -> the method that chooses as it does. Any other observer is run itself."""
+"""Range method by observer class; observers of all other classes are run themselves."""
 
 
 def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
-    """The class behind what ``with_args`` makes, and the arguments."""
+    """Return the class that an observer constructor wraps with ``with_args``, and the arguments."""
     given: dict[str, Any] = {}
     while hasattr(make, "p") or hasattr(make, "func"):
         make = getattr(make, "p", make)
@@ -237,11 +248,11 @@ def _observed(make: Any, symmetric: bool) -> Observed:
     return Observed(method(given), symmetric)
 
 
-# -- their hook -------------------------------------------------------------------------------------------------------
+# -- observer callback ------------------------------------------------------------------------------------------------
 
 
 def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.Node, Any]) -> None:
-    """The observers that an annotator puts in place of those it asked for, group by group, before they are placed."""
+    """Let the annotator's ``prepare_obs_or_fq_callback`` replace observers, and change the records accordingly."""
     made: dict[Any, Any] = {}
     for node, record in records.items():
         for value, spec in (record.input_qspec_map or {}).items() if not isinstance(record, Annotation) else ():
@@ -249,7 +260,7 @@ def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.No
         if not isinstance(record, Annotation):
             _observer(made, node, record.output_qspec)
     for place, made_here in list(made.items()):
-        while isinstance(made_here, tuple):  # shared: the place that has the observer
+        while isinstance(made_here, tuple):  # a shared spec refers to the place with the observer
             made_here = made.get(made_here[0])
         made[place] = made_here
     before = dict(made)
@@ -273,7 +284,7 @@ def _observer(made: dict[Any, Any], place: Any, spec: Any) -> None:
 
 
 def _of_observer(observer: Any) -> Levels:
-    """A stand-in with fixed parameters, or an observer that is run."""
+    """Return the annotation for a replacement observer: its fixed parameters, or the observer to run."""
     if hasattr(observer, "scale") and "FixedQParams" in type(observer).__name__:
         shift = 128 if observer.dtype is torch.int8 else 0
         return Levels("u8", Fixed(float(observer.scale), int(observer.zero_point) + shift))

@@ -1,6 +1,6 @@
-"""The rules that Inductor's x86 quantizer goes by, written with `intaglio.annotation`.
+"""Reimplementation of torchao's `X86InductorQuantizer` on `intaglio.annotation`.
 
-Setters, order of precedence, and where quantize and dequantize go are those of torchao's `X86InductorQuantizer`.
+Setters, precedence and positions of quantize and dequantize follow the original.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ X86_PATTERNS = (
     op(MATMUL),
     op(MUL_TARGET),
 )
-"""What becomes one int8 operator, in order of precedence."""
+"""Patterns that run as one int8 operator, in order of precedence."""
 MAX_POOL, AVG_POOL = "aten.max_pool2d.default", "aten.avg_pool2d.default"
 POOL_TARGET, CAT_TARGET, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
 PASSING = (MAX_POOL, CAT_TARGET, AVG_POOL, POOL_TARGET, FLATTEN)
-"""What is quantized only behind what is, and gives levels of its input's parameters."""
+"""Operators that are quantized only if their input is, with the input's parameters for the output."""
 BY_DEFAULT = (*PASSING, CONV1D, CONV2D_TARGET, LINEAR_TARGET, MUL_TARGET)
 TYPES: Mapping[Any, str] = {
     nn.Conv1d: CONV1D,
@@ -76,15 +76,20 @@ TYPES: Mapping[Any, str] = {
     torch.matmul: MATMUL,
     torch.mul: MUL_TARGET,
 }
-"""Module or function -> the overload it becomes."""
+"""Overload of each module class and function."""
 
 
 def get_symmetric_quantization_config(
     is_per_channel: bool = True, is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False
 ) -> Setting:
-    """The setting of a preset: weights symmetric, per output channel or not; activations in 0..255, or in 0..127
-    (``reduce_range``: machines without VNNI would saturate), of a histogram, of moving averages (``is_qat``), or
-    quantized while the model runs."""
+    """Return a setting with symmetric weights and affine u8 activations.
+
+    Args:
+        is_per_channel: one weight scale per output channel instead of one per tensor.
+        is_qat: observe moving averages instead of histograms.
+        is_dynamic: quantize activations at run time.
+        reduce_range: quantize activations to 0..127, for CPUs without VNNI, whose instructions saturate.
+    """
     return Setting(
         quantize=True,
         method="ema:0.01" if is_qat else "mse",
@@ -95,18 +100,19 @@ def get_symmetric_quantization_config(
 
 
 def get_linear_dynamic_fp16_config() -> Setting:
-    """The setting of a preset that stores weights as float16 and computes in float32; activations stay as they are.
-    Its name is torchao's, where nothing is dynamic either."""
+    """Return a weight-only setting: weights are stored as float16, and everything is computed in float32.
+
+    The name is torchao's, although nothing is dynamic.
+    """
     return Setting(quantize=True, activations="float", weights_dtype="f16")
 
 
 class X86Quantizer:
-    """Convolutions and linear layers with what follows them, then what passes levels on.
+    """Quantizes convolutions and linear layers with fused operators, then operators that share parameters.
 
-    A setting is for a module by name, for a type of module or function, or for all; the first wins over the second,
-    this over the third. ``None`` leaves in float. Modules and functions other than those of `TYPES` are ignored with a
-    warning, as is a setting that mixes training or run-time scales with an earlier one that does not. All setters
-    return the quantizer.
+    Settings are given by module name, by type of module or function, or globally, in this order of precedence. ``None``
+    leaves operators in float. Types other than those in `TYPES` are ignored with a warning. So is a setting that
+    combines training or dynamic quantization with an earlier one without it. All setters return the quantizer.
     """
 
     def __init__(self) -> None:
@@ -115,31 +121,31 @@ class X86Quantizer:
         self._rest: Setting | None = None
 
     def set_global(self, config: Setting | None) -> X86Quantizer:
-        """For all that has no other setting; a product of two activations needs one of its own."""
+        """Set the setting of all operators without another one, except products of two activations."""
         if self._goes_with(config):
             self._rest = config
         return self
 
     def get_global(self) -> Setting | None:
-        """What `set_global` has set."""
+        """Return the setting of `set_global`."""
         return self._rest
 
     def set_module_name(self, name: str, config: Setting | None) -> X86Quantizer:
-        """For what lies in one module; a fused pattern has to lie there altogether."""
+        """Set the setting of one module; a fused pattern must be inside it as a whole."""
         if self._goes_with(config):
             self._names[name] = config
         return self
 
     def set_module_type(self, kind: type[nn.Module], config: Setting | None) -> X86Quantizer:
-        """For a class of layers; functions that do the same have the same setting."""
+        """Set the setting of a module class; functions with the same overload share it."""
         return self._set_type(kind, config)
 
     def set_function_type(self, function: Callable[..., Any], config: Setting | None) -> X86Quantizer:
-        """For a function such as `torch.matmul`; modules that do the same have the same setting."""
+        """Set the setting of a function such as `torch.matmul`; module classes with the same overload share it."""
         return self._set_type(function, config)
 
     def annotate(self, module: fx.GraphModule) -> None:
-        """Names first, then types, then the rest: what is annotated stays as it is."""
+        """Annotate a graph by module names, then types, then the global setting; earlier annotations are kept."""
         view, ends = FxGraphView(module.graph), set[fx.Node]()
         for config, covers in self._scopes(module):
             for row in X86_PATTERNS:
@@ -155,7 +161,7 @@ class X86Quantizer:
                     ends |= {node} if _pass_on(node, config, ends) else set()
 
     def _scopes(self, module: fx.GraphModule) -> Iterator[tuple[Setting | None, Callable[[Sequence[fx.Node]], bool]]]:
-        """Settings in order of precedence, each with which patterns it is for."""
+        """Yield settings in order of precedence, each with a predicate for the nodes of a match."""
         for name, config in self._names.items():
             if not any(matches(name, origin(node), {}) is not None for node in module.graph.nodes):
                 raise SelectorError(f"module {name!r}", None, "no operator lies in it")
@@ -173,8 +179,10 @@ class X86Quantizer:
         return self
 
     def _goes_with(self, config: Setting | None) -> bool:
-        """Whether a setting's mode is that of those before. One that leaves activations in float goes with any of the
-        same training."""
+        """Return whether a setting can be combined with the earlier ones.
+
+        Either all train or none does, and all that quantize activations agree on static or dynamic quantization.
+        """
         given = [one for one in (config, *self._names.values(), *self._types.values(), self._rest) if one is not None]
         when = {one.activations or "static" for one in given} - {"float"}
         mixed = config is not None and (len(when) > 1 or len(set(map(_trains, given))) > 1)
@@ -192,13 +200,16 @@ def _has_one(kinds: Collection[str], nodes: Sequence[fx.Node]) -> bool:
 
 
 def _trains(config: Setting) -> bool:
-    """Whether a setting is for training."""
+    """Return whether a setting is for training."""
     return (config.method or "").startswith("ema")
 
 
 def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setting | None) -> None:
-    """One pattern, root first: what its layer reads, and what a convolution adds; what a linear layer adds stays float,
-    for accuracy. In training, what a batch norm was folded into gives levels, whoever reads it."""
+    """Annotate one match, root first: the operands of its layer, and the other operand of an addition to a convolution.
+
+    The other operand of an addition to a linear layer stays float for accuracy. In training the output of a layer with
+    a folded batch norm is quantized for all its readers.
+    """
     root, anchor = nodes[0], nodes[-1]
     normed = any(isinstance(mark, Norm) for mark in info(anchor).marks)
     for node in nodes:
@@ -212,7 +223,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
 
 
 def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | Own | None]:
-    """Edges of a layer or a product."""
+    """Return the annotations of the operands of a layer or a product."""
     found: dict[fx.Node, Levels | SameAs | Own | None] = {}
     for one in activations(anchor):
         if one is not None:
@@ -227,7 +238,7 @@ def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | 
 
 
 def _activation(config: Setting | None) -> Levels | None:
-    """What activations become under a setting; ``None``: they stay in float."""
+    """Return the annotation of activations under a setting; ``None`` if they stay in float."""
     if config is None or config.activations == ActivationMode.FLOAT:
         return None
     whole = config.over(DEFAULT)
@@ -237,7 +248,7 @@ def _activation(config: Setting | None) -> Levels | None:
 
 
 def _kept(config: Setting | None) -> Levels | None:
-    """Levels of a value whoever reads it; ``None`` also where they are made while the model runs, for one layer."""
+    """Return the annotation of an output for all its readers; ``None`` for float and for dynamic quantization."""
     levels = _activation(config)
     return None if levels is None or isinstance(levels.spec, Dynamic) else levels
 
@@ -248,7 +259,7 @@ def _equal_shapes(node: fx.Node) -> bool:
 
 
 def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
-    """Levels in and out with one set of parameters, if all that is read is the end of something quantized."""
+    """Annotate input and output with shared parameters if every operand is the output of a quantized match."""
     read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT_TARGET else node.all_input_nodes[:1]))
     if (levels := _kept(config)) is None:
         annotate_node(node, Annotation())
