@@ -1,4 +1,4 @@
-"""Lowered -> plan -> program -> shared object -> `QuantizedModel`, in order."""
+"""Build a `QuantizedModel`: plan the integer graph, print the program, compile it, and load the library."""
 
 from __future__ import annotations
 
@@ -47,11 +47,19 @@ logger = logging.getLogger("intaglio")
 def compile(
     lowered: Lowered, *, isa: str | Iterable[str] | None = None, schedules: Mapping[str, Schedule] | None = None
 ) -> QuantizedModel:
-    """Native program for these instruction sets (default: the best this machine has).
+    """Compile a lowered model.
 
-    The model runs the best of them that this machine runs; libraries for the others are only built, and go into the
-    files it is saved to. ``schedules`` replace analytic ones of the program that runs here, by output value; the model
-    keeps them. Raises `BuildError`.
+    The model runs the best of the given instruction sets that this machine supports. Libraries for the others are only
+    built, and are included when the model is saved.
+
+    Args:
+        lowered: Model to compile.
+        isa: Instruction sets. The default is the best that this machine supports.
+        schedules: Schedules by output value that replace analytic ones of the program for this machine. The model keeps
+            them.
+
+    Raises:
+        BuildError: An instruction set is not supported, or compilation fails.
     """
     here, *others = choose(isa)
     general, name = plan_graph(lowered.graph), lowered.about.name
@@ -62,12 +70,16 @@ def compile(
 
 
 def compile_planned(planned: Planned) -> QuantizedModel:
-    """Native program of a plan, for the instruction set that it was made for. Raises `BuildError`."""
+    """Compile a plan for its instruction set.
+
+    Raises:
+        BuildError: Compilation fails.
+    """
     return _compiled(planned, build_artifact(_emit(planned.plan, planned.lowered.about.name)), {}, planned.isa, {})
 
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
-    """Plan the program that `compile` makes for one instruction set, with analytic schedules."""
+    """Return the plan that `compile` makes for one instruction set, with analytic schedules."""
     return Planned(lowered, _scheduled(plan_graph(lowered.graph), choose(isa)[0]))
 
 
@@ -78,7 +90,7 @@ def _compiled(
     isa: str | Iterable[str] | None,
     schedules: Mapping[str, Mapping[str, Schedule]],
 ) -> QuantizedModel:
-    """Return a callable model of a program that was built; bodies of loops are compiled for the same ``isa``."""
+    """Return the callable model of a compiled program. Bodies of loops are compiled for the same `isa`."""
     lowered = planned.lowered
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
     islands = {
@@ -101,13 +113,21 @@ def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, Ho
 def load(
     path: str | Path, *, trust: bool = False, isa: str | None = None, operators: Iterable[OpDef] = ()
 ) -> QuantizedModel:
-    """The model in the file at ``path``, as `QuantizedModel.save` wrote it, for one instruction set (default: the best
-    this machine has). Nothing is unpickled and nothing imported. A model that was tuned keeps its schedules.
+    """Load a model that `QuantizedModel.save` wrote.
 
-    The program is built from the integer graph, unless the cache has it. ``trust=True`` uses the compiled library in
-    the file instead, by default the best there that this machine runs, if it is of this version's text: native code,
-    so only for files whose origin you know. ``operators``: records of host operators in the model, which no file can
-    hold: those its `Quantizer` had. Raises `ArtifactError` and `BuildError`.
+    Nothing is unpickled or imported. The program is built from the integer graph, unless the cache has it. A tuned
+    model keeps its schedules.
+
+    Args:
+        path: The file.
+        trust: Use the compiled library in the file if it was built from the source text of this version; by default the
+            best one that this machine supports. It is native code, so only trust files whose origin you know.
+        isa: Instruction set. The default is the best that this machine supports.
+        operators: Records of user-defined operators, which files cannot hold: those that the `Quantizer` had.
+
+    Raises:
+        ArtifactError: The file is not valid, or lacks operators that are not given.
+        BuildError: Compilation fails.
     """
     given = {record.name: record for record in operators}
     with _without_collector():
@@ -116,7 +136,7 @@ def load(
 
 
 def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given: Mapping[str, OpDef]) -> QuantizedModel:
-    """What a file holds, with programs; bodies of loops first."""
+    """Return the model of a file's content with compiled programs, and those of loop bodies first."""
     chosen = choose(isa)[0]
     loops = {name: loop for module, _ in saved.islands.values() for name, loop in loops_in(module).items()}
     for name, body in saved.bodies.items():
@@ -143,7 +163,7 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
                 program = _emit(planned, name)
         except ArtifactError:
             raise
-        except Exception as error:  # whatever our own steps trip over in a graph they did not make
+        except Exception as error:  # a file's graph can be invalid in ways that checks do not find
             raise ArtifactError(
                 str(path),
                 None,
@@ -169,8 +189,11 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Reading a graph makes many small values and no cycles; a collection meanwhile walks all that PyTorch has made,
-    which takes a fifth of the time `load` does."""
+    """Disable garbage collection inside the `with` block.
+
+    Reading a graph makes many small objects without cycles, and a collection scans all objects of PyTorch. It took a
+    fifth of the time of `load`.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -181,7 +204,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _scheduled(plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = None) -> Plan:
-    """Return the plan for an instruction set and the caches of this machine."""
+    """Return the plan with schedules for an instruction set and the cache sizes of this machine."""
     sizes = machine.caches()
     return schedule_plan(plan, ISAS[isa], CacheSizes(sizes.l1, sizes.l2), schedules)
 
@@ -191,9 +214,9 @@ def _emit(plan: Plan, name: str) -> Program:
 
 
 def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
-    """What a user holds; the texts of the last stages and the size follow from the program.
+    """Return the model for the user, with the texts of the last stages and the size of its constants.
 
-    Of the file's libraries only those go into the model that were built here or that a user trusts: it saves them.
+    Only libraries that were built here, or that the user trusts, become part of the model and are saved with it.
     """
     graph, islands = saved.graph, saved.islands
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
@@ -221,13 +244,15 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
 
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
-    """The model's program for another instruction set, with the schedules it keeps for that."""
+    """Return the model's program for another instruction set, with the schedules that it keeps for that one."""
     return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.about.name)
 
 
 def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
-    """The model around a graph with other numbers, for the same instruction sets, without the texts and the example
-    that go with the old ones."""
+    """Return the model with another graph (other weights and scales) for the same instruction sets.
+
+    The reference text and the example are dropped, as they no longer apply.
+    """
     hosts = {name: record for name, record in model.hosts.items() if isinstance(record, OpDef)}
     check_graph(graph, hosts)
     general, name = plan_graph(graph), model.about.name
@@ -246,12 +271,16 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
 
 
 def runnable() -> list[str]:
-    """Instruction sets this machine runs and there are kernels for, best first."""
+    """Return the instruction sets that this machine supports and that have kernels, best first."""
     return [isa for isa in machine.isas() if isa in ISAS]
 
 
 def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Instruction sets to build for: the best one that runs here, then the others, best first."""
+    """Return the instruction sets to build for: the best one that runs here, then the others, best first.
+
+    Raises:
+        BuildError: None of them runs here, or one has no kernels.
+    """
     able = runnable()
     if isa is None:
         return (able[0],)
@@ -271,7 +300,7 @@ def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _coverage(lowered: Lowered) -> Coverage:
-    """All but the bytes after, which the program decides."""
+    """Return the coverage of a lowered model. `bytes_after` is 0 until the program is known."""
     floats, loops = (
         tuple(
             FloatPart(skip.origin.path, skip.origin.operator, skip.reason, skip.macs, skip.origin.source)

@@ -1,4 +1,4 @@
-"""Checks schedules that come from a file or a user."""
+"""Validate schedules from a file or a user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intaglio.plan import Plan, misfit
 
 
 def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan) -> None:
-    """ValueError for a schedule of nothing that is computed here, or that its instruction set has no kernels for."""
+    """Raise `ValueError` for a schedule of an unknown value, or one without kernels in its instruction set."""
     products = {step.partition.output for step in plan.steps if op_def(step.partition.anchor).multiplies_weight}
     for isa, chosen in schedules.items():
         for value, schedule in chosen.items():

@@ -1,4 +1,4 @@
-"""`Planned`: an integer graph and the plan of its program, which `compile` turns into a model."""
+"""`Planned`: a lowered model with the plan of its program, which `compile_planned` compiles."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from intaglio.plan import Plan
 
 @dataclass(frozen=True)
 class Planned:
-    """Holds the integer graph and its plan for one instruction set and the caches of this machine.
+    """A lowered model and its plan for one instruction set and the cache sizes of this machine.
 
-    ``plan`` has partitions, layouts, views, memory, schedules, kernels and batch tiling, each with its reason.
+    The plan holds partitions, layouts, views, memory, schedules, kernels and batch tiling, each with its reason.
     """
 
     lowered: Lowered
@@ -20,13 +20,13 @@ class Planned:
 
     @property
     def isa(self) -> str:
-        """The instruction set that it is for."""
+        """Return the instruction set of the plan."""
         if self.plan.target is None:
             raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
         return self.plan.target.isa
 
     def text(self) -> str:
-        """Return all that was decided, with the reason of each choice."""
+        """Return all decisions of the plan with their reasons."""
         return self.plan.text()
 
     def __repr__(self) -> str:

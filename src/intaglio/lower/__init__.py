@@ -1,4 +1,4 @@
-"""Reference -> integer graph: the border between torch.fx and the integer world."""
+"""Lower a reference model (torch.fx graph with Q/DQ nodes) to an integer graph and float islands."""
 
 from intaglio.lower.lowered import Island, Lowered
 from intaglio.lower.lowering import requantize

@@ -1,4 +1,4 @@
-"""Lower matrix products and what takes their accumulators: sums, functions."""
+"""Lower matrix products, and the sums and functions that consume their accumulators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from intaglio.quant.qdq.qparams import each_output, per_output
 
 
 def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
-    """A convolution or linear layer into an int32 accumulator; its weight with all outputs first."""
+    """Lower a convolution or linear layer to an int32 accumulator. Return the name of the accumulator.
+
+    The weight gets its output channels as the first axis. The scale of the accumulator is scale_x * scale_w.
+    """
     node, record = region.anchor, region.record
     given = layer_operands(node)
     x, (weight, scales) = builder.values[given.x], weight_of(builder, region)
@@ -34,7 +37,11 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
 
 
 def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:
-    """The constant weight of an anchor, with all outputs first, and its scales: one, or one per output."""
+    """Add the constant s8 weight of an anchor, with output channels as the first axis.
+
+    Returns:
+        Name of the constant, and its scales: one, or one per output channel.
+    """
     node = layer_operands(region.anchor).weight
     weight = constant_of(node, DType.S8)
     assert weight is not None, f"the weight of {region.anchor} is not in integers"
@@ -45,7 +52,10 @@ def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, .
 
 
 def lower_bmm(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
-    """Two activations into an int32 accumulator, whose unit is multiplied by the number behind it."""
+    """Lower a batched GEMM of two activations to an int32 accumulator. Return the name of the accumulator.
+
+    Multiplications and divisions by a number after it are folded into the scale of the accumulator.
+    """
     names = [builder.values[value] for value in region.operands()]
     unit = float(numerics.accumulator_scale(*[builder.types[name].levels.step for name in names]))
     for node in region.nodes[1:]:
@@ -65,8 +75,11 @@ def lower_add(
     low: int,
     high: int,
 ) -> str:
-    """The accumulator (or the first operand) first; alpha, or the factor of each channel, goes with the second
-    operand as written."""
+    """Lower an add. Return the name of the result.
+
+    The accumulator, or else the first operand, becomes the first input. `alpha`, or the factor of each channel,
+    multiplies the operand that is the second one in the model.
+    """
     record = known_record(node)
     attrs = {"low": low, "high": high}
     left, right, *factor = known_operands(node)
@@ -96,7 +109,10 @@ def lower_add(
 def lower_activate(
     builder: GraphBuilder, node: fx.Node, scaled: fx.Node | None, acc: str, stem: str, result: TensorType, where: Origin
 ) -> str:
-    """A function of the accumulator in its own unit, perhaps times a factor per channel."""
+    """Lower a function that is computed in float on an accumulator, optionally times a factor per channel.
+
+    The function is applied to the dequantized accumulator, and its result is quantized.
+    """
     record = known_record(node)
     assert record.precise is not None, f"{record.name} has no precise form"
     names = [acc, builder.add_constant(f"{stem}_unit", flat_f32(np.array(builder.types[acc].levels.scales)), DType.F32)]
@@ -108,12 +124,15 @@ def lower_activate(
 
 
 def function_of(region: IntegerRegion) -> fx.Node | None:
-    """The function of one value behind an anchor."""
+    """Return the elementwise function that follows the anchor, or None."""
     return next((node for node in region.nodes if known_record(node).function is not None), None)
 
 
 def rest_qparams(region: IntegerRegion) -> QParams | None:
-    """Parameters of what a region gives besides levels: what lies between them, in the steps of 16 bits."""
+    """Return the parameters of a region's second result, or None if its result has only 8 bits.
+
+    A 16-bit result is `255 * q + rest`, see `numerics.widen`. The second result holds the rest.
+    """
     if region.wide is None:
         return None
     return QParams(region.wide.scale, (numerics.QUANT_STEPS // 2,), 0, numerics.QUANT_STEPS - 1)

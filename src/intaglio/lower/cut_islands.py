@@ -1,4 +1,4 @@
-"""Cutting the float parts out of a reference graph."""
+"""Extract float islands from a reference graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from intaglio.signature import DTYPES
 
 @dataclass(frozen=True)
 class Unit:
-    """One thing to schedule: nodes that are emitted together, and the nodes whose values they need."""
+    """Nodes that are lowered together.
+
+    Attributes:
+        nodes: The nodes, in execution order.
+        needs: Nodes whose values must be available before.
+        native: Whether the compiled program computes the nodes, not PyTorch.
+        region: Integer region of the nodes, or None.
+    """
 
     nodes: tuple[fx.Node, ...]
     needs: tuple[fx.Node, ...]
@@ -28,7 +35,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class IslandPart:
-    """A cut-out module: takes ``inputs`` (tensors), then ``dims`` (integers); gives a tuple, one entry per output."""
+    """A graph module with the nodes of an island.
+
+    Attributes:
+        module: Takes the tensors `inputs` followed by the integers `dims`, and returns a tuple of `outputs`.
+        inputs: Nodes of the reference whose values the module takes.
+        dims: Dynamic dimensions that the module takes.
+        outputs: Nodes of the reference whose values the module returns.
+    """
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
@@ -37,7 +51,7 @@ class IslandPart:
 
 
 def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
-    """These nodes (in execution order) as a module of their own; constants come along by reference."""
+    """Copy these nodes, given in execution order, to a separate module. Constants are shared with `module`."""
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
     symbols = {leaf: dim for leaf in used if (dim := info(leaf).dim) is not None}
@@ -61,7 +75,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(symbols.values()), outputs)
 
 
-# Levels inside an island have no zero points, and are written in ATen's arithmetic: files hold nothing else.
+# Quantize and dequantize nodes become ATen arithmetic, because files store only ATen operators. Zero points are 0.
 
 
 def _quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -91,4 +105,7 @@ ROUNDING: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], 
     "dequantize_per_tensor.default": _dequantize,
     "dequantize_per_channel.default": _dequantize,
 }
-"""Operator without its library -> what writes it. Only constants have levels per channel, and those are quantized."""
+"""Functions that replace these operators, by operator name without the namespace.
+
+There is none for quantize_per_channel: only constants are quantized per channel, and they hold integers already.
+"""

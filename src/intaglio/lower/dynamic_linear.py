@@ -1,4 +1,4 @@
-"""Linear layers on rows that are quantized while the model runs, from the Q/DQ graph to the integer graph."""
+"""Lower linear layers with dynamically quantized activations (one scale per token)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intaglio.quant.annotate.regions import Chain
 
 
 def part_of_rows(node: fx.Node) -> bool:
-    """Whether a node quantizes rows, takes a result of that, or stands between levels and what computes with them."""
+    """Return whether a node is a dynamic quantize or dequantize, or takes one result of a dynamic quantize."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return operator(node) in (QUANTIZE_ROWS_TARGET, DEQUANTIZE_ROWS_TARGET) or (
         source is not None and operator(source) == QUANTIZE_ROWS_TARGET
@@ -24,7 +24,10 @@ def part_of_rows(node: fx.Node) -> bool:
 
 
 def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
-    """Levels and scales as two values; nodes between them and what computes with them are the levels."""
+    """Lower a dynamic quantize to an operator with two results: quantized values and per-token scales.
+
+    Its getitem nodes refer to these values, and its dequantize nodes to the quantized values.
+    """
     if operator(node) == DEQUANTIZE_ROWS_TARGET:
         builder.values[node] = builder.values[node.args[0]]
         return
@@ -42,7 +45,10 @@ def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
 
 
 def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
-    """A linear layer into an accumulator in units of its rows, dequantized with a bias in float."""
+    """Lower a linear layer on dynamically quantized activations.
+
+    The result is an int32 accumulator with per-token scales, then a dequantize that adds the float bias.
+    """
     node, record = region.anchor, region.record
     read = layer_operands(node)
     rows = rows_behind(read.x)

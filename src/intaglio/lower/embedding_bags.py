@@ -1,4 +1,4 @@
-"""Bags of embeddings and ranges of whole numbers, from the nodes of a reference to operators of the integer graph."""
+"""Lower embedding bags and integer ranges."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from intaglio.quant.annotate.embedding_tables import BAGS, bag_refusal, table_be
 
 
 def part_of_bag(node: fx.Node) -> bool:
-    """Whether a node is a bag that the program computes, or takes its result."""
+    """Return whether a node is an embedding bag with a kernel, or takes the result of one."""
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return operator(node) in BAGS and bag_refusal(node) is None
 
 
 def embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
-    """The operator where its result is taken, which is the only one."""
+    """Lower an embedding bag at the getitem node of its first result, the only one that may be read."""
     if operator(node) in BAGS:
         builder.values[node] = ""
         return
@@ -49,7 +49,11 @@ def _named(builder: GraphBuilder, node: fx.Node) -> str:
 
 
 def _padding(node: fx.Node, given: dict[str, Any]) -> int:
-    """The id that counts nowhere; from the end of the table where it is negative, but for the inner operators."""
+    """Return the id that contributes to no bag, or `NO_PADDING`.
+
+    A negative id counts from the end of the table, except in the inner `aten._embedding_bag` operators, where it means
+    that every id contributes.
+    """
     padding = given.get("padding_idx")
     if padding is None or (padding < 0 and "._" in operator(node)):
         return NO_PADDING
@@ -57,7 +61,7 @@ def _padding(node: fx.Node, given: dict[str, Any]) -> int:
 
 
 def range_of(node: fx.Node) -> dict[str, Any] | None:
-    """Attributes of whole numbers equally far apart; ``None`` for any other node."""
+    """Return the attributes of an i64 arange, or None for any other node."""
     if operator(node) not in ARANGES or known_type(node).dtype is not DType.I64:
         return None
     given = {name: resolve(value) for name, value in arguments(node).items()}

@@ -1,4 +1,4 @@
-"""Float operators of a reference as loops of the integer graph."""
+"""Lower float operators to loops and data movement of the integer graph."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from intaglio.ops.movement.data_movement import MOVED_TYPES
 from intaglio.quant.annotate.embedding_tables import table_behind
 
 STORED = (torch.float32, torch.bool, torch.int64)
-"""Element types of constants that loops read."""
+"""Data types of constants that loops can read."""
 
 
 def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
-    """The call of an operator that the program computes in float; ``None`` where an island does."""
+    """Return the call of an operator that the program computes in float, or None if it needs an island."""
     loop, result = _loop_of(operator(node)), tensor_type(node)
     if loop is None or result is None:
         return None
@@ -55,7 +55,7 @@ def _loop_of(target: str) -> FloatLoop | None:
 
 
 def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
-    """The record and the attributes of an operator that moves elements of any type; ``None`` for any other."""
+    """Return record and attributes of data movement of any data type, or None for any other operator."""
     record, result = record_of(node), tensor_type(node)
     if record is None or not record.moves_data or result is None or result.dtype not in MOVED_TYPES:
         return None
@@ -68,7 +68,7 @@ def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
 
 
 def _typed(value: Any) -> Any:
-    """A tensor as its type, a symbolic number as its dimension; what only torch knows stays as it is, as text."""
+    """Return the type of a node, the dimension of a symbolic number, or the text of a torch dtype or layout."""
     if isinstance(value, fx.Node):
         return tensor_type(value) or resolve(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
@@ -79,8 +79,18 @@ def _typed(value: Any) -> Any:
 def loop_of(
     node: fx.Node, call: FloatCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
 ) -> tuple[Op, dict[str, np.ndarray]]:
-    """The operator as a loop that makes ``result``, and the constants that it brings along. ``names``: of the values
-    its operands are."""
+    """Return a float operator as a loop.
+
+    Args:
+        node: The operator.
+        call: Its call, from `float_call`.
+        names: Names of the values of its operands.
+        types: Types of these values.
+        result: Name of the result.
+
+    Returns:
+        The loop operator, and the arrays of constants that it adds to the graph.
+    """
     body = Body(result, types)
     given = arguments(node)
     values = {name: _value(value, names) for name, value in given.items()}
@@ -91,7 +101,7 @@ def loop_of(
         raise ValueError(f"no loop is written for {call.target}")
     found = loop.write_call(call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
-    made = dict.fromkeys([result, *body.constants, *(op.output for op in ops)])  # files list types in this order
+    made = dict.fromkeys([result, *body.constants, *(op.output for op in ops)])  # types are saved in this order
     inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
     inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, ops, body.constants)
     return Op("loop", inputs, (result,), {}, inner, origin(node)), body.arrays
@@ -104,21 +114,21 @@ def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
 
 
 def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
-    """A float operator as a loop of its own; `merge_loops` joins it with its neighbours."""
+    """Add a loop for a float operator. `merge_loops` fuses it with neighboring loops later."""
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
         names |= {part: builder.add_parameter(part) for part in table_behind(leaf) or ()}
     result = builder.add_value(node.name, known_type(node), node)
     op, arrays = loop_of(node, call, names, builder.types, result)
-    assert op.body is not None  # a loop has one
+    assert op.body is not None  # loops always have a body
     for name, array in arrays.items():
         builder.types[name], builder.constants[name] = op.body.types[name], array
     builder.ops.append(op)
 
 
 def float_move(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
-    """A move of floats, integers or booleans, or of the levels of a buffer."""
+    """Add data movement of floats, integers or booleans, or of the quantized values of a buffer."""
     of_levels = known_type(node).q is not None
     names = [
         builder.add_parameter(value)

@@ -1,4 +1,4 @@
-"""`GraphBuilder`: an integer graph that grows node by node of a reference graph."""
+"""`GraphBuilder`: builds an integer graph from the nodes of a reference graph."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from intaglio.ops import OpDef
 
 
 class GraphBuilder:
-    """An integer graph that grows node by node of a reference graph.
+    """An integer graph under construction.
 
-    Lowering functions add values, constants and operators, and leave in `values` which value a node became.
+    Lowering functions add values, constants and operators, and note in `values` which value a node became.
 
     Attributes:
-        module: the reference, whose buffers hold constants.
-        types: type of every value.
-        constants: arrays of the constants among the values.
-        ops: operators in execution order.
-        inputs: names of the graph's inputs.
-        outputs: names of the graph's outputs.
-        values: node -> value that holds it: quantized behind quantize and dequantize nodes, else float.
-        items: node of several results -> their values.
-        rests: quantized value -> the value that holds what it has besides in 16 bits.
-        islands: float parts that the runtime calls, by key.
-        hosts: records of a user's own operators, by name.
+        module: Reference, whose buffers hold constants.
+        types: Type of every value.
+        constants: Arrays of values that are constants.
+        ops: Operators in execution order.
+        inputs: Names of the graph's inputs.
+        outputs: Names of the graph's outputs.
+        values: Value of each node: quantized for quantize and dequantize nodes, otherwise float.
+        items: Values of a node with several results.
+        rests: For a value with 16 bits, the value that holds its rest (see `numerics.widen`).
+        islands: Float islands that the runtime calls, by key.
+        hosts: Records of user-defined operators, by name.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -47,13 +47,13 @@ class GraphBuilder:
         self.rests: dict[str, str] = {}
         self.islands: dict[str, Island] = {}
         self.hosts: dict[str, OpDef] = {}
-        self._reused: dict[str, str] = {}  # buffer of the reference -> its constant
-        self._floats: dict[str, str] = {}  # quantized value -> its dequantized value
-        self._outside: dict[str, str] = {}  # quantized value that kernels have -> as callers and islands have it
-        self._inside: dict[str, str] = {}  # the other way round
+        self._reused: dict[str, str] = {}  # constants by the buffer of the reference
+        self._floats: dict[str, str] = {}  # dequantized values by quantized value
+        self._outside: dict[str, str] = {}  # values in PyTorch's layout by value in kernel layout
+        self._inside: dict[str, str] = {}  # the reverse; "" until made
 
     def add_value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
-        """Add a value of this type under a free name and return the name; ``node`` is the node it is the value of."""
+        """Add a value with this type under an unused name, and return the name; `node` has this value."""
         name = fresh({**self.types, **self.constants}, plain_name(stem))
         self.types[name] = kind
         if node is not None:
@@ -63,11 +63,11 @@ class GraphBuilder:
     def add_constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
         """Add a constant of the graph and return its name."""
         name = self.add_value(stem, TensorType(array.shape, dtype))
-        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would give a number an axis
+        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
         return name
 
     def add_parameter(self, node: fx.Node) -> str:
-        """Add a float parameter of the model, one for all that read it; return its name."""
+        """Return the name of a float parameter of the model, and add it as a constant when it is first used."""
         stem = str(node.target)
         if stem not in self._reused:
             array = getattr(self.module, stem).detach().numpy()
@@ -75,7 +75,7 @@ class GraphBuilder:
         return self._reused[stem]
 
     def add_weight(self, node: fx.Node, array: np.ndarray, q: QParams) -> str:
-        """Add the constant of a weight, one for all calls, packed in files as the reference's is; return its name."""
+        """Return the name of a quantized weight, and add it as a constant when it is first used."""
         stem = str(node.target)
         if stem not in self._reused:
             self._reused[stem] = self.add_value(stem, TensorType(array.shape, DType.S8, q, known_type(node).packing))
@@ -92,7 +92,7 @@ class GraphBuilder:
         rest: QParams | None = None,
         **attrs: Any,
     ) -> str:
-        """Add an operator and return its first result; with ``rest`` it has another one of these parameters."""
+        """Add an operator and return the name of its first result. With `rest`, it has a second u8 result."""
         output = self.add_value(stem, result)
         outputs = [output]
         if rest is not None:
@@ -102,7 +102,7 @@ class GraphBuilder:
         return output
 
     def float_value(self, node: fx.Node) -> str:
-        """Return the float value of a node, dequantized once for all that read it."""
+        """Return the float value of a node. It is dequantized once for all consumers."""
         name = self.values[node]
         kind = self.types[name]
         if kind.dtype is not DType.U8 or kind.q is None:
@@ -115,7 +115,7 @@ class GraphBuilder:
         return self._floats[name]
 
     def add_external(self, node: fx.Node) -> str:
-        """Add a value that comes from outside: an input, or a result of an island. PyTorch decides its layout."""
+        """Add a value from outside the program: an input or a result of an island. PyTorch determines its layout."""
         kind = known_type(node)
         name = self.add_value(node.name, kind, node)
         if kind.q is not None:
@@ -130,7 +130,7 @@ class GraphBuilder:
         return self._inside.get(name, name)
 
     def external_value(self, node: fx.Node) -> str:
-        """Return a node's value for callers and islands: quantized if it is a buffer's, else float."""
+        """Return the value of a node for callers and islands: quantized if it belongs to a buffer, otherwise float."""
         name, kind = self.values[node], tensor_type(node)
         if kind is None or kind.dtype is not DType.U8 or kind.q is None:
             return self.float_value(node)
@@ -143,14 +143,14 @@ class GraphBuilder:
         return self.add_op("reshape", [name], f"{name}_{stem}", kind, origin(node), shape=kind.shape, relayout=True)
 
     def requantized(self, source: str, q: QParams, where: Origin) -> str:
-        """Add a lookup table from a quantized value to the same under other parameters; return its result."""
+        """Add a lookup table that converts a quantized value to other parameters, and return the name of the result."""
         old, shape = self.types[source].levels, self.types[source].shape
         table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
         levels = self.add_constant(f"{source}_table", table, DType.U8)
         return self.add_op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
 
     def scales_of(self, dequantize: fx.Node) -> tuple[float, ...]:
-        """Return the scales of a dequantize: one, or one per channel."""
+        """Return the scales of a dequantize node: one, or one per channel."""
         scale = dequantize.args[1]
         return tuple(getattr(self.module, scale.target).tolist()) if isinstance(scale, fx.Node) else (float(scale),)
 
@@ -165,5 +165,5 @@ def plain_name(stem: str) -> str:
 
 
 def flat_f32(values: np.ndarray) -> np.ndarray:
-    """Return values as one axis of float32."""
+    """Return values as a 1-D float32 array."""
     return np.asarray(values, np.float32).reshape(-1)

@@ -1,4 +1,4 @@
-"""Lower operators on quantized values that make no accumulator: pointwise ones, data movement, attention, hosts."""
+"""Lower operators on quantized values without an accumulator: elementwise, data movement, attention, user-defined."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lower_mul(builder: GraphBuilder, region: IntegerRegion, stem: str, result: T
 def lower_affine(
     builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int
 ) -> str:
-    """Scale and shift per channel, in steps of the result."""
+    """Lower a scale and shift per channel, folded with the scales of input and result."""
     x, scale, shift = known_operands(region.anchor)
     values = [getattr(builder.module, node.target).numpy().astype(np.float64).ravel() for node in (scale, shift)]
     step_x, step_y = builder.types[builder.values[x]].levels.step, result.levels.step
@@ -42,7 +42,10 @@ def lower_affine(
 
 
 def lower_cat(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
-    """Operands of other parameters go through a table first; annotation lets them share, so ours never do."""
+    """Lower a concatenation. Operands with other parameters than the result are requantized by a lookup table.
+
+    Our annotation makes them share parameters, so this only happens for graphs that were quantized elsewhere.
+    """
     node, names = region.anchor, []
     for value in operands(node):
         kind = builder.types[builder.values[value]]
@@ -54,7 +57,7 @@ def lower_cat(builder: GraphBuilder, region: IntegerRegion, stem: str, result: T
 
 
 def lower_host(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
-    """A user's operator: levels of its activations, its constants as they are."""
+    """Lower a user-defined operator, with quantized activations and float constants."""
     record, names = region.record, []
     for index, node in enumerate(region.operands()):
         if index in record.roles.x:
@@ -70,7 +73,7 @@ def lower_host(builder: GraphBuilder, region: IntegerRegion, stem: str, result: 
 
 
 def lower_attention(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
-    """Queries, keys and values as levels, and the mask, if there is one, as it is."""
+    """Lower attention with quantized queries, keys and values. The mask keeps its data type."""
     *levels, mask = (*region.operands(), None)[:4]
     names = [builder.values[value] for value in levels]
     if mask is not None and is_constant(mask):
@@ -82,7 +85,7 @@ def lower_attention(builder: GraphBuilder, region: IntegerRegion, stem: str, res
 
 
 def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str, result: TensorType) -> str:
-    """Functions, pools and moves: one operator, attributes as its record binds them."""
+    """Lower an elementwise function to a lookup table, or a pool or data movement to its operator."""
     node, record = region.anchor, region.record
     attrs, inputs = record.bind(call_of(node, record)), [x]
     if (function := record.function) is not None:
@@ -106,6 +109,6 @@ def _constant(builder: GraphBuilder, node: fx.Node) -> np.ndarray:
 
 
 def region_origin(region: IntegerRegion) -> Origin:
-    """Where the kernel's work is written: the anchor's module, the whole chain of operators."""
+    """Return the origin of a region: module and source line of the anchor, with the operators of the entire chain."""
     anchor = origin(region.anchor)
     return Origin(anchor.path, " + ".join(operator(node).split(".")[1] for node in region.nodes), anchor.source)

@@ -19,8 +19,14 @@ from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
 
 @dataclass(frozen=True)
 class Island:
-    """A float part of the model: a torch.fx module of tensors, then of the free dimensions it needs. ``loops``: name ->
-    how many values it carries, and its condition."""
+    """A part of the model that runs in PyTorch.
+
+    Attributes:
+        module: Graph module that takes tensors, followed by the dynamic dimensions `dims`.
+        dims: Dynamic dimensions that the module needs.
+        operators: ATen operators of the island.
+        loops: For each loop by name, the number of values that it carries and its condition.
+    """
 
     module: fx.GraphModule
     dims: tuple[Dim, ...]
@@ -30,11 +36,19 @@ class Island:
 
 @dataclass(frozen=True)
 class Lowered:
-    """What `requantize` makes: printable, and runnable in NumPy through `__call__`.
+    """Result of `requantize`. It can be printed, and `__call__` runs it with the NumPy interpreter.
 
-    ``macs``: multiply-accumulates at batch 1, (in int8, in all). ``operators``: operators of the model in int8.
-    ``hosts``: records of a user's own, by name. ``native``: nodes of float operators that the program runs itself.
-    ``bodies``: of loops that islands run, by name; their work is counted apart.
+    Attributes:
+        graph: The integer graph.
+        islands: Float islands, by key.
+        signature: Signature of the model.
+        skipped: Operators that stay in float, with reasons.
+        macs: Multiply-accumulates at batch 1: in int8, and in total.
+        operators: Number of the model's operators in int8.
+        about: Information about the model, with the texts of earlier stages.
+        hosts: Records of user-defined operators, by name.
+        native: Nodes of float operators that the compiled program runs itself.
+        bodies: Bodies of loops that islands run, by name. Their work is counted separately.
     """
 
     graph: Graph
@@ -53,7 +67,7 @@ class Lowered:
         return "".join([graph_text(self.graph), *bodies])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result by the integer interpreter: exact, slow, kernels must equal it bit for bit."""
+        """Run the model with the integer interpreter. It is slow, and kernels must equal its results bit for bit."""
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self.graph.byte_inputs())
         records = {**OPS, **self.hosts}
@@ -65,11 +79,11 @@ class Lowered:
 
     @cached_property
     def state(self) -> list[torch.Tensor]:
-        """Values of the buffers the model changes: as captured, then as each call leaves them."""
+        """Return the values of mutable buffers: the captured ones at first, then those of the last call."""
         return initial_state(self.signature)
 
     def runner(self, symbols: Mapping[str, int]) -> Any:
-        """Callback of the interpreter for islands, for one set of free dimensions."""
+        """Return the callback that runs islands for the interpreter, for these values of the dynamic dimensions."""
 
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
@@ -81,11 +95,11 @@ class Lowered:
         return run
 
     def _tensor(self, name: str, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would give a scalar an axis
+        tensor = torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would add an axis to a scalar
         return tensor.bfloat16() if self.graph.types[name].dtype is DType.BF16 else tensor
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """As the interpreter holds it: bfloat16 is float32 there."""
+    """Return a tensor as the interpreter represents it, with bfloat16 as float32."""
     array: np.ndarray = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
     return array

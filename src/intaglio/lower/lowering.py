@@ -1,4 +1,4 @@
-"""Lower a reference (torch.fx, quantize and dequantize nodes) to an integer graph."""
+"""`requantize`: lower a reference model (torch.fx graph with Q/DQ nodes) to an integer graph."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ from intaglio.tracing.while_loops import with_bodies
 
 
 def requantize(reference: Reference) -> Lowered:
-    """The integer graph of a Q/DQ model: every region between dequantize and quantize on int32 accumulators, one
-    requantize at its end; everything else in as few float islands as the order allows."""
+    """Lower a Q/DQ model to an integer graph.
+
+    Each region between dequantize and quantize nodes is computed with int32 accumulators and a single requantize at its
+    end. All other operators become loops of the program, or float islands, which are as few as the order of execution
+    allows.
+    """
     expect(reference, Reference, "requantize")
     nodes = NodeLowering(reference.module)
     builder = nodes.run()
@@ -63,7 +67,10 @@ def requantize(reference: Reference) -> Lowered:
 
 
 def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
-    """Islands that no float operator explains: the program stops for them all the same."""
+    """Return the islands that contain no operator with a known reason to stay in float, one `Skip` for each.
+
+    The program is interrupted for these islands as for others, so reports must list them.
+    """
     computing = [[node for node in nodes if operator(node)] for nodes in cut]
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
     reason = "it makes integers or booleans, which stay in PyTorch"
@@ -71,7 +78,7 @@ def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip
 
 
 def _simulated(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:
-    """Quantized operators that stay in float, as no kernel computes with their levels."""
+    """Return the operators that run in float on rounded values, because no kernel supports their types."""
     found = []
     for region in annotations.regions:
         values = {value.name for node in region.nodes for value in (node, *operands(node)) if value is not None}

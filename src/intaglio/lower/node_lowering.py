@@ -1,4 +1,4 @@
-"""Lower the nodes of a reference in an order that makes few float islands."""
+"""Lower the nodes of a reference in an order that keeps the number of float islands low."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from intaglio.tracing.while_loops import loops_of
 
 
 class NodeLowering:
-    """All nodes of a reference, lowered into a `GraphBuilder`.
+    """Lowers all nodes of a reference into a `GraphBuilder`.
 
     Attributes:
-        builder: the integer graph.
-        regions: operators between dequantize and quantize nodes, which run on integers.
-        float_ops: float operators that the program runs itself -> how.
-        cut: nodes of each island.
+        builder: The integer graph.
+        regions: Operators between dequantize and quantize nodes, which run on integers.
+        float_ops: Float operators that the program runs itself, with their loop or data movement.
+        cut: Nodes of each island.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -50,7 +50,7 @@ class NodeLowering:
         self.cut: list[list[fx.Node]] = []
 
     def run(self) -> GraphBuilder:
-        """Lower all native work that is ready, then all float work that is ready as one island, and again."""
+        """Lower all nodes: alternately all native work that is ready, and all other ready work as one island."""
         builder, nodes = self.builder, self.builder.module.graph.nodes
         for node in nodes:
             if node.op == "placeholder":
@@ -73,7 +73,7 @@ class NodeLowering:
         return builder
 
     def _units(self) -> Iterator[Unit]:
-        """Yield regions and single nodes that must be lowered."""
+        """Yield the regions and single nodes that must be lowered."""
         nodes = self.builder.module.graph.nodes
         inner = {node for region in self.regions for node in region.nodes}
         regions = {region.root: region for region in self.regions}
@@ -94,11 +94,11 @@ class NodeLowering:
                 yield self._float_unit(node)
 
     def _float_unit(self, node: fx.Node) -> Unit:
-        """Return a float operator: a loop or data movement of the program, else part of an island."""
+        """Return the unit of a float operator: a loop or data movement of the program, or part of an island."""
         read = tensor_nodes((node.args, node.kwargs))
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         kind = tensor_type(node)
-        levels = kind is not None and kind.q is not None  # of a buffer
+        levels = kind is not None and kind.q is not None  # a quantized buffer of the model
         found = (None if levels else float_call(node, self.builder.module)) or move_of(node)
         if found is not None:
             self.float_ops[node] = found
@@ -108,7 +108,7 @@ class NodeLowering:
         return all(node in self.builder.values for node in unit.needs)
 
     def _lower(self, unit: Unit) -> None:
-        """Add the values and operators of a region or node whose operands have values."""
+        """Add the values and operators of a region or node whose operands are available."""
         builder, node = self.builder, unit.nodes[0]
         if unit.region is not None and rows_behind(operands(node)[0]):
             product_of_rows(builder, unit.region)
@@ -140,7 +140,7 @@ class NodeLowering:
             quantize_node(builder, node, q)
 
     def _cut_island(self, nodes: list[fx.Node]) -> None:
-        """Add one island of these nodes, which the runtime calls."""
+        """Add an island with these nodes, which the runtime calls."""
         builder = self.builder
         key = f"island{len(builder.islands)}"
         part = island_of(builder.module, nodes)
@@ -156,7 +156,7 @@ class NodeLowering:
 
 
 def _region_unit(region: IntegerRegion) -> Unit:
-    """Return a region and the quantized values that it reads."""
+    """Return the unit of a region with the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
     needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
     if region.record.attends:
@@ -165,7 +165,7 @@ def _region_unit(region: IntegerRegion) -> Unit:
 
 
 def _native_unit(node: fx.Node) -> Unit | None:
-    """Return a node that quantizes or dequantizes, or that an operator of the integer graph computes; else ``None``."""
+    """Return the unit of a node that the integer graph computes outside regions, or None for other nodes."""
     if image := pixels_of(node):
         return Unit((node,), image[:1], True)
     if any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
@@ -181,6 +181,6 @@ def _native_unit(node: fx.Node) -> Unit | None:
 
 
 def _only_read_by(node: fx.Node, inner: set[fx.Node]) -> bool:
-    """Return whether a node dequantizes a weight or bias for nodes of regions alone."""
+    """Return whether a node dequantizes a weight or bias, and only nodes of regions read it."""
     constant = constant_of(node, DType.S8) or constant_of(node, DType.I32)
     return constant is not None and inner.issuperset(node.users)

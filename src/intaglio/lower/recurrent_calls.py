@@ -1,4 +1,4 @@
-"""LSTM and GRU, from the operator of a reference to that of the integer graph."""
+"""Lower LSTM and GRU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 
 
 def part_of_recurrent(node: fx.Node) -> bool:
-    """Whether a node is the operator, or takes one of its results."""
+    """Return whether a node is an LSTM or GRU, or takes one of its results."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return operator(node) == RECURRENT_CALL or (source is not None and operator(source) == RECURRENT_CALL)
 
 
 def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
-    """Every result is a value; an item of the operator is one of them."""
+    """Lower an LSTM or GRU to one operator. Its getitem nodes refer to the results."""
     if operator(node) != RECURRENT_CALL:
         source, index = node.args
         builder.values[node] = builder.items[source][index]

@@ -1,4 +1,4 @@
-"""Lower a region between dequantize and quantize nodes, or one quantize node."""
+"""Lower a region between dequantize and quantize nodes, or a single quantize node."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from intaglio.quant.recipes.user_patterns import is_host
 
 
 def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
+    """Lower a region to the operators of the integer graph that compute its result."""
     where, kind = region_origin(region), known_type(region.root)
     stem = where.path.replace("@", "_call") or region.record.name
     if is_host(region.record):
@@ -86,7 +87,11 @@ def _bounds(builder: GraphBuilder, node: fx.Node | None, q: QParams) -> tuple[in
 
 
 def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
-    """Float -> levels; levels of other parameters -> a table; equal parameters -> nothing; constants at once."""
+    """Lower a quantize node.
+
+    A float value is quantized, and a constant is quantized ahead of time. A quantized value is passed on if its
+    parameters are equal, and requantized by a lookup table otherwise.
+    """
     if image := pixels_of(node):
         _pixels(builder, node, image, q)
         return

@@ -1,4 +1,4 @@
-"""`Requantizer`, the name under which the pattern framework's users look for `requantize`."""
+"""`Requantizer`: an alias of `requantize` for users of pattern-based quantization frameworks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from intaglio.quant.qdq.convert import Reference
 
 
 class Requantizer:
-    """Call `requantize`: the pattern framework's spelling, ``Requantizer().requantize(reference)``."""
+    """Wrapper with the interface of pattern-based frameworks: `Requantizer().requantize(reference)`."""
 
     def requantize(self, reference: Reference) -> Lowered:
         return requantize(reference)

@@ -1,4 +1,4 @@
-"""Linear layers of floats whose weights are stored in fewer bits, from a reference to the integer graph."""
+"""Lower weight-only quantized linear layers (float activations, float16 or int8 weights)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ WIDEN = "aten._to_copy.default"
 
 
 def stored_weight(node: fx.Node) -> fx.Node | None:
-    """The constant, float16 or levels with a scale for every output, behind the weight of a linear layer of floats;
-    ``None`` for any other node, and where activations are rounded as no kernel would."""
+    """Return the constant of a weight-only quantized linear layer: float16, or int8 with a scale per output channel.
+
+    Return None for any other node, and if activations are rounded to a type without kernels.
+    """
     record = record_of(node)
     if record is None or not record.is_linear_layer:
         return None
@@ -31,11 +33,12 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
 
 
 def widens_stored(node: fx.Node) -> bool:
-    """Whether all that a node does is to make floats of a stored weight for such layers."""
+    """Return whether a node only converts the stored weight of such layers to float."""
     return bool(node.users) and all(stored_weight(user) in node.all_input_nodes for user in node.users)
 
 
 def linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
+    """Lower a weight-only quantized linear layer."""
     x, real, bias = layer_operands(node)
     stored, where = stored_weight(node), origin(node)
     assert stored is not None, f"{node} has no stored weight"
