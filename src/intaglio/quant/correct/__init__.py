@@ -1,1 +1,1 @@
-"""Corrections: steps that make an int8 model more accurate and cost nothing when it runs."""
+"""Corrections, which make an int8 model more accurate without extra cost at run time."""

@@ -1,4 +1,4 @@
-"""`equalized`: an `Equalization` put into a prepared model; the float function stays what it is."""
+"""Apply an `Equalization` to a prepared model without changing its float function."""
 
 from __future__ import annotations
 
@@ -38,12 +38,19 @@ def equalized(
     report: str = "",
     looked_at: tuple[Prepared, Annotations] | None = None,
 ) -> Prepared:
-    """`CalibrationError` when it names inputs or values that this model does not have, or cannot divide.
+    """Return the prepared model with an equalization applied, and with new observers.
 
-    Factors go to the weights of the regions that the `whole` model has, so they mean the same whatever stays in float.
+    Factors go to the weights of regions in the model without float layers (`whole`), so they do not depend on what the
+    recipe leaves in float.
 
-    ``report``: what it gained, for the stage's text "corrections". ``looked_at``: the model `with_inputs`, and the
-    annotations of the `whole` of it, where the caller has them already.
+    Args:
+        prepared: a model without another equalization.
+        found: the equalization.
+        report: what it gains, for the text "corrections" of the stage.
+        looked_at: the results of `with_inputs` and of `whole`, if the caller has them already.
+
+    Raises:
+        CalibrationError: if the model does not have an input or value that the equalization names, or cannot divide it.
     """
     if found == prepared.equalization:
         return prepared
@@ -79,7 +86,7 @@ def _reported(made: Prepared, found: Equalization, report: str) -> Prepared:
 
 
 def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
-    """The inputs' part of it only."""
+    """Return the model with only the equalization of inputs applied."""
     if not found.inputs:
         return prepared
     module = copy_graph(prepared.annotations.module)
@@ -95,7 +102,12 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
 
 @dataclass(frozen=True)
 class ScaledReader:
-    """One reader of a value: the node, and what the value's factors are when they arrive there."""
+    """A reader of a value that absorbs its factors.
+
+    Attributes:
+        node: the reader.
+        trail: the operators between the value and the reader, through which the factors pass.
+    """
 
     node: fx.Node
     trail: tuple[fx.Node, ...]
@@ -111,12 +123,12 @@ class ScalableResult:
 
     @property
     def name(self) -> str:
-        """Of its node."""
+        """Return the name of its node."""
         return self.region.root.name
 
 
 def divisible(annotations: Annotations) -> list[ScalableResult]:
-    """Every value that factors could be put on."""
+    """Return the results that can be divided by factors."""
     regions, by_value = annotations.regions, annotations.by_value
     member = {node: region for region in regions for node in region.nodes}
     found = []
@@ -132,21 +144,24 @@ def divisible(annotations: Annotations) -> list[ScalableResult]:
 
 
 def arrives(value: ScalableResult, factors: torch.Tensor) -> bool:
-    """Whether every reader sees one factor per channel of its own, not several mixed."""
+    """Return whether each channel of every reader gets a single factor, and not a mix of several."""
     return all(_along(use, factors) is not None for use in value.uses)
 
 
 def _divisible(region: Region) -> bool:
-    """A convolution or linear layer of its own constants, then sums and rectifiers only."""
+    """Return whether a region is a convolution or linear layer, followed by only additions and ReLUs.
+
+    No other operator may read its weight and bias, because they are scaled.
+    """
     if region.record.roles.weight is None or not _owns(region.anchor):
         return False
     if len(known_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
-        return False  # channels of a linear layer of another rank lie last
+        return False  # In other ranks, the channels of a linear layer are on the last axis.
     return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
 
 
 def normalizes(region: Region) -> bool:
-    """A layer norm with a scale and an offset of its own, per channel, which lies last."""
+    """Return whether a region is a layer norm with its own scale and offset for each channel of the last axis."""
     if len(region.nodes) != 1 or not region.record.normalizes:
         return False
     given = [value for value in operands(region.anchor)[1:] if value is not None]
@@ -154,6 +169,7 @@ def normalizes(region: Region) -> bool:
 
 
 def _owns(anchor: fx.Node) -> bool:
+    """Return whether a convolution or linear layer is the only reader of its constant weight and bias."""
     if known_record(anchor).name not in ("conv2d", "linear"):
         return False
     _, weight, bias = layer_operands(anchor)
@@ -162,7 +178,7 @@ def _owns(anchor: fx.Node) -> bool:
 
 
 def _rectifies(node: fx.Node) -> bool:
-    """max(x, 0): the one bound that factors above zero do not move."""
+    """Return whether an operator is max(x, 0), which commutes with positive factors."""
     record = known_record(node)
     if not record.clamps:
         return False
@@ -171,11 +187,12 @@ def _rectifies(node: fx.Node) -> bool:
 
 
 def _adds(node: fx.Node, region: Region) -> bool:
+    """Return whether an operator adds a value from outside to the region's result."""
     return known_record(node).name == "add" and _other(node, region) is not None
 
 
 def _other(node: fx.Node, region: Region) -> fx.Node | None:
-    """The operand of a sum that comes from outside the region, where the other is the region's own, taken once."""
+    """Return the operand of an addition from outside the region; ``None`` if the region's own operand is scaled."""
     record, (left, right) = known_record(node), operands(node)
     alpha = record.bind(call_of(node, record))["alpha"]
     if left in region.nodes and right not in region.nodes:
@@ -184,7 +201,10 @@ def _other(node: fx.Node, region: Region) -> fx.Node | None:
 
 
 def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[ScaledReader] | None:
-    """Readers behind what only selects or averages within a channel; ``None`` when one cannot undo a factor."""
+    """Return the readers of a value, found through pooling and data movement that keep channels apart.
+
+    The result is ``None`` if one of them cannot absorb a factor.
+    """
     found = []
     for user in value.users:
         if info(user).dim is not None:
@@ -206,7 +226,7 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
 
 
 def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
-    """Whether a factor on ``value`` can be undone in this reader: by columns of a weight, or the factor of a sum."""
+    """Return whether a reader can absorb a factor of `value`, in its weight's columns or the factor of an addition."""
     record = known_record(user)
     if user is region.anchor:
         return _owns(user) and operands(user)[record.roles.x[0]] is value
@@ -219,7 +239,10 @@ def _rewrite(
     values: Sequence[ScalableResult],
     factors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Scale rows, columns and sums. ``factors``: by node; they arrive everywhere."""
+    """Apply factors to the rows and columns of weights, and to additions.
+
+    ``factors``: node name -> factors, which must arrive at every reader.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     arriving = {use.node.name: _along(use, factors[value.name]) for value in values for use in value.uses}
     for region in regions:
@@ -238,7 +261,10 @@ def _rewrite(
 
 
 def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
-    """Factors of the last value of a trail: the operators themselves carry them; what they pad with counts as one."""
+    """Return the factors that arrive at a reader; ``None`` if channels get several.
+
+    They are computed by running the operators of the trail on the factors; padding counts as one.
+    """
     if not use.trail:
         return factors
     first = use.trail[0].args[0]
@@ -255,12 +281,12 @@ def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """A shape with one image, other free dimensions as in the example."""
+    """Return the shape of a value for one image, with other free dimensions as in the example."""
     return (1, *(size_in_example(size, node) for size in known_type(node).shape[1:]))
 
 
 def _number(value: Any) -> Any:
-    """Arguments with nodes of sizes replaced by the sizes in the example, of one image."""
+    """Return arguments with nodes of sizes replaced by the sizes in the example, for one image."""
 
     def size(node: fx.Node) -> int:
         dim = info(node).dim
@@ -271,9 +297,9 @@ def _number(value: Any) -> Any:
 
 
 def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
-    """Weight rows divided by ``rows``, columns multiplied by ``columns``; the bias goes with the rows.
+    """Divide the weight's rows and the bias by ``rows``, and multiply the weight's columns by ``columns``.
 
-    A layer norm has its scale and offset divided.
+    For a layer norm, divide its scale and offset.
     """
     if rows is not None and BY_TARGET[operator(anchor)].normalizes:
         for constant in operands(anchor)[1:]:
@@ -303,7 +329,10 @@ def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Ten
 def _weigh(
     module: fx.GraphModule, add: fx.Node, other: fx.Node, rows: torch.Tensor | None, here: torch.Tensor | None
 ) -> None:
-    """``acc + alpha * other`` -> ``acc + other * ratio``, ratio per channel; one of ``rows`` and ``here`` is given."""
+    """Replace ``acc + alpha * other`` by ``acc + other * ratio`` with a ratio for each channel.
+
+    At least one of ``rows`` and ``here``, the factors of the result and of the other operand, must be given.
+    """
     own = next(value for value in operands(add) if value is not other)
     record = known_record(add)
     alpha = record.bind(call_of(add, record))["alpha"]

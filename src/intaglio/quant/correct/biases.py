@@ -1,4 +1,4 @@
-"""Changed biases: put into a graph, and into its annotations, whether its anchors had one or not."""
+"""Replace or add biases in a graph and in its annotations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from intaglio.torch_private import schema_of
 
 
 def annotated_with_biases(annotations: Annotations, biases: Mapping[str, torch.Tensor]) -> Annotations:
-    """Return annotations of a copy of their graph with these biases, by anchor: what was found stays, and an anchor
-    that had no bias gets a site for it."""
+    """Return annotations of a copy of their graph with these biases by anchor.
+
+    An anchor that had no bias gets a site for it; everything else stays as annotated.
+    """
     module = with_biases(annotations.module, biases)
     nodes = {node.name: node for node in module.graph.nodes}
     regions = tuple(
@@ -34,7 +36,7 @@ def annotated_with_biases(annotations: Annotations, biases: Mapping[str, torch.T
 
 
 def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> fx.GraphModule:
-    """A copy of a graph with these biases, by anchor."""
+    """Return a copy of a graph with these biases by anchor."""
     module = copy_graph(module)
     nodes = {node.name: node for node in module.graph.nodes}
     for anchor, values in biases.items():

@@ -1,4 +1,4 @@
-"""The samples that corrections look at, several times."""
+"""Cached samples of the calibration data, which corrections run several times."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from intaglio.signature import bind, dims_of, initial_state
 from intaglio.torch_private import pytree
 
 Calls = list[list[torch.Tensor]]
-"""The tensors of a call, for each batch."""
+"""Tensors of a call, for each batch."""
 
 CACHED_SAMPLES = 256
-"""Corrections look at so many samples; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
+"""Number of samples that corrections use; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
 
 
 def kept_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Calls:
-    """The tensors of the first batches, whole ones, until there are so many samples; of those, this rank's.
+    """Return the tensors of this rank's batches among the first whole batches with this many samples.
 
-    Each call starts from the state the model was captured with.
+    Each call starts from the state that the model was captured with.
     """
     found = []
     for args, kwargs in (call for _, call in _first(data, signature, samples, group or Group.current())):
@@ -36,10 +36,10 @@ def kept_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, g
 
 
 def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
-    """This rank's batches among the first, whole ones, until there are so many samples, and data that still starts with
-    them.
+    """Return this rank's batches among the first whole batches with this many samples, and all of the data.
 
-    A function that runs the model gives none. What an iterator gives is copied: it may fill one buffer again and again.
+    The data still starts with these batches. The list is empty for a function that runs the model. Batches of an
+    iterator are copied, because it may reuse one buffer for all of them.
     """
     if callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__"):
         return [], data
@@ -51,7 +51,10 @@ def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]
 
 
 def _first(data: Any, signature: Signature, samples: int, group: Group) -> Iterator[tuple[Any, Call]]:
-    """Items and calls of this rank, whose batches are every ``size``-th. All are taken for as long as the first."""
+    """Yield items and calls of this rank, which has every ``size``-th batch.
+
+    All batches are assumed to have as many samples as the first.
+    """
     binder, size = Binder.of(signature), 0
     for place, item in enumerate(batches(data) if group.size > 1 else peek(data)[1]):
         args, kwargs = binder(item)

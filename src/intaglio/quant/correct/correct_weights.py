@@ -1,4 +1,4 @@
-"""`correct`: weights rounded by what their operator gives, and biases that make up for what rounding moved."""
+"""`correct`: round weights so that the outputs of their operators change least, and correct biases for the rest."""
 
 from __future__ import annotations
 
@@ -40,11 +40,20 @@ def correct(
     cache: int = CACHE,
     group: Group | None = None,
 ) -> Corrections:
-    """Weights and biases better than rounding alone gives them, for `convert`; what to do is each `Setting`'s.
+    """Round weights and correct biases more precisely than nearest rounding does, as each region's `Setting` says.
 
-    Operators are taken in order, each with the operand that the model quantized so far gives it. ``data`` as for
-    `calibrate`, of which whole batches are used until there are ``samples``; ``cache``: bytes of activations in memory.
-    ``group`` as for `calibrate`: ranks, each with batches of its own, get the bits of one process.
+    Operators are corrected in execution order, each with the input that it gets from the model quantized so far.
+
+    Args:
+        prepared: the prepared model.
+        ranges: its calibrated ranges.
+        data: as for `calibrate`; whole batches are used until there are ``samples``.
+        samples: number of samples to use.
+        cache: bytes of activations that are kept in memory.
+        group: as for `calibrate`; ranks with batches of their own get the same bits as one process.
+
+    Returns:
+        The corrections, for `convert`.
     """
     expect(prepared, Prepared, "correct")
     group = group or Group.current()
@@ -66,8 +75,16 @@ def correct(
 
 @dataclass
 class _Work:
-    """What was found so far. ``levels``: weight site -> of its grid; ``noise``: correction -> noise over
-    signal of each operator, before and after."""
+    """The corrections found so far.
+
+    Attributes:
+        walk: the walk over the model.
+        units: parameters of weights and biases before correction, by site.
+        group: the processes that take part.
+        weights: weight site -> rounded weight.
+        levels: weight site -> quantized values, in steps of its grid.
+        noise: name of a correction -> ratios of noise to signal before and after it, for each operator.
+    """
 
     walk: Walk
     units: Mapping[str, QParams]
@@ -126,10 +143,11 @@ class _Work:
             self.noise.setdefault(name, []).append((plain / signal, chosen / signal))
 
     def _bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
-        """The mean of what rounding the weights took from each output; or of all that quantization took so far.
+        """Add to the bias the mean error of each output channel.
 
-        Reported is what rounding the weights costs, which a mean taken off lessens; of the other, nothing: it is about
-        more than the weights, and may even harm.
+        By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
+        `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
+        concerns more than the weights, and may even increase their error.
         """
         _, bias = parameters_of(self.walk.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
@@ -147,9 +165,9 @@ class _Work:
         self.walk.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
     def _difference(self, region: Region) -> torch.Tensor:
-        """Mean of the exact anchor's results less the quantized one's, per output channel.
+        """Return the mean of the float anchor's results minus the quantized anchor's, for each output channel.
 
-        Sums of a batch are rounded to 2^-16 of an accumulator's step, so that they add up exactly.
+        The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly.
         """
         x_site, w_site, _ = anchor_sites(self.walk.annotations, region)
         outputs = len(parameters_of(self.walk.module, region)[0])
@@ -177,13 +195,13 @@ class _Work:
 
 
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
-"""Of scales that were chosen for the weights alone; with few levels the operand says which are better."""
+"""Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
 
 def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
-    """Scales, one per output channel, with which GPTQ leaves the least error in the results.
+    """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
 
-    It speaks for AdaRound too, which takes too long to be run for every factor.
+    They are used for AdaRound too, which is too slow to run for each ratio.
     """
     matrix = found.matrix
 
@@ -199,13 +217,13 @@ def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments
 
 
 def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
-    """A weight of any rank -> float64 [groups, rows, k]."""
+    """Reshape a weight of any rank to float64 [groups, rows, k]."""
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
 
 
 def _complete(prepared: Prepared) -> Annotations:
-    """The annotations; where biases are corrected, of a graph in which every such anchor has one."""
+    """Return annotations in which every anchor whose bias is corrected has a bias."""
     annotations = prepared.annotations
     outputs = {
         region.anchor.name: len(parameters_of(annotations.module, region)[0])
@@ -218,7 +236,7 @@ def _complete(prepared: Prepared) -> Annotations:
 
 
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
-    """Whether a bias is to be corrected that is not there."""
+    """Return whether the bias of a region is to be corrected, but the region has no bias yet."""
     corrects = region.setting.bias != BiasCorrection.NONE
     if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
         return False
@@ -228,5 +246,5 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
 
 
 def operand_site(annotations: Annotations, region: Region) -> Site:
-    """The site of what an anchor's weight multiplies."""
+    """Return the site of the activation that an anchor multiplies by its weight."""
     return annotations.by_value[layer_operands(region.anchor).x.name, Role.ACTIVATION]

@@ -1,4 +1,4 @@
-"""What makes a model more accurate at no cost, as found: values of its own that a file can hold."""
+"""Results of corrections and equalization, as values that can be stored in a file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from intaglio.ir import QParams
 
 if TYPE_CHECKING:
     from intaglio.quant.annotate.regions import (
-        Annotations,  # which reads recipes, which hold parameters, which hold these
+        Annotations,  # It imports this module through recipes and parameters.
     )
 
 
 @dataclass(frozen=True)
 class PerChannelBytes:
-    """An input's way to bytes: channel c of x is the byte ``x * gain[c] + shift[c] + zero_points[c]``."""
+    """Quantization of an input per channel: channel c becomes ``x * gain[c] + shift[c] + zero_points[c]`` as a byte."""
 
     gain: tuple[float, ...]
     shift: tuple[float, ...]
@@ -29,7 +29,12 @@ class PerChannelBytes:
 
 @dataclass(frozen=True)
 class Equalization:
-    """``inputs``: name -> its channels. ``factors``: site -> what the channels of its value are divided by."""
+    """Factors that equalize channels.
+
+    Attributes:
+        inputs: input name -> quantization of its channels.
+        factors: site -> divisors of the channels of its value.
+    """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -40,7 +45,12 @@ class Equalization:
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """A weight as integers of its own shape, and the scales they count in."""
+    """A quantized weight.
+
+    Attributes:
+        qparams: its scales.
+        levels: its quantized values, in the shape of the weight.
+    """
 
     qparams: QParams
     levels: np.ndarray
@@ -48,7 +58,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class CorrectionStep:
-    """One correction: what it did, and signal to noise in decibels before and after it, of what it is about."""
+    """One correction, with the signal-to-noise ratio of its subject in decibels before and after it."""
 
     name: str
     subject: str
@@ -64,13 +74,13 @@ class Corrections:
     """Changed parameters, for `convert`.
 
     Attributes:
-        annotations: those of the graph with corrected biases.
-        weights: site -> its integers.
-        biases: name of an anchor's node -> float32.
-        steps: what each correction gained.
+        annotations: annotations of the graph with corrected biases.
+        weights: weight site -> quantized weight.
+        biases: name of an anchor's node -> float32 bias.
+        steps: the gain of each correction.
         source: the prepared model and the ranges that were corrected.
-        activations: parameters of the activation sites, as they were computed of ``source``.
-        weight_scales: weight site and groups -> the scales that its values ask for, before they are fitted to a bias.
+        activations: parameters of the activation sites, computed from ``source``.
+        weight_scales: weight site and groups -> scales computed from its values, before they are fitted to a bias.
     """
 
     annotations: Annotations
@@ -82,7 +92,7 @@ class Corrections:
     weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def activations_for(self, prepared: Any, ranges: Any) -> dict[str, QParams] | None:
-        """Return the parameters of activations if they were computed of just these two; else ``None``."""
+        """Return the parameters of activations if they were computed from these two objects, and ``None`` otherwise."""
         if self.source is None or self.source[0] is not prepared or self.source[1] is not ranges:
             return None
         return dict(self.activations)
@@ -93,7 +103,13 @@ class Corrections:
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """All that was corrected, without the graph: what `Parameters` keep. ``levels``: weight site -> int8."""
+    """All corrections without the graph, as `Parameters` store them.
+
+    Attributes:
+        equalization: factors that equalize channels.
+        levels: weight site -> quantized values, int8.
+        biases: name of an anchor's node -> float32 bias.
+    """
 
     equalization: Equalization = field(default_factory=Equalization)
     levels: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -108,7 +124,10 @@ class Corrected:
     __hash__ = None  # type: ignore[assignment]
 
     def to_dicts(self) -> dict[str, dict[str, Any]]:
-        """Section -> entries, of texts, numbers and lists. Hexadecimal floats; integers compressed, in base 64."""
+        """Return section -> entries of strings, numbers and lists.
+
+        Floats are hexadecimal; integers are compressed, in base 64.
+        """
         inputs: dict[str, Any] = {
             name: {"gain": _hexadecimal(c.gain), "shift": _hexadecimal(c.shift), "zero_point": list(c.zero_points)}
             for name, c in self.equalization.inputs.items()
@@ -123,7 +142,7 @@ class Corrected:
 
     @staticmethod
     def from_dicts(sections: Mapping[str, Mapping[str, Any]]) -> Corrected:
-        """ValueError, TypeError or KeyError for what is none."""
+        """Return the inverse of `to_dicts`; raise ValueError, TypeError or KeyError for other content."""
         if odd := sorted(set(sections) - set(SECTIONS)):
             raise ValueError(f"unknown {', '.join(odd)}; known are {', '.join(SECTIONS)}")
         inputs = {
@@ -152,7 +171,7 @@ def _packed(levels: np.ndarray) -> str:
 
 
 def _unpacked(text: str) -> np.ndarray:
-    """Flat; the weight has the shape."""
+    """Return the quantized values as a flat array, to be reshaped like the weight."""
     try:
         return np.frombuffer(bytearray(zlib.decompress(base64.b64decode(text, validate=True))), np.int8)
     except zlib.error as error:

@@ -1,8 +1,8 @@
-"""`equalize`: scales per channel that cost nothing, put into the weights around a value before it is observed.
+"""`equalize`: equalize channels before quantization by factors that are folded into weights.
 
-A value quantized as a whole gives its quiet channels few levels. Divide each channel by a factor where it is made
-(rows of a weight, its bias), multiply where it is read (columns of a weight, the factor of a sum), and the float model
-is the same.
+With one scale for the whole tensor, channels with small values get few quantized values. Each channel is divided by a
+factor where it is computed (rows of a weight, its bias), and multiplied by the factor where it is read (columns of a
+weight, the factor of an addition), so the float model computes the same function.
 """
 
 from __future__ import annotations
@@ -29,17 +29,23 @@ from intaglio.quant.correct.smoothquant import smoothable
 from intaglio.tracing.captured import expect
 
 FLOOR = 0.1
-"""No channel is blown up more than tenfold: what calibration saw of a quiet channel may not be all."""
+"""Smallest factor: no channel grows more than tenfold, because a short calibration may underestimate quiet channels."""
 
 
 def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Prepared:
-    """A prepared model of the same function whose values lose less when they are quantized; nothing is observed yet.
+    """Return a prepared model of the same function with less quantization error, and with new observers.
 
-    Inputs that only convolutions read get a scale and an offset per channel, which their weights and biases absorb.
-    What a layer norm gives to linear layers gets factors as SmoothQuant has them, where they help (correct/smooth.py).
-    Other values between weights get a factor ``(largest of the channel / largest of all) ** alpha`` per channel, with
-    alpha the ``equalize`` of their setting (Nagel et al. 2019, extended to sums). ``data`` and ``group`` as for
-    `calibrate`: ranks, each with batches of its own, get the bits of one process.
+    Inputs that only convolutions read get a scale and an offset for each channel, which are folded into weights and
+    biases. Results of layer norms that linear layers read get SmoothQuant factors if they reduce the error
+    (`smooth_factors.smoothing`). For other values between weights, the factor of each channel is its largest magnitude
+    relative to that of all channels, to the power of the setting's ``equalize`` (Nagel et al. 2019, extended to
+    additions).
+
+    Args:
+        prepared: the prepared model.
+        data: as for `calibrate`.
+        samples: number of samples to use.
+        group: as for `calibrate`; ranks with batches of their own get the same bits as one process.
     """
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
@@ -82,7 +88,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
 def _largest(
     module: fx.GraphModule, axes: Mapping[str, int], calls: Sequence[Sequence[Any]], group: Group
 ) -> dict[str, torch.Tensor]:
-    """Largest magnitude of every channel over all ranks' batches, by value; ``axes``: where its channels lie."""
+    """Return for each value the largest magnitude of every channel, over the batches of all ranks.
+
+    ``axes``: value -> its channel axis.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     found = {name: torch.zeros(fixed_size(nodes[name], axis)) for name, axis in axes.items()}
 
@@ -108,14 +117,15 @@ def _smoothings(
     largest: Mapping[str, torch.Tensor],
     group: Group,
 ) -> dict[str, Smoothing]:
-    """By value, where smoothing helps. ``readers``: weights of the linear layers that read it. Rows of all ranks, in
-    the order of batches.
+    """Return the smoothing of each value for which it helps, from sampled tokens of all ranks in the order of batches.
+
+    ``readers``: value -> weights of the linear layers that read it.
     """
     if not readers:
         return {}
     own: dict[str, list[SampledRows]] = {}
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
-    each = max(group.gather(max(sizes, default=1)))  # samples are counted in steps of the largest batch
+    each = max(group.gather(max(sizes, default=1)))  # Samples are numbered in steps of the largest batch.
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -139,7 +149,7 @@ def _smoothings(
 
 
 class _ValueRecorder(fx.Interpreter):
-    """Hands the values of some nodes to ``see``."""
+    """Runs a graph and calls ``see`` with the values of some nodes."""
 
     def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
         super().__init__(module)
@@ -155,7 +165,7 @@ class _ValueRecorder(fx.Interpreter):
 def _gain(
     module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]
 ) -> tuple[CorrectionStep, ...]:
-    """Signal to noise of the values themselves, whole and divided, each with 8 bits from its least to its largest."""
+    """Return the signal-to-noise ratios of the values in 8 bits with min-max ranges, before and after equalization."""
     signal, before, after = [], [], []
 
     def see(name: str, value: torch.Tensor) -> None:
@@ -178,7 +188,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(largest: torch.Tensor, alpha: float) -> torch.Tensor:
-    """One for channels that are always zero, and where all are."""
+    """Return the factors of channels; 1 for channels that are always zero."""
     top = largest.max()
     relative = (largest.double() / top.double().clamp_min(1e-300)) ** alpha
     return torch.where(largest > 0, relative.clamp_min(FLOOR), torch.ones_like(relative))

@@ -1,6 +1,6 @@
-"""A graph over kept batches, region by region: what each reads and gives, exact and quantized so far.
+"""Evaluate a graph layer by layer over cached batches, both in float and quantized so far.
 
-Every operator runs once a batch and track, however many regions ask; a value lives until its last reader ran.
+Each operator runs once for each batch and track, and a value is freed after its last reader.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from intaglio.signature import TORCH_DTYPES
 from intaglio.torch_private import pytree, schema_of
 
 CACHE = 1 << 30
-"""Bytes of live values kept in memory; what is beyond them waits in a temporary file."""
+"""Bytes of live values that are kept in memory; further ones are stored in a temporary file."""
 
 Parameters = Mapping[str, QParams]
 Reader = Callable[[fx.Node, fx.Node], Any]
-"""The value of a node, for another that reads it."""
+"""Returns the value of a node for another node that reads it."""
 
 
 class Walk:
-    """Regions in producer-first order over batches, on two tracks: the float model, and the model quantized so far.
+    """Iterates over regions in execution order on two tracks: the float model, and the model quantized so far.
 
-    ``calls``: a batch each, the tensors that ``annotations.module`` takes. A value with a site is quantized on the
-    second track as soon as ``qparams`` has the site, which may be while the walk stands before the region that reads
-    it (`settle`). ``weights`` (weight node -> values) and ``biases`` (anchor node -> values) stand in for the model's.
-    ``exact=False`` leaves the first track out. ``cache``: bytes of live values in memory, both tracks together.
+    A value with a site is quantized on the second track as soon as ``qparams`` has the site, which may happen just
+    before the region that reads it (`settle`).
+
+    Attributes:
+        annotations: the annotated graph.
+        calls: the tensors that the graph takes, for each batch.
+        qparams: site -> its parameters.
+        weights: weight node -> values that replace the model's on the second track.
+        biases: anchor node -> values that replace the model's on the second track.
     """
 
     def __init__(
@@ -49,6 +54,10 @@ class Walk:
         exact: bool = True,
         cache: int = CACHE,
     ) -> None:
+        """Start a walk.
+
+        ``exact=False`` omits the float track. ``cache``: bytes of live values in memory, for both tracks together.
+        """
         self.annotations, self.calls, self.module = annotations, calls, annotations.module
         self.qparams: dict[str, QParams] = dict(qparams or {})
         self.weights: dict[str, torch.Tensor] = {}
@@ -67,7 +76,10 @@ class Walk:
         self.results: list[tuple[Any, ...]] = []
 
     def __iter__(self) -> Iterator[Region]:
-        """Each region before it runs. ``results`` holds the quantized track's outputs, a tuple a batch, at the end."""
+        """Yield each region before it runs.
+
+        At the end ``results`` has the outputs of the second track, a tuple for each batch.
+        """
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for node in self.module.graph.nodes:
                 region = self._regions.get(node.name)
@@ -80,19 +92,22 @@ class Walk:
                         track.drop(gone)
 
     def unquantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """What the region reads inside the float model: its activations, in order."""
+        """Return the inputs of the region in the float model, in the order of its activations."""
         return [self._of_exact().get(value.name, batch) for value in region.activations()]
 
     def unquantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """What the region gives inside the float model."""
+        """Return the outputs of the region in the float model."""
         return [self._run(region, self._read_exact(batch), exact=True)]
 
     def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """What the region reads inside the model quantized so far; a value without parameters yet as it is."""
+        """Return the inputs of the region in the model quantized so far; those without parameters are float."""
         return [self._read(value, batch, None, inside=True) for value in region.activations()]
 
     def quantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """What the region gives there, quantized itself if its result's site has parameters."""
+        """Return the outputs of the region in the model quantized so far.
+
+        They are quantized if the site of the result has parameters.
+        """
         value = self._run(region, self._reader(batch, inside=True), exact=False)
         site = self.sites.get(region.root.name)
         q = None if site is None else self.qparams.get(site.name)
@@ -101,17 +116,17 @@ class Walk:
         return [_dequantized(_levels(value, q, site), q, site)]
 
     def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the anchor alone gives inside the float model, and inside the model quantized so far."""
+        """Return the results of the anchor alone in the float model, and in the model quantized so far."""
         anchor = replace(region, nodes=region.nodes[:1])
         return self._run(anchor, self._read_exact(batch), True), self._run(anchor, self._reader(batch, True), False)
 
     def levels(self, node: fx.Node, batch: int) -> torch.Tensor:
-        """The integers of a value that regions read; its site has parameters."""
+        """Return the quantized values of a node that regions read; its site must have parameters."""
         kept = self._quantized.get(node.name, batch)
         return self._narrow(node, kept, self.qparams[self.sites[node.name].name])
 
     def settle(self, site: str, q: QParams) -> None:
-        """Parameters of a site, which values on the second track have from now on."""
+        """Set the parameters of a site, which values on the second track use from now on."""
         self.qparams[site] = q
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -147,7 +162,7 @@ class Walk:
         return node.target(*args, **kwargs)
 
     def _run(self, region: Region, read: Reader, exact: bool) -> torch.Tensor:
-        """The region's operators on what ``read`` gives for values from outside."""
+        """Run the region's operators, with ``read`` for the values from outside."""
         found: dict[str, Any] = {}
 
         def value(node: fx.Node, user: fx.Node) -> Any:
@@ -179,7 +194,7 @@ class Walk:
         return lambda node, user: self._read(node, batch, user, inside)
 
     def _read(self, node: fx.Node, batch: int, user: fx.Node | None, inside: bool) -> Any:
-        """A value of the second track: what regions read is dequantized, what others read as the reference has it."""
+        """Return a value of the second track: dequantized for regions, otherwise as in the reference model."""
         kept = self._quantized.get(node.name, batch)
         site = self.sites.get(node.name)
         q = None if site is None else self.qparams.get(site.name)
@@ -191,7 +206,7 @@ class Walk:
         return _dequantized(self._narrow(node, kept, q), q, site)
 
     def _narrow(self, node: fx.Node, kept: _Kept, q: QParams) -> torch.Tensor:
-        """The levels of a value; those of 16 bits are rounded once more."""
+        """Return the 8-bit quantized values; 16-bit values are rounded once more."""
         site = self.sites[node.name]
         if kept.levels is None:
             return _levels(kept.real, q, site)
@@ -202,7 +217,7 @@ class Walk:
         return _dequantized(kept.levels, self.qparams[site.name], site)
 
     def _kept(self, node: fx.Node, value: Any, produced: bool) -> _Kept:
-        """Levels alone where nobody needs the float value any more."""
+        """Return what to store of a value: quantized values only, unless a reader outside of regions needs floats."""
         site = self.sites.get(node.name)
         if site is None or site.name not in self.qparams:
             return _Kept(real=value)
@@ -219,7 +234,7 @@ def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Signal to noise ratio of two sums of squares."""
+    """Return the signal-to-noise ratio in decibels of two sums of squares."""
     return float(10 * np.log10(signal / noise)) if noise and signal else float("inf")
 
 
@@ -232,7 +247,7 @@ def _dequantized(levels: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
 
 
 def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:
-    """What quantize and dequantize take behind the value."""
+    """Return the arguments of quantize and dequantize after the value."""
     kind = TORCH_DTYPES[site.dtype]
     if q.axis is None:
         return q.step, q.zero, q.qmin, q.qmax, kind
@@ -241,7 +256,7 @@ def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:
 
 
 def _with_bias(node: fx.Node, args: Any, kwargs: Any, bias: torch.Tensor) -> tuple[Any, Any]:
-    """The anchor's arguments with another bias, which it may not have had."""
+    """Return the anchor's arguments with another bias, which may be the first it has."""
     place = [argument.name for argument in schema_of(node.target).arguments].index("bias")
     if place < len(args):
         return (*args[:place], bias, *args[place + 1 :]), kwargs
@@ -249,7 +264,7 @@ def _with_bias(node: fx.Node, args: Any, kwargs: Any, bias: torch.Tensor) -> tup
 
 
 def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[str]]:
-    """Node -> the values that nobody reads after it ran. What a region's operators read is read at its root."""
+    """Return node -> the values that are not read after it ran; operands of a region are read at its root."""
     runs_at = {node.name: region.root.name for region in regions for node in region.nodes}
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     gone: dict[str, list[str]] = {}
@@ -263,7 +278,7 @@ def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[
 
 @dataclass
 class _Kept:
-    """A value on the second track: as it was computed, as levels, or both; ``wide``: levels of 16 bits."""
+    """A stored value of the second track, in float, quantized, or both; ``wide`` marks 16-bit quantized values."""
 
     real: Any = None
     levels: Any = None
@@ -272,7 +287,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Spilled:
-    """A tensor in the file: its bytes in memory order from ``offset`` on."""
+    """A tensor in the temporary file, whose bytes start at ``offset`` in memory order."""
 
     offset: int
     shape: torch.Size
@@ -281,7 +296,7 @@ class _Spilled:
 
 
 class _Store:
-    """Tensors, in memory up to a number of bytes and beyond it in one temporary file. Strides stay what they are."""
+    """Stores tensors with their strides, in memory up to a number of bytes and then in one temporary file."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.end = limit, 0, 0
@@ -294,7 +309,7 @@ class _Store:
             self.used += size
             return tensor
         if self.file is None:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the walk does, and has no name
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # The unnamed file lives as long as the walk.
         places = self.free.get(size)
         offset = places.pop() if places else self.end
         self.end = max(self.end, offset + size)
@@ -320,14 +335,14 @@ class _Store:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Without gaps: channels-last tensors are, slices of larger ones are not."""
+    """Return the tensor without gaps in memory, which a slice of a larger tensor may have."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
     return tensor if tensor.permute(order).is_contiguous() else tensor.contiguous()
 
 
 @dataclass
 class _Track:
-    """Values by node and batch."""
+    """Stored values by node and batch."""
 
     store: _Store
     values: dict[str, dict[int, Any]] = field(default_factory=dict)

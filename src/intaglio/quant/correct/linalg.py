@@ -1,22 +1,28 @@
-"""What GPTQ spreads errors by: a triangular factor of the inverse of an operand's second moments."""
+"""Linear algebra for GPTQ: the triangular factor of the inverse of a matrix of second moments."""
 
 from __future__ import annotations
 
 import torch
 
 DAMPINGS = (0.01, 0.1, 1.0)
-"""Shares of the mean diagonal that are added to it, so that it can be inverted; the first that suffices."""
+"""Shares of the mean diagonal that are added to the diagonal before inversion; the first that suffices is used."""
 LEAST_DAMPING = 1e-6
-"""The same of the largest diagonal element: two operands that are nearly one leave little else in float64."""
+"""Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
 SMALL = 128
-"""Triangles of at most so many rows are inverted at once."""
+"""Triangular matrices of at most this size are inverted at once."""
 
 
 def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """float64 [groups, k, k] -> the order of its columns, largest first, and the upper Cholesky factor of the damped
-    inverse in that order; ``None`` if no damping suffices. Columns that nothing reaches have a moment of one.
+    """Return the column order and the upper Cholesky factor of the damped inverse in that order.
 
-    With rows and columns backwards, a Cholesky factor L of the matrix itself gives it: L^-1, backwards again.
+    Columns are in the order of decreasing moments; those without data have a moment of one. With rows and columns
+    reversed, the factor is the inverse of a Cholesky factor of the matrix itself, reversed again.
+
+    Args:
+        matrix: second moments, float64 [groups, k, k].
+
+    Returns:
+        The order [groups, k] and the factor [groups, k, k]; ``None`` if no damping suffices.
     """
     order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
     matrix = taken(taken(matrix, order, 1), order, 2)
@@ -31,7 +37,7 @@ def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _inverse(lower: torch.Tensor) -> torch.Tensor:
-    """Of lower triangles, by halves: nearly all of it is products."""
+    """Invert lower-triangular matrices by recursive blocking, so that almost all work is GEMM."""
     size = lower.shape[1]
     if size <= SMALL:
         one = torch.eye(size, dtype=lower.dtype).expand_as(lower)
@@ -44,7 +50,7 @@ def _inverse(lower: torch.Tensor) -> torch.Tensor:
 
 
 def taken(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
-    """Reordered along an axis, group by group."""
+    """Reorder a matrix along an axis, group by group."""
     shape = [order.shape[0], 1, 1]
     shape[axis] = order.shape[1]
     return matrix.gather(axis, order.reshape(shape).expand_as(matrix))

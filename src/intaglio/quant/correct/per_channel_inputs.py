@@ -1,4 +1,4 @@
-"""Inputs quantized per channel: the scale goes into the readers' weights, the offset into their biases."""
+"""Inputs quantized per channel: scales are folded into the weights of the readers, and offsets into their biases."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from intaglio.quant.correct.corrections import PerChannelBytes
 
 BYTE_LEVELS = 256
 STRAIGHT = 1e-3
-"""How far from a multiple of the step, in steps, values on a lattice may lie."""
+"""Largest distance from a multiple of the step, in steps, of values that count as equally spaced."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """``low`` and ``high`` of a channel, and its distinct values (float64, sorted) while there are at most 256."""
+    """Statistics of one input channel.
+
+    Attributes:
+        low: smallest value.
+        high: largest value.
+        values: sorted distinct values, float64, or ``None`` if there are more than 256.
+    """
 
     low: float
     high: float
@@ -41,7 +47,7 @@ class Channel:
 def channels_of_inputs(
     prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
 ) -> tuple[dict[str, PerChannelBytes], tuple[str, ...]]:
-    """The way to bytes of every input that convolutions can read channel by channel, by name; and a note for each."""
+    """Return by name how to quantize the inputs that convolutions can read per channel, and a note for each."""
     inputs, notes = {}, []
     placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
     for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=False)):
@@ -63,6 +69,7 @@ def channels_of_inputs(
 
 
 def _wanted(node: fx.Node, prepared: Prepared) -> bool:
+    """Return whether all readers of an input are to be equalized and have 8-bit activations."""
     recipe, classes = prepared.quantizer.recipe, prepared.classes
     users = [user for user in node.users if info(user).dim is None]
     settings = [recipe.setting(origin(user), classes) for user in users]
@@ -70,7 +77,7 @@ def _wanted(node: fx.Node, prepared: Prepared) -> bool:
 
 
 def _channels(images: torch.Tensor) -> list[Channel]:
-    """Of [n, c, h, w]."""
+    """Return the channels of images [n, c, h, w]."""
     found = []
     for channel in images.detach().transpose(0, 1).flatten(1).float().numpy():
         found.append(Channel(float(channel.min()), float(channel.max()), _few(channel.astype(np.float64))))
@@ -85,7 +92,10 @@ def _merged(channels: Sequence[Channel]) -> Channel:
 
 
 def _few(values: np.ndarray) -> np.ndarray | None:
-    """Distinct values, if they are few; a look at the first thousands spares sorting what has many."""
+    """Return the sorted distinct values if there are at most 256, and ``None`` otherwise.
+
+    A look at the first few thousand values avoids sorting channels with many distinct values.
+    """
     if np.unique(values[: 16 * BYTE_LEVELS]).size > BYTE_LEVELS:
         return None
     distinct = np.unique(values)
@@ -93,7 +103,7 @@ def _few(values: np.ndarray) -> np.ndarray | None:
 
 
 def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
-    """The way from values to levels, and how many channels lose nothing by it."""
+    """Return the quantization of channels, and the number of channels that it represents exactly."""
     fitted = [_lattice(channel) for channel in channels]
     ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
     gains = np.array([gain for gain, _ in ways])
@@ -104,15 +114,16 @@ def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
 
 
 def _spread(channel: Channel) -> tuple[float, float]:
-    """Gain, and the level of zero, which padding needs: as for one range for all, so zero has a level of its own."""
+    """Return the gain and zero point of a min-max range; zero is exact, because padding needs it."""
     scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, BYTE_LEVELS - 1)
     return 1 / scale, zero
 
 
 def _lattice(channel: Channel) -> tuple[float, float] | None:
-    """The same for values that lie on equal steps, such as those of normalised bytes: a level each.
+    """Return the gain and zero point that represent equally spaced values exactly, such as those of normalized bytes.
 
-    Levels to spare go half to either end; a lattice that would leave zero without a level is none.
+    Unused quantized values are divided between both ends. The result is ``None`` for other values, and if zero would
+    not have a quantized value.
     """
     values = channel.values
     if values is None or values.size < 2:

@@ -1,4 +1,4 @@
-"""Second moments of what an anchor multiplies its weights by: integers, so they add up exactly in any order."""
+"""Second moments of the quantized operand of an anchor, as integers that add up exactly in any order."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ from intaglio.quant.correct.linalg import factor_of
 from intaglio.torch_private import int8_matmul
 
 BYTE_OFFSET = 128
-"""Levels less this are signed bytes, whose products one instruction adds up."""
+"""Difference of unsigned and signed bytes; products of signed bytes are accumulated by one instruction."""
 ROWS_AT_ONCE = 1 << 16
-"""Positions multiplied at once: 2^16 products of bytes fit an int32 sum."""
+"""Positions that are multiplied at once: 2^16 products of bytes fit into an int32 sum."""
 EXACT_POSITIONS = 1 << 10
-"""Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 holds exactly."""
+"""Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 represents exactly."""
 GATHERED = 1 << 25
-"""Bytes of columns that are multiplied together, if batches are small."""
+"""Bytes of columns that are multiplied together if batches are small."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Over all positions an anchor computes: ``products`` int64 [groups, k, k] = sum of x x^T, ``sums`` int64
-    [groups, k] = sum of x, and how many positions. x are levels less their zero point, in the order of a weight's row.
+    """Moments of x over all positions that an anchor computes.
+
+    x are quantized values minus their zero point, in the order of a row of the weight.
+
+    Attributes:
+        products: sum of x x^T, int64 [groups, k, k].
+        sums: sum of x, int64 [groups, k].
+        count: number of positions.
     """
 
     products: torch.Tensor
@@ -43,17 +49,17 @@ class Moments:
 
     @cached_property
     def matrix(self) -> torch.Tensor:
-        """``products`` as float64."""
+        """Return ``products`` as float64."""
         return self.products.double()
 
     @cached_property
     def factor(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `factor_of` gives it."""
+        """Return the result of `factor_of` for the matrix."""
         return factor_of(self.matrix)
 
 
 def unable(region: Region, site: Site) -> bool:
-    """Whether the moments of an anchor's operand are not taken; its weight is then rounded to nearest."""
+    """Return whether moments of an anchor's operand cannot be computed; its weight is then rounded to nearest."""
     return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
 
 
@@ -63,7 +69,13 @@ def _weight_sizes(region: Region) -> tuple[int, ...]:
 
 
 def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
-    """Of batches of an anchor's operand, u8 in logical order, its parameters ``q``; of none, zeros."""
+    """Return the moments of an anchor's operand.
+
+    Args:
+        region: the region of the anchor.
+        levels: batches of quantized operands, u8 in logical order; without batches all moments are zero.
+        q: parameters of the operand.
+    """
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     k = int(np.prod(_weight_sizes(region)[1:]))
     parts = (part for batch in levels for part in _columns(region, batch, q))
@@ -78,7 +90,7 @@ def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Momen
 
 
 def over_ranks(found: Moments, group: Group) -> Moments:
-    """Of all ranks' batches."""
+    """Return the moments over the batches of all ranks."""
     if group.size == 1:
         return found
     parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count]))
@@ -88,7 +100,10 @@ def over_ranks(found: Moments, group: Group) -> Moments:
 
 
 def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """[groups, k, positions], as few as `GATHERED` allows: each costs a pass over [groups, k, k]."""
+    """Yield columns [groups, k, positions], joining small parts.
+
+    Each product costs a pass over [groups, k, k], so there should be few of them.
+    """
     held: list[torch.Tensor] = []
     for part in parts:
         held.append(part)
@@ -100,26 +115,26 @@ def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
-    """Of int8 [groups, k, positions], onto int64 [groups, k, k]."""
+    """Add the products of int8 [groups, k, positions] to int64 [groups, k, k]."""
     groups, _, count = signed.shape
     rows = ROWS_AT_ONCE if groups == 1 else max(1, ROWS_AT_ONCE // groups)
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
             total[0] += integer_gram(part[0]) if IsaName.AVX512VNNI in isas() else float_gram(part[0])
-        else:  # small groups: float64 holds these sums exactly, and takes all groups at once
+        else:  # float64 represents these sums exactly and multiplies all small groups at once.
             wide = part.double()
             total += (wide @ wide.transpose(1, 2)).to(torch.int64)
 
 
 def integer_gram(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x x^T`` of int8 [k, positions], in int32, by int8 products. At most `ROWS_AT_ONCE` positions."""
-    x = F.pad(x, (0, 1)) if x.shape[1] == 1 else x  # _int_mm misreads the strides of one column
+    """Return ``x x^T`` of int8 [k, positions] in int32, by int8 products; at most `ROWS_AT_ONCE` positions."""
+    x = F.pad(x, (0, 1)) if x.shape[1] == 1 else x  # _int_mm misreads the strides of a single column.
     return int8_matmul(x, x.t())
 
 
 def float_gram(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x x^T`` of int8 [k, positions], in int64, by exact float32 products of `EXACT_POSITIONS` at a time.
+    """Return ``x x^T`` of int8 [k, positions] in int64, by exact float32 products of `EXACT_POSITIONS` at a time.
 
     On a processor without VNNI this is 20 times as fast as PyTorch's int8 product (31 and 1.2 GMAC/s on a Zen 3 core).
     """
@@ -131,7 +146,7 @@ def float_gram(x: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(total: Moments, offset: torch.Tensor) -> Moments:
-    """Moments of x + offset, int64 [groups, k], from those of x."""
+    """Return the moments of x + offset, int64 [groups, k], computed from those of x."""
     cross = offset[:, :, None] * total.sums[:, None, :]
     squares = total.count * offset[:, :, None] * offset[:, None, :]
     products = total.products + cross + cross.transpose(1, 2) + squares
@@ -139,7 +154,7 @@ def _moved(total: Moments, offset: torch.Tensor) -> Moments:
 
 
 def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
-    """Zero points of what the columns of a weight's row are multiplied by: int64 [groups, k]."""
+    """Return the zero points of the operands of each weight column, int64 [groups, k]."""
     zeros = torch.tensor(q.zeros)
     if len(q.zeros) == 1 or region.record.is_linear_layer:
         return zeros.expand(groups, k)
@@ -147,7 +162,7 @@ def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
 
 
 def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.Tensor]:
-    """u8 columns [groups, k, positions] of some images at a time."""
+    """Yield u8 columns [groups, k, positions] of a few images at a time."""
     if region.record.is_linear_layer:
         yield batch.reshape(-1, batch.shape[-1]).t().contiguous()[None]
         return
@@ -162,8 +177,10 @@ def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.
 
 @dataclass(frozen=True)
 class ConvolutionWindow:
-    """How a convolution of two axes walks; one of one axis has a first axis of size 1. Padding: (top, bottom, left,
-    right)."""
+    """Geometry of a convolution with two spatial axes; with one spatial axis, the first has size 1.
+
+    ``padding`` is (top, bottom, left, right).
+    """
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -197,7 +214,7 @@ class ConvolutionWindow:
 
 
 def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, int, int]) -> torch.Tensor:
-    """The border holds each channel's zero point, as it does in the program."""
+    """Pad images with the zero point of each channel, as kernels do."""
     if not any(padding):
         return images
     top, bottom, left, right = padding
@@ -209,7 +226,7 @@ def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, 
 
 
 def _patches(images: torch.Tensor, window: ConvolutionWindow, groups: int) -> torch.Tensor:
-    """u8 [n, c, h, w] -> [groups, c / groups * taps, positions]: what each row of a weight is multiplied by."""
+    """Unfold u8 [n, c, h, w] into the operands of weight rows, [groups, c / groups * taps, positions]."""
     (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
     n, channels, height, width = images.shape
     rows, columns = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1

@@ -1,8 +1,7 @@
-"""Factors for what a layer norm gives to linear layers: large channels lend some of their size to the weights.
+"""SmoothQuant factors, which move a part of the size of large activation channels into the weights.
 
-Xiao et al. 2022, with two additions: a channel counts as no smaller than the median one, for what a short calibration
-saw of a quiet channel is not all; and the strength is the one that does best on samples that the factors were not made
-of.
+They follow Xiao et al. 2022 with two additions. A channel counts as at least as large as the median channel, because a
+short calibration may underestimate quiet channels. And the strength is chosen by cross-validation on samples.
 """
 
 from __future__ import annotations
@@ -15,24 +14,30 @@ import torch
 from intaglio import numerics
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Share of a channel's size that goes into the weights."""
+"""Migration strengths that are tried: the share of a channel's size that goes into the weights."""
 FOLDS = 8
+"""Number of folds of the cross-validation."""
 TOKENS = 16
-"""Rows of a sample that are looked at."""
+"""Number of tokens that are sampled from each sample."""
 SAMPLED_ROW_COUNT = 1024
-"""Of all samples."""
+"""Largest number of tokens from all samples together."""
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """Some rows float32 [r, c] of a value; ``samples``: which sample each is of, counted over all batches."""
+    """Sampled tokens of a value.
+
+    Attributes:
+        values: the tokens, f32[r, c].
+        samples: the sample that each token is from, numbered over all batches.
+    """
 
     values: torch.Tensor
     samples: torch.Tensor
 
     @staticmethod
     def of(value: torch.Tensor, first: int) -> SampledRows:
-        """Of a batch [n, ..., c], evenly spread over each sample, which are counted from ``first``."""
+        """Return tokens of a batch [n, ..., c], evenly spaced in each sample; samples are numbered from ``first``."""
         tokens = value.reshape(value.shape[0], -1, value.shape[-1])
         step = max(1, tokens.shape[1] // TOKENS)
         chosen = tokens[:, ::step][:, :TOKENS]
@@ -40,18 +45,27 @@ class SampledRows:
         return SampledRows(chosen.reshape(-1, value.shape[-1]).float(), samples)
 
     def few(self) -> SampledRows:
-        """At most `SAMPLED_ROW_COUNT` of them, evenly spread."""
+        """Return at most `SAMPLED_ROW_COUNT` of the tokens, evenly spaced."""
         step = -(-len(self.values) // SAMPLED_ROW_COUNT)
         return SampledRows(self.values[::step], self.samples[::step])
 
     @staticmethod
     def joined(parts: Sequence[SampledRows]) -> SampledRows:
+        """Return the tokens of all parts."""
         return SampledRows(torch.cat([part.values for part in parts]), torch.cat([part.samples for part in parts]))
 
 
 @dataclass(frozen=True)
 class Smoothing:
-    """Factors and their strength; squares of the results, and of their errors without and with factors."""
+    """Factors for one value, and what they gain.
+
+    Attributes:
+        factors: divisors of the channels.
+        strength: migration strength.
+        signal: sum of squares of the readers' results.
+        before: sum of squares of their errors without factors.
+        after: sum of squares of their errors with factors.
+    """
 
     factors: torch.Tensor
     strength: float
@@ -61,8 +75,12 @@ class Smoothing:
 
 
 def smoothing(rows: SampledRows, weights: Sequence[torch.Tensor], largest: torch.Tensor) -> Smoothing | None:
-    """``None`` where no strength does better than none. ``weights``: float32 [o, c] of the readers; ``largest``:
-    magnitude of each channel over all data.
+    """Return the factors with the best strength; ``None`` if none of them reduces the error.
+
+    Args:
+        rows: sampled tokens.
+        weights: weights of the readers, f32[o, c].
+        largest: largest magnitude of each channel over all data.
     """
     weight, rows = torch.cat(list(weights)), rows.few()
     signal = (rows.values @ weight.t()).double().square().sum().item()
@@ -75,7 +93,10 @@ def smoothing(rows: SampledRows, weights: Sequence[torch.Tensor], largest: torch
 
 
 def _factors(largest: torch.Tensor, weight: torch.Tensor, strength: float) -> torch.Tensor:
-    """Of mean one, so that the value keeps its size; one where a channel or its weights are always zero."""
+    """Return factors with a geometric mean of one, so that the value keeps its size.
+
+    Before normalization, channels that are always zero or have zero weights get a factor of one.
+    """
     activation = largest.clamp_min(largest.median())
     columns = weight.abs().amax(0)
     found = activation**strength / columns.clamp_min(1e-12) ** (1 - strength)
@@ -84,7 +105,10 @@ def _factors(largest: torch.Tensor, weight: torch.Tensor, strength: float) -> to
 
 
 def _error(rows: SampledRows, weight: torch.Tensor, strength: float | None) -> float:
-    """Squared error of the results on each fold, quantized by what the other folds say."""
+    """Return the squared error of the results by cross-validation.
+
+    Each fold is quantized with factors and ranges computed from the other folds.
+    """
     total, fold = 0.0, rows.samples % FOLDS
     for number in range(FOLDS):
         seen, held = rows.values[fold != number], rows.values[fold == number]

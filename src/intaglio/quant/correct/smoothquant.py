@@ -1,8 +1,8 @@
-"""Values that only linear layers read as levels, and factors put in front of these: SmoothQuant where sums stay float.
+"""SmoothQuant: divide the activations of linear layers by factors per channel when the residual stream stays float.
 
-What a layer norm gives goes on to a sum as it is; the linear layers read it divided by a factor per channel, and their
-weights are multiplied by it. Behind a function the division runs in the layer's epilogue, elsewhere in the loop that
-makes the levels: it costs a multiplication.
+A layer norm's result goes to an addition unchanged, while linear layers read it divided by the factors and multiply
+their weights by them. After an activation function the division runs in the epilogue of the layer in front of it,
+elsewhere in the loop that quantizes the value, at the cost of one multiplication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from intaglio.quant.recipes.choices import ResidualType, Role
 
 @dataclass(frozen=True)
 class Smoothed:
-    """A value: its node, its site, the operators that read its levels, and the linear layers behind these."""
+    """A value that can be divided by factors.
+
+    Attributes:
+        node: the node that computes it.
+        site: name of its site.
+        users: the operators that read it quantized.
+        readers: the linear layers that read it, directly or through data movement.
+    """
 
     node: fx.Node
     site: str
@@ -44,13 +51,13 @@ class Smoothed:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """float32 [outputs, channels] of the readers."""
+        """Return the weights of the readers, f32[outputs, channels]."""
         module = self.node.graph.owning_module
         return [getattr(module, str(layer_operands(reader).weight.target)) for reader in self.readers]
 
 
 def smoothable(annotations: Annotations) -> list[Smoothed]:
-    """Every value that factors can be put behind, where the recipe leaves sums in float."""
+    """Return the values that can be divided by factors, where the recipe keeps the residual stream in float."""
     member = {node: region for region in annotations.regions for node in region.nodes}
     sites = {site.value: site.name for site in annotations.sites if site.role == Role.ACTIVATION}
     found = []
@@ -67,12 +74,12 @@ def smoothable(annotations: Annotations) -> list[Smoothed]:
 
 
 def _ends_in_function(region: Region, node: fx.Node) -> bool:
-    """Whether the kernel that makes it has a place for a factor."""
+    """Return whether the kernel that computes the value can apply a factor."""
     return region.name == FUNCTION.name and region.root is node and region.record.is_linear_layer
 
 
 def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) -> list[fx.Node | None]:
-    """Linear layers behind a reader; ``None`` for anything else that sees levels of the value."""
+    """Return the linear layers that read a value through a user; ``None`` marks any other quantized reader."""
     region, record = member.get(user), record_of(user)
     if region is None or record is None:
         return [None]
@@ -94,12 +101,16 @@ def _keeps_channels(user: fx.Node) -> bool:
 
 
 def _wanted(readers: Sequence[fx.Node | None], member: Mapping[fx.Node, Region]) -> bool:
+    """Return whether all readers have a float residual stream and are to be equalized."""
     settings = [member[reader].setting for reader in readers if reader is not None]
     return all(setting.residual == ResidualType.FLOAT and setting.equalize for setting in settings)
 
 
 def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[str, torch.Tensor]) -> None:
-    """Divide what levels are made of by factors, float64 [channels] by node; multiply columns of weights by them."""
+    """Divide values by factors before they are quantized, and multiply the columns of their readers' weights.
+
+    ``factors``: node name -> float64 [channels].
+    """
     nodes = {node.name: node for node in module.graph.nodes}
     for value in values:
         divisor, node = factors[value.name], nodes[value.name]

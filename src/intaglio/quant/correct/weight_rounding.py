@@ -1,7 +1,7 @@
-"""Integers for weights that keep an operator's result: of the levels on either side of each weight, not the nearest.
+"""Rounding methods for weights that minimize the error of an operator's results instead of the error of each weight.
 
-The measure is the squared error of the result over the calibration data, which for ``e`` = weights less their rounded
-selves is ``e M e^T`` with the operand's second moments M.
+The error is the squared difference of the results over the calibration data. With ``e`` = weights minus their rounded
+values it is ``e M e^T``, where M are the second moments of the operand.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ from intaglio.quant.correct.second_moments import Moments
 from intaglio.quant.recipes.choices import Rounding
 
 FEW_COLUMNS = 32
-"""Columns that are rounded one by one; of more, a half and then the other."""
+"""Up to this many columns are rounded one by one; more are split into halves."""
 ITERATIONS = 10_000
+"""Optimizer steps of AdaRound, as many as in the paper."""
 RATE = 0.001
+"""Learning rate of AdaRound."""
 WARM = 0.2
-"""Share of the iterations before anything is pushed to an end."""
+"""Share of the iterations without regularization towards 0 or 1."""
 REGULARIZATION = 0.01
+"""Weight of the regularization."""
 STRETCH = (-0.1, 1.1)
-"""Rectified sigmoids reach both ends at finite arguments (Nagel et al. 2020, eq. 23)."""
+"""Ends that sigmoids are stretched to, so that they reach 0 and 1 at finite arguments (Nagel et al. 2020, eq. 23)."""
 
 Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int], torch.Tensor]
+"""A rounding method: (weight, step, moments, smallest, largest quantized value) -> quantized values."""
 
 
 def nearest(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
-    """float64 [groups, rows, k] in steps -> integers, ties to even."""
+    """Round weights, float64 [groups, rows, k], to the nearest step, ties to even."""
     return numerics.round_clamp(weight / step, low, high)
 
 
 def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
-    """Column after column, the error of each spread over those that are still free (Frantar et al. 2022, algorithm 1).
+    """Round column by column, and spread each error over the columns that are not yet rounded.
 
-    Columns stand in the order of their moments, largest first. A row that would lose by it keeps nearest rounding.
+    This is algorithm 1 of GPTQ (Frantar et al. 2022), with columns in the order of decreasing moments. Rows that do not
+    gain keep nearest rounding.
     """
     plain = nearest(weight, step, found, low, high)
     if found.factor is None:
@@ -51,8 +56,10 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
 def _spread(
     free: torch.Tensor, steps: torch.Tensor, factor: torch.Tensor, low: int, high: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers and errors that are left, [groups, rows, k], of columns in their order. What the first half leaves is
-    spread over the second in one product; columns one by one only where few are left.
+    """Return the rounded columns and their errors, both [groups, rows, k].
+
+    The error of the first half is spread over the second half by one matrix product. Columns are rounded one by one
+    only when few are left.
     """
     width = free.shape[2]
     if width > FEW_COLUMNS:
@@ -71,9 +78,9 @@ def _spread(
 
 
 def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
-    """Up or down for every weight, learned by gradient descent on the same measure (Nagel et al. 2020, section 3.3).
+    """Choose between rounding up and down for each weight by gradient descent (Nagel et al. 2020, section 3.3).
 
-    ``ITERATIONS`` steps of Adam, as many as in the paper, in float32; a row that did not gain keeps nearest rounding.
+    It minimizes the same error by `ITERATIONS` steps of Adam in float32. Rows that do not gain keep nearest rounding.
     """
     plain, moments = nearest(weight, step, found, low, high), found.matrix
     signal = (weight**2 @ moments.diagonal(dim1=1, dim2=2)[..., None]).mean().clamp_min(1e-300)
@@ -86,7 +93,7 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
         for i in range(ITERATIONS):
             soft = (logits.sigmoid() * (STRETCH[1] - STRETCH[0]) + STRETCH[0]).clamp(0, 1)
             error = exact - (below + soft).clamp(low, high) * steps
-            # The gradient of e M e^T is 2 M e, as M is symmetric: one product a step instead of two.
+            # The gradient of e M e^T is 2 M e because M is symmetric, which saves one of two products.
             loss = 2 * ((error.detach() @ matrix) * error).sum()
             if i > WARM * ITERATIONS:
                 sharpness = 20 - 18 * (i / ITERATIONS - WARM) / (1 - WARM)
@@ -99,10 +106,11 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
 
 
 ROUNDINGS: dict[str, Round] = {Rounding.NEAREST: nearest, Rounding.GPTQ: gptq, Rounding.ADAROUND: adaround}
+"""Rounding methods by name."""
 
 
 def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``e M e^T`` per row: [groups, rows]."""
+    """Return the error ``e M e^T`` of each row, [groups, rows]."""
     error = weight - levels * step
     return ((error @ matrix) * error).sum(2)
 
@@ -110,5 +118,6 @@ def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix:
 def _better(
     chosen: torch.Tensor, plain: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
+    """Return the chosen rounding in rows where its error is less, and the plain one in all other rows."""
     gains = loss(chosen, weight, step, matrix) < loss(plain, weight, step, matrix)
     return torch.where(gains[..., None], chosen, plain)
