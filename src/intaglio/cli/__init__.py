@@ -1,4 +1,4 @@
-"""The command line. Nothing here imports PyTorch before a command needs it."""
+"""Entry point of the command line. PyTorch is imported only by the commands that need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MISSING = "the command line of intaglio needs typer, which the extra 'cli' bring
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1 an `IntaglioError` (its text on stderr), 2 a command that makes no sense."""
+    """Run one command and exit with status 0 (success), 1 (an `IntaglioError`, printed on stderr) or 2 (invalid
+    command)."""
     try:
         import typer  # noqa: F401
     except ModuleNotFoundError as error:

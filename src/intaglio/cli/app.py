@@ -1,4 +1,4 @@
-"""The commands and their options. What a command does is in the module of its name."""
+"""Commands of the command line and their options. Each command is implemented in the module of its name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def common(
 
 @app.command()
 def demo(json: Json = False) -> None:
-    """Quantize a small built-in network on generated data, and compare it with the float one. Takes seconds."""
+    """Quantize a small built-in network on generated data and compare it with the float network. Takes seconds."""
     import intaglio.cli.demo as command
     from intaglio.cli.show import show
 
@@ -78,7 +78,7 @@ def demo(json: Json = False) -> None:
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """What this machine can do for int8, measured; and what is wrong with it."""
+    """Measure what this machine can do for int8, and report problems with its setup."""
     import intaglio.cli.doctor as command
     from intaglio.cli.show import show
 
@@ -112,7 +112,7 @@ def quantize(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Turn a float model into an int8 file; with --evaluate leave in float what a metric needs there."""
+    """Quantize a float model to an int8 file. With --evaluate, leave operators in float until a metric is reached."""
     import intaglio.cli.quantize as command
     from intaglio.cli.show import show
 
@@ -142,7 +142,7 @@ def inspect(
     recipe: RecipeFile = None,
     json: Json = False,
 ) -> None:
-    """What becomes int8, what stays float and why, and what a selector matches."""
+    """Show which operators run in int8, which stay in float and why, and what a selector matches."""
     import intaglio.cli.inspect as command
     from intaglio.cli.show import show
 
@@ -161,7 +161,7 @@ def compare(
     worst: Annotated[int, typer.Option(min=1, help="Operators to list as selectors to skip.")] = 3,
     json: Json = False,
 ) -> None:
-    """Where a saved model loses accuracy, operator by operator."""
+    """Show where a saved model loses accuracy, operator by operator."""
     import intaglio.cli.compare as command
     from intaglio.cli.show import show
 
@@ -187,7 +187,7 @@ def bench(
     isa: Isa = None,
     json: Json = False,
 ) -> None:
-    """Time the int8 model and float engines by turns."""
+    """Time the int8 model and float engines in alternation."""
     import intaglio.cli.bench as command
     from intaglio.cli.show import show
 
@@ -199,6 +199,6 @@ def bench(
 
 @contextlib.contextmanager
 def _stdout_kept_for_json(json: bool) -> Iterator[None]:
-    """What models and libraries print while we work goes to stderr."""
+    """Redirect the output of models and libraries to stderr if stdout is reserved for JSON."""
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         yield

@@ -1,4 +1,5 @@
-"""`intaglio bench`: the int8 model and float engines by turns. A ratio is printed only if noise cannot have made it."""
+"""`intaglio bench`: timing of the int8 model and float engines in alternation. A ratio is printed only if it exceeds
+noise."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ from intaglio.torch_private import pytree
 
 BLOCKS = 8
 PAUSE = 0.1
-"""Seconds between blocks: threads of the last engine that wait by spinning go to sleep."""
+"""Seconds between blocks, in which spinning threads of the last engine go to sleep."""
 BENCH_BATCH = 1
 STRANGERS_DB = 3.0
-"""Below this, the two models compute different things."""
+"""Signal-to-noise ratio below which the two models probably compute different functions."""
 
 Run = Callable[[Call], Any]
 
@@ -46,6 +47,7 @@ def run(
     float_name: str | None,
     isa: str | None,
 ) -> dict[str, Any]:
+    """Prepare the models and inputs, measure, and return the result for JSON."""
     if unknown := [name for name in against if name not in ENGINES]:
         problem = f"no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}"
         raise typer.BadParameter(problem, param_hint="--against")
@@ -74,6 +76,7 @@ def run(
 def _measured(
     quantized: QuantizedModel, model: nn.Module | None, call: Call, seconds: float, against: Sequence[str]
 ) -> dict[str, Any]:
+    """Measure the int8 model and the float engines, and compare the results of the first."""
     threads = torch.get_num_threads()
     runs, out, error = {"int8": calls(quantized)}, {}, None
     if model is not None:
@@ -88,7 +91,7 @@ def _measured(
             try:
                 runs[name] = ENGINES[name](model, call, threads)
                 runs[name](call)
-            except Exception as problem:  # of another engine, with a model of the user: its failure is the result
+            except Exception as problem:  # any failure of another engine is reported as its result
                 out[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
                 runs.pop(name, None)
     result = race(runs, call, seconds, threads)
@@ -99,7 +102,7 @@ def _measured(
 
 
 def calls(model: Callable[..., Any]) -> Run:
-    """A module as an engine, without gradients."""
+    """Return a module as an engine, run without gradients."""
 
     def go(call: Call) -> Any:
         with torch.no_grad():
@@ -109,17 +112,17 @@ def calls(model: Callable[..., Any]) -> Run:
 
 
 def compiled(model: nn.Module, call: Call, threads: int) -> Run:
-    """torch.compile with frozen weights."""
+    """Return the module compiled by torch.compile with frozen weights."""
     import torch._inductor.config
 
     with torch._inductor.config.patch(freezing=True):
         run = calls(torch.compile(model))
-        run(call)  # compiles
+        run(call)  # the first call compiles
     return run
 
 
 def onnxruntime(model: nn.Module, call: Call, threads: int) -> Run:
-    """ONNX Runtime on what torch.onnx exports."""
+    """Return an engine that runs the module, exported by torch.onnx, in ONNX Runtime."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -130,7 +133,7 @@ def onnxruntime(model: nn.Module, call: Call, threads: int) -> Run:
 
 
 def openvino(model: nn.Module, call: Call, threads: int) -> Run:
-    """OpenVINO on what torch.onnx exports, held to float32."""
+    """Return an engine that runs the module, exported by torch.onnx, in OpenVINO with float32 arithmetic."""
     import openvino as ov
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
@@ -168,7 +171,16 @@ def _named(call: Call) -> dict[str, Any]:
 
 
 def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
-    """Blocks of calls by turns; a block counts by its median call. The first engine is compared with the others."""
+    """Time blocks of calls, with the engines in alternation, and compare the first engine with the others.
+
+    A block counts with the median of its calls.
+
+    Args:
+        runs: engines by name.
+        call: arguments of the call.
+        seconds: time to measure for each engine.
+        threads: number of threads, for the result.
+    """
     blocks: dict[str, list[float]] = {name: [] for name in runs}
     for go in runs.values():
         go(call)
@@ -190,7 +202,7 @@ def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> d
 
 
 def _block(go: Run, call: Call, seconds: float) -> float:
-    """Median milliseconds of the calls that fit into ``seconds``."""
+    """Return the median milliseconds of the calls that fit into ``seconds``."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
@@ -201,8 +213,7 @@ def _block(go: Run, call: Call, seconds: float) -> float:
 
 
 def compared(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
-    """How many times as fast mine is, by medians; no ratio when the blocks of one engine differ among themselves as
-    much as the medians do."""
+    """Return the speedup by medians, or no ratio if the blocks of one engine differ as much as the medians do."""
     difference = abs(statistics.median(other) - statistics.median(mine))
     spread = max(max(other) - min(other), max(mine) - min(mine))
     shown = spread < difference
@@ -211,14 +222,14 @@ def compared(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
 
 
 def decibels(expected: torch.Tensor, got: torch.Tensor) -> float | None:
-    """Signal to quantization noise; ``None`` where there is no noise, or no number."""
+    """Return the signal-to-quantization-noise ratio in decibels, or ``None`` if it is not finite."""
     error = (got.double() - expected.double()).square().sum() / expected.double().square().sum()
     found = -10 * math.log10(error.item()) if error > 0 else math.inf
     return found if math.isfinite(found) else None
 
 
 def _first(output: Any) -> torch.Tensor:
-    """The first tensor of floating-point numbers of a result."""
+    """Return the first floating-point tensor of a result."""
     leaves = [
         leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     ]
@@ -226,7 +237,8 @@ def _first(output: Any) -> torch.Tensor:
 
 
 def resized(call: Call, batch: int) -> Call:
-    """The call with ``batch`` rows in every tensor that has as many as the first one; repeated if too few."""
+    """Return the call with ``batch`` samples in every tensor that has as many as the first tensor. Samples are repeated
+    if there are too few."""
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if not tensors:
         return call
@@ -242,7 +254,7 @@ def resized(call: Call, batch: int) -> Call:
 
 
 def _example_of(model: QuantizedModel, batch: int | None) -> Call:
-    """Random inputs of the types a saved model takes."""
+    """Return random inputs of the types that a saved model takes."""
     kinds = [entry.type for entry in model.signature.inputs]
     if any(kind.dtype is not DType.F32 for kind in kinds):
         problem = "the model takes more than float32 numbers, which cannot be made up; give --data"
@@ -253,6 +265,7 @@ def _example_of(model: QuantizedModel, batch: int | None) -> Call:
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     error = result["sqnr_db"]
     yield facts(
         (
@@ -269,6 +282,7 @@ def render(result: Result) -> Iterator[RenderableType]:
 
 
 def race_parts(result: Result, what: str) -> Iterator[RenderableType]:
+    """Yield the printed parts of a race."""
     timed = {name: found for name, found in result["engines"].items() if "best_ms" in found}
     threads = f"{result['threads']} thread{'s' * (result['threads'] != 1)}"
     rows = [(name, f"{found['best_ms']:.3f}", f"{found['median_ms']:.3f}") for name, found in timed.items()]

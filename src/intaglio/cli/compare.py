@@ -1,4 +1,4 @@
-"""`intaglio compare`: a saved model against its float model, operator by operator."""
+"""`intaglio compare`: comparison of a saved model with its float model, operator by operator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from intaglio.cli.show import Result, table
 
 
 def run(target: Path, float_model: str, data: str, samples: int | None, worst: int) -> dict[str, Any]:
+    """Compare the models and return the result for JSON."""
     model, batches = targets.float_model(float_model, "--float"), targets.batches(data)
     found = intaglio.compare(model, intaglio.load(target), batches, samples=samples)
     return {**found.to_dict(), "skip": found.skip_list(worst)}
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     results = ", ".join(map(_decibels, result["results"]))
     yield f"result: {results} over {result['samples']} samples"
     names = ("operator", "alone", "so far", "cut off", "levels")

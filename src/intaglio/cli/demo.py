@@ -1,4 +1,4 @@
-"""`intaglio demo`: a small network that learns the direction of stripes, in float and in int8."""
+"""`intaglio demo`: a small network that classifies the direction of stripes, in float and in int8."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from intaglio.cli.show import Result, coverage_parts, coverage_result, facts
 
 CLASSES, IMAGE_SIZE, TRAINING_STEPS, BATCH = 4, 24, 30, 32
 DEMO_SECONDS = 0.6
-"""To measure, for each of the two."""
+"""Seconds of measurement for each of the two models."""
 
 
 class StripeNet(nn.Module):
-    """A stem, one residual block, a pool and a linear layer."""
+    """A stem, one residual block, global average pooling and a linear layer."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class StripeNet(nn.Module):
 
 
 def stripes(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noisy stripes of random width and phase, and which of four directions they have."""
+    """Return images of noisy stripes with random frequency and phase, f32[count, 1, h, w], and their direction out of
+    four."""
     labels = torch.randint(CLASSES, (count,), generator=generator)
     angle = labels * (torch.pi / CLASSES)
     frequency, phase = 0.6 + 0.6 * torch.rand(count, generator=generator), 6.28 * torch.rand(count, generator=generator)
@@ -50,12 +51,13 @@ def stripes(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch
 
 
 def run() -> dict[str, Any]:
+    """Train, quantize and measure the network, and return the result for JSON."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = StripeNet()
     begin, threads = time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(1)  # too small to share, the less so with others on the machine
+    torch.set_num_threads(1)  # the network is too small for several threads
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
     for _ in range(TRAINING_STEPS):
         images, labels = stripes(BATCH, generator)
@@ -90,6 +92,7 @@ def _share(hits: torch.Tensor) -> float:
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     yield "Four directions of noisy stripes, learnt by a residual network of three convolutions and a linear layer."
     yield facts(
         (

@@ -1,4 +1,4 @@
-"""`intaglio doctor`: what this machine can do for int8, measured, and what stands in the way."""
+"""`intaglio doctor`: measurement of what this machine can do for int8, and problems of its setup."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
 
 BUSY = 0.15
-"""Share of the processors that others may use before figures mean little."""
+"""Share of processor time used by other processes above which measurements mean little."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def run() -> dict[str, Any]:
+    """Measure the machine and return the result for JSON."""
     found: dict[str, Any] = {
         "cpu": machine.cpu_name(),
         "cores": os.cpu_count() or 1,
@@ -45,7 +46,8 @@ def run() -> dict[str, Any]:
 
 
 def cgroup_cores(root: Path) -> float | None:
-    """Processors a container's quota allows; ``None`` without one. Reads version 2, then version 1."""
+    """Return the number of processors that a container's quota allows, or ``None`` without a quota. Version 2 of
+    cgroups is read first, then version 1."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -58,7 +60,8 @@ def cgroup_cores(root: Path) -> float | None:
 
 
 def busy(seconds: float = 0.5) -> float | None:
-    """Share of the machine's processor time that is in use while this process sleeps."""
+    """Return the share of the machine's processor time that is used while this process sleeps, or ``None`` if it is not
+    known."""
 
     def ticks() -> tuple[int, int]:
         values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
@@ -97,7 +100,7 @@ def _torch() -> dict[str, Any]:
 
 
 def expectation(found: Mapping[str, Any]) -> str:
-    """One sentence."""
+    """Return one sentence about the speedup of int8 over float32 on this machine."""
     measured = found["measured"]
     if not measured or not measured["int8"] or not measured["fp32"]:
         return "Nothing was measured, so nothing can be said about the speed of int8 here."
@@ -115,7 +118,7 @@ def expectation(found: Mapping[str, Any]) -> str:
 
 
 def traps(found: Mapping[str, Any]) -> list[str]:
-    """What makes int8 models slow, or impossible, on this machine."""
+    """Return the reasons why int8 models are slow or impossible on this machine."""
     allowed, quota = found["cores_allowed"], found["cgroup_cores"]
     usable = min(allowed, quota or allowed)
     result = []
@@ -140,6 +143,7 @@ def traps(found: Mapping[str, Any]) -> list[str]:
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     quota, compiler, cache = result["cgroup_cores"], result["compiler"], result["cache"]
     level = [f"{result['caches'][name] >> 10} K" for name in ("l1", "l2", "l3")]
     yield facts(

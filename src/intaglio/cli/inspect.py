@@ -1,4 +1,4 @@
-"""`intaglio inspect`: operators, fusions, sites, what stays float and why, what a selector matches."""
+"""`intaglio inspect`: operators, fusions, sites, operators in float with reasons, and the matches of a selector."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def run(
     only: Sequence[str],
     recipe: str | None,
 ) -> dict[str, Any]:
+    """Inspect a saved file or a float model, and return the result for JSON."""
     model = targets.saved(target)
     if model is None:
         chosen = targets.recipe(recipe).with_selection(skip, only)
@@ -52,6 +53,7 @@ def _of_module(
     shapes: Sequence[str],
     recipe: Recipe,
 ) -> dict[str, Any]:
+    """Capture a float model and return what its quantization would be, or the text of a stage."""
     (args, kwargs), batches = targets.call_and_batches(model, data, shapes)
     captured = stages.capture(model, args, example_kwargs=kwargs)
     name = captured.about.name
@@ -78,7 +80,7 @@ def _of_module(
 
 
 def _operators(annotations: Annotations) -> list[dict[str, Any]]:
-    """Every operator on floating-point tensors, in execution order."""
+    """Return every operator on floating-point tensors, in execution order."""
     position = {node.name: index for index, node in enumerate(annotations.module.graph.nodes)}
     found = {}
     for region in annotations.regions:
@@ -102,7 +104,7 @@ def _operator(where: Any, work: int, fusion: str | None = None, reason: str | No
 
 
 def _fusions(annotations: Annotations) -> list[dict[str, Any]]:
-    """Operators of each kernel, anchor first."""
+    """Return the operators of each kernel, anchor first."""
     return [
         {
             "fusion": region.name,
@@ -116,7 +118,8 @@ def _fusions(annotations: Annotations) -> list[dict[str, Any]]:
 
 
 def _matches(selector: str, annotations: Annotations, classes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """`SelectorError`, with the nearest names, when there are none."""
+    """Return the operators that a selector matches. Raise `SelectorError`, with the nearest names, if it matches
+    none."""
     operators = _operators(annotations)
     whole = {(op["path"], op["operator"], op["source"]): op for op in operators}
     nodes = [node for node in annotations.module.graph.nodes if node.op == "call_function"]
@@ -127,6 +130,7 @@ def _matches(selector: str, annotations: Annotations, classes: Mapping[str, str]
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     if "text" in result:
         yield result["text"].rstrip("\n")
         return

@@ -1,4 +1,4 @@
-"""`intaglio quantize`: a float model and data in, a file out."""
+"""`intaglio quantize`: quantization of a float model with data to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from intaglio.errors import ArtifactError
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says, as text."""
+    """Options of the command line as text."""
 
     target: str
     data: str
@@ -33,7 +33,7 @@ class Request:
     example: str | None
 
     def check(self, *others: Path | None) -> None:
-        """Before the work, not after it: that files can be written."""
+        """Raise an error before any work if a file cannot be written."""
         if not hasattr(intaglio.QuantizedModel, "save"):
             problem = "this version of intaglio writes no files"
             raise ArtifactError(str(self.out), None, problem, remedy="use a newer one")
@@ -42,7 +42,7 @@ class Request:
                 raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--out")
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, the model apart."""
+        """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
         batches = targets.batches(self.data)
         inputs = targets.example(self.example) if self.example else None
         if inputs is None and callable(batches) and not isinstance(batches, Iterable):
@@ -56,6 +56,7 @@ class Request:
 
 
 def run(request: Request, tune: bool = False) -> dict[str, Any]:
+    """Quantize, save and return the result for JSON."""
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
@@ -65,6 +66,7 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
 def run_autotune(
     request: Request, evaluate: str, max_drop: float, evaluations: int, recipe_out: Path | None
 ) -> dict[str, Any]:
+    """Quantize as much as the metric allows, save and return the result for JSON."""
     request.check(recipe_out)
     model, metric = targets.float_model(request.target), targets.located(evaluate, "--evaluate")
     options, begin = request.options(), time.perf_counter()
@@ -95,6 +97,7 @@ def _saved(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
 
 
 def render(result: Result) -> Iterator[RenderableType]:
+    """Yield the printed parts of a result."""
     yield from coverage_parts(result["coverage"])
     if "report" in result:
         yield result["report"]

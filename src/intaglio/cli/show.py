@@ -1,4 +1,4 @@
-"""How results are printed: rich tables for people, one JSON value for programs."""
+"""Output of results: rich tables for people, one JSON value for programs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_WIDTH = 120
-"""Columns where there is no terminal."""
+"""Columns of the output if it is not a terminal."""
 
 Result = Mapping[str, Any]
 
 
 def show(result: Result, as_json: bool, render: Callable[[Result], Iterable[RenderableType]]) -> None:
+    """Print a result as JSON or as the parts that ``render`` yields."""
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
         return
@@ -28,7 +29,7 @@ def show(result: Result, as_json: bool, render: Callable[[Result], Iterable[Rend
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None, text: int = 1) -> Table:
-    """The first ``text`` columns hold words, the others numbers."""
+    """Return a table. The first ``text`` columns hold words and are left-aligned, the others hold numbers."""
     made = Table(title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index < text else "right", overflow="fold")
@@ -38,7 +39,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
 
 
 def facts(rows: Iterable[tuple[str, object]], title: str | None = None) -> Table:
-    """Names and values, without a frame."""
+    """Return a table of names and values without a frame."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
     made.add_column(style="bold", no_wrap=True)
     made.add_column(overflow="fold")
@@ -48,7 +49,7 @@ def facts(rows: Iterable[tuple[str, object]], title: str | None = None) -> Table
 
 
 def coverage_result(coverage: Any) -> dict[str, Any]:
-    """A `Coverage` as JSON."""
+    """Return a `Coverage` as a dictionary for JSON."""
     fields = ("macs_int8", "macs_total", "operators_int8", "operators_total", "islands", "bytes_before", "bytes_after")
     parts = ("path", "operator", "reason", "macs", "source")
     return {
@@ -64,7 +65,7 @@ def coverage_result(coverage: Any) -> dict[str, Any]:
 
 
 def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
-    """A `coverage_result` for people."""
+    """Yield the printed parts of a `coverage_result`."""
     before, after = coverage["bytes_before"] / 1e6, coverage["bytes_after"] / 1e6
     yield facts(
         (
@@ -81,7 +82,8 @@ def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
 
 
 def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[RenderableType]:
-    """What stays in float, by operator and reason, the most work first."""
+    """Yield a table of the operators in float, by operator and reason, those with the most multiply-accumulates
+    first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for part in floats:
         groups.setdefault((part["operator"], part["reason"]), []).append(part)
@@ -95,9 +97,11 @@ def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[Ren
 
 
 def places(parts: Sequence[Result], shown: int = 3) -> str:
+    """Return the first modules of the operators as text."""
     names = list(dict.fromkeys(part["path"] or part["source"] or "model" for part in parts))
     return ", ".join(names[:shown]) + ", ..." * (len(names) > shown)
 
 
 def millions(macs: int) -> str:
+    """Return multiply-accumulates in millions as text, empty for 0."""
     return f"{macs / 1e6:.2f}" if macs else ""

@@ -1,4 +1,4 @@
-"""MODULE:NAME and file arguments -> models, batches, examples."""
+"""Conversion of MODULE:NAME and file arguments to models, batches and examples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def recipe(text: str | None) -> Recipe:
-    """Of a name, or of a file."""
+    """Return the recipe of a name or of a file (default: the default recipe)."""
     if text is None or text in NAMED:
         return Recipe.named(text or "default")
     if not Path(text).is_file():
@@ -35,7 +35,7 @@ def recipe(text: str | None) -> Recipe:
 
 
 def located(text: str, option: str) -> Any:
-    """The object that MODULE:NAME names; modules of the current folder are found too."""
+    """Return the object that MODULE:NAME names. Modules in the current folder are found too."""
     module, _, name = text.partition(":")
     if not module or not name:
         raise typer.BadParameter(
@@ -62,7 +62,7 @@ def located(text: str, option: str) -> Any:
 
 
 def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
-    """A module, or what a function or class gives when it is called without arguments."""
+    """Return a module, or the module that a function or class returns when called without arguments."""
     found = located(text, option)
     if not isinstance(found, nn.Module):
         found = _called(found, text, option)
@@ -72,7 +72,7 @@ def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
 
 
 def batches(text: str) -> Any:
-    """Batches as `intaglio.quantize` takes them: an iterable, or a function of one argument, the model to run."""
+    """Return batches for `intaglio.quantize`: an iterable, or a function with the model as its only argument."""
     found = located(text, "--data")
     if isinstance(found, (torch.Tensor, Iterable)) and not isinstance(found, type):
         return found
@@ -80,12 +80,13 @@ def batches(text: str) -> Any:
 
 
 def example(text: str) -> Any:
-    """Arguments of one call: a tuple, a tensor, or a function that gives them."""
+    """Return the arguments of one call: a tuple, a tensor, or the result of a function."""
     found = located(text, "--example")
     return found if isinstance(found, (tuple, torch.Tensor)) else _called(found, text, "--example")
 
 
 def _called(found: Any, text: str, option: str) -> Any:
+    """Return the result of calling an object without arguments."""
     if not callable(found):
         raise typer.BadParameter(f"{text} is a {type(found).__name__} and cannot be called", param_hint=option)
     if _needed(found):
@@ -94,7 +95,7 @@ def _called(found: Any, text: str, option: str) -> Any:
 
 
 def _needed(function: Callable[..., Any]) -> int:
-    """Arguments without a default."""
+    """Return the number of arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
@@ -103,7 +104,7 @@ def _needed(function: Callable[..., Any]) -> int:
 
 
 def random_inputs(shapes: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Normally distributed numbers, the same on every run; one tensor per shape."""
+    """Return one tensor of normally distributed numbers per shape, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(_shape(text), generator=generator) for text in shapes)
 
@@ -120,7 +121,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def saved(text: str) -> QuantizedModel | None:
-    """The model in a file; ``None`` where ``text`` is MODULE:NAME."""
+    """Return the model in a file, or ``None`` if ``text`` is MODULE:NAME."""
     if not Path(text).exists():
         if ":" in text:
             return None
@@ -135,7 +136,7 @@ def saved(text: str) -> QuantizedModel | None:
 
 
 def call_and_batches(model: nn.Module, data: str | None, shapes: Sequence[str]) -> tuple[Call, Any]:
-    """One call of the model, and batches that start with it: data, or random numbers."""
+    """Return the arguments of one call, and batches that start with it, from ``data`` or else from random numbers."""
     if data is not None:
         found = batches(data)
         if callable(found) and not isinstance(found, Iterable):

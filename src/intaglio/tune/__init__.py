@@ -1,5 +1,5 @@
-"""Judging a quantized model against the float model it came from, choosing what to leave in float by a user's metric,
-and schedules by the clock."""
+"""Comparison of a quantized model with its float model, mixed precision search by a user's metric, and schedule
+search."""
 
 from intaglio.tune.accuracy import Criterion, Start, autotuned
 from intaglio.tune.compare_models import compare

@@ -1,4 +1,4 @@
-"""An int8 model whose metric stays near the float model's: operators are left in float until it does."""
+"""Accuracy-driven mixed precision: leave operators in float until a metric is close to the float model's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from intaglio.tune.float_search import Left, Search, preference
 from intaglio.tune.tuned import Trial, Tuned
 
 RANKING_SAMPLES = 32
-"""Operators are ranked by what they do to so many samples."""
+"""Number of samples on which operators are ranked."""
 
 Evaluate = Callable[[Any], Any]
 logger = logging.getLogger("intaglio")
@@ -39,8 +39,15 @@ logger = logging.getLogger("intaglio")
 
 @dataclass(frozen=True)
 class Criterion:
-    """``max_drop``: how far below the float model's the metric may be, as a share of its magnitude or, without
-    ``relative``, as it is. ``evaluations``: how often ``evaluate`` may be called, once for the float model."""
+    """The metric to reach.
+
+    Attributes:
+        evaluate: function of a model that returns its metric, higher for better.
+        max_drop: largest accepted loss of the metric, as a fraction of the float model's or, without ``relative``, as
+            an absolute difference.
+        relative: whether ``max_drop`` is a fraction.
+        evaluations: largest number of calls of ``evaluate``, the one with the float model included.
+    """
 
     evaluate: Evaluate
     max_drop: float = 0.01
@@ -61,10 +68,19 @@ class Criterion:
             raise InputError("evaluations", None, f"{self.evaluations}; the float model and the int8 model take two")
 
     def floor(self, baseline: float) -> float:
+        """Return the lowest accepted metric, given the float model's."""
         return baseline - self.max_drop * (abs(baseline) if self.relative else 1.0)
 
     def of(self, model: Any, name: str) -> float:
-        """Of one model; ``name`` says which in an `InputError`, for a function that fails or gives no finite number."""
+        """Return the metric of a model.
+
+        Args:
+            model: the model.
+            name: its name in error messages.
+
+        Raises:
+            InputError: the function fails or does not return one finite number.
+        """
         try:
             with torch.no_grad():
                 found = self.evaluate(model)
@@ -87,8 +103,14 @@ def _number(found: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What every trial starts from: the float model's graph, what annotates it, the reference that the recipe alone
-    gives, and batches to look at."""
+    """Starting point that all trials share.
+
+    Attributes:
+        captured: graph of the float model.
+        quantizer: quantizer of the recipe alone.
+        reference: reference that this quantizer gives.
+        batches: batches for ranking and for calibration of new sites.
+    """
 
     captured: Captured
     quantizer: Quantizer
@@ -96,11 +118,15 @@ class Start:
     batches: Sequence[Any]
 
     def leaving(self, left: Iterable[str]) -> Quantizer:
+        """Return the quantizer that leaves these operators in float too."""
         return replace(self.quantizer, recipe=self.quantizer.recipe.with_selection(skip=left))
 
     def without(self, left: Left) -> Reference:
-        """With more in float, and the numbers there are: nothing is calibrated again but values that had no levels of
-        their own before, because an operator that stays in float now took them along."""
+        """Return the reference with more operators in float and otherwise unchanged parameters.
+
+        Only values that were not quantized by themselves before are calibrated: those that used to share a kernel with
+        an operator that is now in float.
+        """
         prepared = prepare(self.captured, self.leaving(left))
         return convert(prepared, self._with_missing(prepared))
 
@@ -123,8 +149,11 @@ class Start:
         return replace(known, entries={**known.entries, **entries})
 
     def ranked(self) -> list[str]:
-        """Selectors of quantized operators, those first whose own rounding, or that of what they have rounded for them,
-        loses most; without one, as something is to be quantized."""
+        """Return selectors of quantized operators, the most harmful first.
+
+        The harm of an operator is the error caused by its own rounding or by the rounding of its inputs. One operator
+        is omitted, because at least one must be quantized.
+        """
         report = compare(self.captured, self.reference, self.batches, samples=RANKING_SAMPLES)
         alone = {row.node: row.alone for row in report.rows}
         selectors = {row.node: row.skip for row in report.rows}
@@ -141,7 +170,8 @@ class Start:
         return self._beside_one(sorted(losses, key=lambda name: (losses[name], name)))
 
     def _beside_one(self, ranked: list[str]) -> list[str]:
-        """Without the least harmful one that can be int8 by itself: with all of them in float nothing would be left."""
+        """Return the ranking without the least harmful operator that can be quantized alone. With all of them in float
+        nothing would be quantized."""
         for kept in reversed(ranked):
             others = [selector for selector in ranked if selector != kept]
             try:
@@ -153,7 +183,7 @@ class Start:
 
 
 def autotuned(start: Start, criterion: Criterion, exact: nn.Module, isa: str | Iterable[str] | None) -> Tuned:
-    """The search, trial by trial; a warning where nothing that was tried holds."""
+    """Run the search trial by trial. Warn if no trial reaches the metric."""
     baseline = criterion.of(exact, "the float model")
     floor, trials = criterion.floor(baseline), list[Trial]()
     best: tuple[Trial, Reference, QuantizedModel] | None = None

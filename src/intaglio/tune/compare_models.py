@@ -1,4 +1,4 @@
-"""A quantized model against its float model, operator by operator: which one loses the accuracy."""
+"""Comparison of a quantized model with its float model, operator by operator, to find where accuracy is lost."""
 
 from __future__ import annotations
 
@@ -34,14 +34,28 @@ from intaglio.tune.op_error import Pair, Totals
 def compare(
     exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, *, samples: int | None = None
 ) -> Comparison:
-    """How much of the float model's values is left, over the same batches for both.
+    """Compare a quantized model with its float model on the same batches.
 
-    ``quantized``: a `Reference`, a model of the eager door, or an int8 model, saved or not, whose reference is made
-    again from the float model and the parameters it keeps. Where that gives another integer graph, as after corrections
-    of weights, and for other stages there are results only, and no row per operator. Of a model of the eager door every
-    recording that ran is compared, over all the calls and turns of loops that ran along it. ``data``: an iterable of
-    batches, as for `calibrate`, read once; ``samples`` stops after that many. Raises `InputError` when both are not of
-    one model.
+    An int8 model, saved or not, does not contain its reference. The reference is made again from the float model and
+    the parameters that the int8 model stores. If this gives another integer graph, for example after corrections of
+    weights, or for other stages, the comparison has results only and no rows per operator. For a model of eager mode
+    every recording that ran is compared over all its calls and loop iterations.
+
+    Args:
+        exact: the float model, or its captured or prepared stage.
+        quantized: a `Reference`, an int8 model, another stage, or a converted model of eager mode.
+        data: an iterable of batches as for `calibrate`, which is read once.
+        samples: number of samples after which to stop (default: all).
+
+    Returns:
+        The error of every operator alone and accumulated, and the error of the results.
+
+    Raises:
+        InputError: the two models do not belong together.
+
+    Example:
+        >>> report = intaglio.compare(model, int8, batches, samples=64)
+        >>> print(report)
     """
     first, items = peek(data)
     judge: Graphs | SegmentComparison
@@ -64,15 +78,16 @@ def compare(
 
 
 def is_batch(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor with a batch axis."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 Results = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors of a call's result: exact, and as found."""
+"""Tensors of a call's result: the float model's, and the quantized model's."""
 
 
 class Graphs:
-    """Judges a stage, or an int8 model, that is one graph."""
+    """Compares a stage or an int8 model that consists of one graph."""
 
     parted = 0
 
@@ -82,7 +97,7 @@ class Graphs:
         self.pairs = [] if reference is None else [Pair(_float_graph(stage, reference), reference)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
-        """One call of both."""
+        """Run one call of both models and return the tensors of their results."""
         stage = self.stage
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
@@ -99,7 +114,7 @@ class Graphs:
 
 
 class SegmentComparison:
-    """Judges a converted model of the eager door: what ran, recording by recording."""
+    """Compares a converted model of eager mode, recording by recording."""
 
     def __init__(self, exact: nn.Module, quantized: nn.Module) -> None:
         self.exact, self.quantized = float_copy(exact), quantized
@@ -113,7 +128,8 @@ class SegmentComparison:
         return list(self.by_number.values())
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
-        """One call of both; without their results where numbers decide which they are, and did so otherwise in int8."""
+        """Run one call of both models and return the tensors of their results. If data-dependent control flow took
+        another path in int8, the calls are counted in ``parted``, and the list is empty if shapes differ."""
         with torch.no_grad():
             expected = self.exact(*clone_tensors(args), **clone_tensors(kwargs))
         _, exactly = traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
@@ -132,20 +148,21 @@ class SegmentComparison:
 
 
 def _captured(model: nn.Module, item: Any) -> Captured:
-    """By its first call."""
+    """Capture a model with its first call."""
     args, kwargs = binder_for(model)(item)
     return capture(model, args, example_kwargs=kwargs)
 
 
 def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
-    """The reference behind an int8 model, if it can be had."""
+    """Return the reference of a quantized model, or ``None`` if it cannot be made."""
     if isinstance(quantized, Reference):
         return quantized
     return eager.rewrite(quantized) if eager.is_session(quantized) else _made_again(stage, quantized)
 
 
 def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
-    """From the float model and the texts that the int8 model keeps."""
+    """Return the reference made from the float model and the texts stored in the int8 model, or ``None`` if it
+    differs."""
     texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
     if not isinstance(stage, (Captured, Prepared)) or not {"quantizer", "parameters", "integer"} <= texts.keys():
         return None
@@ -160,7 +177,7 @@ def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
 
 
 def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) -> Reference:
-    """The weights as the int8 model has them: corrections may have rounded them otherwise than to nearest."""
+    """Return the reference with the int8 model's weights, which corrections may not have rounded to nearest."""
     module = copy_graph(reference.module)
     for name, tensor in buffers_of(module).items():
         found = constants.get(plain_name(name))
@@ -170,7 +187,7 @@ def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) ->
 
 
 def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
-    """As `prepare` leaves it: its nodes have the names they have in a reference."""
+    """Return the float graph as `prepare` leaves it, whose nodes have the same names as those of the reference."""
     if isinstance(stage, Prepared):
         return stage.annotations.module
     text = reference.about.texts.get("quantizer")
@@ -182,7 +199,7 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Floating-point tensors, and those that levels stand for."""
+    """Return the floating-point tensors of a result, with quantized tensors dequantized."""
     leaves = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, Integers))
     leaves = [leaf.dequantize() if isinstance(leaf, Integers) else leaf for leaf in leaves]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]

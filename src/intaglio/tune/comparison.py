@@ -1,4 +1,5 @@
-"""`Comparison`: what `compare` found, operator by operator; as values, text, a table, and what to leave in float."""
+"""`Comparison`, the result of `compare`: errors by operator, as values, text or a table, and selectors to leave in
+float."""
 
 from __future__ import annotations
 
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RangeUse:
-    """How the float model's values use the levels of a site: shares of values below and above its range, and of its
-    levels that occur (``None`` where levels are floating-point numbers)."""
+    """Use of a site's quantization range by the float model's values.
+
+    Attributes:
+        below: share of values below the range.
+        above: share of values above the range.
+        levels: share of the quantized values that occur, or ``None`` for floating-point types.
+    """
 
     below: float
     above: float
@@ -26,13 +32,24 @@ class RangeUse:
 
 @dataclass(frozen=True)
 class Row:
-    """One operator. ``node`` is its name in the stages' texts, ``site`` that of its result if it has one.
+    """Error of one operator.
 
-    Signal to quantization noise in decibels: ``alone`` with exact operands, so of its own weights' and result's
-    rounding; ``so_far`` with everything before it quantized too. Infinite where nothing is lost. The cosines are of
-    the angle between exact and quantized values. ``low`` and ``high`` bound the float model's values. ``skip``: the
-    selector that leaves this operator in float, with what is fused to it; "" for an input. ``recording``: of a model
-    of the eager door, by number.
+    Attributes:
+        node: its name in the texts of stages.
+        site: name of its result's site, or "".
+        path: path of its module.
+        operator: ATen operator.
+        source: line of the model's source code.
+        alone: signal-to-quantization-noise ratio in decibels with exact operands, that is, from the rounding of its own
+            weights and result. Infinite without error.
+        so_far: the same with everything before it quantized too.
+        alone_cosine: cosine similarity of exact and quantized values with exact operands.
+        so_far_cosine: cosine similarity with everything before it quantized too.
+        low: smallest value of the float model.
+        high: largest value of the float model.
+        use: use of the site's quantization range.
+        skip: selector that leaves this operator and those fused with it in float; "" for an input.
+        recording: number of the recording, for a model of eager mode.
     """
 
     node: str
@@ -58,10 +75,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``rows``: operators, the one that alone loses most first. ``results``: decibels of each tensor of the result.
+    """Errors of a quantized model.
 
-    ``parted``: calls of a model of the eager door whose numbers took another way in int8; what ran behind that is in
-    no row.
+    Attributes:
+        rows: operators, the one with the largest error of its own first.
+        results: signal-to-quantization-noise ratio in decibels of each tensor of the result.
+        samples: number of samples.
+        parted: calls of a model of eager mode in which data-dependent control flow took another path in int8. Operators
+            after that point are not in ``rows``.
     """
 
     rows: tuple[Row, ...]
@@ -71,21 +92,22 @@ class Comparison:
 
     @property
     def worst(self) -> Row:
-        """`InputError` when operators were not compared."""
+        """Return the operator with the largest error of its own. Raise `InputError` if no operators were compared."""
         if not self.rows:
             raise InputError("compare", None, "no operator was compared", remedy=NEEDS_REFERENCE)
         return self.rows[0]
 
     def exclude(self, db: float) -> list[str]:
-        """Selectors of all operators that alone keep less than ``db``: to be pasted into ``skip=``."""
+        """Return selectors, for ``skip=``, of all operators whose own signal-to-noise ratio is below ``db``."""
         return _selectors(row for row in self.rows if row.alone < db)
 
     def skip_list(self, count: int) -> list[str]:
-        """Selectors of the ``count`` operators that alone lose most; fewer when fewer lose anything."""
+        """Return selectors of the ``count`` operators with the largest errors of their own. Exact operators are left
+        out."""
         return _selectors(row for row in self.rows if row.alone < math.inf)[:count]
 
     def __str__(self) -> str:
-        """A line for the result, then one an operator, the worst first."""
+        """Format one line for the result, then one for each operator, the worst first."""
         if not self.rows:
             return f"{self._heading()}\noperators: {NEEDS_REFERENCE}"
         names = f"{'alone':>10} {'so far':>10} {'cut off':>8} {'levels':>7}  operator"
@@ -96,7 +118,7 @@ class Comparison:
         return found + (f"; {self.parted} calls took another way in int8" if self.parted else "")
 
     def __rich__(self) -> Table:
-        """All of a row, as a table for `rich`."""
+        """Return all columns as a table for `rich`."""
         from rich.table import Table
         from rich.text import Text
 
@@ -113,7 +135,7 @@ class Comparison:
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: decibels of what is exact are ``None``."""
+        """Return a dictionary for JSON, in which infinite decibels are ``None``."""
         rows = [{key: _finite(value) for key, value in asdict(row).items()} for row in self.rows]
         results = [_finite(value) for value in self.results]
         return {"results": results, "samples": self.samples, "parted": self.parted, "rows": rows}
@@ -130,7 +152,7 @@ def _selectors(rows: Iterable[Row]) -> list[str]:
 
 
 def _used(use: RangeUse | None) -> tuple[str, str]:
-    """Share of values cut off, share of levels in use."""
+    """Return the share of values cut off and the share of quantized values in use, as text."""
     if use is None:
         return "", ""
     return f"{100 * (use.below + use.above):.2f} %", "" if use.levels is None else f"{100 * use.levels:.0f} %"

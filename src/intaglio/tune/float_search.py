@@ -1,4 +1,5 @@
-"""Which operators to leave in float so that a metric holds: found in few trials, then as few as will do."""
+"""Search for the operators to leave in float so that a metric is reached, with few trials and as few operators as
+possible."""
 
 from __future__ import annotations
 
@@ -6,25 +7,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Left = tuple[str, ...]
-"""Selectors of what stays in float, in the order of their ranking."""
+"""Selectors of operators that stay in float, in the order of their ranking."""
 
 
 class SpentError(Exception):
-    """No trial is left."""
+    """Raised when the number of trials is used up."""
 
 
 def preference(left: Left, metric: float, floor: float) -> tuple[bool, float, float]:
-    """Order of trials: the fewest in float of those that hold; where none does, the highest metric."""
+    """Return the sort key of a trial: trials that reach the metric first, those with the fewest operators in float
+    before others; otherwise the highest metric."""
     return (True, -len(left), metric) if metric >= floor else (False, metric, -len(left))
 
 
 @dataclass
 class Search:
-    """``measure``: metric of the model that leaves these in float, higher is better; ``floor``: what is to be reached;
-    ``budget``: how often ``measure`` may be called. ``trials``: what it gave, in the order it was asked.
+    """Searches for a small set of operators to leave in float.
 
-    If leaving more in float never harms, and two trials are allowed, what is found holds whenever anything does; and if
-    the budget lasts, nothing of it could be taken back to int8.
+    If leaving more operators in float never lowers the metric and at least two trials are allowed, the search finds a
+    set that reaches the metric whenever there is one. If the budget is not used up, no single operator of the set can
+    be quantized again.
+
+    Attributes:
+        measure: returns the metric, higher for better, of the model that leaves these operators in float.
+        floor: lowest accepted metric.
+        budget: largest number of calls of ``measure``.
+        trials: measured metrics in order.
     """
 
     measure: Callable[[Left], float]
@@ -33,7 +41,12 @@ class Search:
     trials: dict[Left, float] = field(default_factory=dict)
 
     def run(self, ranked: Sequence[str]) -> Left:
-        """What to leave in float of ``ranked``, the most harmful first. Where nothing holds, the best that was seen."""
+        """Return the operators of ``ranked`` to leave in float. If no trial reaches the metric, return those of the
+        best trial.
+
+        Args:
+            ranked: selectors, the most harmful operator first.
+        """
         try:
             if not self.holds(()) and (found := self._prefix(tuple(ranked))):
                 self._taken_back(found)
@@ -43,9 +56,12 @@ class Search:
 
     @property
     def best(self) -> Left:
+        """Return the operators that the best trial left in float."""
         return max(self.trials, key=lambda left: preference(left, self.trials[left], self.floor))
 
     def holds(self, left: Left) -> bool:
+        """Return whether the metric is reached with these operators in float. Raise `SpentError` if no trial is
+        left."""
         if left not in self.trials:
             if len(self.trials) == self.budget:
                 raise SpentError
@@ -53,9 +69,10 @@ class Search:
         return self.trials[left] >= self.floor
 
     def _prefix(self, ranked: Left) -> Left:
-        """The shortest beginning of ``ranked`` that holds: doubled, then bisected. Empty where all of it does not hold.
+        """Return the shortest prefix of ``ranked`` that reaches the metric, found by doubling and bisection.
 
-        The last trial is kept for all of it.
+        The last trial of the budget is reserved for all of ``ranked``. If even that does not reach the metric, the
+        result is empty.
         """
         fails, count = 0, min(1, len(ranked))
         while count:
@@ -70,7 +87,8 @@ class Search:
         return ranked[:count]
 
     def _taken_back(self, left: Left) -> Left:
-        """Without what did not help: halves, quarters, at last single ones, the least harmful first."""
+        """Quantize operators again that are not needed in float: halves, quarters, finally single ones, the least
+        harmful first."""
         size = len(left) // 2
         while size:
             end = len(left)

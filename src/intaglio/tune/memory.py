@@ -1,4 +1,5 @@
-"""What searches found, on disk: a small file for every layer and machine, so that no process spoils another's."""
+"""Disk cache of tuned schedules: one small file for each layer and machine, so that concurrent processes do not
+conflict."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from intaglio.plan import GENERATOR, Geometry, misfit
 from intaglio.runtime.saved.json_codec import whole
 
 ENTRY_BYTES = 4096
-"""A small file takes a block of the disk."""
+"""Disk space of an entry, one block of the file system."""
 SHARE = 16
-"""All of them together take at most this part of the cache's limit."""
+"""Entries together use at most one part in `SHARE` of the cache's limit."""
 
 logger = logging.getLogger("intaglio")
 
@@ -31,7 +32,8 @@ logger = logging.getLogger("intaglio")
 class Memory:
     """Schedules by geometry, for one instruction set and number of threads on this machine.
 
-    Never an error: what cannot be read is timed again, what cannot be written is said as a warning.
+    Problems with files are never errors: entries that cannot be read are timed again, and a failure to write is logged
+    as a warning.
     """
 
     isa: str
@@ -42,15 +44,16 @@ class Memory:
         return config.cache_dir() / "schedules"
 
     def key(self, geometry: Geometry) -> str:
-        """All that a time depends on, as text."""
+        """Return everything that a time depends on, as text."""
         where = machine.cpu_name(), tuple(machine.caches()), self.isa, self.threads
         return f"{geometry} on {where}, generator {GENERATOR}"
 
     def path(self, geometry: Geometry) -> Path:
+        """Return the file of a geometry."""
         return self.folder / f"{hashlib.sha256(self.key(geometry).encode()).hexdigest()[:32]}.json"
 
     def recall(self, geometry: Geometry) -> Schedule | None:
-        """The schedule found for this geometry before, or ``None``."""
+        """Return the stored schedule of this geometry, or ``None``."""
         path = self.path(geometry)
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
@@ -63,12 +66,12 @@ class Memory:
         if problem is not None:
             logger.warning("%s holds no schedule, the layer is timed again: %s", path, problem)
             return None
-        with contextlib.suppress(OSError):  # used last is forgotten last
+        with contextlib.suppress(OSError):  # marks the entry as recently used
             os.utime(path)
         return schedule
 
     def remember(self, found: Mapping[Geometry, Schedule]) -> None:
-        """Write the schedules, each file whole or not at all."""
+        """Write the schedules atomically, one file each."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".write-", dir=self.folder) as scratch:
@@ -82,10 +85,10 @@ class Memory:
             logger.warning("what was found cannot be remembered in %s: %s", self.folder, error)
 
     def _forget(self) -> None:
-        """Remove what was used least recently until the folder is within its share."""
+        """Remove the least recently used entries until the folder is within its share of the cache."""
         used = {}
         for path in self.folder.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):  # another process forgot it
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
                 used[path] = path.stat().st_mtime
         excess = len(used) - config.cache_limit_bytes() // SHARE // ENTRY_BYTES
         for path in sorted(used, key=lambda path: used[path])[: max(excess, 0)]:

@@ -1,4 +1,4 @@
-"""`Pair`: a float graph and the reference made of it, judged node by node."""
+"""`Pair`: comparison of a float graph and its reference node by node."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from intaglio.torch_private import quantized_decomposed
 from intaglio.tune.comparison import RangeUse, Row
 
 Given = Mapping[str, torch.Tensor]
-"""Values by name of a node."""
+"""Values by node name."""
 
 EQUALIZED = (torch.ops.aten.addcmul.default,)
-"""What equalization makes of a sum, and puts behind an input."""
+"""Operators that equalization inserts after inputs, or in place of additions."""
 
 
 class Pair:
-    """The float graph and the reference made of it, node by node of the same name.
+    """A float graph and the reference made from it, compared by nodes of the same name.
 
-    Exact values are those of the float graph as equalization left it: the same function, other values inside.
+    Exact values are those of the float graph after equalization, which computes the same function with other
+    intermediate values.
     """
 
     def __init__(self, module: fx.GraphModule, reference: Reference, recording: int = 0) -> None:
@@ -67,8 +68,13 @@ class Pair:
         return None if site is None else (site, self.reference.qparams[site.name])
 
     def add(self, exactly: Given, roughly: Given, ran: range | None = None) -> None:
-        """One run of both graphs. ``exactly``, ``roughly``: what they are given, by node; ``ran``: events (eager door)
-        that ran, of a part of the graph. Operators that need more than is given are left out."""
+        """Add one run of both graphs. Operators whose operands are not available are left out.
+
+        Args:
+            exactly: values given to the float graph, by node name.
+            roughly: values given to the reference, by node name.
+            ran: events that ran, for a part of an eager-mode graph (default: the whole graph).
+        """
         exact = _Recomputation(self.module, exactly).values()
         known = {name: exact[name] for name in self.nodes if name in exact}
         names = [name for name in known if _in(self.nodes[name], ran, exactly)]
@@ -81,7 +87,7 @@ class Pair:
                 self.uses[name].add(exact[name])
 
     def rows(self) -> list[Row]:
-        """Of operators that ran."""
+        """Return one row for every operator that ran."""
         rows, selectors, total = [], self._selectors(), self.total
         for name, node in self.nodes.items():
             if f"alone {name}" not in total.signal:
@@ -115,8 +121,8 @@ class Pair:
         return rows
 
     def _selectors(self) -> dict[str, str]:
-        """Node -> what skips the region it is in: the path of the region's first operator, if nothing else is inside
-        of that module; else the kind of operator."""
+        """Return for every node the selector that skips its region: the path of the region's first operator if that
+        module has no submodules with operators, else the type of the operator."""
         paths = {origin(node).path.partition("@")[0] for node in self.nodes.values() if operator(node)}
         found = {}
         for region in self.reference.annotations.regions:
@@ -131,7 +137,7 @@ FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
 
 
 def _compared(node: fx.Node) -> bool:
-    """Inputs and operators of the model whose value is a floating-point tensor."""
+    """Return whether a node is an input or an operator of the model with a floating-point tensor as its value."""
     kind = tensor_type(node)
     levels = operator(node).startswith(("quantized_decomposed.", "intaglio."))
     known = node.op == "placeholder" or (node.op == "call_function" and not levels)
@@ -139,7 +145,7 @@ def _compared(node: fx.Node) -> bool:
 
 
 def _in(node: fx.Node, ran: range | None, given: Given) -> bool:
-    """Whether an operator is one of those that ran, not of those whose result was given."""
+    """Return whether an operator is one of those that ran and not one whose result was given."""
     if ran is None or node.op == "placeholder":
         return True
     event = info(node).event
@@ -147,17 +153,18 @@ def _in(node: fx.Node, ran: range | None, given: Given) -> bool:
 
 
 NOT_COMPUTED = object()
-"""The value of a node that needs more than is given."""
+"""Value of a node whose operands are not available."""
 
 
 class _Recomputation(fx.Interpreter):
-    """Computes what follows from the values of some nodes, and keeps it by name."""
+    """Computes what follows from the values of some nodes, and stores it by name."""
 
     def __init__(self, module: fx.GraphModule, given: Given) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given, self.found = given, dict[str, Any]()
 
     def values(self) -> Mapping[str, Any]:
+        """Run the graph and return every computed value by node name."""
         given = {n: self.given[name_of(n)] for n in self.module.graph.nodes if name_of(n) in self.given}
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for node in self.module.graph.nodes:
@@ -172,7 +179,7 @@ class _Recomputation(fx.Interpreter):
         return self.found
 
     def handed(self, node: fx.Node, value: Any) -> Any:
-        """What readers of a node read, whose value this is."""
+        """Store the value of a node and return the value that its consumers read."""
         self.found[name_of(node)] = value
         return value
 
@@ -181,11 +188,11 @@ class _Recomputation(fx.Interpreter):
 
 
 class _Rounding(_Recomputation):
-    """Keeps values as a reference rounds them, at once where they are made.
+    """Stores values rounded as the reference rounds them, immediately where they are computed.
 
-    Nodes named in ``exact`` hand on the exact value given there instead of their own, and nothing rounds it again but
-    operators that take levels as they are, recurrent ones.
-    Those in ``moves`` select or clamp values that were rounded before, and lose nothing themselves.
+    For nodes in ``exact``, consumers get the exact value instead of the computed one, and only operators on quantized
+    values, such as recurrent ones, round it again. Nodes in ``moves`` select or clamp values that are rounded already,
+    and have no error of their own.
     """
 
     def __init__(
@@ -218,7 +225,7 @@ class _Rounding(_Recomputation):
 
 
 class Totals:
-    """Sums of squares by key: of the exact values, of the quantized ones and of the differences."""
+    """Sums of squares by key: of exact values, of quantized values and of their differences."""
 
     def __init__(self) -> None:
         self.signal: dict[str, float] = {}
@@ -232,12 +239,14 @@ class Totals:
         self.found[key] = self.found.get(key, 0.0) + found.square().sum().item()
 
     def cosine(self, key: str) -> float:
-        """From the three sums, as in a triangle; 1 where both are zero."""
+        """Return the cosine similarity, computed from the three sums by the law of cosines. It is 1 if both tensors are
+        zero."""
         signal, found, noise = self.signal.get(key, 0.0), self.found.get(key, 0.0), self.noise.get(key, 0.0)
         both = 2 * math.sqrt(signal) * math.sqrt(found)
         return (signal + found - noise) / both if both else float(signal == found)
 
     def decibels(self, key: str) -> float:
+        """Return the signal-to-quantization-noise ratio in decibels."""
         signal, noise = self.signal.get(key, 0.0), self.noise.get(key, 0.0)
         if noise == 0:
             return math.inf
@@ -245,7 +254,7 @@ class Totals:
 
 
 class _Uses:
-    """Extent of the float model's values in one place and, where it is a site, what they use of its levels."""
+    """Range of the float model's values at one node and, if it is a site, how they use its quantized values."""
 
     def __init__(self, levels: tuple[Site, QParams] | None) -> None:
         self.levels, self.low, self.high = levels, math.inf, -math.inf

@@ -1,4 +1,4 @@
-"""A timed search over schedules: what `tune=True` does."""
+"""Timed search over kernel schedules, which ``tune=True`` requests."""
 
 from __future__ import annotations
 
@@ -26,22 +26,31 @@ from intaglio.torch_private import pytree
 from intaglio.tune.memory import Memory
 
 ROUNDS = range(4, 101)
-"""Turns of every program in a race: at least the first, and until `SEARCH_SECONDS` are over or the last."""
+"""Rounds of a race, in each of which every program runs once: at least the first number, then until `SEARCH_SECONDS`
+are over or the last number is reached."""
 SEARCH_SECONDS = 3.0
 MARGIN = 0.98
-"""A schedule is taken instead of the analytic one if its layers take less than this part of the time."""
+"""A schedule replaces the analytic one only if its layers take less than this fraction of the time."""
 
 logger = logging.getLogger("intaglio")
 
 Tensors = Sequence[torch.Tensor]
 Halves = tuple[float, float]
-"""Least microseconds of even turns and of odd turns: how far they are apart is noise."""
+"""Least microseconds in even rounds and in odd rounds. Their difference indicates the noise."""
 Times = dict[tuple[Geometry, Schedule], Halves]
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What the programs of a search share: the model, an instruction set, layers by output value, a call to time."""
+    """Data that all programs of a search share.
+
+    Attributes:
+        lowered: the integer graph.
+        isa: the instruction set.
+        layers: geometry of every layer by output value.
+        settled: schedules already known.
+        call: arguments of the call to time.
+    """
 
     lowered: Lowered
     isa: str
@@ -51,12 +60,17 @@ class _Task:
 
 
 def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
-    """Output value -> schedule, of the layers for which another than the analytic one is faster with these inputs.
+    """Return the schedules, by output value, of layers for which another schedule than the analytic one is faster.
 
-    Tiles are tried first; then, with the best tile, how the work is divided; then the best of these alone against the
-    analytic one, because the least of several noisy times is too small. A candidate stands in all layers at once, and
-    the program's own clock says what each layer took, so a race needs a handful of programs however many layers there
-    are. What is found is remembered on disk, and layers that are remembered are not timed again.
+    Tiles are tried first, then the division of work with the best tile. Finally the best schedule races against the
+    analytic one alone, because the minimum of several noisy times is biased. A candidate is used in all layers at once
+    and the program's own clock measures each layer, so a race needs only a few programs, independently of the number of
+    layers. Results are stored on disk, and layers found there are not timed again.
+
+    Args:
+        lowered: the integer graph.
+        isa: the instruction set.
+        inputs: tensors of the call to time.
     """
     symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
     planned, table, threads = plan_graph(lowered.graph), ISAS[isa], torch.get_num_threads()
@@ -87,7 +101,8 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
 
 
 def fastest(candidates: Mapping[Geometry, Sequence[Schedule]], times: Times) -> dict[Geometry, Schedule]:
-    """The candidate with the least time among those that beat the first by more than noise and the margin, or it."""
+    """Return the schedule of every layer: the fastest of those that beat the first candidate by more than noise and
+    margin, or else the first candidate."""
     found = {}
     for layer, options in candidates.items():
         limit = MARGIN * min(times[layer, options[0]])
@@ -97,9 +112,9 @@ def fastest(candidates: Mapping[Geometry, Sequence[Schedule]], times: Times) -> 
 
 
 def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Times:
-    """Microseconds of all layers of a geometry with each of its candidates.
+    """Return the microseconds of all layers of a geometry with each of its candidates.
 
-    Program i takes candidate i of every layer, or the first where there are fewer. Programs are built side by side.
+    Program i uses candidate i of every layer, or the first one if there are fewer. Programs are compiled in parallel.
     """
     count = max(map(len, candidates.values()))
     if count == 1:
@@ -126,9 +141,9 @@ def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Tim
 def best_times(
     programs: Sequence[QuantizedModel], call: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> list[dict[str, Halves]]:
-    """Least microseconds of every step, in even and in odd turns, by the value it makes, for each program.
+    """Return for each program the least microseconds of every step in even and in odd rounds, by output value.
 
-    Programs take turns, so that a slow moment meets all of them.
+    The programs alternate, so that a slow moment of the machine affects all of them.
     """
     args, kwargs = call
     values = [step.partition.ops[-1].outputs[0] for step in plan_graph(programs[0].graph).steps]
@@ -147,7 +162,7 @@ def best_times(
 
 
 def one_image(signature: Signature, tensors: Tensors, byte_inputs: Collection[int]) -> list[torch.Tensor]:
-    """The first entry of a batch."""
+    """Return the first sample of a batch."""
     sizes = dims_of(signature, list(tensors), byte_inputs) | dict.fromkeys(_batch(signature), 1)
     return [
         tensor[tuple(slice(evaluate(dim, sizes)) for dim in entry.type.shape)]
@@ -156,8 +171,8 @@ def one_image(signature: Signature, tensors: Tensors, byte_inputs: Collection[in
 
 
 def made_up(signature: Signature) -> list[torch.Tensor]:
-    """Tensors of a batch of one: floats between 0 and 1, other numbers 0. `InputError` when more than the batch is
-    free."""
+    """Return random tensors for a batch of one: floats between 0 and 1, other types 0. Raise `InputError` if more than
+    the batch is dynamic."""
     batch = _batch(signature)
     free = sorted({name for entry in signature.inputs for dim in entry.type.shape for name in symbols_of(dim)} - batch)
     if free:
@@ -177,13 +192,13 @@ def made_up(signature: Signature) -> list[torch.Tensor]:
 
 
 def _batch(signature: Signature) -> set[str]:
-    """Free sizes that are the first axis of an input."""
+    """Return the dynamic dimensions that are the first axis of an input."""
     first: list[Dim] = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
     return {name for dim in first for name in symbols_of(dim) if dim == symbol(name)}
 
 
 def call_of(signature: Signature, tensors: Tensors) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments these tensors are the leaves of."""
+    """Return the positional and keyword arguments whose leaves are these tensors."""
     leaves: list[Any] = [None] * signature.in_tree.num_leaves
     for leaf, value in signature.fixed.items():
         leaves[leaf] = value

@@ -1,4 +1,4 @@
-"""`Tuned`: what `autotune` tried, and what it decided for."""
+"""`Tuned`, the result of `autotune`, and its trials."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from intaglio.runtime import QuantizedModel
 
 @dataclass(frozen=True)
 class Trial:
-    """One int8 model: selectors of what it leaves in float beside what the recipe does, its metric, whether that is
-    enough, and its share of multiply-accumulates in int8, 0..1."""
+    """One int8 model that was evaluated.
+
+    Attributes:
+        left: selectors of operators in float, in addition to those of the recipe.
+        metric: metric of the model.
+        holds: whether the metric is high enough.
+        macs: share of multiply-accumulates in int8, from 0 to 1.
+    """
 
     left: tuple[str, ...]
     metric: float
@@ -26,9 +32,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """``model``: the one decided for, ``reference``: what it was compiled from. ``recipe``: quantizes the float model
-    to the same bits with no data but an example, and can be saved. ``baseline``: the float model's metric, ``floor``:
-    the lowest that was to be accepted. ``trials``: all of them in order; ``chosen``: the one decided for."""
+    """Result of `intaglio.autotune`.
+
+    Attributes:
+        model: the chosen int8 model.
+        reference: the reference it was compiled from.
+        recipe: a recipe that can be saved. It quantizes the float model to the same bits without calibration; only
+            example inputs are needed.
+        baseline: metric of the float model.
+        floor: lowest accepted metric.
+        trials: all trials in order.
+        chosen: the trial of the chosen model.
+    """
 
     model: QuantizedModel
     reference: Reference
@@ -40,15 +55,16 @@ class Tuned:
 
     @property
     def reached(self) -> bool:
+        """Return whether the chosen model reaches the metric."""
         return self.chosen.holds
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Selectors of what stays in float beside what the recipe left there, the most harmful first."""
+        """Return selectors of operators in float in addition to those of the recipe, the most harmful first."""
         return self.chosen.left
 
     def __str__(self) -> str:
-        """A line for what was wanted, one a trial, one for the verdict."""
+        """Format one line for the requested metric, one for each trial and one for the verdict."""
         heading = f"{self.baseline:.6g} in float; {self.floor:.6g} or more is wanted"
         names = f"{'metric':>12} {'int8 MACs':>10} {'verdict':>8}  left in float"
         found = "reached" if self.reached else "not reached, the best is taken"
