@@ -152,6 +152,7 @@ def _behind_only(node: fx.Node, setting: Setting) -> bool:
 
 
 def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
+    """Return whether a pattern match becomes one composite operator, and all its operators can be quantized."""
     return found.pattern.operator is not None and all(reasons[node] is None for node in found.nodes)
 
 
@@ -176,6 +177,7 @@ def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | N
 
 
 def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> QuantizerPattern | None:
+    """Return the user's pattern that matched one of the operators, if any."""
     return next((owners[node].pattern for node in nodes if node in owners), None)
 
 

@@ -184,6 +184,7 @@ def _output_site(region: Region, names: Names) -> Site:
 
 
 def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
+    """Return the site of an activation; those of image pixels have fixed parameters, all others are observed."""
     if info(node).zero_points is not None:  # Pixels minus their zero points are quantized with scale 1.
         fixed = Fixed(1.0, info(node).zero_points)
         return Site(name, node.name, Role.ACTIVATION, fixed, DType.U8, 0, 255, 1, origin(node), "u8")
@@ -210,6 +211,7 @@ def _shortcut(site: Site) -> Site:
 
 
 def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, Role], Site]) -> Site:
+    """Return the site with the parameters of its region's input, if the region does not change them."""
     region = next((r for node, r in produced.items() if node.name == site.value), None)
     if site.role != Role.ACTIVATION or region is None or not region.shares:
         return site
@@ -280,6 +282,7 @@ class Names:
             self._known[node] = f"{stem}.{number}"
 
     def of(self, node: fx.Node) -> str:
+        """Return the name of a value; that of a buffer is its path in the model."""
         source = _source(node)
         if info(source).buffer is not None:
             return str(info(source).buffer)
@@ -306,6 +309,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _stem(node: fx.Node) -> str:
+    """Return the name of a value without its number: ``module.path#call/operator``."""
     path, _, call = origin(node).path.partition("@")
     written = origin(node).operator
     kind = written.split(".")[1] if "." in written else getattr(node.target, "__name__", str(node.target))

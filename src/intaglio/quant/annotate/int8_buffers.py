@@ -169,6 +169,7 @@ def store_levels(
 
 
 def _with_levels(entry: State, q: QParams) -> State:
+    """Return a buffer's entry in the signature with its type and initial contents quantized."""
     levels = numerics.quantize(entry.initial, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
     return replace(entry, type=TensorType(entry.type.shape, DType.U8, q), initial=levels)
 
@@ -210,6 +211,7 @@ class _Mover:
         return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
 
     def _moved(self, value: fx.Node) -> fx.Node:
+        """Return a copy of a data movement node that reads quantized values."""
         own = [arguments(value)[name] for name in BUFFER_UPDATES[operator(value)]]
         given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
         with self.graph.inserting_after(value):
@@ -218,6 +220,7 @@ class _Mover:
         return moved
 
     def _quantized(self, value: fx.Node) -> fx.Node:
+        """Return a node that quantizes a float value with the buffer's parameters."""
         self.rounded |= self._reads_stored(value)
         q, kind = self.kind.levels, replace(self.kind, shape=known_type(value).shape)
         if is_constant(value):
@@ -229,6 +232,7 @@ class _Mover:
         return made
 
     def _constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
+        """Return a quantized copy of a constant."""
         q, array = kind.levels, getattr(self.module, str(value.target)).detach().numpy()
         levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
         name = add_constant(self.module, f"{value.target}_levels", torch.from_numpy(levels))
@@ -260,5 +264,6 @@ class _Mover:
         return self.before in seen
 
     def _equal(self, dequantize: fx.Node) -> bool:
+        """Return whether a dequantize has the buffer's parameters."""
         q = self.kind.levels
         return dequantize.args[1:] == (q.step, q.zero, q.qmin, q.qmax, torch.uint8)

@@ -45,6 +45,7 @@ class Parts:
 
 
 def is_recurrent(node: fx.Node) -> bool:
+    """Return whether a node is a call of an LSTM or GRU, or of one cell."""
     record = record_of(node)
     return record is not None and record.recurrent
 
@@ -63,6 +64,7 @@ def parts_of(node: fx.Node) -> Parts:
 
 
 def _states(given: Any) -> tuple[fx.Node, ...]:
+    """Return the nodes of initial states; none if all are zeros."""
     nodes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     return () if all(node is None or operator(node) in ZERO_STATES for node in nodes) else nodes
 

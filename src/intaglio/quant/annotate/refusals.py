@@ -98,6 +98,7 @@ def macs(node: fx.Node) -> int:
 
 
 def _work(node: fx.Node) -> Dim:
+    """Return the multiply-accumulates of an operator, which may depend on free dimensions."""
     if is_recurrent(node) or operator(node) == RECURRENT_CALL:
         return work_of_recurrent(node)
     record = BY_TARGET.get(operator(node))

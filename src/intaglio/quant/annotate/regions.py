@@ -27,14 +27,17 @@ class Chain:
 
     @property
     def anchor(self) -> fx.Node:
+        """Return the first operator, which the chain is built around."""
         return self.nodes[0]
 
     @property
     def root(self) -> fx.Node:
+        """Return the operator that produces the result."""
         return self.nodes[-1]
 
     @property
     def record(self) -> OpDef:
+        """Return the record of the composite operator, or else that of the anchor."""
         return record_at(self.nodes)
 
     def operands(self) -> tuple[fx.Node | None, ...]:

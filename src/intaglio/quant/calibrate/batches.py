@@ -81,6 +81,7 @@ class Binder:
 
     @staticmethod
     def of(signature: Signature) -> Binder:
+        """Return the binder for a captured model."""
         args, kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
         nested = type(args[0]) if args and isinstance(args[0], (tuple, list, Mapping)) else None
         return Binder(signature.names, len(args), tuple(kwargs), nested)
@@ -100,6 +101,7 @@ class Binder:
         )
 
     def _mapping(self, item: Mapping[str, Any]) -> Call:
+        """Return the call for a mapping, whose keys are parameters of forward; other keys are left out."""
         known = {*self.names, *self.keywords}
         labels = LABELS.difference(self.names[: self.required])
         used = {key: value for key, value in item.items() if key in known and key not in labels}
@@ -119,6 +121,7 @@ class Binder:
         return args, used
 
     def _sequence(self, item: tuple[Any, ...]) -> Call:
+        """Return the call for a sequence; what follows the arguments of forward is left out, as labels."""
         if self.nested is None and len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)):
             self._say("batches are pairs: the first part goes to forward", ["the second part"])
             return self(item[0])
@@ -137,6 +140,7 @@ class Binder:
         return positional, dict(zip(self.keywords, rest, strict=False))
 
     def _say(self, decision: str, left_out: list[str]) -> None:
+        """Log once which parts of batches are left out."""
         if not self._said and left_out:
             logger.info("%s; left out: %s", decision, ", ".join(left_out))
             self._said = True

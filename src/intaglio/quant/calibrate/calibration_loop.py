@@ -105,6 +105,7 @@ def _reset(prepared: Prepared, statistics: dict[str, Statistics]) -> None:
 
 
 def _runs_itself(data: Any) -> bool:
+    """Return whether data is a function to be called with the prepared model."""
     return callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__")
 
 
@@ -168,6 +169,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
 
 
 def _look(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenBatch:
+    """Check the inputs of a call and return a summary of them."""
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
     for entry, tensor in zip(signature.inputs, leaves, strict=True):
@@ -187,6 +189,7 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _warn_of_repeats(data: Any) -> None:
+    """Warn if a `DistributedSampler` repeats samples."""
     sampler = data.sampler if isinstance(data, DataLoader) else None
     repeated = sampler.total_size - len(data.dataset) if isinstance(sampler, DistributedSampler) else 0
     if repeated > 0:
@@ -205,6 +208,7 @@ def _length(data: Any) -> int | None:
 
 
 def _bar(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
+    """Yield the items, with a progress bar if `show`."""
     if not show:
         yield from items
         return

@@ -73,6 +73,7 @@ class CalibrationInfo:
 
     @property
     def batches(self) -> int:
+        """Return the number of cached batches."""
         return len(self._walk.calls)
 
     @property
@@ -237,6 +238,7 @@ class _Walked:
         self.walk = Walk(self.annotations, calls, settled, cache=cache)
 
     def run(self) -> dict[str, QParams]:
+        """Return the parameters that callbacks chose, by the leading site of each sharing group."""
         for index, region in enumerate(self.walk):
             callback, sites = _callback(region), sites_of(self.annotations, region)
             if callback is not None and region.pattern is not None:
@@ -253,6 +255,7 @@ class _Walked:
         return self.annotations.leaders[name]
 
     def _take(self, name: str, value: Given, sites: RegionSites, region: Region) -> None:
+        """Store the parameters that a callback chose for a site; sites that already have parameters keep them."""
         label = region.pattern.name if region.pattern is not None else region.name
         if name not in set(sites) or name == sites.bias:
             what = "a bias, whose scale is the product of two others" if name == sites.bias else "no site of the region"
@@ -269,6 +272,7 @@ class _Walked:
         self._settle(leader.name, self.given[leader.name])
 
     def _settle(self, leader: str, q: QParams | None) -> None:
+        """Set the parameters of all activation sites of a sharing group on the walk."""
         if q is None:
             return
         for name in self.annotations.leaders:
@@ -362,6 +366,7 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
 
 
 def _pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
+    """Return the parameters for a pair from a callback; raise ValueError for one that the site cannot have."""
     if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
         scales = tuple(float(np.float32(scale)) for scale in first)
         zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))

@@ -56,6 +56,7 @@ def of_activations(module: fx.GraphModule, own: Iterable[Edge]) -> list[Edge]:
 def _insert(
     module: fx.GraphModule, nodes: Mapping[str, fx.Node], edge: Edge, name: str, observer: nn.Module
 ) -> fx.Node:
+    """Insert a call of an observer on an edge and return its node."""
     value, reader = nodes[edge[0]], None if edge[1] is None else nodes[edge[1]]
     readers = list(value.users) if reader is None else [reader]
     source = value if reader is None else _read_as(reader, value)

@@ -90,6 +90,7 @@ class DatasetManager:
         return None if self._length is None else len(self)
 
     def _pass(self) -> Iterator[Any]:
+        """Yield the batches of one pass, cut off after ``num_samples``."""
         for item in self._open():
             self._read = True
             batch = _tensors(item, self.columns)
@@ -108,6 +109,8 @@ def samples_of(batch: Any) -> int:
 
 
 def _first(batch: Any, count: int, size: int) -> Any:
+    """Return the first samples of a batch."""
+
     def cut(leaf: Any) -> Any:
         return leaf[:count] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
 
@@ -151,6 +154,7 @@ def _slice(whole: Any, start: int, stop: int, size: int) -> Any:
 
 
 def _length(data: Any, batch_size: int | None) -> int | None:
+    """Return the number of batches in the data, if it is known."""
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
         size = samples_of(_tensors(data, None))
         return -(-size // (batch_size or max(size, 1)))
@@ -184,6 +188,7 @@ def _tensors(item: Any, columns: Sequence[str] | None) -> Any:
 
 
 def _tensor(value: Any, where: str) -> Any:
+    """Return a tensor for an array or list; numbers, strings and ``None`` stay as they are."""
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, (int, float, str)):
         return value
     try:

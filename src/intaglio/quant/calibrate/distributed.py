@@ -53,9 +53,11 @@ class Group:
         return self._combined(array, "SUM")
 
     def lowest(self, array: Array) -> Array:
+        """Return the elementwise minimum over ranks."""
         return self._combined(array, "MIN")
 
     def highest(self, array: Array) -> Array:
+        """Return the elementwise maximum over ranks."""
         return self._combined(array, "MAX")
 
     def together(self, work: Callable[[], T]) -> T:

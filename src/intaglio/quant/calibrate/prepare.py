@@ -236,6 +236,7 @@ def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer
 
 
 def _is_wanted(annotations: Annotations) -> bool:
+    """Return whether anything in the annotated graph is quantized."""
     wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
     return bool(wanted) or not all(table.reason for table in annotations.tables)
 

@@ -210,6 +210,7 @@ def _others(statistics: Statistics) -> Statistics:
 
 
 def _within(low: float, high: float, statistics: Statistics) -> Range:
+    """Return the range clipped to min-max, and widened to contain 0."""
     lowest, highest = minmax(statistics)
     return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # Adding 0.0 turns -0.0 into 0.0.
 
@@ -334,6 +335,7 @@ class _Search:
         return self._range(self.octaves)
 
     def run(self) -> None:
+        """Search shrunk ranges with both ends together, then each end alone, then small steps of each end."""
         coarse = [i / COARSE for i in range(1, SMALLEST_OCTAVES * COARSE + 1)]
         ends = [end for end in (0, 1) if self.full[end] != 0]
         for octaves in coarse:

@@ -127,6 +127,7 @@ class Ranges:
 
     @staticmethod
     def from_json(text: str) -> Ranges:
+        """Return the inverse of `to_json`; raise `ArtifactError` for other text or another version."""
         try:
             content = json.loads(text)
             if content["version"] != RANGES_VERSION:
@@ -143,10 +144,12 @@ class Ranges:
             raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
 
     def save(self, path: str | Path) -> None:
+        """Write the ranges to a JSON file."""
         write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Ranges:
+        """Read the ranges from a JSON file."""
         return Ranges.from_json(Path(path).read_text(encoding="utf-8"))
 
     @staticmethod

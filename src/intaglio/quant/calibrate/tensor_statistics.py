@@ -231,6 +231,7 @@ class Statistics:
         )
 
     def _merged_channels(self, other: Statistics) -> ChannelExtrema | None:
+        """Return the merged extrema per channel; ``None`` if only one of two nonempty statistics has them."""
         if self.count == 0 or other.count == 0:
             return self.channels or other.channels
         return self.channels and self.channels.merge(other.channels)
@@ -300,15 +301,18 @@ def _channels(values: NDArray[np.float32], axis: int, threads: int) -> ChannelEx
 
 
 def _mean(total: int, count: int) -> float:
+    """Return the mean of values whose sum is in units of 2^-UNIT."""
     return float(Fraction(total, count << UNIT)) if count else 0.0
 
 
 def _sparse(counts: Int64Array) -> list[list[int]]:
+    """Return the counts that are not zero as [index, count]."""
     occupied = np.flatnonzero(counts)
     return np.stack([occupied, counts[occupied]], axis=1).tolist()
 
 
 def _dense(pairs: list[list[int]], size: int) -> Int64Array:
+    """Return the inverse of `_sparse`; raise ValueError for an invalid index or count."""
     counts = np.zeros(size, np.int64)
     if pairs:
         index, found = np.asarray(pairs, np.int64).T

@@ -321,6 +321,7 @@ def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, c
 
 
 def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Tensor) -> None:
+    """Replace a constant operand of a node by a new constant."""
     name = f"{old.target}_equalized"
     module.register_buffer(name, values.float())
     user.replace_input_with(old, constant_node(module, name, constant_path(old, name)))

@@ -94,6 +94,7 @@ class _Work:
     noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def take(self, region: Region) -> None:
+        """Round the weight of a region and correct its bias, as its setting says."""
         annotations, record, setting = self.walk.annotations, region.record, region.setting
         x, weight_node, _ = layer_operands(region.anchor)
         site = annotations.by_value[weight_node.name, Role.WEIGHT]
@@ -114,7 +115,7 @@ class _Work:
                 q = _rescaled(q, rows, step, found, grid)
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
                 step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
-            assert setting.rounding is not None  # a recipe leaves no question open
+            assert setting.rounding is not None  # A decided recipe always has a rounding method.
             levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._report(setting.rounding, rows, step, plain, levels, found)
@@ -126,15 +127,18 @@ class _Work:
             self._bias(region, rows, rows - _grouped(region, levels_now) * step, found)
 
     def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
+        """Let the walk use the dequantized weight from now on."""
         self.walk.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
 
     def _moments(self, region: Region, x: fx.Node) -> Moments:
+        """Return the second moments of a region's quantized input over all ranks."""
         site = self.walk.sites[x.name]
         batches = (self.walk.levels(x, batch) for batch in range(len(self.walk.calls)))
         q = self.walk.qparams[site.name]
         return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
 
     def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
+        """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
         matrix = found.matrix
         signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
         plain = loss(nearest, rows, step, matrix).sum().item()
@@ -188,6 +192,7 @@ class _Work:
         return sums[:-1].double() * unit / max(int(sums[-1]), 1)
 
     def steps(self) -> Iterator[CorrectionStep]:
+        """Yield the mean signal-to-noise ratios before and after each correction."""
         for name, pairs in self.noise.items():
             means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)

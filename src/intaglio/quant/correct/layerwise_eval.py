@@ -140,6 +140,7 @@ class Walk:
         return self._exact
 
     def _step(self, node: fx.Node, region: Region | None) -> None:
+        """Run a region or an operator outside of regions on all batches and tracks, and store its results."""
         if node.op == "output":
             for batch in range(len(self.calls)):
                 self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
@@ -154,6 +155,7 @@ class Walk:
             self._quantized.put(node.name, batch, self._kept(node, value, produced=inside))
 
     def _value(self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, exact: bool) -> Any:
+        """Return the value of a node or region for one batch."""
         if node.op == "placeholder":
             return leaves[self._places.index(node.name)]
         if region is not None:
@@ -213,6 +215,7 @@ class Walk:
         return _levels(self._widely(node, kept), q, site) if kept.wide else kept.levels
 
     def _widely(self, node: fx.Node, kept: _Kept) -> torch.Tensor:
+        """Return a value dequantized from 16 bits."""
         site = self._wide[node.name]
         return _dequantized(kept.levels, self.qparams[site.name], site)
 
@@ -304,6 +307,7 @@ class _Store:
         self.file: IO[bytes] | None = None
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor | _Spilled:
+        """Store a tensor, and return it or its place in the file."""
         size = tensor.numel() * tensor.element_size()
         if self.used + size <= self.limit:
             self.used += size
@@ -319,6 +323,7 @@ class _Store:
         return _Spilled(offset, tensor.shape, _dense(tensor).stride(), tensor.dtype)
 
     def get(self, kept: torch.Tensor | _Spilled) -> torch.Tensor:
+        """Return a stored tensor."""
         if isinstance(kept, torch.Tensor):
             return kept
         assert self.file is not None
@@ -328,6 +333,7 @@ class _Store:
         return flat.as_strided(kept.shape, kept.stride)
 
     def drop(self, kept: torch.Tensor | _Spilled) -> None:
+        """Release the memory or the part of the file that a stored tensor uses."""
         if isinstance(kept, torch.Tensor):
             self.used -= kept.numel() * kept.element_size()
         else:

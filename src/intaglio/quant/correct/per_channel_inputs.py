@@ -38,6 +38,7 @@ class Channel:
     values: np.ndarray | None
 
     def merge(self, other: Channel) -> Channel:
+        """Return the statistics of both parts of a channel."""
         distinct = None
         if self.values is not None and other.values is not None:
             distinct = _few(np.concatenate([self.values, other.values]))

@@ -189,10 +189,13 @@ class ConvolutionWindow:
 
     @property
     def taps(self) -> int:
+        """Return the number of kernel elements for one channel."""
         return self.kernel[0] * self.kernel[1]
 
     @classmethod
     def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> ConvolutionWindow:
+        """Return the geometry of a call from its arguments, the kernel size and the number of spatial axes."""
+
         def pair(values: Any, idle: int) -> tuple[int, int]:
             values = tuple(values)
             values = values * axes if len(values) == 1 else values
