@@ -150,6 +150,7 @@ class Context:
         return found
 
     def dim(self, dim: Dim) -> str:
+        """Return a C expression for a dimension."""
         return c_expression(dim)
 
     def image(self, value: str) -> str:
@@ -191,9 +192,11 @@ class Context:
         return f"({pointer})", location.strides
 
     def external(self, value: str) -> str:
+        """Return a C expression for the data pointer of a tensor of the caller."""
         return f"r->external[{self.plan.external.index(value)}]"
 
     def strides(self, value: str) -> str:
+        """Return a C pointer to the strides of a tensor of the caller."""
         return f"r->strides + {5 * self.plan.external.index(value)}"
 
     def given(self, value: str) -> bool:

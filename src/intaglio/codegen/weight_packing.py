@@ -32,6 +32,7 @@ class PanelPacking:
 
     @property
     def panels(self) -> int:
+        """Return the number of panels."""
         return len(self.first)
 
     @property

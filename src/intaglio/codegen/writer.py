@@ -20,6 +20,7 @@ class Code:
 
     @contextmanager
     def block(self, head: str, end: str = "}") -> Iterator[None]:
+        """Print `head {`, indent the lines added inside the `with` block, and print `end`."""
         self(head + " {")
         self._depth += 1
         yield
@@ -27,4 +28,5 @@ class Code:
         self(end)
 
     def text(self) -> str:
+        """Return the source text."""
         return "\n".join(self._lines) + "\n"

@@ -49,7 +49,7 @@ current = _Current()
 def call_intercepted(
     session: Session, path: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the session's model, or the module of it at ``path`` on its own, with its operators intercepted."""
+    """Run the session's model, or its module at `path` if that is called directly, with operators intercepted."""
     if session.stored is not None:
         session.resume()
     run, outer = (current.make or InterceptedRun)(session, path), current.run
@@ -96,6 +96,7 @@ class InterceptedRun(InterceptionMode):
     # -- begin and end --------------------------------------------------------------------------------------------
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start to follow the first segment, or to record if there is none."""
         session = self.session
         if session.records and not session.segments:
             self.recorder = Recorder(session.known)
@@ -105,6 +106,7 @@ class InterceptedRun(InterceptionMode):
             self._move(session.entered(args, kwargs))
 
     def end(self, result: Any) -> Any:
+        """Finish the recording, compute deferred values, and return the result of the call."""
         if self.recorder is not None:
             with DisableTorchFunction():
                 self.recorder.end(result)
@@ -135,10 +137,12 @@ class InterceptedRun(InterceptionMode):
         self.frames.add(at)
 
     def enter(self, path: str) -> None:
+        """Note the start of a call of the module at `path`."""
         self.calls[path] = self.calls.get(path, 0) + 1
         self.inside.append(path)
 
     def leave(self, path: str) -> None:
+        """Note the end of that call."""
         self.inside.pop()
 
     # -- what is intercepted --------------------------------------------------------------------------------------
@@ -156,6 +160,7 @@ class InterceptedRun(InterceptionMode):
         return self._elsewhere(func, self.path, args, kwargs, func)
 
     def leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the call of a leaf module, which counts as one operator."""
         at = self.at
         if at is not None and at.next < at.count:
             event = at.events[at.next]

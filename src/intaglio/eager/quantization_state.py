@@ -183,7 +183,7 @@ def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[Intercept
     """Return the class that replaces the forward of a module.
 
     Leaf classes, compiled models, and subclasses of `torch.nn` modules that override forward are opaque. Modules of
-    `torch.nn` except containers are leaves. All others are intercepted.
+    `torch.nn` except containers, and subclasses that keep their forward, are leaves. All others are intercepted.
     """
     own = type(module)
     if isinstance(module, (*leaf_classes, QuantizedModel)):

@@ -42,6 +42,7 @@ class ExecutedSpan:
 
     @property
     def extent(self) -> tuple[int, int, int]:
+        """Return recording, first operator and end, without the tensors."""
         return self.number, self.first, self.end
 
 

@@ -185,6 +185,7 @@ class Session:
                 raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
 
     def add(self, segment: Segment) -> None:
+        """Append a segment. Its operators can be found from now on, unless it is refused."""
         if segment.refused is not None:
             logger.info("recording %d stays in float: %s", len(self.segments), segment.refused)
             self.floats.update(event.key for event in segment.events)
@@ -210,6 +211,7 @@ class Session:
             self.edges[key] = [(pairs[segment], index) for segment, index in ends]
 
     def enter(self, segment: Segment) -> None:
+        """Index the operators of a segment by path and function."""
         for event in segment.events:
             self.index.setdefault(event.key, []).append((segment, event))
 

@@ -31,8 +31,7 @@ class Saving(Attachment):
 
 
 class Loading(Attachment):
-    """Hook that runs before a state dictionary is loaded into a module; the graphs are rebuilt when they are next
-    needed.
+    """Hook that runs before a state dictionary is loaded into a module. The next call rebuilds the graphs.
 
     Attributes:
         session: Session of the model.

@@ -72,5 +72,6 @@ def range_of(node: fx.Node) -> dict[str, Any] | None:
 
 
 def arange(builder: GraphBuilder, node: fx.Node, attrs: dict[str, Any]) -> None:
+    """Add an integer range."""
     name = builder.add_value(node.name, known_type(node), node)
     builder.ops.append(Op("arange", (), (name,), attrs, origin=origin(node)))

@@ -17,6 +17,7 @@ from intaglio.quant.qdq.integer_regions import IntegerRegion
 
 
 def lower_mul(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
+    """Lower a multiplication of two quantized values."""
     names = [builder.values[value] for value in operands(region.anchor)]
     unit = numerics.accumulator_scale(*[builder.types[name].levels.step for name in names])
     factor = builder.add_constant(f"{stem}_factor", flat_f32(numerics.multiplier(unit, result.levels.step)), DType.F32)

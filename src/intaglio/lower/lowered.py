@@ -63,6 +63,7 @@ class Lowered:
     bodies: Mapping[str, Lowered] = field(default_factory=dict)
 
     def text(self) -> str:
+        """Return the text of the integer graph, followed by those of loop bodies."""
         bodies = [f"body of {name}:\n{body.text()}" for name, body in self.bodies.items()]
         return "".join([graph_text(self.graph), *bodies])
 

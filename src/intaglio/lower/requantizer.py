@@ -11,4 +11,5 @@ class Requantizer:
     """Wrapper with the interface of pattern-based frameworks: `Requantizer().requantize(reference)`."""
 
     def requantize(self, reference: Reference) -> Lowered:
+        """Lower a reference model, see `requantize`."""
         return requantize(reference)

@@ -35,6 +35,7 @@ def emit_embedding_bag(code: Code, partition: Partition, context: Context) -> No
 
 
 def emit_arange(code: Code, partition: Partition, context: Context) -> None:
+    """Print an i64 range. Threads divide its elements."""
     op = partition.anchor
     start, step, size = (context.dim(op.attrs[name]) for name in ("start", "step", "size"))
     code(f"int64_t* const y = (int64_t*){context.strided(op.output)[0]};")

@@ -16,6 +16,7 @@ from intaglio.plan.plan_records import Partition
 
 
 def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
+    """Print an LSTM or GRU: fill a `struct Recurrent` and run it."""
     op, types = partition.anchor, context.graph.types
     attrs, x, rows = op.attrs, op.inputs[0], op.attrs["rows"]
     places = attrs["layers"] * attrs["directions"]

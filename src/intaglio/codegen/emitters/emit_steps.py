@@ -232,6 +232,7 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
 
 
 def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
+    """Print a dequantize of an image to a dense float tensor."""
     op = partition.anchor
     code(f"const struct Image in = {context.image(op.inputs[0])};")
     to, _ = context.strided(op.output)

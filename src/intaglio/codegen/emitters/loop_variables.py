@@ -39,9 +39,11 @@ class Loop:
         return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
 
     def is_result(self, end: LoopEnd) -> bool:
+        """Return whether an operand is a result of the loop."""
         return end.name in self.body.outputs
 
     def is_tile(self, end: LoopEnd) -> bool:
+        """Return whether an operand is the accumulator tile that an epilogue reads."""
         return end.name == self.schedule.tile_name
 
 

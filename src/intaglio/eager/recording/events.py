@@ -70,6 +70,7 @@ class Length(int):
 
     @classmethod
     def of(cls, number: int, *origin: Any) -> Length:
+        """Return a `Length` with this value and origin."""
         made = cls(number)
         made.origin = origin
         return made
@@ -152,10 +153,12 @@ class Event:
 
     @property
     def key(self) -> tuple[str, Any]:
+        """Return path and function; operators of a model are found by it."""
         return self.path, self.function
 
     @property
     def inputs(self) -> list[int]:
+        """Return the value numbers of all tensors among the arguments."""
         return [leaf.index for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, RecordedTensor)]
 
     @property
@@ -205,6 +208,7 @@ def fill(spec: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested containers."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

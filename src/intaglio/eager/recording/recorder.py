@@ -74,6 +74,7 @@ class Recorder:
         )
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Store the arguments of the model, for a recording that begins with the call."""
         self.recording.call = fill((args, kwargs), self._leaf)
 
     def end(self, result: Any) -> None:

@@ -57,6 +57,7 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
 
 
 def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the example arguments of a recording: those of the model's call, and all further inputs."""
     if recording.call is None:
         return tuple(recording.inputs.values()), {}
     call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, RecordedTensor) else v, recording.call)
@@ -121,6 +122,9 @@ class _Writer:
                 self._unpack(entry, f"{place}[{index}]", lines)
 
     def line(self, event: Event) -> str:
+        """Return the line that runs an operator. In-place operators are replaced by out-of-place ones, or run on a
+        copy.
+        """
         args, options, function = [self._text(entry) for entry in event.args], event.kwargs, event.function
         target = self._pattern(event.result)
         if event.changed is not None:
@@ -171,6 +175,7 @@ class _Writer:
         return self._named("constant", spec)
 
     def results(self) -> str:
+        """Return the line that returns the results of the recording, followed by all values that its operators make."""
         made = [RecordedTensor(number) for event in self.recording.events for number in event.outputs]
         structure = self._structure()
         return f"    return {structure}, ({''.join(f'{value}, ' for value in made)})"

@@ -72,6 +72,7 @@ class QTensor(torch.Tensor):
 
 
 def pending(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, slot: int) -> QTensor:
+    """Return a deferred tensor for value `slot` of a frame."""
     made: QTensor = make_wrapper_subclass(QTensor, size, dtype=dtype)
     made.frame, made.slot, made.content = frame, slot, None
     return made

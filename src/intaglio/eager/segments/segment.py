@@ -203,6 +203,7 @@ class Segment:
                 observer.statistics = Statistics()
 
     def next_batch(self) -> None:
+        """Count the tensors observed from now on to the next batch."""
         if self.prepared is not None:
             self.prepared.watch.batch += self.prepared.watch.stride
 
