@@ -85,7 +85,7 @@ def quantize(
         IntaglioError: the model cannot be captured, quantized or compiled. The error says where and why, and suggests a
             remedy.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 4), torch.nn.ReLU())
         >>> int8 = intaglio.quantize(model, [torch.randn(8, 16) for _ in range(4)])
         >>> y = int8(torch.randn(2, 16))
@@ -148,7 +148,7 @@ def autotune(
     Raises:
         InputError: ``evaluate`` fails or does not return one finite number, or ``data`` is a function.
 
-    Example:
+    Examples:
         >>> tuned = intaglio.autotune(model, batches, evaluate=lambda m: accuracy(m, test_set), max_drop=0.005)
         >>> tuned.model.save("model.int8")
     """

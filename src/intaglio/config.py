@@ -35,6 +35,7 @@ def plans() -> int:
 
 
 def _number(variable: str, default: int) -> int:
+    """Return the whole number in an environment variable. Raise `InputError` for other contents."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         problem = f"{value!r}, which is no whole number"

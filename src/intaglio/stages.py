@@ -107,7 +107,7 @@ def prepare(
     Raises:
         UnsupportedError: no operator can be quantized, or with ``qat`` an operator cannot be trained.
 
-    Example:
+    Examples:
         >>> captured = stages.capture(model, (x,))
         >>> prepared = stages.prepare(captured)
     """
@@ -136,7 +136,7 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
     Raises:
         CalibrationError: the data is empty, is not finite, or has other shapes than the model.
 
-    Example:
+    Examples:
         >>> ranges = stages.calibrate(prepared, batches, samples=512)
     """
     if isinstance(prepared, PreparedQat):
@@ -164,7 +164,7 @@ def convert(
         UnsupportedError: an int32 accumulator could overflow.
         InputError: a trained model is given ranges or corrections.
 
-    Example:
+    Examples:
         >>> reference = stages.convert(prepared, ranges)
     """
     if not isinstance(prepared, PreparedQat):
@@ -204,7 +204,7 @@ def from_qdq(
         UnsupportedError: quantization parameters cannot be imported, for example scales that are computed at run time.
         InputError: ``example_inputs`` are needed and not given.
 
-    Example:
+    Examples:
         >>> reference = stages.from_qdq(convert_pt2e(prepared), (x,))
     """
     if isinstance(model, Captured):
@@ -231,7 +231,7 @@ def plan(lowered: Lowered, isa: str | None = None) -> Planned:
     Raises:
         BuildError: this machine does not support the instruction set.
 
-    Example:
+    Examples:
         >>> print(stages.plan(stages.requantize(reference)).text())
     """
     expect(lowered, Lowered, "plan")
@@ -278,7 +278,7 @@ def compile(stage: Reference | Lowered | Planned, backend: str = "native", **opt
         InputError: the backend does not exist, or it does not have such an option.
         BuildError: this machine supports none of the instruction sets, or the compiler fails.
 
-    Example:
+    Examples:
         >>> int8 = stages.compile(reference)
         >>> stages.compile(reference, "onnx", path="model.onnx")
     """

@@ -77,6 +77,7 @@ def busy(seconds: float = 0.5) -> float | None:
 
 
 def _compiler() -> dict[str, str] | None:
+    """Return path and version of the C++ compiler, or ``None`` if it does not run."""
     path = config.compiler()
     if path is None:
         return None

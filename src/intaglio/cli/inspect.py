@@ -53,7 +53,7 @@ def _of_module(
     shapes: Sequence[str],
     recipe: Recipe,
 ) -> dict[str, Any]:
-    """Capture a float model and return what its quantization would be, or the text of a stage."""
+    """Capture and annotate a float model, and return a summary or the text of a stage."""
     (args, kwargs), batches = targets.call_and_batches(model, data, shapes)
     captured = stages.capture(model, args, example_kwargs=kwargs)
     name = captured.about.name

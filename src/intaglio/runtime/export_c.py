@@ -207,6 +207,7 @@ def _commands(sources: Sequence[str], name: str) -> str:
 
 
 def _write(folder: Path, members: Mapping[str, bytes]) -> None:
+    """Write the files of an export. Raise `ArtifactError` if one cannot be written."""
     try:
         (folder / "kernels").mkdir(parents=True, exist_ok=True)
         for path, content in members.items():

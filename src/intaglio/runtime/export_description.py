@@ -90,6 +90,7 @@ def description(model: CompiledModel, programs: Sequence[Program], weights: byte
 
 
 def _value_table(kind: str, values: Sequence[tuple[str, Shape, DType]], prefix: str) -> str:
+    """Return the C table of the names, shapes and element types of inputs or outputs."""
     lines, rows = [], []
     for index, (name, shape, dtype) in enumerate(values):
         sizes = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "0"
@@ -181,6 +182,7 @@ def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
 
 
 def _amounts(program: Program) -> str:
+    """Return the C function that computes MACs, bytes and units of every step."""
     works = [step.work for step in program.steps]
     used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
     lines = [
@@ -199,6 +201,7 @@ def _runs_here(isa: str) -> str:
 
 
 def _program_table(programs: Sequence[Program], name: str) -> str:
+    """Return the C table of the programs of all instruction sets, best first."""
     declared, rows = [], []
     starts = starts_of([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):

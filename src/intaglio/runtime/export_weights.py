@@ -28,6 +28,7 @@ def _round(size: int) -> int:
 
 
 def weights_file(arrays: Sequence[np.ndarray]) -> bytes:
+    """Return the contents of weights.bin: the header with key and checksum, then the arrays at aligned offsets."""
     starts = starts_of(arrays)
     content = bytearray(starts[-1] + SLACK)
     for start, array in zip(starts, arrays, strict=False):

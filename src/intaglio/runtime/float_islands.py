@@ -188,6 +188,8 @@ class FloatCalls(nn.Module):
 
 @dataclass(frozen=True)
 class _Value:
+    """Reference to a value in decoded arguments."""
+
     name: str
 
 
@@ -272,6 +274,7 @@ def calls_of(module: nn.Module) -> IslandProgram:
 
 
 def _call(node: fx.Node) -> TensorCall:
+    """Return the stored form of a node's call. Raise `ArtifactError` if it cannot be saved."""
     python = next((name for name, function in PYTHON_CALLS.items() if function is node.target), None)
     name = python or str(node.target)
     where = node.name

@@ -142,6 +142,8 @@ def _rate(macs: int, microseconds: float) -> float:
 
 
 def _line(part: ProfiledStep, whole: float, wide: int) -> str:
+    """Return the printed line of a part, for a total of ``whole`` microseconds and a kernel column of width
+    ``wide``."""
     tile = "x".join(map(str, part.tile or ()))
     limit = "" if part.of_limit is None else f"{100 * part.of_limit:.0f} %"
     rate = f"{part.gmacs:.1f}" if part.macs else ""

@@ -93,6 +93,8 @@ class ProgramModule(nn.Module):
         super().train(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program, update mutable buffers and inputs that the float model updates in place, and return the
+        result."""
         if torch.compiler.is_compiling() and not self._opaque:
             return self._traced(args, kwargs)
         leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)

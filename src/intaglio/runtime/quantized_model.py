@@ -249,6 +249,8 @@ class QuantizedModel(ProgramModule):
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _take_numbers(self, tensors: Mapping[str, Any]) -> None:
+        """Replace weights and scales by those of a state dictionary, and compile the program for them if they
+        differ."""
         graph = state_dict_io.graph_of(tensors, self.graph)
         here, there = state_dict_io.tensors_of(self.graph), state_dict_io.tensors_of(graph)
         if all(torch.equal(here[key], there[key]) for key in here):

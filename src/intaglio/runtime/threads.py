@@ -96,6 +96,7 @@ _TABLES: WeakKeyDictionary[Program, _Table] = WeakKeyDictionary()
 
 
 def _table(program: Program) -> _Table:
+    """Return the cost expressions of a program, compiled at the first call."""
     found = _TABLES.get(program)
     if found is None:
         works = [step.work for step in program.steps]

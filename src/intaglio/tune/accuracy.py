@@ -131,6 +131,7 @@ class Start:
         return convert(prepared, self._with_missing(prepared))
 
     def _with_missing(self, prepared: Prepared) -> Parameters:
+        """Return the parameters with calibrated entries for sites that do not have any yet."""
         known = self.reference.parameters
         prepared = equalized(prepared, known.corrected.equalization)
         sites = [

@@ -53,7 +53,7 @@ def compare(
     Raises:
         InputError: the two models do not belong together.
 
-    Example:
+    Examples:
         >>> report = intaglio.compare(model, int8, batches, samples=64)
         >>> print(report)
     """

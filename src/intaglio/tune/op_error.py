@@ -35,6 +35,16 @@ class Pair:
     """
 
     def __init__(self, module: fx.GraphModule, reference: Reference, recording: int = 0) -> None:
+        """Match the nodes of both graphs by name.
+
+        Args:
+            module: the float graph.
+            reference: the reference made from it.
+            recording: number of the recording in eager mode.
+
+        Raises:
+            InputError: a node differs, so the reference belongs to another model.
+        """
         self.module, self.reference, self.recording = reference.annotations.module, reference, recording
         self.total = Totals()
         theirs = {node.name: node for node in module.graph.nodes}
@@ -216,6 +226,7 @@ class _Rounding(_Recomputation):
         return self.exact.get(name, value)
 
     def _rounded(self, node: fx.Node, value: Any) -> Any:
+        """Return the value after the quantize and dequantize that follow its node, or unchanged if there are none."""
         quantize = next((user for user in node.users if user.target in self.quantizes and user.args[0] is node), None)
         if quantize is None:
             return value
@@ -263,6 +274,7 @@ class _Uses:
         self.seen = torch.zeros(size, dtype=torch.bool)
 
     def add(self, exact: torch.Tensor) -> None:
+        """Add values of the float model: extend the range, and count clipped and distinct quantized values."""
         if not exact.numel():
             return
         exact = exact.detach().float()

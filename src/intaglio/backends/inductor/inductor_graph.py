@@ -72,6 +72,7 @@ def graph_of_bytes(module: fx.GraphModule, inputs: Collection[int]) -> fx.GraphM
 
 
 def _labelled(module: fx.GraphModule) -> fx.GraphModule:
+    """Remove unused constants, label every node with its name and recompile the module."""
     drop_unused_constants(module)
     for node in module.graph.nodes:
         node.meta["custom"] = {LABEL: node.name}

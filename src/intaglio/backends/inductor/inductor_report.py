@@ -165,6 +165,7 @@ def _spelled(target: Any) -> str:
 
 
 def _kind(targets: Any) -> str:
+    """Return the kind of implementation from the targets that Inductor derived from a node."""
     names = [str(target) for target in targets]
     if any(name.startswith("intaglio.") for name in names):
         return "callback"

@@ -103,6 +103,7 @@ def _types(values: Sequence[Any]) -> dict[str, str]:
 
 
 def _require() -> None:
+    """Raise `BuildError` if a package that the ONNX backend needs is not installed."""
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401

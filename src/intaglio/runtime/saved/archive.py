@@ -89,6 +89,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
+    """Return the contents of all members by name. Raise `ArtifactError` if the file is not an intact, uncompressed zip
+    file."""
     if file.read(4) != b"PK\x03\x04":
         raise ArtifactError(
             str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"

@@ -181,6 +181,7 @@ class Numbers:
         self._count = 0
 
     def put(self, values: tuple[float, ...]) -> Any:
+        """Return a short tuple as a list, or else store it and return its position."""
         if len(values) <= SHORT_ARRAY:
             return list(values)
         if values not in self._start:
@@ -190,6 +191,7 @@ class Numbers:
         return {"at": self._start[values], "count": len(values)}
 
     def get(self, entry: Any) -> tuple[float, ...]:
+        """Return the tuple that `put` stored. Raise `ValueError` if the position is invalid."""
         if isinstance(entry, list):
             return tuple(float(value) for value in entry)
         start, count = whole(entry["at"]), whole(entry["count"])
@@ -203,6 +205,7 @@ class Numbers:
 
 
 def encode_type(kind: TensorType, numbers: Numbers) -> Any:
+    """Return an element type, shape and quantization parameters as JSON."""
     entry: dict[str, Any] = {"shape": [encode_dim(dim) for dim in kind.shape], "dtype": kind.dtype.value}
     if kind.q is not None:
         entry["q"] = _encode_q(kind.q, numbers)
@@ -212,6 +215,8 @@ def encode_type(kind: TensorType, numbers: Numbers) -> Any:
 
 
 def decode_type(entry: Any, numbers: Numbers) -> TensorType:
+    """Return the type that `encode_type` wrote. Raise `ValueError` if sizes or the range of quantized values are
+    invalid."""
     shape = tuple(decode_dim(dim) for dim in entry["shape"])
     if any(isinstance(dim, int) and dim < 0 for dim in shape):
         raise ValueError(f"a negative size in {shape}")
@@ -232,6 +237,7 @@ def _decode_packing(entry: Any) -> Packing:
 
 
 def _encode_q(q: QParams, numbers: Numbers) -> Any:
+    """Return quantization parameters as JSON. A zero point that all channels share is written once."""
     scale = {"value": q.scale.value} if isinstance(q.scale, Ref) else numbers.put(q.scale)
     zeros: Any
     if isinstance(q.zero_point, Ref):
@@ -314,6 +320,7 @@ def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: 
 
 
 def decode_graph(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
+    """Return the graph that `encode_graph` wrote. Raise `ValueError` if a constant does not have its declared type."""
     types = {value_name(name): decode_type(kind, numbers) for name, kind in entry["types"].items()}
     constants = {value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
     for name, array in constants.items():

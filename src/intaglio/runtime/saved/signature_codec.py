@@ -61,6 +61,7 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
 
 
 def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
+    """Return the signature that `encode_signature` wrote."""
     inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
     outputs = [
         Output(value_name(o["value"]), None, _decode_levels(o)) if "value" in o else Output(None, decode(o["constant"]))
@@ -76,6 +77,7 @@ def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarr
 
 
 def _decode_state(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> State:
+    """Return a mutable buffer. Raise `ValueError` if its initial value does not have its declared type."""
     name, value, path, kind = entry
     found = State(value_name(name), value_name(value), one_line(path), decode_type(kind, numbers), arrays[STATE + name])
     if found.initial.shape != found.type.shape or found.initial.dtype != ARRAYS.get(found.type.dtype):

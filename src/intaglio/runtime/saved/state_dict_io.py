@@ -60,6 +60,7 @@ def with_levels_of(signature: Signature, graph: Graph) -> Signature:
 
 
 def _in_levels(kept: State, kind: TensorType) -> State:
+    """Return a mutable buffer requantized to the type ``kind``, or unchanged if it is not quantized."""
     if kept.type.q is None or kept.type == kind:
         return kept
     old, new = kept.type.q, kind.levels
