@@ -84,6 +84,7 @@ def _check_users(graph: fx.Graph, after: str) -> None:
 
 
 def _check_records(module: fx.GraphModule, after: str, promises: Promises) -> None:
+    """Check the records of all nodes against the promises, and their types against tensors and example values."""
     tensors, first = buffers_of(module), dict[str, fx.Node]()
     for node in module.graph.nodes:
         if node.op == "output":

@@ -61,7 +61,7 @@ class NodeInfo:
     path: str | None = None
     """Dotted name of a constant in the float model."""
     trained: bool | None = None
-    """Whether a parameter requires a gradient; ``None`` for anything that is not a parameter."""
+    """True if a parameter requires a gradient; ``None`` for anything that is not a parameter."""
     buffer: str | None = None
     """Dotted name of the buffer that a graph input carries into a call."""
     record: OpDef | None = None
@@ -71,13 +71,13 @@ class NodeInfo:
     zero_points: Any = None
     """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
     takes_bytes: bool = False
-    """Whether the image input is passed as uint8."""
+    """True if the image input is passed as uint8."""
     smooths: bool = False
-    """Whether the node divides a value by smoothing factors; it then replaces the value under its name."""
+    """True if the node divides a value by smoothing factors; it then replaces the value under its name."""
     stands_between: bool = False
-    """Whether the node only separates a value from a reader with other quantization parameters."""
+    """True if the node only separates a value from a reader with other quantization parameters."""
     site: str | None = None
-    """The quantization point whose quantize or dequantize the node is."""
+    """Name of the site whose quantize or dequantize the node is."""
     region: Any = None
     """`quant.annotate.regions.RegionMark` of an operator in an integer region."""
     replaces: str | None = None
@@ -89,7 +89,7 @@ class NodeInfo:
     marks: tuple[Any, ...] = ()
     """Batch norms and dropouts that training applies to the value, in order (`quant.qat.eval_graph`)."""
     int4: bool = False
-    """Whether a constant of an ONNX model holds 4-bit integers."""
+    """True if a constant of an ONNX model holds 4-bit integers."""
 
 
 NOTHING = NodeInfo()

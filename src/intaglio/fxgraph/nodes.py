@@ -16,7 +16,7 @@ from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, schema_of, size_expression
 
 if TYPE_CHECKING:
-    import sympy  # a third of a second to import
+    import sympy  # the import takes a third of a second
 
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
@@ -25,6 +25,11 @@ def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
 
 
 def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
+    """Convert a symbolic size to a `Dim`.
+
+    Raises:
+        CaptureError: the expression has a form without a counterpart.
+    """
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
@@ -171,6 +176,7 @@ def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
 
 
 def is_constant(node: fx.Node) -> bool:
+    """Return whether a node is a constant of the module."""
     return node.op == "get_attr"
 
 

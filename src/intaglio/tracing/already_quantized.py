@@ -17,7 +17,7 @@ STAGES = {
     "Lowered": "it is quantized already: compile(lowered)",
     "ExportedProgram": "pass program.module(); from_qdq(program), where it is quantized already",
 }
-"""What to do with an object that is not a module, by class name."""
+"""Call that takes an object which is not a module, by class name."""
 PREPARED = "an observer: the model is prepared by another tool, and not converted"
 CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {QUANTIZE_FLOAT_MODEL}"
 PACKED = "quantized already: its weights are packed for PyTorch's own kernels"

@@ -59,6 +59,7 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
 def _differs(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str
 ) -> str | None:
+    """Run graph and model on the same inputs and return how they differ, or ``None``."""
     if captured.signature.state:  # compare from the captured state
         captured, model = replace(captured), copy.deepcopy(model)
     try:
@@ -162,6 +163,7 @@ def clone_tensors(value: Any) -> Any:
 
 
 def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str | None:
+    """Return how two results differ beyond the tolerance, or ``None``."""
     left, left_tree = pytree.tree_flatten(got)
     right, right_tree = pytree.tree_flatten(expected)
     if left_tree != right_tree:

@@ -12,6 +12,6 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     free_views,  # before copies are removed: without them a view may read a tensor that is not contiguous
     widen_halves,  # before `drop_identity`: casts from half to float32 become identities
     drop_identity,
-    resolve_masks,  # last: its patterns contain no copies
+    resolve_masks,  # last: its patterns do not match across copies
 )
 """Passes for inference and training. Constants are not folded here, because weights change in training."""

@@ -30,7 +30,7 @@ class GraphStage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph says every element type itself
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self.module(*leaves, *self.state)
             self.state[:] = kept_state(self.signature, results)
         return rebuild(self.signature, results, symbols)

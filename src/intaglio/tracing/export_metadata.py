@@ -17,6 +17,7 @@ from intaglio.signature import DTYPES
 
 
 def tensor_of(program: ExportedProgram, target: str) -> torch.Tensor:
+    """Return the tensor of the model with this name."""
     return program.state_dict[target] if target in program.state_dict else program.constants[target]
 
 
@@ -31,6 +32,7 @@ def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target:
 
 
 def type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
+    """Return shape and element type of a tensor, with named dynamic dimensions."""
     return TensorType(tuple(dim_of(size, names) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 2**31
 """Upper bounds of torch at or above this value mean that a dimension is unbounded."""
 SPECIALISED = 2
-"""torch.export reports this or a larger lower bound for every model; capture itself tests size 1."""
+"""Lower bound that torch.export reports for every dynamic dimension; capture tests size 1 itself."""
 
 Names = Mapping["sympy.Symbol", str]
 

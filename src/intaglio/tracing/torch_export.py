@@ -231,6 +231,11 @@ def _outputs(
     state: dict[str, fx.Node],
     names: Names,
 ) -> Signature:
+    """Add the output node with results, written inputs and new state, and return the signature.
+
+    Raises:
+        CaptureError: the model returns or changes something else.
+    """
     results: list[fx.Node] = []
     outputs: list[Output] = []
     written: dict[int, fx.Node] = {}

@@ -69,6 +69,7 @@ def _unrolled_operators(module: fx.GraphModule) -> int:
 
 
 def _unroll(loop: fx.Node) -> None:
+    """Replace one loop by its iterations."""
     graph, body = loop.graph, _body(loop)
     carry, each, shared = _operands(loop)
     carry, stacks = list(carry), list[list[fx.Node]]()

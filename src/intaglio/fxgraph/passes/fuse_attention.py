@@ -39,7 +39,7 @@ class Scores:
     scale: float = 1.0
     mask: fx.Node | None = None
     keeps: bool = True
-    """Whether a boolean mask is true where scores are kept."""
+    """True if a boolean mask is true where scores are kept, false if where they are masked."""
     outer: float = 1.0
     """Factor applied after the mask."""
 
@@ -94,6 +94,7 @@ def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | 
 
 
 def _through_mask(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
+    """Match an operator that masks the scores, record it, and return the scores it reads; ``None`` for no match."""
     name = operator(node)
     if name in PLUS:
         scores, other = _leads_to_product(module, node)

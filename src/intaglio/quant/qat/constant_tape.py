@@ -22,6 +22,8 @@ Fixed = Callable[[torch.Tensor], fx.Node]
 
 @dataclass(frozen=True)
 class _Step:
+    """One recorded operator call."""
+
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -84,6 +86,8 @@ class Tape:
 
 
 class _Recording(TorchDispatchMode):
+    """Dispatch mode that adds every operator to a tape; in-place operators and returned inputs are kept alive only."""
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape

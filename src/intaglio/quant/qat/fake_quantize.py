@@ -162,6 +162,11 @@ class FakeQuantize(nn.Module):
         return scale, clamped + (clamped.round() - clamped).detach()
 
     def _observe(self, x: torch.Tensor) -> None:
+        """Update the moving averages with the range of `x`, then the scale and zero point.
+
+        Raises:
+            CalibrationError: `x` is not finite.
+        """
         if not x.numel():
             return
         axes = None if self.site.axis is None else [axis for axis in range(x.dim()) if axis != self.site.axis]
@@ -193,8 +198,7 @@ class FakeQuantize(nn.Module):
 
     @torch.no_grad()
     def start(self, q: QParams) -> None:
-        """Set known parameters, and the averages to the ends of their range, from which `follow` computes them
-        again."""
+        """Set known parameters, and the averages to the ends of their range, which give the same parameters again."""
         scales, zeros = (torch.tensor(values, dtype=torch.float64) for values in (q.scales, q.zeros))
         self.low.copy_((q.qmin - zeros) * scales)
         self.high.copy_((q.qmax - zeros) * scales)
@@ -212,6 +216,7 @@ class FakeQuantize(nn.Module):
         return [self.scale, zero] if inner and not symmetric else [self.scale]
 
     def qparams(self) -> QParams:
+        """Return the parameters that are in effect."""
         scale, zero_point = self.parameters_of_levels()
         zeros = tuple(int(zero) for zero in zero_point.tolist())
         return QParams(tuple(scale.tolist()), zeros, self.site.qmin, self.site.qmax, self.site.axis)
@@ -252,15 +257,19 @@ class FakeQuantizeWeight(nn.Module):
 
     @torch.no_grad()
     def follow(self, weight: torch.Tensor) -> None:
+        """Compute the scale from the weight."""
         self.scale.copy_(torch.from_numpy(self.own(weight.detach().numpy())))
 
     def positive_scale(self) -> torch.Tensor:
+        """Return the scale that is in effect, which is positive."""
         return self.scale.abs().clamp_min(SMALLEST)
 
     def learnable(self) -> list[nn.Parameter]:
+        """Return the trainable parameters."""
         return [self.scale]
 
     def qparams(self) -> QParams:
+        """Return the parameters that are in effect."""
         scales = tuple(self.positive_scale().tolist())
         return QParams(scales, (0,) * len(scales), self.site.qmin, self.site.qmax, self.site.axis)
 

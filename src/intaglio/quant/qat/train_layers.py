@@ -78,6 +78,7 @@ class DropoutMask(nn.Module):
         self.p, self.whole = p, whole
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the values unchanged in evaluation; otherwise multiply all by one mask and rescale."""
         if not self.training or not self.p:
             return values
         shape = [1 if axis in self.whole else size for axis, size in enumerate(values[0].shape)]

@@ -68,6 +68,7 @@ class TrainingGraph:
         self.dropouts: dict[tuple[str, float, tuple[int, ...]], str] = {}
 
     def write(self) -> fx.Graph:
+        """Build the graph and return it."""
         for node in self.source.graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self.env.__getitem__))
@@ -83,8 +84,7 @@ class TrainingGraph:
         return self.graph
 
     def _modules(self) -> dict[str, str]:
-        """Place fake-quantize modules for weights and for activations that own their parameters; return paths by
-        site."""
+        """Place fake-quantize modules for weights and for activations with parameters; return their paths by site."""
         calls, found = {node.name: node for node in self.annotations.module.graph.nodes}, dict[str, str]()
         for site in self.annotations.sites:
             if site.role == Role.ACTIVATION and self.annotations.leaders[site.name] == site.name:
@@ -134,6 +134,7 @@ class TrainingGraph:
         return found
 
     def _call(self, node: fx.Node) -> Any:
+        """Copy one operator with its batch norm and dropout, or replace it by fake quantization."""
         name, source = operator(node), node.args[0] if node.args else None
         if name.startswith(QUANTIZE_PREFIX):
             return self._rounded(node, self.env[source])
@@ -205,7 +206,7 @@ class TrainingGraph:
         x_site, w_site, _ = anchor_sites(self.annotations, region)
         modules = [self.quantizers[self.annotations.leaders[x_site.name]], self.quantizers[w_site.name]]
         bias = layer_operands(region.anchor).bias
-        assert bias is not None  # it has a site
+        assert bias is not None  # a bias site exists only for a bias
         return self.graph.call_function(
             fake_bias, (self.constants[str(bias.target)], *map(self.graph.get_attr, modules))
         )

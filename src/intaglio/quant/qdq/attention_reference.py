@@ -54,7 +54,9 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
         x = spell(aten.add.Tensor, (x, mask), scores)
     row = (n, heads, queries, 1)
     top = spell(aten.amax.default, (x, [-1], True), row)
-    top = spell(aten.clamp.default, (top, torch.finfo(torch.float32).min), row)  # -inf - -inf would be NaN
+    top = spell(
+        aten.clamp.default, (top, torch.finfo(torch.float32).min), row
+    )  # a finite maximum, because -inf - (-inf) is NaN
     powers = spell(aten.exp.default, (spell(aten.sub.Tensor, (x, top), scores),), scores)
     parameters = (PROBABILITIES.step, PROBABILITIES.zero, PROBABILITIES.qmin, PROBABILITIES.qmax, torch.uint8)
     levels = spell(quantize, (powers, *parameters), scores, TensorType(scores, DType.U8, PROBABILITIES))
@@ -105,5 +107,6 @@ class _Speller:
         return tuple(places[value] for value in values)
 
     def mark(self, whole: CompositeMatch) -> None:
+        """Mark all new nodes as operators of one composite."""
         for made in self.made:
             update_info(made, composite=whole)

@@ -156,7 +156,7 @@ def _write(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:
 
 
 def marked(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
-    """Return the operators of every region that is written on a graph, in the order of regions and operators."""
+    """Return the operators of every marked region of a graph, in the order of regions and operators."""
     chains: dict[RegionMark, list[fx.Node]] = {}
     for node in graph.nodes:
         if (
@@ -228,8 +228,10 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
 
 
 def _result(user: fx.Node) -> QParams | None:
-    """Return the u8 parameters that a reader quantizes a float value to; for a reader that quantizes to 16 bits, those
-    derived from them."""
+    """Return the u8 parameters that a reader quantizes a float value to.
+
+    A reader that quantizes to 16 bits gives the parameters of the u8 value made from them.
+    """
     if (wide := quantized_to(user, DType.U16)) is None:
         return quantized_to(user)
     again = (quantized_to(level) for real in user.users for level in real.users)
@@ -249,6 +251,7 @@ def _has_levels(node: fx.Node) -> bool:
 
 
 def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
+    """Return whether an operator's operands are quantized or come from its region, and its record accepts the call."""
     record = known_record(node)
     carries = record.adds or (record.moves_data and not record.variadic)
     for value in activations(node):

@@ -195,10 +195,12 @@ class Parameters:
         return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
     def save(self, path: str | Path) -> None:
+        """Write the text of `to_json` to a file."""
         write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Parameters:
+        """Read a file that `save` wrote."""
         return Parameters.from_json(Path(path).read_text(encoding="utf-8"))
 
 

@@ -43,7 +43,7 @@ LEVEL_PASSES: tuple[Pass, ...] = (
 CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
     products_as_linear,  # needs constant matrices
-    lift_slices,  # after folding, which removes slices of constants
+    lift_slices,  # after folding, which already replaces operators on whole constants
 )
 LAYER_PASSES: tuple[Pass, ...] = (
     products_as_matmul,  # after attention, whose matcher accepts every form of product

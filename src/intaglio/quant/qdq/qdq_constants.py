@@ -88,6 +88,7 @@ def _float_again(module: fx.GraphModule, node: fx.Node, reason: str | None = Non
 
 
 def _weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
+    """Convert a weight to s8 without zero points, or to float if no kernel supports it; return whether it changed."""
     levels, zeros = tensor_of(module, node, node.args[0]), _zeros(module, node)
     shift, axis = SHIFT.get(node.args[-1]), known_record(layer).roles.outputs
     reason = None
@@ -141,6 +142,7 @@ def count_biases(module: fx.GraphModule) -> int:
 
 
 def _count(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Convert the bias of one layer to int32; return whether anything changed."""
     x, weight, bias = layer_operands(node)
     q = levels_behind(x)
     if q is None or not _is_stored(weight):

@@ -53,6 +53,7 @@ def dequantizes(node: fx.Node) -> bool:
 
 
 def quantizes(node: fx.Node) -> bool:
+    """Return whether a node quantizes and was not written by a custom observer."""
     return operator(node) in (QUANTIZE_TENSOR, QUANTIZE_CHANNEL) and info(node).observer is None
 
 
@@ -117,6 +118,11 @@ def _channels(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> t
 
 
 def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch.Tensor:
+    """Return the tensor of a constant that holds parameters of `node`.
+
+    Raises:
+        UnsupportedError: the parameters are computed at run time.
+    """
     if not is_constant(constant):
         raise _refused(node, "its parameters are computed while the model runs")
     found: torch.Tensor = getattr(module, str(constant.target)).detach()
@@ -242,6 +248,7 @@ def levels_of(node: fx.Node) -> QParams | None:
 
 
 def _pair(node: fx.Node) -> bool:
+    """Convert one quantize and its dequantizes to u8, or decompose them; return whether anything changed."""
     q = levels_of(node) if known_type(node.args[0]).dtype is DType.F32 else None
     mates = [user for user in node.users if _matches(node, user)]
     kept = [user for user in node.users if operator(user).startswith("intaglio.")]
@@ -265,6 +272,7 @@ def _pair(node: fx.Node) -> bool:
 
 
 def numbers_of(q: QParams) -> tuple[Any, ...]:
+    """Return the arguments of a u8 quantize or dequantize after the tensor."""
     return q.step, q.zero, q.qmin, q.qmax, torch.uint8
 
 
@@ -277,6 +285,7 @@ def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
 
 
 def _write_quantize(node: fx.Node) -> fx.Node:
+    """Insert the arithmetic of a quantize in front of it, and return the result as integers."""
     aten, (low, high, dtype), x = torch.ops.aten, node.args[-3:], node.args[0]
     kind = TensorType(known_type(node).shape, DType.F32)
     if known_type(x).dtype is not DType.F32:
@@ -294,6 +303,7 @@ def _write_quantize(node: fx.Node) -> fx.Node:
 
 
 def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
+    """Insert the arithmetic of a dequantize in front of it, and return the float result."""
     aten, kind = torch.ops.aten, TensorType(known_type(node).shape, DType.F32)
     real = _written(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
     moved = _written(node, kind, aten.sub.Tensor, real, _zero_of(node))

@@ -42,6 +42,7 @@ def _selects(node: fx.Node) -> bool:
 
 
 def _carry_down(node: fx.Node) -> None:
+    """Repeat the dequantize in front of an operator behind it, for the readers that take quantized operands."""
     found = {levels_behind(value) for value in activations(node)}
     q = found.pop()
     if found or q is None:

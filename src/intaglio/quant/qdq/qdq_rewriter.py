@@ -70,6 +70,7 @@ class Rewriter:
         self.integers: dict[str, fx.Node] = {}
 
     def run(self) -> None:
+        """Rewrite the graph in place: first the activations, then the regions and embedding tables."""
         readers = self._readers()
         produced = {region.root.name for region in self.annotations.regions}
         for site in self.annotations.sites:

@@ -100,6 +100,7 @@ def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dic
 
 
 def fixed_qparams(site: Site, spec: Fixed) -> QParams:
+    """Return the parameters of a site that are known beforehand, with the scale repeated for each zero point."""
     zeros = spec.zero_point if isinstance(spec.zero_point, tuple) else (spec.zero_point,)
     return QParams((spec.scale,) * len(zeros), zeros, site.qmin, site.qmax, site.axis)
 
@@ -236,6 +237,7 @@ class OwnScales:
 
     @staticmethod
     def of(region: Chain, site: Site) -> OwnScales:
+        """Return the rule for the weight of a region."""
         axis = site.axis if isinstance(site.axis, int) else None
         return OwnScales(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
 

@@ -59,7 +59,7 @@ class BiasCorrection(StrEnum):
     WEIGHTS = "weights"
     """The error of rounded weights."""
     OUTPUTS = "outputs"
-    """The error of all quantization in front of the output."""
+    """The error of the layer's output from all quantization before it."""
 
 
 class ResidualType(StrEnum):

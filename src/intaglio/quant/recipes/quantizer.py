@@ -92,8 +92,7 @@ class Quantizer:
         return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:
-        """Return the recipe without parameters as TOML, and a table ``[input."name"]`` per image ("" for an only
-        input)."""
+        """Return the recipe without parameters as TOML, and a table ``[input."name"]`` per image, or ``[input.""]``."""
         images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
         tables = [toml_table(f"{INPUT}.{toml_text(name)}", dataclasses.asdict(i)) for name, i in images.items()]
         return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])

@@ -178,9 +178,11 @@ class Recipe:
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
+        """Read a TOML file that `save` wrote."""
         return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
 
     def save(self, path: str | Path) -> None:
+        """Write the text of `to_toml` to a file."""
         write_text(path, self.to_toml())
 
 
@@ -189,6 +191,11 @@ OPEN_RECIPE = Recipe()
 
 
 def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Setting:
+    """Return a setting that a user gave as ``None`` (leave in float), a `Setting` or its fields.
+
+    Raises:
+        SelectorError: a field is unknown.
+    """
     if value is None:
         return Setting(quantize=False)
     if isinstance(value, Setting):
@@ -224,6 +231,7 @@ def _tables(name: str, entries: Mapping[str, Any]) -> list[str]:
 
 
 def toml_table(name: str, values: Mapping[str, Any]) -> str:
+    """Return a TOML table with its header."""
     return "\n".join([f"[{name}]", *(f"{key} = {toml_text(value)}" for key, value in values.items())]) + "\n"
 
 
@@ -237,4 +245,5 @@ def toml_text(value: Any) -> str:
 
 
 def as_tuple(selectors: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one selector or several as a tuple."""
     return (selectors,) if isinstance(selectors, str) else tuple(selectors)

@@ -44,10 +44,12 @@ def _pattern(selector: str) -> re.Pattern[str]:
 
 
 def prefix_of(selector: str) -> str:
+    """Return the prefix of a selector, one of `PREFIXES`."""
     return next(level for level in PREFIXES if selector.startswith(level))
 
 
 def nearest(selector: str, origins: list[Origin], classes: Mapping[str, str]) -> str:
+    """Return the part of an error message that lists selectors with similar names."""
     prefix = prefix_of(selector)
     if prefix == "op:":
         names = {f"op:{origin.operator.rpartition('.')[0]}" for origin in origins}

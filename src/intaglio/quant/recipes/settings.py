@@ -108,6 +108,7 @@ class Setting:
 
     @property
     def weight(self) -> Datatype:
+        """Return the datatype of weights."""
         return DATATYPES[self.weights_dtype or "s8"]
 
     @property
