@@ -78,7 +78,7 @@ def mark_operators(graph: fx.Graph, regions: Iterable[tuple[str, Sequence[fx.Nod
 
 @dataclass(frozen=True)
 class Region(Chain):
-    """A chain that annotation found.
+    """A chain of operators that can be quantized together.
 
     Attributes:
         name: the fusion row or the single operator that it matches.
@@ -147,7 +147,7 @@ class Region(Chain):
 
 @dataclass(frozen=True)
 class Annotations:
-    """The decisions of `annotate`.
+    """All decisions of annotation about one graph.
 
     Attributes:
         module: the annotated graph.

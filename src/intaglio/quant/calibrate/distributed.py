@@ -47,7 +47,10 @@ class Group:
         return [item]
 
     def total(self, array: Array) -> Array:
-        """Return the sum over ranks of int64, or of float64 that hold integers below 2^53; it is exact in any order."""
+        """Return the sum over ranks of an int64 array, or of a float64 array of integers below 2^53.
+
+        The result is exact in any order of the ranks.
+        """
         if array.dtype not in (np.int64, np.float64):
             raise TypeError(f"sums over ranks are of int64 or float64, not {array.dtype}")
         return self._combined(array, "SUM")

@@ -68,8 +68,8 @@ def kl(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
     """Return the range within min-max with the least Kullback-Leibler divergence.
 
     The divergence is from the distribution of the nonzero values, clipped to the range, to the distribution that is
-    left after quantization: the values inside of each quantized value are spread evenly over its bins. The search is
-    that of `mse`.
+    left after quantization, in which the values that round to the same quantized value are spread evenly over their
+    bins. The search is that of `mse`.
     """
     histogram = _Histogram.of(statistics)
     return _search(histogram, partial(histogram.divergence, qmin=qmin, qmax=qmax))

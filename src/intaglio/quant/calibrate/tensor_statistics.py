@@ -65,7 +65,7 @@ class ChannelExtrema:
     high: NDArray[np.float32]
 
     def merge(self, other: ChannelExtrema | None) -> ChannelExtrema | None:
-        """Return the extrema of both data; ``None`` if `other` is, or if their channels differ."""
+        """Return the extrema over the data of both; ``None`` if `other` is unknown, or if their channels differ."""
         if other is None or (self.axis, self.low.shape) != (other.axis, other.low.shape):
             return None
         return ChannelExtrema(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
@@ -206,7 +206,7 @@ class Statistics:
         return _mean(self.sample_low, self.samples), _mean(self.sample_high, self.samples)
 
     def merge(self, other: Statistics) -> Statistics:
-        """Return the statistics of both data together; exact, and so associative and commutative."""
+        """Return the statistics over the data of both; merging is exact, and so associative and commutative."""
         exponent = max(self.exponent, other.exponent)
         history = {**self.history, **other.history}
         for index in self.history.keys() & other.history.keys():

@@ -192,7 +192,10 @@ def _adds(node: fx.Node, region: Region) -> bool:
 
 
 def _other(node: fx.Node, region: Region) -> fx.Node | None:
-    """Return the operand of an addition from outside the region; ``None`` if the region's own operand is scaled."""
+    """Return the operand of an addition that comes from outside the region.
+
+    The result is ``None`` if both operands come from the region, or if the region's own operand is scaled by ``alpha``.
+    """
     record, (left, right) = known_record(node), operands(node)
     alpha = record.bind(call_of(node, record))["alpha"]
     if left in region.nodes and right not in region.nodes:

@@ -15,8 +15,8 @@ SMALL = 128
 def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the column order and the upper Cholesky factor of the damped inverse in that order.
 
-    Columns are in the order of decreasing moments; those without data have a moment of one. With rows and columns
-    reversed, the factor is the inverse of a Cholesky factor of the matrix itself, reversed again.
+    Columns are in the order of decreasing moments; moments of zero count as one. With rows and columns reversed, the
+    factor is the inverse of a Cholesky factor of the matrix itself, reversed again.
 
     Args:
         matrix: second moments, float64 [groups, k, k].

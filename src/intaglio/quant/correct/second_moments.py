@@ -35,7 +35,7 @@ GATHERED = 1 << 25
 class Moments:
     """Moments of x over all positions that an anchor computes.
 
-    x are quantized values minus their zero point, in the order of a row of the weight.
+    The vector x has the quantized operands of one result minus their zero points, in the order of a row of the weight.
 
     Attributes:
         products: sum of x x^T, int64 [groups, k, k].
