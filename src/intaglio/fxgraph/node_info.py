@@ -73,7 +73,7 @@ class NodeInfo:
     takes_bytes: bool = False
     """True if the image input is passed as uint8."""
     smooths: bool = False
-    """True if the node divides a value by smoothing factors; it then replaces the value under its name."""
+    """True if the node divides a value by smoothing factors; its site has the name of that value."""
     stands_between: bool = False
     """True if the node only separates a value from a reader with other quantization parameters."""
     site: str | None = None

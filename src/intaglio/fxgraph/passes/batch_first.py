@@ -54,7 +54,7 @@ class AxisOrder:
     Attributes:
         source: the atoms of each source axis.
         axes: the atoms of each axis, outermost first; empty for axes of size 1.
-        roams: whether the batch was not the first axis at some step.
+        roams: whether the batch left the first position at some step.
     """
 
     source: list[list[Atom]]

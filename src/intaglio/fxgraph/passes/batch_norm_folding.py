@@ -46,7 +46,7 @@ def fold_batch_norm_after(module: fx.GraphModule) -> int:
 def fold_batch_norm_before(module: fx.GraphModule) -> int:
     """Fold batch norms into the convolutions without padding and linear layers behind them.
 
-    A padded convolution is excluded: it pads the norm's output with 0, which would be -shift/scale in its input.
+    A convolution with padding is excluded, because its zeros would be ``-shift / scale`` in front of the norm.
     """
     folds = 0
     for norm in _batch_norms(module):

@@ -54,9 +54,8 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
         x = spell(aten.add.Tensor, (x, mask), scores)
     row = (n, heads, queries, 1)
     top = spell(aten.amax.default, (x, [-1], True), row)
-    top = spell(
-        aten.clamp.default, (top, torch.finfo(torch.float32).min), row
-    )  # a finite maximum, because -inf - (-inf) is NaN
+    # Keep the maximum finite, because -inf - (-inf) is NaN.
+    top = spell(aten.clamp.default, (top, torch.finfo(torch.float32).min), row)
     powers = spell(aten.exp.default, (spell(aten.sub.Tensor, (x, top), scores),), scores)
     parameters = (PROBABILITIES.step, PROBABILITIES.zero, PROBABILITIES.qmin, PROBABILITIES.qmax, torch.uint8)
     levels = spell(quantize, (powers, *parameters), scores, TensorType(scores, DType.U8, PROBABILITIES))

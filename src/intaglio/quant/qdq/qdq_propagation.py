@@ -71,7 +71,7 @@ def _carry_up(node: fx.Node) -> list[fx.Node]:
         return []
     values = dict.fromkeys(activations(select))
     if known_record(select).clamps and not all(levels_behind(v) or _selects(v) for v in values):
-        return []  # kernels clamp only what they accumulate
+        return []  # kernels apply such a clamp only to accumulators
     assert q is not None, f"{node} was not paired"
     made = []
     for value in values:
