@@ -1,1 +1,1 @@
-"""Fusion: which operators run as one kernel. One table of rows, one pattern language, one matcher, no torch."""
+"""Operator fusion: one table of fusions, a pattern language and a matcher. This package does not use torch."""

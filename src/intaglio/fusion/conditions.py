@@ -1,4 +1,4 @@
-"""Conditions of fusion rows: named predicates that return why a match cannot be one kernel, or ``None``."""
+"""Side conditions of fusions: predicates that return why a match cannot be one kernel, or ``None``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from intaglio.ops.products.conv import output_axis
 
 
 def adds_without_broadcast(found: Match[N], view: GraphView[N]) -> str | None:
-    """Refuse a sum behind an anchor that broadcasts, or whose factors are not one per output channel of the anchor."""
+    """Refuse a residual sum that broadcasts, or whose factors are not one per output channel of the anchor."""
     total, anchor = found.nodes[-2:]
     shape = view.type_of(total).shape
     if any(value is None or view.type_of(value).shape != shape for value in view.operands(total)[:2]):
@@ -18,7 +18,9 @@ def adds_without_broadcast(found: Match[N], view: GraphView[N]) -> str | None:
 
 
 def scales_output_channels(found: Match[N], view: GraphView[N]) -> str | None:
-    """Refuse factors that are not one constant per output channel of a dense anchor, and offsets that are not zero."""
+    """Refuse factors that are not one constant per output channel of an ungrouped anchor, and offsets that are not
+    zero.
+    """
     affine, anchor = found.root, found.anchor
     _, factor, offset = view.operands(affine)
     if factor is None or offset is None or not (view.constant(factor) and view.constant(offset)):
@@ -32,7 +34,7 @@ def scales_output_channels(found: Match[N], view: GraphView[N]) -> str | None:
 
 
 def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None:
-    """Refuse a number that cannot scale the unit of an accumulator: zero, negative or not finite."""
+    """Refuse a number that cannot be folded into the scale of an accumulator: zero, negative or not finite."""
     number = view.attributes(found.root).get("other")
     if isinstance(number, (int, float)) and 0 < number < float("inf"):
         return None
@@ -40,5 +42,5 @@ def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None
 
 
 def keeps_shape(found: Match[N], view: GraphView[N]) -> str | None:
-    """Refuse a gate that broadcasts what it weighs."""
+    """Refuse a gate that is broadcast."""
     return None if view.type_of(found["x"]) == view.type_of(found.root) else "a gate that broadcasts"

@@ -1,4 +1,4 @@
-"""The record of a fusion, and the search for every match of a list of them."""
+"""The record of a fusion, and the search for all matches of a list of fusions."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from intaglio.fusion.pattern import Pattern
 
 R = TypeVar("R")
 Condition = Callable[[Match[Any], Any], str | None]
-"""A function of a match and the view of the graph it was found in, which is that of the row's level."""
+"""Side condition: a function of a match and the view of the graph on which it was found."""
 
 
 class FusionLevel(StrEnum):
-    """The graph a fusion is matched on."""
+    """The graph that a fusion is matched on."""
 
     CAPTURED = "captured"
-    """The float graph before it is annotated, where a fusion makes one operator of several."""
+    """The float graph before annotation, in which a fusion replaces several operators by one."""
     GRAPH = "graph"
-    """The float graph that is annotated."""
+    """The float graph during annotation."""
     INTEGER = "integer"
     """The integer graph: loops, and the accumulators of products."""
     LOOP_BODY = "loop body"
-    """What one loop of the integer graph computes, element by element."""
+    """The body of one loop of the integer graph."""
     PARTITION = "partition"
-    """The partitions of a plan, each called by its anchor, when layouts and views are known."""
+    """The partitions of a plan, each matched by its anchor, after layouts and views were assigned."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Fusion:
     """A named pattern whose operators become one kernel.
 
     Attributes:
-        pattern: the operators; its root is the value that may become a site, inner values never do.
-        level: the graph it is matched on.
-        purpose: what the fusion saves.
-        where: the side condition, a predicate that returns why a match is refused, or ``None``.
-        precise: the row holds only where the recipe asks for precise functions; elsewhere the function is a lookup
-            table behind a site.
-        becomes: for a captured graph, the ATen overload of the operator that replaces the match and reads ``x`` of the
-            pattern.
+        name: Name of the fusion.
+        pattern: The operators. The value of its root may become a quantization site, inner values never do.
+        level: The graph that it is matched on.
+        purpose: The benefit of the fusion.
+        where: Side condition that returns why a match is refused, or ``None``.
+        precise: The fusion applies only if the recipe asks for precise functions; otherwise the function is a lookup
+            table after a site.
+        becomes: ATen overload of the operator that replaces a match on a captured graph; it reads ``x`` of the pattern.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Fusion:
     becomes: str = ""
 
     def find(self, root: N, view: GraphView[N]) -> Iterator[Match[N]]:
-        """Yield the matches at one node for which the condition holds."""
+        """Yield the matches at one node that satisfy the side condition."""
         for found in matches(self.pattern, root, view):
             if self.where is None or self.where(found, view) is None:
                 yield found
 
 
 def check_longest_first(rows: tuple[Fusion, ...]) -> None:
-    """Raise `ValueError` unless longer rows come first: a longer one behind a shorter one would never match."""
+    """Raise `ValueError` unless longer patterns come first: a longer one after a shorter one would never match."""
     sizes = [row.pattern.size() for row in rows]
     if sizes != sorted(sizes, reverse=True):
         raise ValueError(f"fusion rows must stand longest first; sizes are {sizes}")
@@ -74,17 +74,17 @@ def match_rows(
     accept: Callable[[Fusion, tuple[N, ...]], R | None],
     taken: set[N],
 ) -> list[R]:
-    """Match every row at every node, in the order of the rows; an operator belongs to one match.
+    """Match every fusion at every node, in the order of the fusions; an operator belongs to at most one match.
 
     Args:
-        rows: the fusion rows, longest first.
-        nodes: candidates for the root of a match, in execution order.
-        view: the graph.
-        accept: makes the caller's result of a row and its operators, in execution order; ``None`` refuses the match.
-        taken: operators that belong to a match already; those of accepted matches are added.
+        rows: The fusions, longest first.
+        nodes: Candidates for the root of a match, in execution order.
+        view: The graph.
+        accept: Converts a fusion and its operators, in execution order, to a result; ``None`` refuses the match.
+        taken: Operators that already belong to a match; those of accepted matches are added.
 
     Returns:
-        What ``accept`` returned, row by row.
+        The results of ``accept``, fusion by fusion.
     """
     candidates, found = list(nodes), list[R]()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Operators of the integer graph as the matcher sees them. A node is the name of a value."""
+"""Views of the integer graph for the matcher. A node is the name of a value."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from intaglio.ir import Graph, Op, TensorType
 
 
 class ValueView:
-    """Answers what a matcher asks of the values of an integer graph, whatever its nodes stand for.
+    """Implements the queries of a `GraphView` about values of an integer graph.
 
-    ``ops``: those of the graph, or those of a pass that is rewriting it. ``place``: the position of each node.
+    Args:
+        graph: The graph.
+        ops: Its operators, or those of a pass that is rewriting it.
+        place: Position of each node in execution order.
     """
 
     def __init__(self, graph: Graph, ops: Sequence[Op], place: Mapping[str, int]) -> None:
@@ -42,9 +45,11 @@ class ValueView:
 
 
 class IntegerGraphView(ValueView):
-    """Shows the operators of an integer graph, or of the body of a loop, as a `GraphView` whose nodes are values.
+    """View of the operators of an integer graph, or of a loop body, whose nodes are values.
 
-    ``ops``: in place of those of the graph, where a pass is rewriting them.
+    Args:
+        graph: The graph.
+        ops: Replaces the operators of the graph while a pass is rewriting it.
     """
 
     def __init__(self, graph: Graph, ops: Sequence[Op] | None = None) -> None:
@@ -52,11 +57,11 @@ class IntegerGraphView(ValueView):
         super().__init__(graph, ops, {name: index for index, op in enumerate(ops) for name in op.outputs})
 
     def op(self, node: str) -> Op:
-        """Return the operator that makes a value."""
+        """Return the operator that computes a value."""
         return self.ops[self._place[node]]
 
     def between(self, first: str, last: str) -> Sequence[Op]:
-        """Return the operators behind the one that makes ``first`` and in front of the one that makes ``last``."""
+        """Return the operators after the one that computes ``first`` and before the one that computes ``last``."""
         return self.ops[self._place[first] + 1 : self._place[last]]
 
     def users(self, node: str) -> list[Op]:
@@ -74,5 +79,5 @@ class IntegerGraphView(ValueView):
 
     @property
     def outputs(self) -> Collection[str]:
-        """Return the results of the graph."""
+        """Return the outputs of the graph."""
         return self.graph.outputs

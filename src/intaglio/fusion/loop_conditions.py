@@ -1,4 +1,4 @@
-"""Conditions of the fusion rows of loops: when two loops run as one, and when a loop is a lookup table."""
+"""Side conditions of loop fusions: when two loops can be merged, and when a loop is a lookup table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from intaglio.ops.loop_ops.primitives import primitive
 
 
 def dequantizes_uniformly(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse a dequantize of quantized values that have several scales or are not u8."""
+    """Refuse a dequantize of values that are not u8 or have several scales."""
     return None if has_uniform_parameters(view.op(found.anchor), view.graph.types) else "parameters per channel"
 
 
 def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse two loops over different rows, or that another operator connects too, or whose values have other axes."""
+    """Refuse two loops with different rows, with a path through a third operator, or with values whose axes differ."""
     types = view.graph.types
     producer, reader = view.op(found.anchor), view.op(found.root)
     if not has_uniform_parameters(reader, types):
@@ -32,7 +32,7 @@ def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
 
 
 def maps_levels_to_levels(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse a loop that is no function of one quantized value to one quantized value, element by element."""
+    """Refuse a loop that is not an elementwise function from one quantized value to another."""
     op, source = view.op(found.root), found["levels"]
     types, constants = view.graph.types, view.graph.constants
     if len(op.outputs) != 1 or types[op.output].dtype is not DType.U8:
@@ -47,7 +47,7 @@ def maps_levels_to_levels(found: Match[str], view: IntegerGraphView) -> str | No
 
 
 def becomes_only_levels(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse a function in the body of a loop whose result is used other than by quantizing it."""
+    """Refuse a function in a loop body if its float result is used except by a quantize."""
     readers = [primitive(op) for op in view.users(found.root)]
     if not readers or not all(reader.quantizes for reader in readers):
         return "its float result is read"
@@ -63,7 +63,7 @@ def has_uniform_parameters(op: Op, types: Mapping[str, TensorType]) -> bool:
 
 
 def as_loop(op: Op, types: Mapping[str, TensorType]) -> Op:
-    """Return a quantize or dequantize as a loop of one operator; a loop as it is."""
+    """Return a quantize or dequantize as a loop with one operator; return a loop unchanged."""
     if op.is_loop:
         return op
     values = {name: types[name] for name in (*op.inputs, *op.outputs)}
@@ -72,7 +72,7 @@ def as_loop(op: Op, types: Mapping[str, TensorType]) -> Op:
 
 
 def _same_rows(first: Graph, second: Graph) -> bool:
-    """Return whether both have one shape and axis, or one of them has one number per row of the other."""
+    """Return whether both loops have the same shape and axis, or one computes one number per row of the other."""
     shapes, axes = (space(first), space(second)), (row_axis(first), row_axis(second))
     if shapes[0] == shapes[1]:
         return None in axes or axes[0] == axes[1]
@@ -85,7 +85,7 @@ def _same_rows(first: Graph, second: Graph) -> bool:
 
 
 def _element_by_element(first: Op, second: Op) -> bool:
-    """Return whether all that the second reads of the first is there element by element: with its axis, no table."""
+    """Return whether the second loop reads the results of the first element by element, with the same axes."""
     one, two = body_of(first), body_of(second)
     whole, axis = space(one), row_axis(one)
     shared = set(first.outputs) & set(second.inputs)
@@ -96,7 +96,7 @@ def _element_by_element(first: Op, second: Op) -> bool:
 
 
 def _third_between(found: Match[str], view: IntegerGraphView) -> bool:
-    """Return whether a third operator reads the producer and feeds the reader."""
+    """Return whether a third operator depends on the producer and is read by the consumer."""
     producer, reader = view.op(found.anchor), view.op(found.root)
     reached = set(producer.outputs)
     for op in view.between(found.anchor, found.root):

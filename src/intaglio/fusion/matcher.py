@@ -1,4 +1,4 @@
-"""The matcher: finds patterns in any graph that shows itself through a `GraphView`. Matching never writes."""
+"""The pattern matcher, which works on any graph with a `GraphView`. Matching never modifies a graph."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ N = TypeVar("N", bound=Hashable)
 
 
 class GraphView(Protocol[N]):
-    """What the matcher and the conditions of fusion rows need to see of a graph."""
+    """Queries about a graph that the matcher and the side conditions use."""
 
     def kinds(self, node: N) -> tuple[str, ...]:
-        """Return the names a pattern may call the operator by; none for inputs and constants."""
+        """Return the names by which a pattern can refer to the operator; none for inputs and constants."""
 
     def operands(self, node: N) -> tuple[N | None, ...]:
-        """Return the tensor operands; ``None`` for one that is left out."""
+        """Return the tensor operands; ``None`` for an operand that is left out."""
 
     def readers(self, node: N) -> int:
-        """Return how many operators and outputs read this value."""
+        """Return the number of operators and outputs that read this value."""
 
     def constant(self, node: N) -> bool:
-        """Return whether the value never changes."""
+        """Return whether the value is constant."""
 
     def position(self, node: N) -> int:
-        """Return the place in execution order."""
+        """Return the position in execution order."""
 
     def type_of(self, node: N) -> TensorType:
         """Return shape and element type of a tensor."""
 
     def attributes(self, node: N) -> Mapping[str, Any]:
-        """Return the attributes of an operator as its record binds them."""
+        """Return the attributes of an operator, as its record binds them."""
 
     def array(self, node: N) -> np.ndarray:
-        """Return the elements of a constant."""
+        """Return the array of a constant."""
 
 
 @dataclass(frozen=True)
 class Match(Generic[N]):
-    """The nodes a pattern took, root first, and what its names are bound to."""
+    """A match of a pattern: its nodes, root first, and the values bound to its names."""
 
     nodes: tuple[N, ...]
     bound: tuple[tuple[str, N], ...]
@@ -66,13 +66,13 @@ class Match(Generic[N]):
 def match(pattern: Pattern, root: N, view: GraphView[N]) -> Match[N] | None:
     """Return the first match of a pattern at ``root``, or ``None``.
 
-    Inner operators must have no reader outside of the pattern, unless they are ``shared``.
+    Inner operators must not be read outside of the match, unless they are ``shared``.
     """
     return next(matches(pattern, root, view), None)
 
 
 def matches(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Match[N]]:
-    """Yield the matches of a pattern at ``root``: one, or with ``any_operand`` one for each operand that fits."""
+    """Yield the matches of a pattern at ``root``: at most one, or with ``any_operand`` one per operand that fits."""
     for choice in _choices(pattern, root, view):
         state = _MatchState(view)
         if state.match(choice, root, True) and state.is_private():
@@ -80,7 +80,7 @@ def matches(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Match[N]]
 
 
 def _choices(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Pattern]:
-    """Yield the pattern with its operand in each place that it may have at the root, as operands are written."""
+    """Yield the pattern once per operand position if its root has ``any_operand``, else the pattern itself."""
     if not pattern.any_operand:
         yield pattern
         return
@@ -90,7 +90,7 @@ def _choices(pattern: Pattern, root: N, view: GraphView[N]) -> Iterator[Pattern]
 
 @dataclass
 class _MatchState(Generic[N]):
-    """The state of one search: what names are bound to, and the operators taken so far, root first."""
+    """State of one search: the values bound to names, and the operators matched so far, root first."""
 
     view: GraphView[N]
     bound: dict[str, N] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class _MatchState(Generic[N]):
         if not set(pattern.kinds).intersection(self.view.kinds(node)):
             return False
         if node in self.nodes:
-            return bool(pattern.name)  # bound to this node before, with its operands
+            return bool(pattern.name)  # the node and its operands were matched before
         if not (root or pattern.name or pattern.shared or self.view.readers(node) == 1):
             return False
         if pattern.where is not None and not pattern.where(node):
@@ -125,13 +125,13 @@ class _MatchState(Generic[N]):
         return False
 
     def is_private(self) -> bool:
-        """Return whether nothing outside of the match reads an inner operator that is not shared."""
+        """Return whether inner operators that are not shared are only read inside of the match."""
         read = Counter(value for node in self.nodes for value in self.view.operands(node))
         return all(node in self.shared or self.view.readers(node) == read[node] for node in self.nodes[1:])
 
 
 def _operand_orders(pattern: Pattern, node: N, view: GraphView[N]) -> list[tuple[N | None, ...]]:
-    """Return the operands as written; for commutative operators also swapped, the one that is made later first."""
+    """Return the operands as written, and swapped for commutative operators, starting with the later operand first."""
     operands = view.operands(node)
     if not pattern.commutative or len(operands) < 2:
         return [operands]

@@ -1,5 +1,4 @@
-"""Conditions of the fusion rows of accumulators and partitions: what a kernel can compute in front of a product and
-behind it."""
+"""Side conditions of accumulator and partition fusions: what a kernel can compute before and after a product."""
 
 from __future__ import annotations
 
@@ -14,38 +13,41 @@ from intaglio.ops.loop_ops.loop_space import body_of, space
 from intaglio.ops.loop_ops.primitives import primitive
 
 MAX_HEAD_CHANNELS = 4096
-"""Channels of what a head makes: its tallest tile fits ``WEIGHED_BYTES``, and its terms ``TERMS``, of
-native/weighed_matmul.cpp."""
+"""Maximum number of channels of a head's result.
+
+Its tallest tile fits ``WEIGHED_BYTES`` of native/products/weighed_matmul.cpp, and its terms fit ``TERMS`` of
+native/elementwise/pair.cpp.
+"""
 
 
 class PlanView(GraphView[str], Protocol):
-    """The partitions of a plan; a node is the value that a partition makes."""
+    """View of the partitions of a plan; a node is the value that a partition computes."""
 
     graph: Graph
 
     def operands(self, node: str) -> tuple[str, ...]:
-        """Return what a partition reads from outside."""
+        """Return the values from outside that a partition reads."""
 
     def operators(self, node: str) -> tuple[Op, ...]:
         """Return the operators of a partition, anchor first; none for other values."""
 
     def is_flat(self, node: str) -> bool:
-        """Return whether all pixels that a partition makes are one line in memory."""
+        """Return whether all pixels that a partition computes are contiguous in memory."""
 
     def has_halo(self, value: str) -> bool:
-        """Return whether there are pixels around the images of a value."""
+        """Return whether the images of a value have a halo."""
 
     def pixel_channels(self, value: str) -> Dim:
-        """Return the elements of one pixel in memory."""
+        """Return the number of elements per pixel in memory."""
 
 
 def makes_one_result(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse a table behind a requantization that also stores the rest of 16 bits."""
+    """Refuse a lookup table after a requantization that also stores the rest of 16 bits."""
     return None if len(view.op(found.nodes[1]).outputs) == 1 else "a requantization with two results"
 
 
 def weighs_channels_of_pixels(found: Match[str], view: PlanView) -> str | None:
-    """Refuse all but the product of squeeze and excite in front of a dense convolution of single pixels."""
+    """Refuse all but the multiplication of squeeze-and-excite before an ungrouped 1x1 convolution."""
     anchor, product = view.operators(found.root)[0], view.operators(found.anchor)[0]
     types = view.graph.types
     if len(types[anchor.output].shape) != 4 or anchor.attrs["groups"] != 1 or not view.is_flat(found.root):
@@ -61,7 +63,7 @@ def weighs_channels_of_pixels(found: Match[str], view: PlanView) -> str | None:
 
 
 def runs_on_tiles(found: Match[str], view: PlanView) -> str | None:
-    """Refuse a loop that needs more than the tile that a product has just made, or reads one that is made later."""
+    """Refuse a loop that cannot run on the tiles of the product it reads, or that reads a later product."""
     product, (loop, *_) = found.anchor, view.operators(found.root)
     if not has_uniform_parameters(loop, view.graph.types):
         return "parameters per channel"
@@ -80,8 +82,10 @@ def runs_on_tiles(found: Match[str], view: PlanView) -> str | None:
 
 
 def _gives_tiles(node: str, view: PlanView) -> bool:
-    """Return whether kernels make all results of a partition some pixels at a time. Depthwise ones, and phases of
-    transposed convolutions, have an order of their own."""
+    """Return whether a kernel computes all results of a partition tile by tile.
+
+    Depthwise convolutions and the phases of transposed convolutions have another order.
+    """
     anchor, *tail = view.operators(node) or (None,)
     if anchor is None or not tail or len(tail[-1].outputs) > 1 or op_def(anchor).transposed:
         return False

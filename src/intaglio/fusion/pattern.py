@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pattern:
-    """A node of a pattern: an operator of one of these ``kinds``, or a leaf if there are none.
+    """A node of a pattern: an operator of one of these ``kinds``, or a leaf without ``kinds``.
 
-    ``name`` binds the value that is matched; leaves, or operators, of one name must be one value (a diamond).
-    ``any_operand``: the one pattern in ``operands`` may match any operand. ``shared``: the value may have readers
-    outside of the match.
+    Attributes:
+        kinds: Names of the operators that match.
+        operands: Patterns of the operands.
+        name: Binds the matched value; leaves or operators with the same name must be the same value (a diamond).
+        is_constant: The value must be constant.
+        where: Condition on the node.
+        commutative: The first two operands may be swapped.
+        any_operand: The only pattern in ``operands`` may match any operand.
+        shared: The value may be read outside of the match.
     """
 
     kinds: tuple[str, ...] = ()
@@ -36,19 +42,19 @@ class Pattern:
             yield from operand.leaves()
 
     def named_kinds(self) -> Iterator[str]:
-        """Yield every operator name in the pattern, repeats included."""
+        """Yield every operator name in the pattern, including repeats."""
         yield from self.kinds
         for operand in self.operands:
             yield from operand.named_kinds()
 
 
 def wildcard(name: str = "") -> Pattern:
-    """Match any value."""
+    """Return a pattern that matches any value."""
     return Pattern(name=name)
 
 
 def const(name: str = "") -> Pattern:
-    """Match a value that never changes."""
+    """Return a pattern that matches a constant."""
     return Pattern(name=name, is_constant=True)
 
 
@@ -60,18 +66,18 @@ def op(
     commutative: bool = False,
     shared: bool = False,
 ) -> Pattern:
-    """Match an operator of one of these kinds. Operands beyond those given may be anything."""
+    """Return a pattern that matches an operator of one of these kinds; operands beyond the given ones are ignored."""
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     return Pattern(names, operands, name, where=where, commutative=commutative, shared=shared)
 
 
 def reads(kinds: str | Iterable[str], operand: Pattern) -> Pattern:
-    """Match an operator of one of these kinds, any operand of which matches ``operand``."""
+    """Return a pattern that matches an operator of one of these kinds, any operand of which matches ``operand``."""
     return Pattern((kinds,) if isinstance(kinds, str) else tuple(kinds), (operand,), any_operand=True)
 
 
 def seq(*kinds: str | Iterable[str]) -> Pattern:
-    """Match a chain through first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``."""
+    """Return a chain along first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``."""
     pattern = wildcard("x")
     for entry in kinds:
         pattern = op(entry, pattern)

@@ -1,13 +1,13 @@
 """The table of fusions: which operators become one operator, one loop, one lookup table or one kernel.
 
-Every row has a pattern, the kind of graph it is matched on, what it saves, and a condition that returns a reason.
-Each tuple belongs to one stage, which asks `Fusion.find` and applies what is found; `GRAPH_FUSIONS` are matched while a
-model is annotated, and later stages read what was found.
+Each fusion has a pattern, the kind of graph it is matched on, its purpose, and a side condition. Each tuple belongs to
+one stage, which calls `Fusion.find` and applies the matches; `GRAPH_FUSIONS` are matched while a model is annotated,
+and later stages read the result.
 
-Two algorithms are more than their rows. Scores of attention may be scaled and masked any number of times, in any order,
-between product and softmax: the row finds the softmax between two products, and `fxgraph.fuse_attention` walks the
-scores. Loops are merged two at a time until nothing changes, since what is merged may fit a third: the rows say which
-two, and `plan.graph_passes.loop_merging` says in which order.
+Two algorithms do more than the table says. The scores of attention may be scaled and masked any number of times, in any
+order, between product and softmax: the table finds the softmax between two products, and `fxgraph.fuse_attention` walks
+the scores. Loops are merged in pairs until nothing changes, since a merged loop may fit a third one: the table says
+which pairs, and `plan.graph_passes.loop_merging` the order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from intaglio.ops.pointwise import MUL
 
 CONVOLVING = tuple(record.name for record in OPS.values() if record.convolves)
 TAILS = tuple(record.name for record in OPS.values() if record.tail is not None)
-"""Take an accumulator."""
+"""Operators that read an accumulator."""
 TABLES = tuple(record.name for record in OPS.values() if record.follows_product)
 QUANTIZES = tuple(record.name for record in OPS.values() if record.quantizes)
 DEQUANTIZES = tuple(record.name for record in OPS.values() if record.dequantizes)
@@ -185,7 +185,7 @@ FUSIONS = (
     *HEAD_FUSIONS,
     *EPILOGUE_FUSIONS,
 )
-"""Every row, in the order of the stages that ask for them."""
+"""All fusions, in the order of the stages that match them."""
 
 for _rows in (GATE_FUSIONS, GRAPH_FUSIONS, ACCUMULATOR_FUSIONS, HEAD_FUSIONS, EPILOGUE_FUSIONS):
     check_longest_first(_rows)

@@ -1,4 +1,4 @@
-"""One record per operator, the interpreter. No torch."""
+"""Operator records and the reference interpreter of the integer graph. This package does not use torch."""
 
 from __future__ import annotations
 

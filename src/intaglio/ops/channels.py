@@ -1,4 +1,4 @@
-"""Operators with constants of their own for every channel: affine, scaled_add and prelu."""
+"""Operators with constants per channel: affine, scaled_add and prelu."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ ANY_CHANNELS = rank(2, 3, 4, 5)
 
 
 def channel_axis(constant: Shape, shape: Shape) -> int | None:
-    """The axis along which a constant of this shape differs, broadcast over a tensor of that shape: its second or its
-    last one. ``None`` for any other constant."""
+    """Return the axis along which a constant varies when it broadcasts over a tensor: the second or the last one.
+
+    ``None`` for any other constant.
+    """
     padded = (*[1] * (len(shape) - len(constant)), *constant)
     axes = [axis for axis, size in enumerate(padded) if size != 1]
     if len(padded) != len(shape) or len(axes) > 1:
@@ -44,7 +46,7 @@ def bind_affine(call: Call) -> Attrs:
 
 
 def constant_channels(call: Call) -> str | None:
-    """Factor and offset are constants, one per channel."""
+    """Return why factor and offset are refused: they must be constants, one per channel."""
     if not all(call.constant[1:]):
         return "a factor or an offset that is not a constant"
     if call.arguments.get("value", 1) != 1:
@@ -58,7 +60,7 @@ def bind_scaled_add(call: Call) -> Attrs:
 
 
 def constant_ratio(call: Call) -> str | None:
-    """Operands of one shape, and a constant per channel for the second."""
+    """Return why operands are refused: they must have one shape, and the second a constant factor per channel."""
     if not call.constant[2]:
         return "a factor that is not a constant"
     if call.arguments.get("value", 1) != 1:
@@ -69,7 +71,7 @@ def constant_ratio(call: Call) -> str | None:
 
 
 def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.affine_requantize`, a factor and an offset per channel."""
+    """Compute `numerics.affine_requantize` with a factor and an offset per channel."""
     x, *values = args
     factor, offset = (along(value, x.ndim, op.attrs["axis"]) for value in values)
     centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
@@ -78,19 +80,21 @@ def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
 
 
 def constant_slopes(call: Call) -> str | None:
-    """One for all, or one per channel; torch checks the number."""
+    """Return why slopes are refused: they must be constant; torch checks their number."""
     return None if call.constant[1] else "slopes that are computed while the model runs"
 
 
 def slope_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
-    """Return the factor of positive values, and those of negative ones: one for all, or one per channel."""
+    """Return the factor of positive values and those of negative values: a single one, or one per channel."""
     rise = np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)
     slopes = np.ravel(given[0] if given[0] is not None else 1.0)
     return {"rise": rise, "fall": numerics.multiplier(slopes * scale_x, scale_y)}, attrs
 
 
 def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.requantize` with the factor of the value's sign; ``rise`` is one number, ``fall`` one per channel."""
+    """Compute `numerics.requantize` with a factor that depends on the sign; ``rise`` is a number, ``fall`` one per
+    channel.
+    """
     x, rise, fall = args
     centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
     factor = np.where(centred >= 0, rise.reshape(()), along(fall, x.ndim, 1))
@@ -98,7 +102,7 @@ def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 
 def layout_of_slopes(op: Op, types: Mapping[str, TensorType]) -> Layout:
-    """Return channels last for slopes per channel, which are read along a pixel; one slope goes with any layout."""
+    """Return channels last for slopes per channel, which are read along a pixel; a single slope fits any layout."""
     plain = isinstance(types[op.output].shape[-1], int) and types[op.inputs[2]].shape == (1,)
     return Layout.SAME if plain else Layout.CHANNELS_LAST
 

@@ -1,4 +1,4 @@
-"""Levels whose scales are made while the model runs, one for each row of the last axis."""
+"""Dynamic quantization: uint8 values whose scales are computed at run time, one per token (row of the last axis)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Layout, OpDef, Tail
 
 ROW_MODES = ("token", "tensor")
-"""What has a scale of its own: a row of the last axis, or an entry of the batch, whose rows then share one."""
+"""Granularity of the scales: one per token (row of the last axis), or one per entry of the batch."""
 
 
 def row_levels(scales: str) -> QParams:
-    """Parameters of u8 levels whose scales are the value of this name."""
+    """Return the parameters of uint8 values whose scales are the value with this name."""
     zero = numerics.ROW_ZERO
     return QParams(Ref(scales), (zero,), zero - numerics.ROW_STEPS, zero + numerics.ROW_STEPS, PerRow())
 
 
 def row_accumulator(scales: str) -> QParams:
-    """Parameters of an accumulator that such levels and a weight make."""
+    """Return the parameters of the accumulator of such values times a quantized weight."""
     return QParams(Ref(scales), (0,), -(2**31), 2**31 - 1, PerRow())
 
 
@@ -32,7 +32,10 @@ def scales_shape(shape: Shape) -> Shape:
 
 
 def levels_of_rows(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """f32[..., K] -> u8[..., K], f32[..., 1]. A row's levels depend on no other entry of the batch."""
+    """Quantize f32[..., K] dynamically; return u8[..., K] and scales f32[..., 1].
+
+    The quantized values of a row do not depend on other entries of the batch.
+    """
     peaks = numerics.row_peaks(x)
     if mode == "tensor" and x.ndim > 2:
         peaks = np.broadcast_to(peaks.max(tuple(range(1, x.ndim)), keepdims=True, initial=0), peaks.shape)
@@ -52,7 +55,7 @@ def dequantize_rows_meaning(
 
 
 def valid_row_levels(op: Op, graph: Graph) -> None:
-    """Check that quantized values have the scales that are made with them."""
+    """Check that quantized values refer to the scales that are computed with them."""
     kinds = [graph.types[name] for name in (*op.inputs, *op.outputs)]
     shapes = [kind.shape for kind in kinds]
     expected = [shapes[0], scales_shape(shapes[0])]
@@ -63,12 +66,12 @@ def valid_row_levels(op: Op, graph: Graph) -> None:
 
 
 def makes_rows(op: Op) -> bool:
-    """Return whether an operator makes quantized values together with the scales of their rows."""
+    """Return whether an operator computes quantized values together with the scales of their rows."""
     return op.kind == QUANTIZE_ROWS.name
 
 
 def valid_row_accumulator(op: Op, graph: Graph) -> None:
-    """Check that an accumulator has the scales made for its rows, and a constant for every column."""
+    """Check that an accumulator has the scales of its rows, and that there is a constant scale and bias per column."""
     acc, scales, columns, bias = (graph.types[name] for name in op.inputs)
     made = any(makes_rows(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
     if not made or acc.q != row_accumulator(op.inputs[1]) or scales.shape != scales_shape(acc.shape):

@@ -1,6 +1,4 @@
-"""embedding_bag: rows of a table, joined bag by bag; arange: whole numbers, equally far apart. Both stay outside of
-loops.
-"""
+"""Operators on ids that run outside of loops: embedding_bag and arange."""
 
 from __future__ import annotations
 
@@ -15,14 +13,18 @@ from intaglio.numerics import float_math
 from intaglio.ops.opdef import OpDef
 
 MODES = ("sum", "mean", "max")
-"""In torch's order."""
+"""Reductions in torch's order."""
 NO_PADDING = -1
-"""In place of the id that counts nowhere."""
+"""Sentinel for ``padding_idx=None``."""
 
 
 def operands_of_bags(op: Op, levels: bool) -> Mapping[str, str]:
-    """Operand -> value: table, ids, offsets; of a table of ``levels`` scales and zero points; weights of samples, if
-    the operator has them. ValueError for another number of them.
+    """Return the value of each operand by name: table, ids, offsets, scales and zero points, weights.
+
+    Scales and zero points exist if the table is quantized (``levels``), weights of samples if the operator has them.
+
+    Raises:
+        ValueError: The number of operands is wrong.
     """
     names = ("table", "ids", "offsets", *(("scales", "zero_points") if levels else ()))
     names = (*names, "weights") if op.attrs["weighted"] else names
@@ -35,13 +37,17 @@ def bags_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """f32 or u8[V, D], ids i64[L], offsets i64[B] -> f32[B, D]. Bag b has the ids from its offset up to the next one's;
-    the last up to the end, or with attribute ``ends``, where there is an offset more than bags, up to that one, as
-    torch documents it (some of its modes go on to the end).
+    """Return f32[B, D] of a table f32 or u8[V, D], ids i64[L] and offsets i64[B].
 
-    Starting from 0, rows times their weights are added in the order of ids; "mean" divides by ``float32(count)``;
-    "max" takes `float_math.maximum` of them. ``padding`` counts nowhere, an empty bag is 0. IndexError for ids that the
-    table does not have and for offsets that do not begin at 0, fall or lead outside.
+    Bag b has the ids from its offset up to the next offset, the last bag those up to the end. With attribute ``ends``
+    there is one more offset than bags, which ends the last bag, as torch documents it (some of its modes use all ids
+    instead).
+
+    Starting from 0, rows times their weights are added in the order of ids. "mean" divides the sum by
+    ``float32(count)``, "max" takes `float_math.maximum`. Ids equal to ``padding`` are ignored, and an empty bag is 0.
+
+    Raises:
+        IndexError: An id is out of range, or offsets do not start at 0, decrease or exceed the number of ids.
     """
     given = dict(zip(operands_of_bags(op, types[0].dtype is DType.U8), args, strict=True))
     ids, offsets = given["ids"], given["offsets"]
@@ -61,7 +67,7 @@ def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
 
 
 def _joined(rows: numerics.FloatArray, mode: str) -> numerics.FloatArray:
-    """f32[count, D] -> f32[D], row after row."""
+    """Reduce f32[count, D] to f32[D], row after row."""
     total = np.zeros(rows.shape[1], np.float32)
     with np.errstate(all="ignore"):
         for index, row in enumerate(rows):
@@ -74,7 +80,7 @@ def arange_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def arange_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """i64[size]: ``start + i * step``."""
+    """Return i64[size]: ``start + i * step``."""
     return op.attrs["start"] + op.attrs["step"] * np.arange(op.attrs["size"], dtype=np.int64)
 
 
@@ -82,7 +88,7 @@ ATTRS = {"mode": str, "ends": bool, "weighted": bool, "padding": int}
 
 
 def valid_bags(op: Op, graph: Graph) -> None:
-    """Check that the table is there, with parameters for all of its rows, and that ids and offsets are integers."""
+    """Check that the table is constant with parameters for all of its rows, and that ids and offsets are integers."""
     if {name: type(value) for name, value in op.attrs.items()} != ATTRS or op.attrs["mode"] not in MODES:
         raise ValueError(f"embedding_bag with {dict(op.attrs)}")
     first = graph.types[op.inputs[0]]
@@ -101,7 +107,7 @@ def valid_bags(op: Op, graph: Graph) -> None:
 
 
 def valid_range(op: Op, graph: Graph) -> None:
-    """Check that a range has a start, a step and a size, and gives integers."""
+    """Check that a range has a start, a step and a size, and returns integers."""
     if op.inputs or set(op.attrs) != {"start", "step", "size"} or not isinstance(op.attrs["step"], int):
         raise ValueError(f"arange of {op.inputs} with {dict(op.attrs)}")
     if graph.types[op.output].dtype is not DType.I64:

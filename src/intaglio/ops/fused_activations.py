@@ -1,4 +1,4 @@
-"""The second spelling of functions behind a convolution or linear layer: float32 on the accumulator, rounded once."""
+"""Activation functions fused into a convolution or linear layer: float32 on the accumulator, rounded once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
     "gelu": lambda x, a: numerics.near_gelu(x),
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
-"""Attribute ``function`` of an `activate` -> its meaning on float32 ``x``, with the attributes ``a``."""
+"""Functions of an `activate` by attribute ``function``; each maps float32 ``x`` and the attributes ``a`` to float32."""
 
 
 def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.activate`; the factor is ``float32(s_x * s_w)``, a third operand the gain of each channel."""
+    """Compute `numerics.activate` with the factor ``float32(s_x * s_w)``; a third operand is the gain per channel."""
     acc, factor, *gains = args
     q, axis = out.levels, types[0].levels.axis
     unit, gain = along(factor, acc.ndim, axis), along(gains[0], acc.ndim, axis) if gains else 1
@@ -36,7 +36,7 @@ def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
 
 
 def valid_function(op: Op, graph: Graph) -> None:
-    """Check that the function exists, and that slope and units are finite, so that no accumulator gives NaN."""
+    """Check that the function exists and that slope and factors are finite, so that no accumulator gives NaN."""
     name, slope = op.attrs.get("function"), op.attrs.get("slope", 0.0)
     plain = isinstance(slope, (int, float)) and abs(slope) <= float(numerics.LARGEST)
     if name not in PRECISE or not plain or ("slope" in op.attrs) != (name == "leaky_relu"):

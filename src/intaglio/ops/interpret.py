@@ -1,4 +1,4 @@
-"""The integer interpreter: the NumPy meaning of a graph, which every kernel must equal bit for bit."""
+"""Interpreter of the integer graph: reference implementations in NumPy, which every kernel must match bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ def run_op(
     ops: Mapping[str, OpDef],
     symbols: Mapping[str, int] | None = None,
 ) -> Sequence[np.ndarray]:
-    """All results of an operator that has a meaning. ``symbols``: values of the free dimensions in its attributes."""
+    """Run the reference implementation of an operator and return all of its results.
+
+    ``symbols`` are the values of the free dimensions in its attributes.
+
+    Raises:
+        ValueError: The operator has no reference implementation.
+    """
     op = replace(op, attrs={key: _fixed(value, symbols) for key, value in op.attrs.items()}) if symbols else op
     name = op.attrs["operator"] if op.is_host else op.kind
     if name not in ops or (meaning := ops[name].meaning) is None:
@@ -31,14 +37,14 @@ def run_op(
 
 
 def _fixed(value: Any, symbols: Mapping[str, int]) -> Any:
-    """An attribute with its dimensions evaluated."""
+    """Return an attribute with its dimensions evaluated."""
     if isinstance(value, tuple):
         return tuple(_fixed(item, symbols) for item in value)
     return evaluate(value, symbols) if isinstance(value, Expression) else value
 
 
 def sizes_of(graph: Graph, inputs: Sequence[np.ndarray]) -> dict[str, int]:
-    """Values of the free dimensions that an axis of an input is, or is a multiple of."""
+    """Return the values of free dimensions that are an axis of an input, or of which such an axis is a multiple."""
     found: dict[str, int] = {}
     for name, array in zip(graph.inputs, inputs, strict=True):
         for dim, size in zip(graph.types[name].shape, array.shape, strict=True):
@@ -56,10 +62,17 @@ def interpret(
     island: Island | None = None,
     watch: Callable[[str, np.ndarray], None] | None = None,
 ) -> list[np.ndarray]:
-    """Outputs for these inputs, in logical (channels second) order.
+    """Run a graph and return its outputs in logical (channels second) order.
 
-    ``ops``: records by name, those of host operators among them. ``island(op, arrays)`` runs the float parts.
-    ``watch(name, array)`` sees every value as it is made.
+    Args:
+        graph: The graph.
+        inputs: Arrays of its inputs.
+        ops: Operator records by name, including those of host operators.
+        island: Runs a float subgraph: ``island(op, arrays)`` returns its results.
+        watch: Called as ``watch(name, array)`` with every value that is computed.
+
+    Returns:
+        The arrays of the graph's outputs.
     """
     values: dict[str, np.ndarray] = {**graph.constants, **dict(zip(graph.inputs, inputs, strict=True))}
     symbols = sizes_of(graph, inputs)

@@ -1,4 +1,4 @@
-"""layer norm of levels: sums over a row are integers, so mean and variance are exact before anything is rounded."""
+"""Layer norm of quantized tensors: sums over a row are integers, so mean and variance are exact before any rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, Roles, first_reason, float_activations, rank
 
 LONGEST_ROW = 2**15
-"""Values of a row: sums of squares of differences of levels stay below 2^31."""
+"""Maximum number of values in a row; sums of squared differences of quantized values stay below 2^31."""
 
 
 def bind_layer_norm(call: Call) -> Attrs:
@@ -36,7 +36,7 @@ def constant_scale(call: Call) -> str | None:
 
 
 def norm_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
-    """Return weight and bias in quantized steps of the result, and epsilon in squared steps of what is normalized."""
+    """Return weight and bias in quantization steps of the result, and epsilon in squared steps of the operand."""
     row = evaluate(shape[-1], {})
     values = [np.full(row, default) if one is None else one for one, default in zip(given, (1.0, 0.0), strict=True)]
     factor, offset = (numerics.multiplier(value, scale_y) for value in values)

@@ -1,4 +1,4 @@
-"""Defines the record that holds everything about one operator."""
+"""The operator record, which holds all properties of one operator."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from intaglio.ops.movement.aliasing import Alias
 from intaglio.ops.movement.data_movement import Box, Copies, Side, Strides, merged_copies
 
 Result = np.ndarray | tuple[np.ndarray, ...]
-"""One array, or as many as an operator has results."""
+"""One array, or a tuple with one array per result of the operator."""
 
 
 Given = Sequence[np.ndarray | None]
-"""Operands of a call that are constants of the model, in float64; ``None`` for one left out."""
+"""Constant operands of a call in float64; ``None`` for an operand that is left out."""
 Kept = tuple[Mapping[str, np.ndarray], Attrs]
-"""Constants that a kernel reads behind its operand, by label in their order, and the attributes that it keeps."""
+"""Constants that a kernel reads after its operand, by label in order, and the attributes of the integer operator."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Which operands are activations, weight and bias, by position among ``OpDef.operands``; ``outputs`` is the axis
-    of the weight that holds output channels (of one group)."""
+    """Roles of operands: positions of activations, weight and bias in ``OpDef.operands``.
+
+    ``outputs`` is the axis of the weight for the output channels (of one group).
+    """
 
     x: tuple[int, ...] = (0,)
     weight: int | None = None
@@ -40,8 +42,13 @@ class Roles:
 class Call:
     """One call of an operator in a captured graph, without the graph.
 
-    ``arguments`` holds every argument by its schema name, tensors left out; ``shapes``, ``floating`` and ``constant``
-    speak of ``OpDef.operands`` in order (``None`` for one left out); ``result`` is the shape of the result.
+    Attributes:
+        target: ATen overload.
+        arguments: All arguments by schema name, except for tensors.
+        shapes: Shapes of ``OpDef.operands`` in order; ``None`` for an operand that is left out.
+        floating: Operands that are floating point, in the same order.
+        constant: Operands that are constants of the model, in the same order.
+        result: Shape of the result.
     """
 
     target: str
@@ -52,30 +59,30 @@ class Call:
     result: Shape
 
     def shape(self, operand: int = 0) -> Shape:
-        """Shape of an operand that must be there."""
+        """Return the shape of an operand; raise `ValueError` if it is left out."""
         found = self.shapes[operand]
         if found is None:
             raise ValueError(f"{self.target}: operand {operand} is left out")
         return found
 
     def sizes(self, operand: int) -> tuple[int, ...]:
-        """Shape of a constant operand, all of it numbers."""
+        """Return the integer sizes of a constant operand."""
         return tuple(int(size) for size in self.shape(operand) if isinstance(size, int))
 
 
 class Layout(StrEnum):
-    """Memory layout that the kernel of an operator asks for."""
+    """Memory layout that the kernel of an operator requires."""
 
     ANY = "any"
-    """Operands and result may have any layouts, different ones too."""
+    """Operands and result may have any layouts, also different ones."""
     CHANNELS_LAST = "channels last"
     ROW_MAJOR = "row major"
     SAME = "same"
-    """Operands and result have one layout, whichever it is."""
+    """Operands and result share a layout, which may be any."""
 
 
 class Tail(StrEnum):
-    """How the accumulators of a product leave its kernel."""
+    """Kinds of operators that read the accumulators of a product in its kernel."""
 
     REQUANTIZE = "requantize"
     ADD = "add"
@@ -86,51 +93,60 @@ class Tail(StrEnum):
 
 @dataclass(frozen=True)
 class OpDef:
-    """Everything that is true of one operator. ``name`` is its kind in the integer graph.
+    """All properties of one operator.
 
-    Annotation
-        targets: ATen overloads it answers to. operands: their tensor arguments, by schema name. roles: see `Roles`.
-        shares: the result has its input's parameters (it selects or clamps values); else it owns its range.
-        anchor: quantized for its own sake; other operators only beside a quantized neighbour.
-        variadic: the only operand is a list of tensors, all of them activations.
-        bind: arguments -> attributes of the integer operator. check: why a call stays in float, or ``None``.
-        instead: operand -> the record that answers to the same overloads where this operand is no constant.
-        levels: how far the integer result may be from the Q/DQ reference, in quantized values.
-    Meaning
-        infer: shape rule over symbolic dims. meaning: the integer result in NumPy, in logical order.
-        function: for a function of one value, its meaning on float64; lowering makes a lookup table of it.
-        precise: for such a function, its attributes -> those of the `activate` that computes it on an accumulator.
-        scales: it multiplies or divides by a number, which behind a product of activations scales its unit.
-        loop: how a program computes it between floats; ``None``: an island does.
-    Integer graph
-        constants: (attributes, shape of the operand, constants of the model, scale of the operand, of the result) ->
-            what the kernel reads beside the operand; ``None``: nothing.
-        types: element types of operands and results, or a function of the attributes that gives them; ``None``: any.
-        validate: raises ValueError for a graph from a file that breaks what the kernel relies on.
-        needs: expressions over free sizes that must not be negative in a call, each with what it means.
-        window: its attributes are sizes and positions, of which none is negative.
-        fewest_pixels: pixels that a result has at least along every axis of an image.
-        has_body: it has a body, which has the shapes of its results.
-        results_differ: results beyond the first have shapes of their own, which ``validate`` checks.
-    Cost and kernel
-        passes_factors: a positive factor on a channel of its operand is one on that channel of its result.
-        macs: (attributes, shapes of the operands, shape of the result) -> multiply-accumulates of a call.
-        widens_halves: a model in bfloat16 or float16 that has one is computed in float32, as its accumulators are.
-        accumulates: the result is an int32 accumulator, which one operator reads and turns into quantized values.
-        layout: what its kernel asks for, or a function of the operator and the types of its values that gives it.
-        batch_separable: each image of the result is made of that image alone, where the batch is the first axis.
-        any_strides: the kernel reads and writes any strides along all axes but the last. reads_any_strides: it reads
-            any strides, so its operand is free.
-        copies: for data movement, the strided copies it is made of. alias: how it can be a view.
-        changes_nothing: whether a call of it can be dropped. follows_product: it can run in the kernel of the product
-            whose quantized values it alone reads. tail: how it takes the accumulators of a product, where it can.
-        residual: the operand that it adds to an accumulator, its first operand.
-        sums_image: threads may sum one image together where the result is one pixel.
-        keeps_last_axis: (attributes, rank of the operand) -> whether data movement along other axes leaves the last one
-            as it is, unless its size changes.
-        keeps_order: it keeps elements in logical order, whatever shape it gives them.
-        scratch: 64-byte lines that one thread needs for itself; ``shared_scratch``: that all threads share.
-        kernel: family of kernels, ``None`` for a host operator. emit: the emitter, where it is not the family's.
+    Attributes:
+        name: Kind in the integer graph.
+        targets: ATen overloads that the record describes.
+        operands: Tensor arguments by schema name.
+        roles: See `Roles`.
+        shares: The result has the input's parameters (it selects or clamps values) instead of a range of its own.
+        anchor: Always quantized; other operators only next to a quantized neighbour.
+        commutative: The first two operands may be swapped.
+        variadic: The only operand is a list of tensors, all of them activations.
+        bind: Converts the arguments to the attributes of the integer operator.
+        check: Returns why a call stays in float, or ``None``.
+        instead: Record with the same overloads that applies if this operand is not a constant.
+        levels: Maximum difference of the integer result from the Q/DQ reference, in quantization steps.
+        infer: Shape rule over symbolic dimensions.
+        meaning: Reference implementation of the integer result in NumPy, in logical order.
+        function: Elementwise function in float64, from which lowering computes a lookup table.
+        precise: Converts attributes to those of the `activate` that computes the function on an accumulator.
+        scales: It multiplies or divides by a number, which is folded into the scale of a preceding product of
+            activations.
+        loop: Loop that computes the operator between float tensors; ``None`` means an island.
+        constants: Called with (attributes, shape of the operand, constants of the model, scale of the operand, of the
+            result); returns what the kernel reads besides the operand.
+        types: Element types of operands and results, or a function of the attributes; ``None`` accepts any.
+        validate: Raises ValueError if a deserialized graph breaks a precondition of the kernel.
+        needs: Yields expressions over free sizes that must not be negative in a call, each with the problem if it is.
+        window: The attributes are sizes and positions that must not be negative.
+        fewest_pixels: Minimum size of the result along every axis of an image.
+        has_body: The operator has a body, which determines the shapes of its results.
+        results_differ: Results beyond the first have other shapes, which ``validate`` checks.
+        passes_factors: Scaling a channel of the operand by a positive factor scales the same channel of the result.
+        macs: Called with (attributes, shapes of the operands, shape of the result); returns multiply-accumulates.
+        widens_halves: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators are.
+        accumulates: The result is an int32 accumulator, which exactly one operator reads and quantizes.
+        layout: Layout that the kernel requires, or a function of the operator and the types of its values.
+        batch_separable: Each image of the result depends only on the same image; the batch is the first axis.
+        any_strides: The kernel reads and writes any strides along all axes but the last.
+        reads_any_strides: The kernel reads any strides, so that its operand's layout is free.
+        copies: Strided copies of a data movement operator.
+        alias: View rules of a data movement operator.
+        changes_nothing: Returns whether a call is an identity and can be dropped.
+        follows_product: It can run in the kernel of a product if it is the only reader of the product's quantized
+            values.
+        tail: Kind of tail, if it can read the accumulators of a product.
+        keeps_last_axis: Called with (attributes, rank of the operand); returns whether data movement along other axes
+            leaves the last one as it is, unless its size changes.
+        keeps_order: Elements keep their logical order, whatever the shape of the result.
+        residual: Position of the operand that is added to an accumulator, the first operand.
+        sums_image: Threads may sum one image together if the result is one pixel.
+        scratch: 64-byte lines of scratch memory that each thread needs.
+        shared_scratch: 64-byte lines of scratch memory that all threads share.
+        kernel: Kernel family; ``None`` for a host operator.
+        emit: Key of the emitter if it is not that of the family.
     """
 
     name: str
@@ -183,128 +199,128 @@ class OpDef:
 
     @property
     def has_integer_form(self) -> bool:
-        """Whether it is, or becomes, an operator of the integer graph; else it runs in float, in loops or islands."""
+        """Return whether the operator exists in the integer graph in some form; else it runs in loops or islands."""
         return self.kernel is not None or self.meaning is not None or self.function is not None
 
     @property
     def computes_on_accumulator(self) -> bool:
-        """Whether a product can go on with it on its accumulators: a precise function, or factors per channel."""
+        """Return whether a product can apply it to its accumulators: a precise function, or factors per channel."""
         return self.precise is not None or self.emit == "affine"
 
     @property
     def multiplies_weight(self) -> bool:
-        """Whether it multiplies activations by a constant weight into an accumulator, as convolutions do."""
+        """Return whether it multiplies activations by a constant weight into an accumulator, like a convolution."""
         return self.accumulates and self.roles.weight is not None
 
     @property
     def convolves(self) -> bool:
-        """Whether it is a convolution, plain or transposed."""
+        """Return whether it is a convolution, plain or transposed."""
         return self.multiplies_weight and self.layout is Layout.CHANNELS_LAST
 
     @property
     def is_linear_layer(self) -> bool:
-        """Whether it multiplies the last axis by a constant weight."""
+        """Return whether it multiplies the last axis by a constant weight."""
         return self.multiplies_weight and not self.convolves
 
     @property
     def adds(self) -> bool:
-        """Whether it adds two activations; one of them may be an accumulator."""
+        """Return whether it adds two activations, one of which may be an accumulator."""
         return self.residual is not None
 
     @property
     def multiplies_activations(self) -> bool:
-        """Whether it multiplies activations by each other."""
+        """Return whether it multiplies activations by each other."""
         return self.macs is not None and len(self.roles.x) > 1
 
     @property
     def multiplies_floats(self) -> bool:
-        """Whether it multiplies float activations by a stored weight."""
+        """Return whether it multiplies float activations by a stored weight."""
         return self.macs is not None and isinstance(self.types, TypeRule) and self.types.operands[0] == (DType.F32,)
 
     @property
     def leaves_room(self) -> bool:
-        """Whether its kernel writes pixels at any distance, as those of convolutions and pools do."""
+        """Return whether its kernel can write pixels at any distance, as those of convolutions and pools do."""
         return self.window and self.layout is Layout.CHANNELS_LAST and not self.moves_data
 
     @property
     def transposed(self) -> bool:
-        """Whether it is a transposed convolution, which spreads inputs over outputs."""
+        """Return whether it is a transposed convolution."""
         return self.roles.outputs == 1
 
     @property
     def moves_data(self) -> bool:
-        """Whether it moves elements of any type and changes none."""
+        """Return whether it moves elements of any type without changing them."""
         return self.copies is not None
 
     @property
     def pairwise(self) -> bool:
-        """Whether it combines two quantized values element by element."""
+        """Return whether it combines two quantized tensors elementwise."""
         return self.emit == "pair"
 
     @property
     def borders_caller(self) -> bool:
-        """Whether it quantizes floats of the caller, whatever their strides are."""
+        """Return whether it quantizes floats of the caller, which may have any strides."""
         return self.kernel == "border" and not self.dequantizes
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, which reads its mask as it is."""
+        """Return whether it is attention, whose mask stays float or bool."""
         return self.kernel == "attention" and not self.accumulates
 
     @property
     def clamps(self) -> bool:
-        """Whether it bounds values; a partition folds the bounds into its own."""
+        """Return whether it clamps values; a partition folds the bounds into its own."""
         return self.emit == "clamp"
 
     @property
     def normalizes(self) -> bool:
-        """Whether it normalizes rows, and gives them the same scale whatever the scale of its input was."""
+        """Return whether it normalizes rows, so that the result does not depend on the scale of the input."""
         return self.kernel == "norm"
 
     @property
     def recurrent(self) -> bool:
-        """Whether it steps through time and carries states."""
+        """Return whether it is recurrent: an LSTM or GRU."""
         return self.kernel == "recurrent"
 
     @property
     def quantizes_accumulator(self) -> bool:
-        """Whether it can turn an accumulator into quantized values."""
+        """Return whether it can requantize an accumulator."""
         rule = self.types
         return isinstance(rule, TypeRule) and DType.I32 in rule.operands[0] and DType.U8 in rule.results
 
     @property
     def quantizes(self) -> bool:
-        """Whether it turns floats into quantized values, whose parameters are constants."""
+        """Return whether it quantizes floats with constant parameters."""
         return self.converts and isinstance(self.types, TypeRule) and DType.U8 in self.types.results
 
     @property
     def dequantizes(self) -> bool:
-        """Whether it turns quantized values into floats."""
+        """Return whether it dequantizes to floats."""
         return self.converts and not self.quantizes
 
     @property
     def converts(self) -> bool:
-        """Whether it converts between floats and quantized values, inside a loop as outside."""
+        """Return whether it quantizes or dequantizes, inside or outside of a loop."""
         return self.kernel == "border" and len(self.operands) == 1
 
     @property
     def emitter(self) -> str:
-        """The key of the function that prints its step."""
+        """Return the key of the function that prints its step."""
         return self.emit or self.kernel or ""
 
     def strided_copies(self, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
-        """Return the copies of one call between any strides, in bytes of elements that have ``size`` of them."""
+        """Return the copies of one call between any strides, in bytes of elements with ``size`` bytes."""
         if self.copies is None:
             raise ValueError(f"{self.name} moves no data")
         return merged_copies(self.copies, op, sources, to, size)
 
     def layout_of(self, op: Op, types: Mapping[str, TensorType]) -> Layout:
-        """Return the layout that one call of it asks for."""
+        """Return the layout that one call requires."""
         return self.layout(op, types) if callable(self.layout) else self.layout
 
 
 def first_reason(*checks: Callable[[Call], str | None]) -> Callable[[Call], str | None]:
-    """The first reason any check gives."""
+    """Return a check that returns the first reason of any of the given checks."""
 
     def check(call: Call) -> str | None:
         return next((reason for one in checks if (reason := one(call))), None)
@@ -313,7 +329,7 @@ def first_reason(*checks: Callable[[Call], str | None]) -> Callable[[Call], str 
 
 
 def rank(*allowed: int) -> Callable[[Call], str | None]:
-    """The first operand has one of these ranks."""
+    """Return a check that the first operand has one of these ranks."""
 
     def check(call: Call) -> str | None:
         shape = call.shapes[0]
@@ -325,17 +341,17 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
 
 
 def fixed_channels(call: Call) -> str | None:
-    """The channels of an image or a line, its second axis, are a number."""
+    """Return why a call is refused: the number of channels (the second axis) must not be free."""
     channels = call.shape()[1]
     return None if isinstance(channels, int) else f"a free number of channels, {channels}"
 
 
 def float_activations(call: Call) -> str | None:
-    """Integer and boolean tensors are left alone."""
+    """Return why a call is refused: its operands must be floating point."""
     return "an operand that is not floating point" if False in call.floating else None
 
 
 def numbers(value: Any, axes: int) -> tuple[int, ...]:
-    """One number per axis: ``3`` or ``[3]`` -> (3, 3); ``[3, 2]`` -> (3, 2)."""
+    """Return one number per axis: ``3`` or ``[3]`` gives (3, 3), ``[3, 2]`` gives (3, 2)."""
     values = (value,) if isinstance(value, int) else tuple(int(v) for v in value)
     return values * axes if len(values) == 1 else values

@@ -1,4 +1,4 @@
-"""add, clamp, and what lies between sites: requantize, table, quantize, dequantize."""
+"""Pointwise integer operators: add, mul, clamp, requantize, lookup table, quantize, dequantize."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intaglio.ops.opdef import Call, Layout, OpDef, Result, Roles, Tail, first_r
 
 
 def matching_shapes(call: Call) -> str | None:
-    """Equal, or one of them one pixel per image and channel."""
+    """Return why operands are refused: shapes must be equal, or one operand has one pixel per image and channel."""
     if call.shapes[1] is None:
         return "one operand is a number"
     a, b = call.shape(0), call.shape(1)
@@ -27,7 +27,7 @@ def matching_shapes(call: Call) -> str | None:
 
 
 def broadcast_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Of two values, of which either may be one pixel per image and channel."""
+    """Return the shape of two operands, either of which may have one pixel per image and channel."""
     a, b = shapes[:2]
     return b if len(a) == len(b) == 4 and a[2:] == (1, 1) else a
 
@@ -37,15 +37,18 @@ def _text(shape: Shape) -> str:
 
 
 def bind_add(call: Call) -> Attrs:
-    """A difference is a sum whose second operand counts ``-alpha`` times."""
+    """Return the factor of the second operand: ``alpha``, or ``-alpha`` for a difference."""
     alpha = float(call.arguments.get("alpha", 1))
     return {"alpha": -alpha if call.target == "aten.sub.Tensor" else alpha}
 
 
 def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
-    """`numerics.add_requantize`; a u8 first operand is taken less its zero point, an accumulator as it is. Channels
-    with factors of their own lie along ``axis``, where the operator has one, else as those of the accumulator. With a
-    rest as fifth operand, the second has 16 bits (`numerics.joined`)."""
+    """Compute `numerics.add_requantize` of two quantized values, or of an accumulator and a quantized value.
+
+    The zero point is subtracted from a uint8 first operand, not from an accumulator. Factors per channel belong to the
+    axis ``axis`` if the operator has one, else to the accumulator's channel axis. With a fifth operand, the rest, the
+    second operand has 16 bits (`numerics.joined`).
+    """
     a, b, factor_a, factor_b, *rest = args
     if types[0].dtype is DType.U8:
         a = a.astype(np.int32) - types[0].levels.zero
@@ -59,13 +62,13 @@ def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def bounds_of(op: Op, out: TensorType) -> tuple[int, int, int]:
-    """Zero point and bounds of what an operator rounds to: levels, or 16 bits where it keeps a rest."""
+    """Return the zero point and the bounds of a result, those of 16 bits if the operator also stores a rest."""
     zero = numerics.widen(1, out.levels.zero).zero_point if len(op.outputs) > 1 else out.levels.zero
     return zero, op.attrs["low"], op.attrs["high"]
 
 
 def stored(op: Op, rounded: np.ndarray) -> Result:
-    """Levels, and rests where an operator keeps them."""
+    """Return 8-bit values, and for an operator with 16-bit results also the rests."""
     if len(op.outputs) == 1:
         return rounded.astype(np.uint8)
     level, rest = numerics.split(rounded)
@@ -73,7 +76,7 @@ def stored(op: Op, rounded: np.ndarray) -> Result:
 
 
 def mul_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.requantize` of the product of both levels less their zero points, exact in int32."""
+    """Compute `numerics.requantize` of the product of both values less their zero points, which is exact in int32."""
     a, b, factor = args
     product = (a.astype(np.int32) - types[0].levels.zero) * (b.astype(np.int32) - types[1].levels.zero)
     q = out.levels
@@ -81,7 +84,10 @@ def mul_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def along(values: np.ndarray, rank: int, axis: Axis) -> np.ndarray:
-    """Per-channel values shaped to broadcast along ``axis`` of a tensor of this rank; one value as it is."""
+    """Reshape values per channel so that they broadcast along ``axis`` of a tensor of this rank.
+
+    A single value becomes a scalar.
+    """
     if values.size == 1:
         return values.reshape(())
     if not isinstance(axis, int):
@@ -140,7 +146,7 @@ def pixels_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def pixels_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """`numerics.quantize` of ``x * gain + shift`` in steps of 1; bytes are what they are."""
+    """Compute `numerics.quantize` of ``x * gain + shift`` in steps of 1; uint8 inputs are returned unchanged."""
     x, gain, shift = args
     if x.dtype == np.uint8:
         return x
@@ -151,22 +157,27 @@ def pixels_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
 
 
 def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Levels, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
+    """Dequantize quantized values, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
     q, rank = types[0].levels, args[0].ndim
     scale, zero = (along(np.array(values), rank, q.axis) for values in (q.scale, q.zero_point))
     return numerics.dequantize(args[0], scale, zero)
 
 
 def channels_or_same(op: Op, types: Mapping[str, TensorType]) -> Layout:
-    """Return the layout in which constants per channel are neighbours; any one layout without such constants."""
+    """Return the layout in which constants per channel are contiguous; without such constants, the operands share a
+    layout.
+    """
     if "axis" not in op.attrs:
         return Layout.SAME
     return Layout.CHANNELS_LAST if op.attrs["axis"] == 1 else Layout.ROW_MAJOR
 
 
 def valid_sum(op: Op, graph: Graph) -> None:
-    """Check that rests stand beside an accumulator only and have the shape of what they belong to, and that there is a
-    factor for every channel where there is an axis."""
+    """Check the rests and factors of a sum.
+
+    Rests may only accompany an accumulator and have the shape of their 8-bit values; with an ``axis`` there must be a
+    factor for every channel.
+    """
     shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
     joins = graph.types[op.inputs[0]].dtype is DType.I32
     rests = [graph.types[name].shape for name in op.inputs[4:]]
@@ -181,7 +192,7 @@ def valid_sum(op: Op, graph: Graph) -> None:
 
 
 def within_bounds(op: Op, graph: Graph) -> bool:
-    """Return whether the bounds of a clamp are those of its quantized values."""
+    """Return whether a clamp is the identity because its bounds are those of the quantized values."""
     q = graph.types[op.output].levels
     return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
 

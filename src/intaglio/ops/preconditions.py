@@ -1,4 +1,4 @@
-"""What must hold for a graph: types in every graph, preconditions of kernels in one from a file, sizes in a call."""
+"""Preconditions of a graph: element types, requirements of kernels for a deserialized graph, sizes of a call."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from intaglio.ops.opdef import OpDef
 from intaglio.ops.records import OPS, op_def
 
 AT_LEAST_ONE = ("stride", "kernel", "dilation", "groups", "step", "factor", "taps")
-"""Attributes of windows that are 1 or more; others are 0 or more."""
+"""Attributes of windows that must be at least 1; the others must be at least 0."""
 
 
 def verify(graph: Graph, after: str = "") -> Graph:
-    """Return the graph when it is sound; raise `VerifyError` naming pass, operator and rule when it is not."""
+    """Return the graph if it is valid; otherwise raise `VerifyError` with pass, operator and rule."""
     return verify_graph(graph, type_rule, _body_rule, after)
 
 
 def type_rule(op: Op) -> TypeRule | None:
-    """Return the element types that an operator takes and gives; ``None`` where it takes any."""
+    """Return the element types that an operator accepts and returns; ``None`` if it accepts any."""
     record = OPS.get(op.kind)
     types = None if record is None else record.types
     return types if types is None or isinstance(types, TypeRule) else types(op.attrs)
 
 
 def _body_rule(op: Op) -> TypeRule | None:
-    """Quantize and dequantize have the same rule inside a loop; its other operators have names of their own."""
+    """Return the type rule of an operator in a loop body.
+
+    Only quantize and dequantize have the same rule inside of a loop; its other operators are primitives.
+    """
     record = OPS.get(op.kind)
     return type_rule(op) if record is not None and record.converts else None
 
 
 def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
-    """Check a graph read from a file, as far as kernels rely on it.
+    """Check the preconditions of kernels in a deserialized graph.
 
     Raises:
-        ValueError: for an operator whose result does not have the shape its record gives, whose window is none, or
-            whose tables are too short or lead outside a tensor.
+        ValueError: The shape of a result differs from what the operator's record infers, a window is empty, or tables
+            are too short or lead outside of a tensor.
     """
     for op in graph.ops:
         if op.is_island:
@@ -60,7 +63,7 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
 
 
 def _is_quantized(op: Op, index: int, record: OpDef, graph: Graph) -> bool:
-    """Quantized values where a host operator reads them, or a constant where it does not."""
+    """Return whether an operand of a host operator is quantized where its record says so, and a constant elsewhere."""
     name, kind = op.inputs[index], graph.types[op.inputs[index]]
     if index in record.roles.x:
         return kind.dtype is DType.U8 and kind.q is not None and name not in graph.constants
@@ -82,7 +85,7 @@ def _integers(value: Any) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class Need:
-    """An expression that must not be negative, of which operator, and what it means."""
+    """An expression that must not be negative in a call, the operator it belongs to, and the problem if it is."""
 
     value: Dim
     where: str
@@ -91,9 +94,11 @@ class Need:
 
 
 def needs(graph: Graph) -> tuple[Need, ...]:
-    """Return what a program needs of the free sizes of a call: none negative, bounds of slices inside their axes,
-    padding by reflection narrower than what it reflects, and no empty result of a window. Where a number decides
-    nothing is left to check."""
+    """Return what a program requires of the free sizes of a call.
+
+    No size may be negative, slices must be inside of their axes, reflection padding must be narrower than what it
+    reflects, and windows must have a result. Requirements without free sizes are omitted, since they are checked once.
+    """
     found: dict[Dim, Need] = {}
     for op in graph.ops:
         where = op.origin.path or op.outputs[0]
@@ -104,7 +109,7 @@ def needs(graph: Graph) -> tuple[Need, ...]:
 
 
 def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
-    """Yield that no axis is negative, and that a window gives a pixel."""
+    """Yield the requirements that no axis is negative and that a window has at least one pixel."""
     least = 0 if op.kind not in OPS else op_def(op).fewest_pixels
     for shape in (graph.types[name].shape for name in op.outputs):
         for axis, size in enumerate(shape):

@@ -1,4 +1,4 @@
-"""All records, by name and by ATen overload."""
+"""Index of all operator records, by name and by ATen overload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
     """Return records by name and by ATen overload.
 
     Raises:
-        ValueError: where two records claim one name, unless the first says when the second answers `instead`.
+        ValueError: Two records claim one name, and the first does not list the second in `instead`.
     """
     by_name: dict[str, OpDef] = {}
     by_target: dict[str, OpDef] = {}
@@ -60,15 +60,15 @@ BY_NAME, BY_TARGET = index(
     float_only.FLOAT_ONLY_OPS,
     float_products.FLOAT_PRODUCT_OPS,
 )
-"""Every record."""
+"""All records, by name and by ATen overload."""
 OPS: Mapping[str, OpDef] = MappingProxyType({name: found for name, found in BY_NAME.items() if found.has_integer_form})
-"""Operators that have an integer form or exist in the integer graph only."""
+"""Operators that have an integer form or exist only in the integer graph, by name."""
 
 
 def op_def(op: Op) -> OpDef:
-    """Return the record of an operator of the integer graph; an empty one for islands and host operators."""
+    """Return the record of an operator of the integer graph; an empty record for islands and host operators."""
     return OPS.get(op.kind) or CALLED_BACK
 
 
 CALLED_BACK = OpDef(name="")
-"""Islands and host operators, which Python runs."""
+"""Record of islands and host operators, which Python runs."""

@@ -1,5 +1,6 @@
-"""Functions of one value: between quantized values a lookup table of 256 entries, built once in float64, and between
-floats a loop of the program.
+"""Functions of one value: 256-entry lookup tables between quantized tensors, float32 loops between float tensors.
+
+The entries of a lookup table are computed once in float64.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _softplus(x: np.ndarray) -> np.ndarray:
 
 
 def _softplus_of(x: np.ndarray, attrs: Attrs) -> np.ndarray:
-    """The identity above the threshold, as torch has it."""
+    """Return softplus, which is the identity above the threshold, as in torch."""
     beta, threshold = float(attrs.get("beta", 1)), float(attrs.get("threshold", 20))
     return np.where(x * beta > threshold, x, _softplus(x * beta) / beta)
 
@@ -60,16 +61,16 @@ def _leaky_relu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
 
 
 SELU = {"alpha": 1.6732632423543772848170429916717, "scale": 1.0507009873554804934193349852946}
-"""Klambauer et al. 2017."""
+"""Constants of Klambauer et al. 2017."""
 
 
 def bind(call: Call) -> Attrs:
-    """Return the arguments of a call but the operand."""
+    """Return the arguments of a call without the operand."""
     return {name: value for name, value in call.arguments.items() if value is not None}
 
 
 def plain_numbers(call: Call) -> str | None:
-    """Arguments are finite numbers or words; powers are whole and positive, so no level gives NaN."""
+    """Return why arguments are refused: they must be finite numbers or words, and powers positive integers (no NaN)."""
     for name, value in bind(call).items():
         if not isinstance(value, (int, float, str)) or (isinstance(value, float) and not math.isfinite(value)):
             return f"{name} = {value}"
@@ -82,7 +83,7 @@ def plain_numbers(call: Call) -> str | None:
 
 
 def activate(function: str) -> Callable[[Attrs], Attrs]:
-    """Return what makes the attributes of an `activate` from those of a record, for a function without arguments."""
+    """Return a function from the attributes of a record to those of its `activate`, for functions without arguments."""
     return lambda attrs: {"function": function}
 
 
@@ -107,11 +108,13 @@ def function(
     """Return the record of a function of one value.
 
     Args:
-        name: its name, and unless there is a target the name of the ATen operator.
-        meaning: float64 and the arguments of the call -> float64. Between quantized values it becomes a lookup table.
-        loop: how a program computes it between floats; without one an island does.
-        precise: attributes of the record -> those of the `activate` that computes it on an accumulator.
-        scales: it multiplies or divides by a number, which behind a product of activations scales its unit.
+        name: Name of the operator, and of the ATen operator unless there is a ``target``.
+        meaning: Computes the function in float64 from an array and the arguments of the call. Lookup tables use it.
+        target: ATen overload.
+        loop: The loop that computes it between float tensors; without one it runs in an island.
+        precise: Converts the record's attributes to those of the `activate` that computes it on an accumulator.
+        scales: It multiplies or divides by a number, which is folded into the scale of a preceding product of
+            activations.
     """
     return OpDef(
         name=name,

@@ -1,6 +1,7 @@
-"""Integer graph -> plan: partitions, layouts, views, memory, schedules and batch tiling. No torch.
+"""Execution plans of integer graphs: partitions, layouts, views, memory, schedules and batch tiling.
 
-The passes over the integer graph that prepare it for planning are here too; `lower` runs them last.
+The passes that prepare an integer graph for planning are here too; `lower` runs them last. This package does not use
+torch.
 """
 
 from intaglio.plan.buffers import Buffer

@@ -1,7 +1,7 @@
-"""The arena of a program: which buffers are in the memory of a batch tile, and at which offsets all of them are.
+"""The arena of a program: which buffers belong to a batch tile, and the offsets of all buffers.
 
-Sizes may be free, so the program computes offsets when it runs, by the `place` of native/base/run.h; `first_fit` here
-computes the same ones, for the text of a plan.
+Sizes may be free, so the program computes offsets at run time by `place` of native/base/run.h. `first_fit` here
+computes the same offsets for the text of a plan.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from intaglio.plan.buffers import Buffer
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
 OFFSET_STEP = 64
-"""Offsets are multiples of it."""
+"""Alignment of offsets in bytes."""
 SLACK_BYTES = 64
-"""Bytes behind a buffer that vectors may read."""
+"""Bytes after each buffer that vector loads may read."""
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Buffers in placement order: ``outside`` of batch tiles and, with batch tiling, those inside a ``tile``.
+    """Buffers in placement order: those ``outside`` of batch tiles and, with batch tiling, those inside of a ``tile``.
 
-    All barrier groups of a tile run one after the other for some images, so what is outside and used in one of them
-    lives from the first group on.
+    All barrier groups of a tile run one after another for some images. A buffer outside that one of them uses is
+    therefore alive from the first group on.
     """
 
     tiling: BatchTiling | None
@@ -32,16 +32,16 @@ class Arena:
     tile: tuple[BufferLifetime, ...] = ()
 
     def positions(self) -> dict[str, int]:
-        """Return where in the table of offsets each buffer is.
+        """Return the index of each buffer in the table of offsets.
 
-        With batch tiling: the memory of all tiles, buffers outside, the bytes of one tile, and the buffers of a tile,
-        whose offsets are inside it.
+        With batch tiling, the table holds the memory of all tiles, the buffers outside, the bytes of one tile, and the
+        buffers of a tile, whose offsets are relative to the tile.
         """
         found = {one.value: index for index, one in enumerate(self.outside, start=int(self.tiling is not None))}
         return found | {one.value: index for index, one in enumerate(self.tile, start=len(self.outside) + 2)}
 
     def offsets(self, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the offset of each buffer for these free sizes, of a batch that is one tile."""
+        """Return the offset of each buffer for these free sizes, with a batch that is a single tile."""
         placed = [evaluate(buffers[one.value].size(), sizes) for one in self.outside]
         if self.tiling is None:
             return dict(zip(_names(self.outside), first_fit(self.outside, placed)[0], strict=True))
@@ -63,17 +63,17 @@ def arena_of(lifetimes: Sequence[BufferLifetime], tiling: BatchTiling | None) ->
 
 
 def bytes_of_image(buffer: Buffer, tiling: BatchTiling) -> Dim | None:
-    """Return the bytes of one image, or ``None``: where threads leave their sums of one image there is no batch."""
+    """Return the bytes of one image; ``None`` for a buffer without a batch axis, such as partial sums of threads."""
     if buffer.shape[0] != symbol(tiling.batch):
         return None
     return replace(buffer, shape=(1, *buffer.shape[1:])).size()
 
 
 def first_fit(lifetimes: Sequence[BufferLifetime], sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Place each buffer at the lowest offset that overlaps no earlier one alive at the same time.
+    """Place each buffer at the lowest offset that does not overlap an earlier buffer alive at the same time.
 
     Returns:
-        The offsets, and the bytes of memory that hold all.
+        The offsets, and the total number of bytes.
     """
     found: list[tuple[int, int]] = []
     for index, (lifetime, size) in enumerate(zip(lifetimes, sizes, strict=True)):

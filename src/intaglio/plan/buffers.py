@@ -1,4 +1,4 @@
-"""Buffers: where the elements of an internal tensor are in memory, and what a move between two of them copies."""
+"""Buffers: the memory layout of internal tensors, and the copies of data movement between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from intaglio.ops.movement.data_movement import Box, Strides, row_major_strides
 
 
 def lies(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
-    """Images, rows, columns and bytes (or elements) of a pixel, as a tensor lies in memory.
+    """Return the numbers of images, rows, columns and elements per pixel of a tensor in memory.
 
-    With channels last: [n, c, w] is one row an image, [n, c, d, h, w] is d images each. Row-major, or of another rank:
-    the last axis is the pixel, the axes before it columns, rows and images, as far as they go.
+    Channels last: [n, c, w] has one row per image, [n, c, d, h, w] has d images per entry of the batch. Row-major, or
+    of another rank: the last axis is the pixel, and the axes before it are columns, rows and images, as far as they
+    exist.
     """
     if not rows and len(shape) in (3, 4, 5):
         n, c, *image = shape
@@ -28,11 +29,18 @@ def lies(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of one internal tensor, channels last or, with ``rows`` and for other than three to five axes, row-major.
+    """Memory of one internal tensor.
 
-    ``halo``: rows and columns around each image, filled with the zero point. ``alias`` names the buffer whose bytes it
-    shares (a reshape that moves nothing); with ``part`` it is some channels of it, from that one on (an operand of a
-    concatenation, written where it belongs).
+    It is channels last if it has three to five axes, unless ``rows`` is set, and row-major otherwise.
+
+    Attributes:
+        value: Name of the value.
+        shape: Logical shape.
+        dtype: Element type.
+        halo: Rows and columns around each image that are filled with the zero point.
+        alias: Buffer whose memory it shares, as the result of a reshape without a copy does.
+        rows: The layout is row-major.
+        part: For an operand that is written directly into a concatenation, its first channel in the alias.
     """
 
     value: str
@@ -48,25 +56,25 @@ class Buffer:
         return len(self.shape) in (3, 4, 5) and not self.rows
 
     def lies(self) -> tuple[Dim, Dim, Dim, Dim]:
-        """Images, rows, columns, channels, without halo."""
+        """Return the numbers of images, rows, columns and channels, without the halo."""
         return lies(self.shape, self.rows)
 
     def pixels(self) -> Dim:
-        """Pixels with their halo."""
+        """Return the number of pixels, including the halo."""
         n, h, w, _ = self.lies()
         return n * ((h + 2 * self.halo[0]) * (w + 2 * self.halo[1]))
 
     def channels(self) -> Dim:
-        """Of a pixel; a number wherever a kernel has constants for each."""
+        """Return the channels per pixel; a Python int where kernels are specialized on it."""
         return self.lies()[3]
 
     def size(self) -> Dim:
-        """Bytes, without slack."""
+        """Return the size in bytes, without slack."""
         return self.pixels() * (self.lies()[3] * self.dtype.bytes)
 
 
 def strides(buffer: Buffer) -> Strides:
-    """Elements between neighbours along each logical axis."""
+    """Return the strides along each logical axis, in elements."""
     if not buffer.spatial:
         return row_major_strides(buffer.shape)
     _, height, width, pixel = buffer.lies()
@@ -78,18 +86,18 @@ def strides(buffer: Buffer) -> Strides:
 
 
 def in_order(buffer: Buffer) -> bool:
-    """Whether memory order is logical order without gaps."""
+    """Return whether the memory order is the logical order, without gaps."""
     pairs = zip(strides(buffer), row_major_strides(buffer.shape), buffer.shape, strict=True)
     return all(found == plain or size == 1 for found, plain, size in pairs)
 
 
 def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
-    """What a move copies where: longest strides of the result first, runs merged where both sides allow."""
+    """Return the strided copies of data movement, largest strides of the result first, merged where possible."""
     return op_def(op).strided_copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
 
 
 def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:
-    """Whether every level of the result lies where its source's does."""
+    """Return whether every element of the result is already at its location in the source."""
     if any((*source.halo, *result.halo)):
         return False
     if op_def(op).keeps_order and source.shape != result.shape:

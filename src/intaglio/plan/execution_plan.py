@@ -1,4 +1,4 @@
-"""`Plan`: how an integer graph will be executed, every decision of it and the reason."""
+"""The execution plan of an integer graph: all decisions and their reasons."""
 
 from __future__ import annotations
 
@@ -33,13 +33,25 @@ from intaglio.plan.plan_text import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything code generation needs: steps in order, buffers and their lifetimes, views, schedules, kernels.
+    """Everything that code generation needs.
 
-    `plan_graph` fills all that no machine decides, `schedule_plan` the rest: ``target``, ``schedules`` and ``kernels``
-    by the value a partition makes, ``batch_tiling``, and ``guarded``: partitions, by the same value, whose accumulators
-    may leave the range that converts to int32. ``loops``: schedules of loops by their first results. ``external``
-    values are in tensors of the caller: graph inputs and outputs, what islands read and write. ``rows``: values of
-    three to five axes that are row-major. ``views``: results of data movement for which nothing is copied.
+    `plan_graph` fills in all machine-independent fields, `schedule_plan` the others.
+
+    Attributes:
+        graph: The integer graph.
+        steps: Steps in execution order.
+        buffers: Buffers of internal values.
+        lifetimes: Lifetimes of buffers in placement order.
+        external: Values in tensors of the caller: graph inputs and outputs, operands and results of islands.
+        rows: Values of three to five axes that are row-major.
+        views: Results of data movement that are not copied.
+        reasons: Reasons of decisions.
+        target: The machine that the plan is scheduled for.
+        schedules: Schedules of products, by the value that the partition computes.
+        batch_tiling: Batch tiling, if any.
+        guarded: Partitions, by the same value, whose accumulators may exceed the range that converts to int32.
+        kernels: Kernels, by the same value.
+        loops: Schedules of loops, by their first result.
     """
 
     graph: Graph
@@ -59,21 +71,21 @@ class Plan:
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """Partitions in execution order."""
+        """Return the partitions in execution order."""
         return tuple(step.partition for step in self.steps)
 
     def segments(self) -> int:
-        """Return the number of stretches of steps between calls of the runtime."""
+        """Return the number of segments: sequences of steps between calls of the runtime."""
         return self.steps[-1].segment + 1 if self.steps else 0
 
     def root(self, name: str) -> str:
-        """Return the value in whose memory ``name`` is: itself, unless it is a view or an alias."""
+        """Return the value whose memory ``name`` uses: itself, unless it is a view or an alias."""
         name = self.views[name].root if name in self.views else name
         buffer = self.buffers.get(name)
         return buffer.alias if buffer is not None and buffer.alias else name
 
     def location(self, name: str) -> TensorView:
-        """Return where the elements of a value are: in a buffer, a constant, or a dense tensor of the caller."""
+        """Return the location of a value: in a buffer, a constant, or a dense tensor of the caller."""
         view = self.views.get(name)
         if view is not None:
             return view
@@ -85,21 +97,21 @@ class Plan:
         return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))
 
     def arena(self) -> Arena:
-        """Return where buffers are placed: in the memory of a batch tile, or outside."""
+        """Return the arena, which tells buffers of a batch tile from those outside."""
         return arena_of(self.lifetimes, self.batch_tiling)
 
     def tallest(self) -> Mapping[int, int]:
-        """Return the tallest tile of the target by its blocks of 16 channels."""
+        """Return the target's maximum number of tile rows per number of 16-channel blocks."""
         if self.target is None:
             raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
         return self.target.tallest
 
     def because(self, choice: Choice, reasons: Mapping[str, str]) -> Plan:
-        """Return the plan with reasons for one kind of choice, by value or partition."""
+        """Return the plan with reasons for one kind of decision, by value or partition."""
         return replace(self, reasons={**self.reasons, **{(choice, name): why for name, why in reasons.items()}})
 
     def text(self) -> str:
-        """Return partitions, layouts, views, memory, schedules and batch tiling, with the reason of each choice."""
+        """Return partitions, layouts, views, memory, schedules and batch tiling, with the reason of each decision."""
         lines = [target_line(self.target, len(self.steps), self.segments())]
         decided = decided_texts(self.schedules, self.guarded, self.kernels, self.loops)
         for index, step in enumerate(self.steps):

@@ -1,4 +1,4 @@
-"""What a plan chooses for the kernels of a step: which loop runs it and its tiles."""
+"""Records of the kernels that a plan selects for its steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from intaglio.ops.movement.data_movement import Box
 class TiledKernel:
     """Tiles of a product with constant weights.
 
-    ``tile``: that of a full panel of weights, as tall as its schedule says. ``permuted``: columns of the weights are in
-    the order in which results are packed. ``looks_up``: where the processor can, the microkernel looks results up in
-    the table of the step. ``flat``: all output pixels of all images are one line.
+    Attributes:
+        tile: Tile of a full panel of weights, as tall as its schedule says.
+        permuted: Columns of the weights are permuted so that packing instructions restore their order.
+        looks_up: The microkernel applies the lookup table of the step if the processor supports it.
+        flat: All output pixels of all images are contiguous in memory.
     """
 
     tile: TileSpec
@@ -32,7 +34,14 @@ class TiledKernel:
 
 @dataclass(frozen=True)
 class DepthwiseKernel:
-    """Tiles of a depthwise convolution: that of a full block of channels, that of the last block, how many blocks."""
+    """Tiles of a depthwise convolution.
+
+    Attributes:
+        tile: Tile of a full block of channels.
+        last: Tile of the last block.
+        blocks: Number of blocks of channels.
+        looks_up: The microkernel applies the lookup table of the step if the processor supports it.
+    """
 
     tile: DepthwiseSpec
     last: DepthwiseSpec
@@ -47,7 +56,7 @@ class DepthwiseKernel:
 
 @dataclass(frozen=True)
 class DepthwiseLoops:
-    """A depthwise convolution in loops that the compiler vectorizes."""
+    """A depthwise convolution as loops that the compiler vectorizes."""
 
     def text(self) -> str:
         return "depthwise loops that the compiler vectorizes"
@@ -55,7 +64,7 @@ class DepthwiseLoops:
 
 @dataclass(frozen=True)
 class ActivationTiles:
-    """Tiles of products of two activations: the widest, and the widths of panels, in blocks of 16 columns."""
+    """Tiles of products of two activations: the widest, and the widths of panels in blocks of 16 columns."""
 
     tile: TileSpec
     widths: frozenset[int]
@@ -66,7 +75,7 @@ class ActivationTiles:
 
 @dataclass(frozen=True)
 class RecurrentTiles:
-    """Tiles of both products of every layer and direction of an LSTM or GRU."""
+    """Tiles of both products in every layer and direction of an LSTM or GRU."""
 
     schedule: Schedule
 
@@ -76,7 +85,7 @@ class RecurrentTiles:
 
 
 class Movement(StrEnum):
-    """How elements get from operand to result."""
+    """Methods of moving elements from operands to the result."""
 
     INTERLEAVE = "interleave two groups of channels"
     COPY = "strided copies"
@@ -85,7 +94,7 @@ class Movement(StrEnum):
 
 @dataclass(frozen=True)
 class MovementKernel:
-    """Data movement that is a step; ``boxes``: strided copies in bytes, the innermost run last."""
+    """Data movement that needs a step. ``boxes`` are strided copies in bytes, with the innermost run last."""
 
     movement: Movement
     boxes: tuple[Box, ...] = ()

@@ -1,7 +1,8 @@
-"""Assign a memory layout to every internal tensor.
+"""Layout assignment for every internal tensor.
 
-Tensors that image operators touch have their channels last, with a halo as wide as their widest zero-padding reader.
-Tensors that a linear layer reads or makes are row-major, and so are all that pointwise operators connect to them.
+Tensors that image operators use are channels last, with a halo as wide as their widest zero-padding reader needs.
+Tensors that a linear layer reads or writes are row-major, and so are all tensors that pointwise operators connect to
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from intaglio.plan.plan_records import Choice
 
 
 def copy_padded_inputs(plan: Plan) -> Plan:
-    """Copy quantized tensors of the caller that a convolution pads: they have no room for a halo."""
+    """Copy the caller's quantized tensors that a convolution pads, because they have no room for a halo."""
     graph = plan.graph
     outside, types, copies, ops = graph.outside(), dict(graph.types), dict[str, str](), list[Op]()
     for op in graph.ops:
@@ -39,9 +40,9 @@ def copy_padded_inputs(plan: Plan) -> Plan:
 
 
 def assign_layouts(plan: Plan) -> Plan:
-    """Give a buffer to every quantized value and every other one that stays inside; find the row-major ones.
+    """Assign a buffer to every quantized or internal value, and determine which values are row-major.
 
-    A halo exists only where a convolution pads. Results of data movement that moves no byte become aliases.
+    A buffer has a halo only if a convolution pads it. Results of data movement without a copy become aliases.
     """
     graph = plan.graph
     halos, halo_reasons = _halos(graph)
@@ -73,7 +74,9 @@ def _halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
 
 
 def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
-    """Make aliases of results of data movement that moves no byte, and of parts of concatenations; return why."""
+    """Make aliases of the results of data movement without a copy and of operands of concatenations; return the
+    reasons.
+    """
     reasons: dict[str, str] = {}
     for op in graph.ops:
         if not op_def(op).moves_data or not {op.inputs[0], op.output} <= buffers.keys():
@@ -89,7 +92,7 @@ def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
 
 
 def _stays_inside(graph: Graph) -> frozenset[str]:
-    """Values without parameters that kernels make and kernels read; the caller sees none of them."""
+    """Return the values without quantization parameters that only kernels write and read, not callers."""
     called = [op for op in graph.ops if op.is_called_back]
     seen = {*graph.outputs, *(name for op in called for name in (*op.inputs, *op.outputs))}
     made = (name for op in graph.ops for name in op.outputs if graph.types[name].q is None)
@@ -97,7 +100,7 @@ def _stays_inside(graph: Graph) -> frozenset[str]:
 
 
 def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dict[str, str]) -> None:
-    """Write operands into a concatenation that alone reads them, if their kernels leave room between pixels."""
+    """Make operands of a concatenation aliases of its parts, if it is their only reader and their kernels allow it."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
     channel: Dim = 0
     for name in cat.inputs:
@@ -114,14 +117,14 @@ def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dic
 
 
 def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
-    """Convolutions and pools write pixels any distance apart."""
+    """Return whether the kernel of an operator can write pixels at any distance, like convolutions and pools."""
     if maker is not None and op_def(maker).quantizes_accumulator:
         maker = makers.get(maker.inputs[0])
     return maker is not None and op_def(maker).leaves_room
 
 
 def halo_of(op: Op, graph: Graph) -> tuple[int, int]:
-    """Rows and columns of padding that a convolution reads; one row of lines has none above."""
+    """Return the rows and columns of padding that a convolution reads; 1-d inputs have no padding rows."""
     kernel = tuple(evaluate(size, {}) for size in graph.types[op.inputs[1]].shape[2:])
     if op_def(op).transposed:
         reach = [max(max(p.before, p.after) for p in axis) for axis in axis_phases(op, kernel)]
@@ -134,8 +137,8 @@ def halo_of(op: Op, graph: Graph) -> tuple[int, int]:
 def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
     """Return whether each value of three to five axes is row-major, and why.
 
-    Row-major is all that linear layers touch and, of values that no image operator touches, those of other than four
-    axes or with a free second axis.
+    Values that linear layers use are row-major. Of the values that no image operator uses, those with other than four
+    axes or a free second axis are row-major, too.
     """
     groups = _components(graph)
     near_images = _beside_rows(graph, groups.alike, groups.decided)
@@ -149,7 +152,7 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
             return False, f"channels last for {groups.image[group]}"
         if group in near_images:
             return True, "row-major, so that a permutation from or to images moves no byte"
-        if group in free or not isinstance(kind.shape[1], int):  # channels that are neighbours are a number
+        if group in free or not isinstance(kind.shape[1], int):  # channels last needs a fixed number of channels
             return True, "row-major: the number of channels is free"
         return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
 
@@ -158,8 +161,10 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
 
 
 def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
-    """Groups nobody wants anything of that a permutation makes of images, or images of: row-major, channels moved last
-    move no byte."""
+    """Return undecided groups at the row-major end of a permutation from or to a channels-last image.
+
+    As row-major tensors, they make the permutation a no-op.
+    """
     hinted = set()
     for op in graph.ops:
         if op_def(op) is PERMUTE and (ends := _rows_end(op)) is not None:
@@ -168,13 +173,13 @@ def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[st
 
 
 def _free_channels(graph: Graph, alike: DisjointSets) -> set[str]:
-    """Groups whose second axis is free and whose last is a number: rows keep pixels of one size."""
+    """Return groups whose second axis is free and whose last axis is fixed; row-major pixels then have a fixed size."""
     laid = [(name, kind.shape) for name, kind in graph.types.items() if _laid(kind) and name not in graph.constants]
     return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
 
 
 def _rows_end(op: Op) -> str | None:
-    """The end of a permutation that has its channels last, if the other has them second."""
+    """Return the operand or result of a permutation whose channels are last, if they are second on the other side."""
     order = op.attrs["order"]
     axes = len(order)
     if order == (0, *range(2, axes), 1):
@@ -183,7 +188,7 @@ def _rows_end(op: Op) -> str | None:
 
 
 def separate_layouts(graph: Graph) -> tuple[Graph, int]:
-    """Where a linear layer and an image operator meet, a reshape that copies between their layouts."""
+    """Insert reshapes that copy between layouts where linear layers and image operators use the same values."""
     groups = _components(graph)
     both = groups.image.keys() & groups.linear.keys()
     users, types, renamed = graph.users(), dict(graph.types), dict[str, str]()
@@ -220,15 +225,18 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
 
 
 def _relaid(op: Op, kind: TensorType) -> bool:
-    """Whether an operand or result needs to lie in rows: levels, and the floats of a product of floats."""
+    """Return whether a value must be row-major: a quantized value, or an operand or result of a float product."""
     return kind.dtype is DType.U8 or op_def(op).multiplies_floats
 
 
 @dataclass
 class _Groups:
-    """Values that must have one layout, as disjoint sets; which operator wants which layout for a set.
+    """Values that must share a layout, as disjoint sets, and which operator requires a layout for a set.
 
-    ``image``: channels last, ``linear``: row-major.
+    Attributes:
+        alike: The sets.
+        image: Sets that must be channels last, with the operator that requires it.
+        linear: Sets that must be row-major, with the operator that requires it.
     """
 
     alike: DisjointSets
@@ -244,7 +252,7 @@ class _Groups:
 
 
 def _components(graph: Graph) -> _Groups:
-    """Join values that must have one layout, and find what operators want for them."""
+    """Join values that must share a layout, and collect the layouts that operators require."""
     alike, touched = DisjointSets(), list[tuple[Layout, str, Op]]()
     given = {*graph.inputs, *(name for op in graph.ops if op.is_island for name in op.outputs)}
     for op in graph.ops:
@@ -275,21 +283,24 @@ def _components(graph: Graph) -> _Groups:
 
 
 def _shown(op: Op) -> str:
-    """Return an operator's kind and result, as reasons name it."""
+    """Return kind and result of an operator for a reason."""
     return f"{op.kind} %{op.outputs[0]}"
 
 
 def _prefers(op: Op) -> Layout | None:
-    """What makes the elements of a loop's rows neighbours. It takes any strides, so nothing is moved for it."""
+    """Return the layout in which the rows of a loop are contiguous.
+
+    It is only a preference, since loops accept any strides.
+    """
     axis, rank = row_axis(body_of(op)), len(space(body_of(op)))
     return Layout.ROW_MAJOR if axis == rank - 1 else Layout.CHANNELS_LAST if (axis, rank) == (1, 4) else None
 
 
 def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
-    """A matrix product and the operator that takes its accumulator; another operator alone."""
+    """Return a matrix product with the operator that reads its accumulator, or a single operator."""
     return [op, *users[op.output]] if op_def(op).accumulates else [op]
 
 
 def _laid(kind: TensorType) -> bool:
-    """Whether there is a choice."""
+    """Return whether a value can have either layout, because it has three to five axes."""
     return len(kind.shape) in (3, 4, 5)

@@ -1,6 +1,6 @@
-"""Plan memory: scratch buffers, the lifetime of every buffer, and the order in which buffers get their offsets.
+"""Memory planning: scratch buffers, the lifetime of every buffer, and the order in which buffers are placed.
 
-The program assigns offsets when it runs, because sizes may be free: first fit, in that order.
+The program computes the offsets at run time, because sizes may be free: first fit, in that order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BufferLifetime, Choice
 
 SHARES = 8
-"""Threads that sum one image together, at most."""
+"""Maximum number of threads that sum one image together."""
 FEW_CHANNELS = 192
-"""Up to so many channels, threads sum one image together; of more, each thread takes some."""
+"""Threads sum one image together up to this number of channels; with more channels, each thread sums some of them."""
 
 
 def add_scratch_buffers(plan: Plan) -> Plan:
-    """Add buffers that steps need while they run: partial sums of pools, packed operands and scores of threads."""
+    """Add the scratch buffers of steps: partial sums of pools, packed operands and attention scores of threads."""
     found: dict[str, Buffer] = {}
     reasons: dict[str, str] = {}
     for partition in plan.partitions:
@@ -43,9 +43,9 @@ def add_scratch_buffers(plan: Plan) -> Plan:
 
 
 def plan_memory(plan: Plan) -> Plan:
-    """Find the lifetime of every buffer, in barrier groups, and place the largest buffers first.
+    """Compute the lifetime of every buffer in barrier groups, and order buffers by size, largest first.
 
-    A big buffer placed late finds only gaps that are too small for it (Pisarchyk and Lee 2020).
+    A large buffer that is placed late finds only gaps that are too small (Pisarchyk and Lee 2020).
     """
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -63,6 +63,6 @@ def plan_memory(plan: Plan) -> Plan:
 
 
 def _typical_bytes(buffer: Buffer) -> int:
-    """Return the size of a buffer with 1 for every free dimension."""
+    """Return the size of a buffer in bytes with every free dimension set to 1."""
     size = buffer.size()
     return evaluate(size, dict.fromkeys(symbols_of(size), 1))

@@ -1,4 +1,4 @@
-"""Partitions as the matcher sees them: each is called by its anchor, and the value that it makes stands for it."""
+"""View of a plan's partitions for the matcher: a partition is matched by its anchor; its result identifies it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from intaglio.plan.plan_records import Partition, is_flat
 
 
 class PartitionView(ValueView):
-    """Shows partitions in execution order, and where their values are in memory (`fusion.partition_conditions`)."""
+    """View of partitions in execution order and of the memory of their values (`fusion.partition_conditions`)."""
 
     def __init__(self, partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> None:
         place = {name: index for index, one in enumerate(partitions) for name in one.ops[-1].outputs}
@@ -25,23 +25,23 @@ class PartitionView(ValueView):
         return self._partitions[node].ops[self._partitions[node].headed :] if node in self._partitions else ()
 
     def is_flat(self, node: str) -> bool:
-        """Return whether all pixels that a partition makes are one line in memory."""
+        """Return whether all pixels that a partition computes are contiguous in memory."""
         return is_flat(self._partitions[node], self.graph, self.buffers)
 
     def has_halo(self, value: str) -> bool:
-        """Return whether there are pixels around the images of a value."""
+        """Return whether the images of a value have a halo."""
         buffer = self.buffers[value]
         return any(self.buffers[buffer.alias or buffer.value].halo)
 
     def pixel_channels(self, value: str) -> Dim:
-        """Return the elements of one pixel in memory."""
+        """Return the number of elements per pixel in memory."""
         return self.buffers[value].channels()
 
     def kinds(self, node: str) -> tuple[str, ...]:
         return (self._partitions[node].anchor.kind,) if node in self._partitions else ()
 
     def operands(self, node: str) -> tuple[str, ...]:
-        """Return what a partition reads from outside, operands of the anchor first, repeats included."""
+        """Return the values from outside that a partition reads, operands of the anchor first, including repeats."""
         ops = self.operators(node)
         made = {name for op in ops for name in op.outputs}
         return tuple(name for op in ops for name in op.inputs if name not in made)

@@ -1,5 +1,8 @@
-"""Integer graph -> partitions, by the rows of `intaglio.fusion.table`: a product and what reads its accumulators, a
-product that weighs the channels of what a convolution reads, and a loop behind a product are one kernel."""
+"""Partitioning of the integer graph into kernels, by the fusions of `intaglio.fusion.table`.
+
+A product and the operators that read its accumulators are one kernel. So are a convolution and the channel-wise
+multiplication of its input, and a product and the loop that follows it.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from intaglio.plan.plan_records import Partition
 
 
 def fuse(graph: Graph) -> tuple[Partition, ...]:
-    """Put every operator in one partition, in execution order.
+    """Put every operator into one partition, in execution order.
 
-    A partition stands where its last operator stood, so that what its tail reads is made before.
+    A partition takes the position of its last operator, so that all operands of its tail are computed before.
     """
     view, taken = IntegerGraphView(graph), set[str]()
 
@@ -34,7 +37,7 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
 
 
 def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
-    """Join a convolution of single pixels and the product of squeeze and excite in front of it, its head."""
+    """Join a 1x1 convolution and its head, the multiplication of squeeze-and-excite before it."""
 
     def joined(row: Fusion, head: Partition, partition: Partition) -> Partition:
         return replace(partition, ops=(*head.ops, *partition.ops), headed=True, fusions=(*partition.fusions, row.name))
@@ -43,7 +46,7 @@ def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[s
 
 
 def join_epilogues(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
-    """Join a product and the loop over single elements, or the dequantize, that alone reads what it makes."""
+    """Join a product and the elementwise loop, or the dequantize, that is the only reader of its result."""
 
     def joined(row: Fusion, product: Partition, loop: Partition) -> Partition:
         epilogue = as_loop(loop.anchor, graph.types)
@@ -58,7 +61,7 @@ def _join(
     view: PartitionView,
     joined: Callable[[Fusion, Partition, Partition], Partition],
 ) -> list[Partition]:
-    """Replace the two partitions of every match by one, in the place of the second."""
+    """Replace the two partitions of every match by one, at the position of the second."""
     by_value = {partition.ops[-1].outputs[0]: partition for partition in partitions}
 
     def accept(row: Fusion, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -71,6 +74,6 @@ def _join(
 
 
 def _name(chain: Sequence[Op]) -> str:
-    """Return ``layer1.0.conv1`` or, without a module of its own, the value that is made."""
+    """Return the module path of the first operator, such as ``layer1.0.conv1``, or the name of the result."""
     path = chain[0].origin.path
     return path if path and len(chain) > 1 else chain[-1].outputs[0]

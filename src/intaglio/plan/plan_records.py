@@ -1,4 +1,4 @@
-"""The records a plan is made of: partitions, steps, views, lifetimes of buffers, batch tiling, reasons."""
+"""Records of a plan: partitions, steps, views, buffer lifetimes, batch tiling, reasons."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from intaglio.plan.buffers import Buffer
 
 @dataclass(frozen=True)
 class Partition:
-    """An anchor and the tail that runs in its kernel: every int32 accumulator lives and dies in here.
+    """An anchor with the operators that are fused into its kernel. int32 accumulators never leave a partition.
 
-    The tail of a product is what takes its accumulators, then perhaps a table of the levels, then perhaps an epilogue:
-    a loop over single elements that alone reads them, some pixels at a time, just behind. With ``headed`` the first
-    operator is a head: it makes what the anchor reads, some pixels at a time, just before. ``fusions``: the rows of
-    `intaglio.fusion.table` that joined the operators.
+    The tail of a product starts with the operator that reads its accumulators. A lookup table and an epilogue may
+    follow: the epilogue is an elementwise loop that is the only reader of the result and runs on each tile as soon as
+    it is computed.
+
+    Attributes:
+        name: Module path, or name of the result.
+        ops: Operators in execution order.
+        headed: The first operator is a head, which computes the anchor's input tile by tile right before it is read.
+        fusions: The fusions of `intaglio.fusion.table` that joined the operators.
     """
 
     name: str
@@ -51,15 +56,18 @@ class Partition:
         return self.ops[-1].output
 
     def reads(self) -> tuple[str, ...]:
-        """Values from outside, constants among them, in order of first use."""
+        """Return the values from outside, including constants, in order of first use."""
         made = {name for op in self.ops for name in op.outputs}
         return tuple(dict.fromkeys(name for op in self.ops for name in op.inputs if name not in made))
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Elements that lie in the memory of another value: from element ``start`` of ``root`` on, ``strides`` elements
-    apart along the logical axes; no strides where nothing reads them and no single ones would do."""
+    """Strided view of the memory of another value.
+
+    Element ``start`` of ``root`` is the first, and ``strides`` are in elements along the logical axes. ``strides`` is
+    empty if the view is never read and needs several strides along one axis.
+    """
 
     root: str
     start: Dim
@@ -67,7 +75,7 @@ class TensorView:
 
 
 def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
-    """Whether all output pixels of all images are one line: single taps, stride 1, no halo anywhere."""
+    """Return whether all output pixels of all images are contiguous: single taps, stride 1 and no halos."""
     anchor, first = partition.anchor, partition.tail[0]
     if not op_def(anchor).convolves:
         return True
@@ -85,8 +93,8 @@ def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -
 class Step:
     """One entry of a program: a partition, or an island or host operator that the runtime calls.
 
-    Steps of one barrier group do not depend on each other: threads wait for each other where a group ends. A segment is
-    a stretch of steps without a call of the runtime in between.
+    Steps of a barrier group are independent of each other; threads synchronize at the end of a group. A segment is a
+    sequence of steps without a call of the runtime in between.
     """
 
     partition: Partition
@@ -95,15 +103,15 @@ class Step:
 
     @property
     def called(self) -> bool:
-        """Whether the runtime calls back for it: a float part, or a host operator."""
+        """Return whether the runtime calls Python for the step: an island or a host operator."""
         return self.partition.anchor.is_called_back
 
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """Barrier groups from the first that writes a buffer to the last that reads it, both included.
+    """Barrier groups from the first that writes a buffer to the last that reads it, inclusive.
 
-    Buffers get their offsets in the order of ``order``.
+    Buffers are placed in the order of ``order``.
     """
 
     value: str
@@ -112,15 +120,15 @@ class BufferLifetime:
     order: int
 
     def overlaps(self, other: BufferLifetime) -> bool:
-        """Return whether both buffers must be in memory during one barrier group."""
+        """Return whether both buffers are alive in the same barrier group."""
         return self.first <= other.last and other.first <= self.last
 
 
 @dataclass(frozen=True)
 class BatchTiling:
-    """Run the steps of the first ``groups`` barrier groups on ``images`` images a thread, then on as many others.
+    """Run the steps of the first ``groups`` barrier groups on ``images`` images per thread at a time.
 
-    ``batch`` is the free dimension that counts images. Bits never depend on it.
+    ``batch`` is the free dimension that counts images. Results do not depend on the tiling.
     """
 
     batch: str
@@ -130,7 +138,7 @@ class BatchTiling:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """Bytes of one core's first and second level cache."""
+    """Sizes in bytes of one core's first- and second-level caches."""
 
     l1: int = 32 << 10
     l2: int = 1 << 20
@@ -138,7 +146,13 @@ class CacheSizes:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine a plan was scheduled for: instruction set, tallest tile by blocks of 16 channels, caches."""
+    """The machine that a plan is scheduled for.
+
+    Attributes:
+        isa: Instruction set.
+        tallest: Maximum number of tile rows for each number of 16-channel blocks.
+        caches: Cache sizes.
+    """
 
     isa: str
     tallest: Mapping[int, int]
@@ -146,7 +160,7 @@ class Target:
 
 
 class Choice(StrEnum):
-    """What a reason of a plan explains."""
+    """Kinds of decisions that a plan gives reasons for."""
 
     LAYOUT = "layout"
     HALO = "halo"
@@ -163,4 +177,4 @@ class Choice(StrEnum):
 
 
 Reasons = Mapping[tuple[Choice, str], str]
-"""What was chosen for which value or partition -> why, in words."""
+"""Reason of each decision, by kind and by value or partition."""

@@ -1,4 +1,4 @@
-"""The lines of a plan's text: what was decided about a step, a buffer, a view, and why."""
+"""Lines of a plan's text: decisions about a step, a buffer or a view, with their reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intaglio.plan.plan_records import BatchTiling, Choice, Reasons, Step, Targe
 
 
 def target_line(target: Target | None, steps: int, segments: int) -> str:
-    """Return ``plan for avx2 (L1 32 KiB, L2 512 KiB): 5 steps, 1 segment``."""
+    """Return the first line, such as ``plan for avx2 (L1 32 KiB, L2 512 KiB): 5 steps, 1 segment``."""
     caches = "" if target is None else f", L1 {target.caches.l1 >> 10} KiB, L2 {target.caches.l2 >> 10} KiB"
     where = "any machine" if target is None else target.isa + caches
     return f"plan for {where}: {_count(steps, 'step')}, {_count(segments, 'segment')}"
@@ -22,7 +22,7 @@ def target_line(target: Target | None, steps: int, segments: int) -> str:
 def step_lines(
     index: int, step: Step, graph: Graph, decided: Mapping[Choice, Mapping[str, str]], reasons: Reasons
 ) -> Iterator[str]:
-    """Yield a step's operators, result and barrier group, then what was decided about it, each with its reason."""
+    """Yield the operators, result and barrier group of a step, then the decisions about it, each with its reason."""
     partition = step.partition
     kinds = " + ".join(op.kind for op in partition.ops)
     results = partition.ops[-1].outputs
@@ -43,7 +43,7 @@ def decided_texts(
     kernels: Mapping[str, tuple[Kernel, ...]],
     loops: Mapping[str, LoopSchedule],
 ) -> Mapping[Choice, Mapping[str, str]]:
-    """Return what was decided about steps, by the values they make; only tiles of a product follow its schedule."""
+    """Return the decisions about steps by the values they compute; a schedule is shown only if a product has tiles."""
     tiled = {name for name, found in kernels.items() if any(isinstance(one, TiledKernel) for one in found)}
     return {
         Choice.SCHEDULE: {name: _schedule_text(one) for name, one in schedules.items() if name in tiled},
@@ -64,7 +64,7 @@ def _kernels_text(kernels: tuple[Kernel, ...]) -> str:
 
 
 def placed_texts(arena: Arena, buffers: Mapping[str, Buffer], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the bytes, offset for these free sizes, lifetime and placement order of every buffer in the arena."""
+    """Return size, offset for these free sizes, lifetime and placement order of every buffer in the arena."""
     found, where = dict[str, str](), ", ".join(f"{name}={size}" for name, size in sizes.items())
     offsets, tile = arena.offsets(buffers, sizes), {one.value for one in arena.tile}
     for one in (*arena.outside, *arena.tile):
@@ -75,7 +75,7 @@ def placed_texts(arena: Arena, buffers: Mapping[str, Buffer], sizes: Mapping[str
 
 
 def buffer_lines(buffer: Buffer, place: str | None, reasons: Reasons) -> Iterator[str]:
-    """Yield where a buffer is, how large and how long, then the reasons for its layout, halo and alias."""
+    """Yield location, size and lifetime of a buffer, then the reasons for its layout, halo and alias."""
     shape = ", ".join(map(str, buffer.shape))
     halo = f", halo {buffer.halo[0]}x{buffer.halo[1]}" if any(buffer.halo) else ""
     layout = "channels last" if buffer.spatial else "row-major"
@@ -88,7 +88,7 @@ def buffer_lines(buffer: Buffer, place: str | None, reasons: Reasons) -> Iterato
 
 
 def view_lines(views: Mapping[str, TensorView], reasons: Reasons) -> Iterator[str]:
-    """Yield every view, then every result of data movement that is copied although it could have been one."""
+    """Yield all views, then all results of data movement that are copied although they could be views."""
     for name, view in views.items():
         yield f"view %{name} in %{view.root} from {view.start}, strides ({', '.join(map(str, view.strides))})"
         yield from _because(Choice.VIEW, name, reasons)
@@ -98,7 +98,7 @@ def view_lines(views: Mapping[str, TensorView], reasons: Reasons) -> Iterator[st
 
 
 def batch_tiling_lines(tiling: BatchTiling | None, reasons: Reasons) -> Iterator[str]:
-    """Yield which steps run on sub-batches, how large these are, and why."""
+    """Yield the steps that run on sub-batches, the size of these, and the reason."""
     reason = reasons.get((Choice.BATCH_TILING, ""))
     if tiling is not None:
         images = _count(tiling.images, "image")

@@ -1,4 +1,4 @@
-"""Verify a plan: operators, order of steps, memory, views, halos. It runs after planning; it trusts no pass."""
+"""Verifier of plans: operators, order of steps, memory, views, halos. It runs after planning."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from intaglio.plan.layouts import halo_of
 from intaglio.plan.plan_records import Step
 
 ALL_CHANNELS = 1 << 62
-"""Channels of a buffer that one step writes."""
+"""Upper end of the channels of a buffer that a single step writes as a whole."""
 
 
 def verify_plan(plan: Plan) -> None:
-    """Raise `VerifyError` with all that is wrong with a plan."""
+    """Raise `VerifyError` with all problems of a plan."""
     found = [problem for check in PLAN_CHECKS for problem in check(plan)]
     if found:
         raise VerifyError("; ".join(found))
 
 
 def operators_once(plan: Plan) -> Iterator[str]:
-    """Yield operators that no partition has, or several; only data movement without a copy needs none."""
+    """Yield operators that are in no partition or in several; only data movement without a copy may be in none."""
     count: dict[tuple[str, ...], int] = {}
     for partition in plan.partitions:
         for op in partition.ops:
@@ -38,7 +38,7 @@ def operators_once(plan: Plan) -> Iterator[str]:
 
 
 def written_before_read(plan: Plan) -> Iterator[str]:
-    """Yield values that a step reads before an earlier barrier group has written them."""
+    """Yield values that a step reads although no earlier barrier group writes them."""
     group_of = {name: step.barrier_group for step in plan.steps for op in step.partition.ops for name in op.outputs}
     dropped = {op.output: op for op in plan.graph.ops if not group_of.keys() & {*op.outputs}}
     position = {id(step): index for index, step in enumerate(plan.steps)}
@@ -55,14 +55,14 @@ def written_before_read(plan: Plan) -> Iterator[str]:
 
 
 def groups_in_order(plan: Plan) -> Iterator[str]:
-    """Yield steps whose barrier group or segment is lower than that of the step in front of them."""
+    """Yield steps whose barrier group or segment is lower than that of the preceding step."""
     for before, step in pairwise(plan.steps):
         if step.barrier_group < before.barrier_group or step.segment < before.segment:
             yield f"{step.partition.name}: barrier group {step.barrier_group} comes after {before.barrier_group}"
 
 
 def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
-    """Yield buffers that are written or read in a barrier group in which others may have their memory."""
+    """Yield buffers that are used in a barrier group outside of their lifetime."""
     lifetimes = {lifetime.value: lifetime for lifetime in plan.lifetimes}
     if len(lifetimes) < len(plan.lifetimes) or len({one.order for one in plan.lifetimes}) < len(plan.lifetimes):
         yield "a buffer is placed twice"
@@ -83,7 +83,7 @@ def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
 def one_writer(plan: Plan) -> Iterator[str]:
     """Yield buffers that a second step overwrites.
 
-    Operands of a concatenation write channels of their own, and the concatenation those that are left.
+    Operands of a concatenation may write their own channels, and the concatenation the remaining ones.
     """
     joined = {partition.output for partition in plan.partitions if op_def(partition.anchor).variadic}
     writers: dict[str, list[str]] = {}
@@ -108,7 +108,7 @@ def one_writer(plan: Plan) -> Iterator[str]:
 
 
 def views_can_be_read(plan: Plan) -> Iterator[str]:
-    """Yield views without memory below them, and views that an operator without strides reads."""
+    """Yield views without underlying memory, and views read by an operator that does not support strides."""
     known = {*plan.buffers, *plan.graph.constants, *plan.external}
     for name, view in plan.views.items():
         if view.root not in known:
@@ -121,14 +121,14 @@ def views_can_be_read(plan: Plan) -> Iterator[str]:
 
 
 def aliases_have_memory(plan: Plan) -> Iterator[str]:
-    """Yield aliases of what is no buffer, or an alias itself."""
+    """Yield aliases of values that are not buffers, or that are aliases themselves."""
     for name, buffer in plan.buffers.items():
         if buffer.alias is not None and (buffer.alias not in plan.buffers or plan.buffers[buffer.alias].alias):
             yield f"%{name}: an alias of %{buffer.alias}, which has no memory of its own"
 
 
 def halos_fit(plan: Plan) -> Iterator[str]:
-    """Yield buffers whose halo is not that of their widest zero-padding reader."""
+    """Yield buffers whose halo differs from that of their widest zero-padding reader."""
     needed: dict[str, tuple[int, int]] = {}
     for op in plan.graph.ops:
         if op_def(op).convolves:
@@ -156,7 +156,7 @@ PLAN_CHECKS = (
 
 
 def _needs_no_step(op: Op, plan: Plan) -> bool:
-    """Return whether the result of data movement is where its operands are."""
+    """Return whether the result of data movement is already in place."""
     if not op_def(op).moves_data:
         return False
     if op.output in plan.views or any(plan.root(name) == op.output for name in op.inputs):
@@ -167,7 +167,7 @@ def _needs_no_step(op: Op, plan: Plan) -> bool:
 
 
 def _sources(name: str, dropped: dict[str, Op]) -> Iterator[str]:
-    """Yield what must be written for a value to be there, through data movement without a step."""
+    """Yield the values that must be written before a value can be read, through data movement without a step."""
     if name in dropped:
         for source in dropped[name].inputs:
             yield from _sources(source, dropped)
@@ -176,7 +176,7 @@ def _sources(name: str, dropped: dict[str, Op]) -> Iterator[str]:
 
 
 def _touched(step: Step, plan: Plan) -> list[str]:
-    """Return all a step reads and writes, with its scratch buffers."""
+    """Return all values that a step reads and writes, including its scratch buffers."""
     outputs = step.partition.ops[-1].outputs
     scratch = [f"{name}.{what}" for name in outputs for what in ("sums", "scratch")]
     return [*outputs, *(name for name in scratch if name in plan.buffers), *step.partition.reads()]

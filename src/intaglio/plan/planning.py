@@ -1,4 +1,4 @@
-"""Plan an integer graph: a literal sequence of passes, each from plan to plan."""
+"""Planning of an integer graph as a literal sequence of passes from plan to plan."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from intaglio.plan.views import assign_views
 
 
 def partition_operators(plan: Plan) -> Plan:
-    """Put every operator in one partition: what links to the next by int32 accumulators is one kernel."""
+    """Put every operator into one partition; operators linked by int32 accumulators share a kernel."""
     return _with_partitions(plan, fuse(plan.graph))
 
 
 def fuse_heads(plan: Plan) -> Plan:
-    """Move the product of squeeze and excite into the convolution of single pixels that alone reads it."""
+    """Fuse the multiplication of squeeze-and-excite into the 1x1 convolution that is its only reader."""
     return _with_partitions(plan, join_heads(plan.partitions, plan.graph, plan.buffers))
 
 
 def fuse_epilogues(plan: Plan) -> Plan:
-    """Move a loop over single elements, or a dequantize, into the product that it alone reads."""
+    """Fuse an elementwise loop, or a dequantize, into the product that it reads."""
     return _with_partitions(plan, join_epilogues(plan.partitions, plan.graph, plan.buffers))
 
 
 def drop_moves_without_copies(plan: Plan) -> Plan:
-    """Drop steps that have nothing to do: their result is a view or an alias, or was written in its place."""
+    """Drop steps without work: their result is a view or an alias, or was written directly to its location."""
     kept = [
         partition
         for partition in plan.partitions
@@ -46,13 +46,16 @@ def drop_moves_without_copies(plan: Plan) -> Plan:
 
 
 def drop_head_buffers(plan: Plan) -> Plan:
-    """Drop the buffers of what heads make: it is never in memory as a whole."""
+    """Drop the buffers of results of heads, which are never stored as a whole."""
     heads = {partition.head.output for partition in plan.partitions if partition.head is not None}
     return replace(plan, buffers={name: buffer for name, buffer in plan.buffers.items() if name not in heads})
 
 
 def assign_barrier_groups(plan: Plan) -> Plan:
-    """Begin a barrier group where a step reads what the current one made, a segment where the runtime calls back."""
+    """Begin a barrier group where a step reads a result of the current group.
+
+    A step that the runtime calls is a barrier group of its own, and a segment begins before and after such steps.
+    """
     steps: list[Step] = []
     reasons: dict[str, str] = {}
     group, segment, made, previous_called = 0, 0, dict[str, str](), False
@@ -70,7 +73,7 @@ def assign_barrier_groups(plan: Plan) -> Plan:
 
 
 def list_external_values(plan: Plan) -> Plan:
-    """List values in tensors of the caller, in order of appearance: all that is no buffer, view or constant."""
+    """List the values in tensors of the caller, in order of appearance: all but buffers, views and constants."""
     graph = plan.graph
     inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
     inside -= graph.outside()
@@ -80,7 +83,7 @@ def list_external_values(plan: Plan) -> Plan:
 
 
 def explain_partitions(plan: Plan) -> Plan:
-    """Say which rows of the table of fusions joined the operators of a partition, and what that saves."""
+    """Record which fusions joined the operators of each partition, and their purpose."""
     purposes = {row.name: row.purpose for row in FUSIONS}
     fused = (partition for partition in plan.partitions if partition.fusions)
     why = {p.ops[-1].outputs[0]: "; ".join(f"{name}: {purposes[name]}" for name in p.fusions) for p in fused}
@@ -89,24 +92,24 @@ def explain_partitions(plan: Plan) -> Plan:
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     copy_padded_inputs,  # first: the copies get layouts and partitions too
-    assign_layouts,  # before views and heads: both ask where the elements of a buffer are
-    assign_views,  # takes buffers away, and with them the steps that would fill these
+    assign_layouts,  # before views and heads, which use the locations of buffers
+    assign_views,  # removes buffers, and thereby the steps that would fill them
     partition_operators,
-    fuse_heads,  # before epilogues: a head changes what a partition reads, an epilogue what it makes
+    fuse_heads,  # before epilogues: a head changes what a partition reads, an epilogue what it computes
     fuse_epilogues,
-    drop_moves_without_copies,  # after fusion: a dropped step can be nobody's head or epilogue
+    drop_moves_without_copies,  # after fusion, because a dropped step cannot be a head or an epilogue
     drop_head_buffers,
     explain_partitions,
-    assign_barrier_groups,  # needs the final steps, and roots of views and aliases
+    assign_barrier_groups,  # needs the final steps, and the roots of views and aliases
     add_scratch_buffers,
-    schedule_loops,  # after epilogues were fused and views found: rows follow strides
-    list_external_values,  # after scratch buffers: what is no buffer is the caller's
-    plan_memory,  # last: lifetimes are in barrier groups
+    schedule_loops,  # after epilogues and views: rows of loops follow strides
+    list_external_values,  # after scratch buffers: values without a buffer belong to the caller
+    plan_memory,  # last: lifetimes are measured in barrier groups
 )
 
 
 def plan_graph(graph: Graph) -> Plan:
-    """Return the plan of an integer graph as far as no machine decides it, verified; `schedule_plan` does the rest."""
+    """Return the verified, machine-independent plan of an integer graph; `schedule_plan` completes it for a machine."""
     plan = Plan(graph)
     for step in PLAN_PASSES:
         plan = step(plan)
@@ -119,14 +122,16 @@ def _with_partitions(plan: Plan, partitions: Sequence[Partition]) -> Plan:
 
 
 def _is_view(op: Op, views: Mapping[str, TensorView]) -> bool:
-    """Return whether data movement has nothing to do: its result is a view, or its source was written there."""
+    """Return whether data movement has no work: its result is a view, or its source was written directly to its
+    location.
+    """
     if not op_def(op).moves_data:
         return False
     return op.output in views or any(name in views and views[name].root == op.output for name in op.inputs)
 
 
 def _is_alias(op: Op, buffers: Mapping[str, Buffer]) -> bool:
-    """Return whether the result is where its source is, or was written in its place part by part."""
+    """Return whether the result is in the memory of its source, or was written there part by part."""
     buffer = buffers.get(op.outputs[0])
     if buffer is None or not op_def(op).variadic:
         return buffer is not None and buffer.alias is not None and buffer.part is None

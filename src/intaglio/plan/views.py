@@ -1,7 +1,7 @@
-"""Find data movement that needs no copy, because its readers, or the operator that made its source, take strides.
+"""View assignment: data movement that needs no copy, because its readers or the writer of its source support strides.
 
-A value is in memory as a list of factors (size, stride) along each logical axis. Reshapes regroup factors, so an axis
-that two others were joined in is no obstacle as long as a later reshape splits it again, as multi-head attention does.
+The location of a value is a list of factors (size, stride) along each logical axis. Reshapes regroup the factors, so
+that an axis merged from two others can be split again by a later reshape, as in multi-head attention.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from intaglio.plan.plan_records import Choice, TensorView
 
 @dataclass(frozen=True)
 class _Lying:
-    """Where the elements of a value are: from element ``start`` of ``root`` on."""
+    """Location of a value: its elements start at element ``start`` of ``root``."""
 
     root: str
     start: Dim
     axes: Axes
 
     def view(self) -> TensorView | None:
-        """With one stride an axis, if that is enough."""
+        """Return the location with one stride per axis; ``None`` if an axis needs several."""
         if any(len(axis) > 1 for axis in self.axes):
             return None
         return TensorView(self.root, self.start, tuple(axis[0][1] if axis else 0 for axis in self.axes))
 
 
 def assign_views(plan: Plan) -> Plan:
-    """Make views of results of data movement that can stay in the memory of their source, and of results of operators
-    with strides that can be written where data movement would put them. Views have no buffer."""
+    """Make views of results of data movement that can stay in the memory of their source, and of results that can be
+    written directly to where data movement would copy them. Views have no buffer.
+    """
     graph, buffers, rows = plan.graph, plan.buffers, plan.rows
     users = graph.users()
     written, reasons = _written_in_place(graph, users, buffers, rows)
@@ -49,7 +50,7 @@ def assign_views(plan: Plan) -> Plan:
         if not wrong:
             break
         refused |= wrong
-    for name, at in found.items():  # an alias of what is written elsewhere now
+    for name, at in found.items():  # the aliased value may be written elsewhere now
         found[name] = replace(at, root=written[at.root].root) if at.root in written else at
         if name not in reasons:
             reasons[name] = f"read with strides by {', '.join(dict.fromkeys(op.kind for op in users[name]))}"
@@ -60,7 +61,10 @@ def assign_views(plan: Plan) -> Plan:
 
 
 def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, TensorView]) -> Buffer:
-    """Return a buffer whose alias may have become a view: its alias is the root of that if it was one like it."""
+    """Return a buffer whose aliased value may have become a view.
+
+    Its alias becomes the root of that view if the root was an alias of the same value, else ``None``.
+    """
     if buffer.alias is None or buffer.alias not in views:
         return buffer
     root = views[buffer.alias].root
@@ -71,7 +75,7 @@ def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, T
 def _written_in_place(
     graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
 ) -> tuple[dict[str, _Lying], dict[str, str]]:
-    """Return results that their operator can write where later reshapes and permutations would put them, and why."""
+    """Return results that can be written where later reshapes and permutations would copy them, and the reasons."""
     found: dict[str, _Lying] = {}
     reasons: dict[str, str] = {}
     for maker, name in ((op, name) for op in graph.ops if op_def(op).any_strides for name in _results(op, users)):
@@ -94,7 +98,7 @@ def _written_in_place(
 
 
 def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
-    """What an operator writes, a product by what takes its accumulator."""
+    """Return the values that an operator writes; for a product, those of the operator that reads its accumulator."""
     if not op_def(op).accumulates:
         return op.outputs
     (tail,) = users[op.output]
@@ -105,7 +109,7 @@ def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
 
 
 def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:
-    """Reshapes and permutations, one behind the other, that alone read a value; and the last result."""
+    """Return the chain of reshapes and permutations that are the only readers of a value, and the chain's result."""
     path: list[Op] = []
     while name not in graph.outputs and len(users[name]) == 1 and _is_written_through(users[name][0]):
         path.append(users[name][0])
@@ -114,7 +118,7 @@ def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) 
 
 
 def _is_written_through(op: Op) -> bool:
-    """Whether the source of an operator can be written where its result belongs."""
+    """Return whether the source of an operator can be written directly to the location of its result."""
     alias = op_def(op).alias
     return alias is not None and alias.source is not None
 
@@ -126,7 +130,7 @@ def _read_in_place(
     written: Mapping[str, _Lying],
     refused: Mapping[str, str],
 ) -> dict[str, _Lying]:
-    """Return results of data movement that can stay where their source is, were it not for their readers."""
+    """Return results of data movement that can stay in the memory of their source, before their readers are checked."""
     found: dict[str, _Lying] = {}
     own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
     for op in graph.ops:
@@ -142,7 +146,7 @@ def _read_in_place(
 
 
 def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Lying]) -> str | None:
-    """Return the kind of the first reader that does not take a value where it is, or ``None``."""
+    """Return the kind of the first reader that cannot read a value at this location, or ``None``."""
     view = at.view()
 
     def takes(op: Op) -> bool:
@@ -156,7 +160,7 @@ def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, 
 
 
 def _neighbours(view: TensorView | None) -> bool:
-    """Whether elements along the last axis lie side by side, or are one."""
+    """Return whether elements along the last axis are contiguous, or there is only one."""
     return view is not None and (not view.strides or view.strides[-1] in (0, 1))
 
 
@@ -168,7 +172,10 @@ def _lies(
     own: bool = False,
     apart: Mapping[str, _Lying] | None = None,
 ) -> _Lying | None:
-    """Of a value with memory of its own, which an alias of what is in ``apart`` gets, or with ``own`` as if it had."""
+    """Return the location of a value in a buffer, a constant or a dense tensor; ``None`` for a part of a concatenation.
+
+    The root is the aliased buffer, unless that is in ``apart`` or ``own`` is set.
+    """
     kind = graph.types[name]
     buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows or name in graph.constants)
     if buffer.part is not None:
@@ -181,7 +188,7 @@ def _lies(
 
 
 def _after(op: Op, source: _Lying | None, graph: Graph) -> _Lying | None:
-    """Where the result of a move is, if it stays."""
+    """Return the location of the result of data movement that is not copied; ``None`` if strides cannot express it."""
     alias = op_def(op).alias
     if source is None or alias is None:
         return None
@@ -190,7 +197,7 @@ def _after(op: Op, source: _Lying | None, graph: Graph) -> _Lying | None:
 
 
 def _before(op: Op, result: _Lying, shape: Shape) -> _Lying | None:
-    """Where the source of a reshape or permutation must be for its result to lie there."""
+    """Return the location that the source of a reshape or permutation must have for its result to be at ``result``."""
     alias = op_def(op).alias
     axes = None if alias is None or alias.source is None else alias.source(op, result.axes, shape)
     return None if axes is None else replace(result, axes=axes)

@@ -1,4 +1,4 @@
-"""max, average and adaptive average pooling over one to three axes."""
+"""Max, average and adaptive average pooling over one to three axes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from intaglio.ops.opdef import (
 )
 
 MOST_PIXELS = (2**31 - 1) // 255
-"""Quantized values that an int32 sum holds."""
+"""Maximum number of uint8 values whose sum fits into int32."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Indices start..stop along an axis that one output reads, and how many the mean counts there."""
+    """Indices start..stop along an axis that one output reads, and the number of values by which the mean divides."""
 
     start: int
     stop: int
@@ -60,7 +60,10 @@ def positive_divisor(call: Call) -> str | None:
 
 
 def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> Dim:
-    """Output rows of torch's pooling; in ceil mode the last window must start inside the input or its left padding."""
+    """Return the output size of torch's pooling along an axis.
+
+    In ceil mode the last window must start inside of the input or its left padding.
+    """
     span = size + (2 * padding - dilation * (kernel - 1) - 1)
     if not ceil:
         return span // stride + 1
@@ -71,7 +74,7 @@ def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, cei
 
 
 def whole_windows(call: Call) -> str | None:
-    """Of a free size the number of windows is an expression only where ceil mode never drops one."""
+    """Return why pooling is refused: with a free size, ceil mode must never drop the last window."""
     attrs = bind_pool(call)
     dilation = attrs.get("dilation", (1,) * len(attrs["kernel"]))
     for size, kernel, stride, padding, apart in zip(
@@ -95,7 +98,7 @@ def pool_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def windows(attrs: Attrs, axis: int, size: int, outputs: int) -> list[Window]:
-    """Windows of average pooling along one axis; the count includes padding, as torch counts it, if asked."""
+    """Return the windows of average pooling along one axis; counts include padding with ``include_pad``."""
     kernel, stride, padding = attrs["kernel"][axis], attrs["stride"][axis], attrs["padding"][axis]
     found = []
     for index in range(outputs):
@@ -108,13 +111,13 @@ def windows(attrs: Attrs, axis: int, size: int, outputs: int) -> list[Window]:
 
 
 def adaptive_windows(size: int, outputs: int) -> list[Window]:
-    """Window i of adaptive pooling: floor(i * size / outputs) .. ceil((i + 1) * size / outputs)."""
+    """Return the windows of adaptive pooling: floor(i * size / outputs) .. ceil((i + 1) * size / outputs)."""
     bounds = [(i * size // outputs, -(-(i + 1) * size // outputs)) for i in range(outputs)]
     return [Window(start, stop, stop - start) for start, stop in bounds]
 
 
 def max_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Padding never wins: it holds level 0, the least there is."""
+    """Compute max pooling; padding is the quantized value 0, the smallest, and never wins."""
     kernel, stride, padding, dilation = (op.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
     image = args[0].shape[2:]
     sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
@@ -137,7 +140,10 @@ def mean_over(
     axes: Sequence[list[Window]],
     divisor: int | None = None,
 ) -> np.ndarray:
-    """``clamp(rne(float32(sum(q) - n*zp) * factors[count - 1]) + zp)``; n values, count the divisor."""
+    """Return ``clamp(rne(float32(sum(q) - n*zp) * factors[count - 1]) + zp)``, the means over n values.
+
+    The divisor ``count`` of a mean selects its factor; a ``divisor`` override has only one.
+    """
     centred = x.astype(np.int64) - q_in.zero
     result = np.empty((*x.shape[:2], *map(len, axes)), np.uint8)
     q, summed = out.levels, tuple(range(2, x.ndim))
@@ -170,13 +176,15 @@ def bind_adaptive(call: Call) -> Attrs:
 
 
 def window_counts(attrs: Attrs) -> list[int]:
-    """Return every divisor a mean of windows may need, in the order its table of factors has them."""
+    """Return all divisors of a mean over windows, in the order of their factors."""
     return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
 
 
 def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
-    """Return every divisor that adaptive windows may need. Where windows grow with a free size it is 1 alone: the
-    factor of 1 is then divided by the count in each call."""
+    """Return all divisors of adaptive windows.
+
+    If windows grow with a free size, this is only 1, whose factor is then divided by the count in each call.
+    """
     if grows(shape):
         return [1]
     sizes = [evaluate(size, {}) for size in shape[2:]]
@@ -195,12 +203,12 @@ def adaptive_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, s
 
 
 def grows(shape: Shape) -> bool:
-    """Whether windows of adaptive pooling over it are as large as a call says."""
+    """Return whether the windows of adaptive pooling depend on free sizes."""
     return not all(isinstance(size, int) for size in shape[2:])
 
 
 def pixels_to_read(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
-    """Yield that no axis of the image is empty, and that an int32 sum holds all of its pixels."""
+    """Yield the requirements that no axis of the image is empty and that an int32 sum can hold all of its pixels."""
     pixels = graph.types[op.inputs[0]].shape[2:]
     for size in pixels:
         yield size - 1, "it has no pixel to read"

@@ -1,8 +1,8 @@
-"""Upsampling of one to three axes: copies of the nearest value, or means of the two or four nearest ones.
+"""Upsampling of one to three axes: nearest neighbour, linear and bilinear.
 
-Which values an output reads, and with what weights, is computed once, as torch computes it for the call, and handed to
-the kernel in tables. Where a size is free there are none: the operator carries sizes and factors, and its kernel
-computes the same numbers in each call.
+The indices and weights that an output reads are computed once, exactly as torch computes them, and passed to the kernel
+as tables. With a free size the operator carries sizes and scale factors instead, and its kernel computes the same
+numbers in each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ONE_HALF = np.float32(0.5)
 
 
 def bind_resize(call: Call) -> Attrs:
-    """Sizes of source and result, and torch's ``scale_factors``, one per axis where they are given."""
+    """Return the sizes of source and result, and torch's ``scale_factors``, one per axis where they are given."""
     given, (sizes, results) = call.arguments, (call.shape()[2:], call.result[2:])
     scales = given.get("scale_factors") or (None,) * len(sizes)
     align = bool(given.get("align_corners", False))
@@ -33,12 +33,12 @@ def bind_resize(call: Call) -> Attrs:
 
 
 def is_free(attrs: Attrs) -> bool:
-    """Whether a size of source or result is known in a call only."""
+    """Return whether a size of source or result is only known in a call."""
     return not all(isinstance(size, int) for size in (*attrs["sizes"], *attrs["results"]))
 
 
 def plain_factors(call: Call) -> str | None:
-    """Factors are numbers, and positive."""
+    """Return why scale factors are refused: they must be positive, finite numbers."""
     scales = [scale for scale in bind_resize(call)["scales"] if scale is not None]
     plain = all(isinstance(scale, (int, float)) and 0 < scale < float("inf") for scale in scales)
     return None if plain else f"factors {scales}"
@@ -51,18 +51,18 @@ def nearest_tables(attrs: Attrs) -> list[np.ndarray]:
 
 
 def linear_tables(attrs: Attrs) -> list[np.ndarray]:
-    """Return the indices and the weights along each axis, in turn."""
+    """Return indices and weights along each axis, alternating."""
     axes = zip(attrs["sizes"], attrs["results"], attrs["scales"], strict=True)
     return [table for axis in axes for table in linear(*axis, attrs["align"])]
 
 
 def nearest_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
-    """Return the tables, or the sizes and factors where a size is known in a call only."""
+    """Return the tables, or sizes and factors if a size is only known in a call."""
     return ({}, attrs) if is_free(attrs) else (_labelled(nearest_tables(attrs)), {})
 
 
 def linear_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
-    """Return the tables, or the sizes and factors where a size is known in a call only; then the multiplier."""
+    """Return the tables, or sizes and factors if a size is only known in a call, followed by the multiplier."""
     factor = {"factor": np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)}
     return (factor, attrs) if is_free(attrs) else (_labelled(linear_tables(attrs)) | factor, {})
 
@@ -72,9 +72,9 @@ def _labelled(tables: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def nearest(size: int, result: int, scale: float | None, images: bool = False) -> np.ndarray:
-    """i32[result]: ``min(floor(float32(i) * step), size - 1)``.
+    """Return the indices i32[result]: ``min(floor(float32(i) * step), size - 1)``.
 
-    Of images torch copies same and double sizes one by one and in pairs, whatever the factor was.
+    For images, torch copies equal and double sizes one by one and in pairs, regardless of the scale factor.
     """
     index = np.arange(result)
     if images and result in (size, 2 * size):
@@ -83,7 +83,9 @@ def nearest(size: int, result: int, scale: float | None, images: bool = False) -
 
 
 def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np.ndarray, np.ndarray]:
-    """i32[result, 2] and f32[result, 2]: the two values that each output lies between, and their weights."""
+    """Return the indices i32[result, 2] of the two values that each output interpolates, and their weights f32[result,
+    2].
+    """
     place = np.arange(result, dtype=np.float32)
     if align:
         place = place * (np.float32(size - 1) / np.float32(result - 1) if result > 1 else np.float32(0))
@@ -96,12 +98,12 @@ def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np
 
 
 def _step(size: int, result: int, scale: float | None) -> Any:
-    """Inputs between neighbouring outputs: of the factor that was asked for, else of the sizes."""
+    """Return the distance of neighbouring outputs in inputs, from the given scale factor or else from the sizes."""
     return np.float32(1 / scale) if scale else np.float32(size) / np.float32(result)
 
 
 def resized(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Of the operator without tables."""
+    """Return the result's shape of an operator without tables."""
     if shapes[0][2:] != attrs["sizes"]:
         raise ValueError(f"sizes {attrs['sizes']} of {shapes[0]}")
     return (*shapes[0][:2], *attrs["results"])
@@ -129,7 +131,7 @@ def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
 
 
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """float32: means along rows, then along columns, of levels less their zero point; then steps of the result."""
+    """Interpolate in float32 from the last axis to the first, using values less their zero point; then requantize."""
     x, *found, factor = args
     if "results" in op.attrs:
         found = linear_tables(op.attrs)
@@ -144,17 +146,17 @@ def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
 
 
 def nearest_types(axes: int, attrs: Attrs) -> TypeRule:
-    """Return element types: an index table for every axis, none where a size is free."""
+    """Return the type rule: one index table per axis, or no tables if a size is free."""
     return TypeRule(((U8,), *[(I32,)] * (0 if "results" in attrs else axes)), (U8,))
 
 
 def linear_types(axes: int, attrs: Attrs) -> TypeRule:
-    """Return element types: indices and weights for every axis, none where a size is free; then a factor."""
+    """Return the type rule: indices and weights per axis, or no tables if a size is free; then a factor."""
     return TypeRule(((U8,), *[(I32,), (F32,)] * (0 if "results" in attrs else axes), (F32,)), (U8,))
 
 
 def valid_nearest(op: Op, graph: Graph) -> None:
-    """Check that indices stay inside the axis they are for."""
+    """Check that indices are inside of their axis."""
     if "results" in op.attrs:
         _valid_factors(op)
         return
@@ -163,7 +165,7 @@ def valid_nearest(op: Op, graph: Graph) -> None:
 
 
 def valid_linear(op: Op, graph: Graph) -> None:
-    """Check that indices stay inside the axis they are for, and that each has its weights."""
+    """Check that indices are inside of their axis and that each has its weights."""
     if "results" in op.attrs:
         _valid_factors(op)
         return
@@ -182,7 +184,7 @@ def _valid_indices(op: Op, graph: Graph, indices: Sequence[np.ndarray], rank: in
 
 
 def _valid_factors(op: Op) -> None:
-    """Check an operator without tables: sizes, and a factor or none for each axis."""
+    """Check an operator without tables: sizes, and a scale factor or ``None`` for each axis."""
     sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
     known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
     if not (len(sizes) == len(results) == len(scales) and all(known)):

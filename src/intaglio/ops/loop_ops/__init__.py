@@ -1,1 +1,1 @@
-"""The loop operator, the float operators its bodies are made of, and the ATen operators that become such bodies."""
+"""The loop operator, the primitives of its body, and ATen operators that are decomposed into such bodies."""

@@ -1,4 +1,4 @@
-"""Defines how an operator of a model runs between floats: as a loop of the program, made of primitives."""
+"""Description of a model's operator as a loop of primitives between float tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import REAL
 
 MOST_LOOP_AXES = 5
-"""Of a tensor; strides of the last five are known."""
+"""Maximum rank of a tensor; kernels know the strides of the last five axes."""
 
 Values = Mapping[str, Any]
 """Arguments of a call by name, tensors as names of values of the body."""
@@ -22,10 +22,12 @@ Check = Callable[[FloatCall], "str | None"]
 
 @dataclass(frozen=True)
 class FloatLoop:
-    """How a program computes an operator between floats, in float32.
+    """Decomposition of an operator into primitives, which a loop computes in float32.
 
-    write: adds the primitives to a body and returns the name of the result. check: why a call stays in PyTorch, or
-    ``None``. targets: the overloads of the record that it is written for; empty: all of them.
+    Attributes:
+        write: Adds the primitives to a body and returns the name of the result.
+        check: Returns why a call stays in PyTorch, or ``None``.
+        targets: Overloads of the record that the loop supports; empty means all of them.
     """
 
     write: Write
@@ -33,7 +35,7 @@ class FloatLoop:
     targets: tuple[str, ...] = ()
 
     def refusal(self, call: FloatCall) -> str | None:
-        """Return why this call stays in PyTorch: what holds for all operators, then what the operator's check says."""
+        """Return why this call stays in PyTorch, by the rules for all operators and then by the operator's check."""
         if self.targets and call.target not in self.targets:
             return f"no loop is written for {call.target}"
         for name, value in call.arguments.items():
@@ -50,7 +52,9 @@ class FloatLoop:
         return self.check(call)
 
     def write_call(self, call: FloatCall, body: Body, values: Values) -> str:
-        """Add the primitives of a call to a body; return the name of the result, in the element type of the model."""
+        """Add the primitives of a call to a body; return the name of the result, which has the element type of the
+        model.
+        """
         result = self.write(body, call, values)
         if body.types[result].dtype is not call.result.dtype:
             result = body("cast", result, dtype=call.result.dtype)

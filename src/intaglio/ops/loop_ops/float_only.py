@@ -1,4 +1,4 @@
-"""Operators without an integer form: between floats a loop computes them in float32, beside integers nothing does."""
+"""Operators without an integer form, which loops compute in float32 between float tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""loop: a graph of float operators and reductions along one axis, between integer or float ends, as one kernel."""
+"""The loop operator: a graph of elementwise operators and reductions along one axis, compiled to one kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer, primitive
 from intaglio.ops.opdef import Layout, OpDef, Result
 
 ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
-"""Element types that loops read; all but i64 they write."""
+"""Element types of a loop's operands; results may have all but i64."""
 
 
 def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
-    """The body, one primitive after the other."""
+    """Run the body, one primitive after the other."""
     body = body_of(op)
     values = {**body.constants, **dict(zip(body.inputs, args, strict=True))}
     for step in body.ops:
@@ -27,7 +27,7 @@ def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
 
 
 def check_loop(op: Op, graph: Graph) -> None:
-    """ValueError for a body that no kernel could run: unknown operators, other types and shapes than theirs."""
+    """Raise `ValueError` for a body that kernels cannot run: unknown primitives, wrong types, wrong shapes."""
     body, constants = body_of(op), {name: np.shape(array) for name, array in body_of(op).constants.items()}
     if any(shape != () or body.types[name].dtype is not DType.F32 for name, shape in constants.items()):
         raise ValueError(f"%{op.output}: constants inside a loop are single numbers")
@@ -50,7 +50,7 @@ def check_loop(op: Op, graph: Graph) -> None:
 
 
 def _tables(op: Op, body: Graph, graph: Graph) -> set[str]:
-    """Tables of levels that the body reads. ValueError for one, or its parameters, that is no constant."""
+    """Return the quantized tables that the body reads; raise `ValueError` if one or its parameters are not constant."""
     outer = dict(zip(body.inputs, op.inputs, strict=True))
     reads = [(step.inputs[0], *step.inputs[2:]) for step in body.ops if step.kind == "gather_levels"]
     if any(outer.get(name) not in graph.constants for names in reads for name in names):
@@ -98,7 +98,7 @@ def _views(body: Graph) -> set[str]:
 
 
 def layout_of_rows(op: Op, types: Mapping[str, TensorType]) -> Layout:
-    """Return one layout for a loop over single elements, which are then neighbours; any for one with rows."""
+    """Return the layout of a loop: a shared one if it is purely elementwise, any if it has rows."""
     return Layout.SAME if row_axis(body_of(op)) is None else Layout.ANY
 
 

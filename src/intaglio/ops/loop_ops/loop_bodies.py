@@ -1,7 +1,7 @@
-"""Bodies of loops: the primitives that an operator of a model is made of, and when a call has to stay in PyTorch.
+"""Decompositions of operators into loop bodies, and the conditions under which a call has to stay in PyTorch.
 
-A function here adds primitives to a `Body` and returns the name of the result; its ``v`` holds the arguments by name,
-tensors as values of the body. Records name these functions in their `FloatLoop`.
+Functions here add primitives to a `Body` and return the name of the result. Their ``v`` holds the arguments by name,
+with tensors as values of the body. Records refer to these functions in their `FloatLoop`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from intaglio.ops.loop_ops.float_loop import Check, FloatLoop, Values
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import REAL
 
-# ---- of one element -------------------------------------------------------------------------------------------------
+# ---- elementwise ----------------------------------------------------------------------------------------------------
 
 
 def unary(kind: str, check: Check = lambda call: None) -> FloatLoop:
@@ -33,7 +33,7 @@ def sum_or_difference(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def scaled_sum(body: Body, call: FloatCall, v: Values) -> str:
-    """Write ``self + value * tensor1 * tensor2``; nothing is added where that is a constant of zeros."""
+    """Write ``self + value * tensor1 * tensor2``; the sum is omitted if ``self`` is a constant of zeros."""
     product = body("mul", v["tensor1"], v["tensor2"])
     if (value := v.get("value", 1)) != 1:
         product = body("mul", product, float(value))
@@ -66,7 +66,7 @@ def small_power(call: FloatCall) -> str | None:
 
 
 def bounds(body: Body, call: FloatCall, v: Values) -> str:
-    """Write relu, relu6, clamp or hardtanh; a bound left out is infinite."""
+    """Write relu, relu6, clamp or hardtanh; an omitted bound is infinite."""
     if call.target == "aten.relu.default":
         return body("relu", v["self"])
     if call.target == "aten.relu6.default":
@@ -96,11 +96,11 @@ def no_decimals(call: FloatCall) -> str | None:
     return "rounding to decimals" if call.arguments.get("decimals") else None
 
 
-# ---- truth ----------------------------------------------------------------------------------------------------------
+# ---- booleans -------------------------------------------------------------------------------------------------------
 
 
 def exact_comparison(call: FloatCall) -> str | None:
-    """Integers become floats where they meet a number."""
+    """Return why a comparison is refused: integers compared with a number are cast to float and must be exact there."""
     kinds = list(call.tensors().values())
     if any(kind.dtype is BOOL for kind in kinds):
         return "a comparison of booleans"
@@ -111,7 +111,7 @@ def exact_comparison(call: FloatCall) -> str | None:
 
 
 def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
-    """Return the loop of one primitive on the truth of ``self`` and, where there is one, ``other``."""
+    """Return the loop of one primitive on the truth values of ``self`` and, if present, ``other``."""
 
     def write(body: Body, call: FloatCall, v: Values) -> str:
         return body(kind, *[body.truth(v[name]) for name in ("self", "other") if name in v])
@@ -147,7 +147,7 @@ def plain_cast(call: FloatCall) -> str | None:
 
 
 def one_axis(call: FloatCall) -> str | None:
-    """One axis, of floats, that holds something."""
+    """Return why a reduction is refused: it takes one axis of a float tensor of rank 1 or more."""
     dim, kind = call.arguments.get("dim"), call.kind("self")
     axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
     if axes != 1 or not kind.shape:
@@ -193,7 +193,7 @@ def fixed_axis(call: FloatCall) -> str | None:
 
 
 def softmax(body: Body, call: FloatCall, v: Values) -> str:
-    """``exp(x - max(x)) * (1 / its sum)``: one division a row, where each would take as long as the power."""
+    """Write ``exp(x - max(x)) * (1 / its sum)``, with one division per row because divisions are as slow as exp."""
     powers, axis = _powers(body, call, v), call.axis()
     return body("mul", powers, body("reciprocal", body("sum", powers, axis=axis)))
 
@@ -209,7 +209,7 @@ def _powers(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def layer_norm(body: Body, call: FloatCall, v: Values) -> str:
-    """``(x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias``, from left to right."""
+    """Write ``(x - mean) * (1 / sqrt(mean((x - mean)^2) + eps)) * weight + bias``, from left to right."""
     axis = len(call.kind("input").shape) - 1
     centred = body("sub", v["input"], body("mean", v["input"], axis=axis))
     return _normal(body, v, centred, axis, float(v.get("eps", 1e-5)))
@@ -233,7 +233,7 @@ def last_axis(call: FloatCall) -> str | None:
 
 
 def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
-    """``x * factor + offset`` by channel; both from float64."""
+    """Write ``x * factor + offset`` per channel; both constants are computed in float64."""
     found = {name: np.asarray(array, np.float64) for name, array in call.constants.items()}
     factor = found.get("weight", np.float64(1)) / np.sqrt(found["running_var"] + float(v["eps"]))
     offset = found.get("bias", np.float64(0)) - found["running_mean"] * factor

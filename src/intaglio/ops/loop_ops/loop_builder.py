@@ -1,4 +1,4 @@
-"""A call of a float operator, and the body of primitives that is written for it."""
+"""Calls of float operators, and the builder of the loop bodies that they are decomposed into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, i
 
 @dataclass(frozen=True)
 class FloatCall:
-    """One call: ``arguments`` by schema name, a tensor as its type; ``constants``: those of them that never change."""
+    """One call of a float operator.
+
+    Attributes:
+        target: ATen overload.
+        arguments: Arguments by schema name; a tensor is given as its type.
+        result: Type of the result.
+        constants: Arrays of the arguments that are constant.
+    """
 
     target: str
     arguments: Mapping[str, Any]
@@ -26,31 +33,33 @@ class FloatCall:
         return {name: value for name, value in self.arguments.items() if isinstance(value, TensorType)}
 
     def kind(self, name: str) -> TensorType:
-        """Of an argument that must be a tensor."""
+        """Return the type of an argument; raise `TypeError` if it is not a tensor."""
         found = self.arguments[name]
         if not isinstance(found, TensorType):
             raise TypeError(f"{self.target}: {name} is no tensor")
         return found
 
     def axis(self, name: str = "dim", of: str = "self") -> int:
-        """An argument that counts axes from either end."""
+        """Return an axis argument as a non-negative number."""
         value = self.arguments[name]
         given = value[0] if isinstance(value, (list, tuple)) else value
         return int(given) % max(len(self.kind(of).shape), 1)
 
 
 class Body:
-    """Grows the body of one loop. Operands are names of values, or numbers; ``types``: of all values outside, whose
-    names are taken."""
+    """Builder for the body of one loop.
+
+    Operands are names of values, or numbers. ``types`` are those of all values outside, whose names are taken.
+    """
 
     def __init__(self, stem: str, types: Mapping[str, TensorType]) -> None:
         self.stem, self.types = stem, ChainMap[str, TensorType]({}, dict(types))
         self.constants: dict[str, np.ndarray] = {}
-        self.arrays: dict[str, np.ndarray] = {}  # constants of the graph, which the loop reads
+        self.arrays: dict[str, np.ndarray] = {}  # constants of the graph that the loop reads
         self.ops: list[Op] = []
 
     def __call__(self, kind: str, *operands: str | float, dtype: DType | None = None, **attrs: Any) -> str:
-        """One primitive; real operands of other types are cast first."""
+        """Append one primitive and return the name of its result; operands that must be real are cast first."""
         row = PRIMITIVES[kind]
         names = [name if isinstance(name, str) else self.number(name) for name in operands]
         if row.operands[0] == (REAL,) * len(names) and kind != "cast":
@@ -65,11 +74,11 @@ class Body:
         return name
 
     def real(self, name: str) -> str:
-        """The value as floats."""
+        """Return the value as floats, cast if necessary."""
         return name if self.types[name].dtype in REAL else self("cast", name, dtype=F32)
 
     def truth(self, name: str) -> str:
-        """Whether it is not zero."""
+        """Return whether the value is not zero, as a boolean value."""
         return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
 
     def number(self, value: float) -> str:
@@ -82,7 +91,7 @@ class Body:
         return name
 
     def array(self, label: str, array: np.ndarray, dtype: DType = F32) -> str:
-        """A constant of several numbers."""
+        """Add a constant array and return its name."""
         name = self._name(label)
         self.arrays[name] = np.ascontiguousarray(array)
         self.types[name] = TensorType(array.shape, dtype)

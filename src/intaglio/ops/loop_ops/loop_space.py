@@ -1,4 +1,4 @@
-"""The iteration space of a loop: rows along one axis, and all else around them."""
+"""Iteration space of a loop: rows along one axis, and the axes around them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from intaglio.ops.loop_ops.primitives import broadcast, primitive
 
 
 def body_of(op: Op) -> Graph:
-    """The body of an operator that must have one."""
+    """Return the body of an operator; raise `ValueError` if it has no body."""
     if op.body is None:
         raise ValueError(f"%{op.output}: a {op.kind} without a body")
     return op.body
 
 
 def row_axis(body: Graph) -> int | None:
-    """The axis that reductions go along; rows of a table lie along the last one. ``None``: of single elements."""
+    """Return the axis of reductions, or the last axis for rows of a table; ``None`` for a purely elementwise loop."""
     axes = {op.attrs["axis"] for op in body.ops if primitive(op).reduces}
     axes |= {len(body.types[op.output].shape) - 1 for op in body.ops if primitive(op).gathers}
     if len(axes) > 1:
@@ -23,7 +23,7 @@ def row_axis(body: Graph) -> int | None:
 
 
 def space(body: Graph) -> Shape:
-    """The shape that all that is computed inside broadcasts to: its rows and their elements."""
+    """Return the shape of the iteration space, to which all values computed in the body broadcast."""
     outside = {name for op in body.ops if primitive(op).gathers for name in (op.inputs[0], *op.inputs[2:])}
     outside |= {name for op in body.ops if primitive(op).drops_axis for name in op.outputs}
     outside |= {name for op in body.ops if primitive(op).adds_axis for name in op.inputs}

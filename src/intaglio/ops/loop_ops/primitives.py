@@ -1,6 +1,6 @@
-"""What the body of a loop is made of: float32 operators of one element, and reductions along the axis of its rows.
+"""Primitives of loop bodies: elementwise float32 operators, and reductions along the axis of rows.
 
-Values of a body broadcast as NumPy's do. bfloat16 values are float32 arrays that hold only what bfloat16 has.
+Values of a body broadcast as in NumPy. bfloat16 values are float32 arrays with values that bfloat16 can represent.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType],
 
 
 def no_bound(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Know nothing about the size of the result."""
+    """Return ``None``: the result's magnitude is not bounded."""
     return None
 
 
 def largest(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Return the largest operand's size: the function makes none larger."""
+    """Return the largest magnitude of the operands, which the function does not exceed."""
     return max(sizes)
 
 
@@ -39,7 +39,7 @@ def one(sizes: Sequence[float], attrs: Attrs) -> float | None:
 
 @dataclass(frozen=True)
 class Lanes:
-    """C of a reduction: where lanes begin, the function that joins them, and what comes of them in the end."""
+    """C of a reduction: initial value of lanes, function that joins them, and expression of the final result."""
 
     start: str
     join: str
@@ -50,20 +50,30 @@ class Lanes:
 class Primitive:
     """One operator of the body of a loop.
 
-    A primitive is to a loop what an instruction is to a program: no model calls it, no pass annotates or fuses it, and
-    it has no kernel, layout or quantization parameters of its own. It has what an `OpDef` has not: the C of one vector
-    of elements. Which primitives an operator of a model is made of is in its record, `OpDef.loop`.
+    Primitives are the instructions of loops: models do not call them, passes neither annotate nor fuse them, and they
+    have no kernel, layout or quantization parameters. Unlike `OpDef`, they hold the C of one vector of elements.
+    `OpDef.loop` decomposes the operator of a model into primitives.
 
-    operands: element types each may have, one row for every combination allowed. gives: the result's; ``None`` where
-    its type says. attrs: names of its attributes. reduces: along attribute ``axis``, whose size becomes 1. gathers: it
-    reads rows of a table, its first operand, by ids, its second; what follows are parameters of the rows. drops_axis,
-    adds_axis: it computes nothing; a value outside the loop has an axis less, or more, than the one inside.
-    approximation: the primitive whose result differs less than a quantize behind it can tell.
-    subtracts: it is the difference of its operands. cheap: it takes about one instruction.
-    c: C over vectors of the operands and its attributes; empty where it depends on types. takes_number: a constant
-    second operand is written as a number. c_of_vectors: C that takes several vectors a step at a time, where one alone
-    would wait for itself; c_of_distances: the same for values that are none above 0. lanes: C of a reduction.
-    bound: (sizes of the operands, attributes) -> a bound of the result's size, ``None`` where there is none.
+    Attributes:
+        name: Name of the primitive.
+        operands: Element types of each operand, one row per allowed combination.
+        gives: Element type of the result; ``None`` where the result's type decides.
+        meaning: Reference implementation in NumPy.
+        attrs: Names of its attributes.
+        reduces: Reduction along attribute ``axis``, whose size becomes 1.
+        gathers: Reads rows of a table (first operand) by ids (second operand); further operands are parameters of rows.
+        drops_axis: Computes nothing; the value outside of the loop has one axis less than the one inside.
+        adds_axis: Computes nothing; the value outside of the loop has one axis more than the one inside.
+        approximation: Primitive whose result is close enough if it is quantized next.
+        subtracts: The difference of its operands.
+        cheap: Takes about one instruction.
+        c: C over vectors of the operands and its attributes; empty where it depends on types.
+        takes_number: A constant second operand is emitted as a number.
+        c_of_vectors: C that handles several vectors at a time where a single one would be bound by latency.
+        c_of_distances: The same for values that are at most 0.
+        lanes: C of a reduction.
+        bound: Called with (magnitudes of the operands, attributes); returns a bound of the result's magnitude or
+            ``None``.
     """
 
     name: str
@@ -87,17 +97,17 @@ class Primitive:
 
     @property
     def quantizes(self) -> bool:
-        """Whether it turns floats into quantized values."""
+        """Return whether it quantizes floats."""
         return self.gives is U8
 
     @property
     def dequantizes(self) -> bool:
-        """Whether it turns quantized values into floats, element by element."""
+        """Return whether it dequantizes elementwise."""
         return self.operands[0][0] == (U8,) and not self.gathers
 
     @property
     def elementwise(self) -> bool:
-        """Whether it computes each element from one element of every operand."""
+        """Return whether each element of the result depends on one element of every operand."""
         return not (self.reduces or self.gathers or self.drops_axis or self.adds_axis)
 
 
@@ -141,7 +151,7 @@ def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def _clamp(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """NaN stays; where the bounds cross, the upper one."""
+    """Clamp values; NaN stays NaN, and the upper bound wins if the bounds cross."""
     low, high = np.float32(op.attrs["low"]), np.float32(op.attrs["high"])
     raised = np.where(args[0] < low, low, args[0])
     return np.where(raised > high, high, raised)
@@ -173,22 +183,22 @@ def _unsqueeze(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], 
 
 
 def sum_of_sizes(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Bound a sum or a difference."""
+    """Return the bound of a sum or a difference."""
     return sum(sizes)
 
 
 def product_of_sizes(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Bound a product."""
+    """Return the bound of a product."""
     return prod(sizes)
 
 
 def bound_of_clamp(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Bound a clamp by its bounds and what it clamps, as NaN stays."""
+    """Return the bound of a clamp; it includes the operand's bound, because NaN is not clamped."""
     return max(abs(attrs["low"]), abs(attrs["high"]), *sizes)
 
 
 def bound_of_leaky_relu(sizes: Sequence[float], attrs: Attrs) -> float | None:
-    """Bound a leaky ReLU whose slope is no more than 1."""
+    """Return the bound of a leaky ReLU whose slope is at most 1; ``None`` for other slopes."""
     return max(sizes) if abs(attrs["slope"]) <= 1 else None
 
 
@@ -269,7 +279,7 @@ PRIMITIVES: Mapping[str, Primitive] = {row.name: row for row in ROWS}
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape of what these make together. ValueError for shapes that do not go together."""
+    """Return the broadcast shape; raise `ValueError` if the shapes are incompatible."""
     found = []
     for axis in range(-max(map(len, shapes), default=0), 0):
         sizes = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
@@ -280,12 +290,12 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def primitive(op: Op) -> Primitive:
-    """Return the record of an operator of the body of a loop."""
+    """Return the record of an operator in the body of a loop."""
     return PRIMITIVES[op.kind]
 
 
 def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """The shape a primitive gives. ValueError where it takes no such operands."""
+    """Return the shape of a primitive's result; raise `ValueError` for invalid operands."""
     axis = attrs.get("axis", 0)
     rank = len(shapes[0]) + (kind == "unsqueeze")
     if not isinstance(axis, int) or not 0 <= axis < max(rank, 1):

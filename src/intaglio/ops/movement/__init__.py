@@ -1,1 +1,1 @@
-"""Operators that move elements and change none of them."""
+"""Data movement operators, which rearrange elements without changing them."""

@@ -1,7 +1,7 @@
-"""How the result of data movement can be a view of its source: strides along each axis, as factors.
+"""Strides of results of data movement that are views of their source, as lists of factors along each axis.
 
-A value has a list of factors (size, stride) along each logical axis. Reshapes regroup factors, so an axis that two
-others were joined in is no obstacle as long as a later reshape splits it again, as multi-head attention does.
+A value has a list of factors (size, stride) along each logical axis. Reshapes regroup the factors, so that an axis
+merged from two others can be split again by a later reshape, as in multi-head attention.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ Axes = tuple[tuple[Factor, ...], ...]
 
 @dataclass(frozen=True)
 class Alias:
-    """How one operator makes views.
+    """View rules of one operator.
 
-    result: (operator, axes of the source, its shape, shape of the result) -> offset in elements and axes of the result;
-    ``None`` where no strides express it. source: (operator, axes of the result, shape of the source) -> axes of the
-    source, for operators whose source can be written where the result belongs.
+    Attributes:
+        result: Called with (operator, axes of the source, its shape, shape of the result); returns offset in elements
+            and axes of the result, or ``None`` if strides cannot express it.
+        source: Called with (operator, axes of the result, shape of the source); returns the axes of the source. Only
+            for operators whose source can be written directly into the memory of the result.
     """
 
     result: Callable[[Op, Axes, Shape, Shape], tuple[Dim, Axes] | None]
@@ -30,7 +32,7 @@ class Alias:
 
 
 def joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
-    """Return factors without those of one element, neighbours in memory joined."""
+    """Drop factors of size 1 and merge factors that are contiguous in memory."""
     found: list[Factor] = []
     for size, stride in factors:
         if size == 1:
@@ -43,7 +45,9 @@ def joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
 
 
 def regrouped(axes: Axes, shape: Shape) -> Axes | None:
-    """Return the same elements in the same order along axes of other sizes; ``None`` where a factor does not divide."""
+    """Return factors of the same elements in the same order for axes of other sizes; ``None`` if a factor does not
+    divide.
+    """
     rest, found = list(joined(factor for axis in axes for factor in axis)), []
     for size in shape:
         taken: list[Factor] = []

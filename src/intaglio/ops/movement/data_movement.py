@@ -1,7 +1,7 @@
 """Data movement as strided copies between buffers of any layout.
 
-An operator that moves data is a few `Box`es: sizes, and for each side an offset and a stride per axis, all in elements.
-Every padding mode, slice, permutation and concatenation is made of them, and one kernel runs them all.
+An operator that moves data is a list of `Box` objects: sizes, and for each side an offset and a stride per axis, all in
+elements. All padding modes, slices, permutations and concatenations consist of them, and one kernel runs them all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Strides = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Run:
-    """``size`` elements along an axis, so far apart in source and result."""
+    """Copy loop along an axis: ``size`` elements, with their strides in source and result."""
 
     size: Dim
     source: Dim
@@ -27,7 +27,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Box:
-    """One strided copy from operand ``operand``; with ``fill`` the zero point is written instead."""
+    """One strided copy from operand ``operand``; with ``fill``, the zero point is written instead."""
 
     runs: tuple[Run, ...]
     source: Dim = 0
@@ -37,15 +37,15 @@ class Box:
 
 
 def merged_copies(copies: Copies, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
-    """Return the strided copies of an operator, longest strides of the result first, runs merged where possible.
+    """Return the strided copies of an operator, largest strides of the result first, with runs merged where possible.
 
-    ``size``: bytes of an element, for strides in bytes.
+    ``size`` is the number of bytes per element; the strides of the result are in bytes.
     """
     return tuple(_merged(_in_bytes(box, size)) for box in copies(op, sources, to))
 
 
 def row_major_strides(shape: Shape) -> Strides:
-    """Return the strides of a tensor whose memory order is its logical order."""
+    """Return the row-major strides of a shape, in elements."""
     found: list[Dim] = []
     step: Dim = 1
     for dim in reversed(shape):
@@ -62,7 +62,10 @@ def _in_bytes(box: Box, size: int) -> Box:
 
 
 def _merged(box: Box) -> Box:
-    """Free dimensions count as 64 when strides are compared: the order decides speed, not the result."""
+    """Sort runs by their stride in the result and merge neighbours that are contiguous on both sides.
+
+    Free dimensions count as 64 when strides are compared; the order affects speed, not the result.
+    """
     runs = [run for run in box.runs if run.size != 1]
     runs.sort(key=lambda run: -abs(evaluate(run.result, dict.fromkeys(symbols_of(run.result), 64))))
     merged: list[Run] = []
@@ -80,13 +83,13 @@ Copies = Callable[[Op, Sequence[Side], Strides], list[Box]]
 
 
 def relayout_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """A reshape that keeps its shape: from one layout to another."""
+    """Return the copy of a reshape that keeps its shape and changes the layout."""
     ((shape, at),) = sources
     return [Box(tuple(map(Run, shape, at, to)))]
 
 
 def slice_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Every ``step``-th of an axis from ``start``; negative steps run backwards."""
+    """Return the copy of every ``step``-th element of an axis from ``start`` on; negative steps run backwards."""
     ((shape, at),) = sources
     axis, step = op.attrs["axis"], op.attrs["step"]
     runs = list(map(Run, shape, at, to))
@@ -95,7 +98,7 @@ def slice_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 
 def slice_length(start: Dim, stop: Dim, step: int) -> Dim:
-    """How many indices a slice takes; of free bounds, ``start`` is at most ``stop``."""
+    """Return the number of indices that a slice selects; with free bounds, ``start`` must be at most ``stop``."""
     if isinstance(start, int) and isinstance(stop, int):
         return len(range(start, stop, step))
     return (stop - start + (step - 1)) // step
@@ -116,14 +119,14 @@ def cat_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 
 def expand_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Axes of one element, repeated."""
+    """Return the copy that repeats axes of one element."""
     ((shape, at),) = sources
     wide = op.attrs["shape"]
     return [Box(tuple(Run(n, 0 if m == 1 != n else s, t) for n, m, s, t in zip(wide, shape, at, to, strict=True)))]
 
 
 def shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Channel ``i * groups + g`` of the result is channel ``g * each + i``."""
+    """Return the copy in which channel ``i * groups + g`` of the result is channel ``g * each + i`` of the operand."""
     ((shape, at),) = sources
     groups = op.attrs["groups"]
     each = shape[1] // groups
@@ -132,7 +135,9 @@ def shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 
 def pixel_shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Channel ``c * r * r + i * r + j`` becomes row ``h * r + i``, column ``w * r + j`` of channel c."""
+    """Return the copy in which channel ``c * r * r + i * r + j`` becomes row ``h * r + i``, column ``w * r + j`` of
+    channel c.
+    """
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
     runs = (
@@ -147,7 +152,7 @@ def pixel_shuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[B
 
 
 def pixel_unshuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """The inverse of a pixel shuffle."""
+    """Return the copy of the inverse of a pixel shuffle."""
     (((n, c, h, w), (sn, sc, sh, sw)),) = sources
     r = op.attrs["factor"]
     runs = (
@@ -162,7 +167,10 @@ def pixel_unshuffle_copies(op: Op, sources: Sequence[Side], to: Strides) -> list
 
 
 def unfold_depth_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Tap k of a depth window becomes channels: [n, (g, k, c), outputs, h, w], ``c`` of each group."""
+    """Return the copy in which tap k of a depth window becomes channels: [n, (g, k, c), outputs, h, w].
+
+    Here ``c`` counts the channels of each group g.
+    """
     ((shape, at),) = sources
     groups, taps, step, apart = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
     each = shape[1] // groups
@@ -181,7 +189,7 @@ def unfold_depth_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Bo
 
 @dataclass(frozen=True)
 class _Part:
-    """Part of a padded axis: where it begins in source and result, its runs; ``fill``: nothing of the source."""
+    """Part of a padded axis: its offsets in source and result, and its runs. With ``fill``, it reads nothing."""
 
     source: Dim
     result: Dim
@@ -190,7 +198,9 @@ class _Part:
 
 
 def pad_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
-    """Before, inside and after of every axis, combined; what touches a filled part is filled."""
+    """Return the copies of a padding: the product of the parts of all axes. A part that is filled on any axis is
+    filled.
+    """
     ((shape, at),) = sources
     mode, between = op.attrs.get("mode", "constant"), op.attrs.get("between", (0,) * len(shape))
     sides = zip(op.attrs["before"], op.attrs["after"], between, shape, at, to, strict=True)
@@ -229,16 +239,16 @@ def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at
 
 MOVED_TYPES = (DType.U8, DType.F32, DType.BF16, DType.I64, DType.BOOL)
 MOVED = TypeRule((MOVED_TYPES,), MOVED_TYPES, keeps_type=True)
-"""Data movement carries elements of these types and changes none of them."""
+"""Type rule of data movement: it accepts these element types and keeps them."""
 MANY = 4096
 """Assumed size of a free dimension."""
 
 
 def stays_inside(copies: Copies) -> Callable[[Op, Graph], None]:
-    """Return a check that raises ValueError where one of these copies would leave its tensors.
+    """Return a check that raises `ValueError` if one of the copies would access memory outside of its tensors.
 
-    Row-major tensors show it: some copy spans all their other axes. Free sizes are assumed to be large; those too small
-    are refused call by call (`OpDef.needs`).
+    The check uses row-major strides, which suffices because some copy spans all the other axes. Free sizes are assumed
+    to be large; sizes that are too small are refused in each call (`OpDef.needs`).
     """
 
     def check(op: Op, graph: Graph) -> None:
@@ -262,14 +272,14 @@ def stays_inside(copies: Copies) -> Callable[[Op, Graph], None]:
 
 
 def slice_inside(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
-    """Yield that both bounds of a slice are inside its axis."""
+    """Yield the requirements that both bounds of a slice are inside its axis."""
     size = graph.types[op.inputs[0]].shape[op.attrs["axis"]]
     yield op.attrs["start"], f"a slice would begin at {op.attrs['start']}"
     yield size - op.attrs["stop"], f"a slice up to {op.attrs['stop']} of an axis of {size}"
 
 
 def pad_inside(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
-    """Yield that padding by reflection or in a circle is no wider than what it repeats."""
+    """Yield the requirement that reflection and circular padding are not wider than the axis they repeat."""
     if op.attrs.get("mode") not in ("reflect", "circular"):
         return
     widths = zip(graph.types[op.inputs[0]].shape, op.attrs["before"], op.attrs["after"], strict=True)

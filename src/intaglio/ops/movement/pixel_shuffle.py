@@ -1,4 +1,4 @@
-"""Channel and pixel shuffles, and depth windows as channels: each is one strided copy and changes no element."""
+"""Channel shuffle, pixel shuffle and unshuffle, and depth windows as channels; each is one strided copy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def unfold_depth_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
-    """Depth windows as channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
+    """Unfold depth windows into channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
     (n, c, d, h, w), attrs = args[0].shape, op.attrs
     outputs = evaluate(unfold_depth_shape(attrs, [args[0].shape])[2], {})
     grouped = args[0].reshape(n, attrs["groups"], 1, c // attrs["groups"], d, h, w)

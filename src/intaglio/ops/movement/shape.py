@@ -1,4 +1,4 @@
-"""Reshapes, slices, padding, concatenation, permutations: each is a few strided copies and changes no element."""
+"""Reshape, slice, pad, concatenate, permute and expand; each consists of a few strided copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from intaglio.ops.movement.data_movement import (
 from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, float_activations, rank
 
 END = 2**62
-"""Slices without an end carry the largest int64; anything this large means "to the end"."""
+"""Slices without an end have the largest int64 as end; any bound this large means "to the end"."""
 MOST_AXES = 6
 
 
@@ -38,7 +38,7 @@ def bind_reshape(call: Call) -> Attrs:
 
 
 def known_sizes(call: Call) -> str | None:
-    """Free sizes of both shapes multiply to the same."""
+    """Return why a reshape is refused: it must have the same number of elements for all free sizes."""
     if len(call.result) > MOST_AXES:
         return f"result of rank {len(call.result)}; the kernel takes up to {MOST_AXES}"
     given, made = numel(call.shape()), numel(call.result)
@@ -59,7 +59,7 @@ def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def bind_slice(call: Call) -> Attrs:
-    """(axis, start, stop, step) with every default and negative index resolved."""
+    """Return axis, start, stop and step with all defaults and negative indices resolved."""
     given, shape = call.arguments, call.shape()
     axis = int(given.get("dim", 0)) % len(shape)
     size = shape[axis]
@@ -74,14 +74,14 @@ def bind_slice(call: Call) -> Attrs:
 
 
 def _from_front(bound: Dim, size: Dim) -> Dim:
-    """Of an axis whose size is free; a bound of several terms counts from the front already."""
+    """Return a bound of an axis of free size, counted from its front; symbolic bounds count from the front already."""
     if not isinstance(bound, int):
         return bound
     return size if bound >= END else bound + size if bound < 0 else bound
 
 
 def known_slice(call: Call) -> str | None:
-    """The bounds lead to as many as torch found; none of a free axis is empty or of a size only a call tells."""
+    """Return why a slice is refused: its bounds must give the size that torch found, which must not be zero."""
     bounds = bind_slice(call)
     made = call.result[bounds["axis"]]
     if made == 0:
@@ -108,7 +108,7 @@ NUMPY_MODES: Mapping[str, Any] = {"constant": "constant", "reflect": "reflect", 
 
 
 def bind_pad(call: Call) -> Attrs:
-    """``before`` and ``after`` of every axis, in axis order; torch counts from the last axis."""
+    """Return ``before`` and ``after`` of every axis in order of axes; torch counts from the last axis."""
     given, axes = list(call.arguments["pad"]), len(call.shape())
     pairs = [(0, 0)] * (axes - len(given) // 2) + [(given[i], given[i + 1]) for i in range(len(given) - 2, -1, -2)]
     mode = call.arguments.get("mode", "constant")
@@ -128,7 +128,9 @@ def plain_pad(call: Call) -> str | None:
 
 
 def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """``between``: zeros after every element but the last, in front of what is padded."""
+    """Return the padded shape; ``between`` zeros are inserted after every element but the last before the axis is
+    padded.
+    """
     between = attrs.get("between", (0,) * len(shapes[0]))
     sides = zip(shapes[0], attrs["before"], attrs["after"], between, strict=True)
     return tuple(d * (z + 1) + (b + a - z) for d, b, a, z in sides)
@@ -175,7 +177,7 @@ def cat_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def bind_permute(call: Call) -> Attrs:
-    """``order``: result axis -> axis of the input."""
+    """Return ``order``, the input axis of each result axis."""
     given, axes = call.arguments, len(call.shape())
     if "dims" in given:
         return {"order": tuple(dim % axes for dim in given["dims"])}
@@ -213,22 +215,22 @@ def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
 
 
 def keeps_type(op: Op, graph: Graph) -> bool:
-    """Return whether the result is the operand; a copy into another layout is asked for."""
+    """Return whether result and operand have the same type; a copy into another layout does not count."""
     return not op.attrs.get("relayout") and graph.types[op.output] == graph.types[op.inputs[0]]
 
 
 def keeps_axes(op: Op, graph: Graph) -> bool:
-    """Return whether a permutation leaves all axes where they are."""
+    """Return whether a permutation keeps all axes in place."""
     return op.attrs["order"] == tuple(sorted(op.attrs["order"])) and keeps_type(op, graph)
 
 
 def movement(name: str, copies: Copies, **fields: Any) -> OpDef:
-    """Return the record of an operator that moves elements of any type and changes none.
+    """Return the record of an operator that moves elements of any type.
 
     Args:
-        name: its name.
-        copies: the strided copies it is made of, which have to stay inside its tensors.
-        fields: of `OpDef`, beside what these operators have in common or in place of it.
+        name: Name of the operator.
+        copies: Returns its strided copies, which must stay inside of its tensors.
+        fields: Further fields of `OpDef`, which override the common ones.
     """
     common = {
         "shares": True,
@@ -280,7 +282,7 @@ RESHAPE = movement(
     changes_nothing=keeps_type,
     alias=RESHAPED,
     layout=Layout.ANY,
-    validate=lambda op, graph: None,  # `infer` counts its elements
+    validate=lambda op, graph: None,  # `infer` compares the numbers of elements
 )
 SLICE = movement(
     "slice",

@@ -1,6 +1,6 @@
-"""Products of two activations: attention as one operator, and matrix products by themselves.
+"""Products of two activations: attention as a composite operator, and batched matrix products.
 
-The second factor is symmetric, with zero point 128 and levels within 1..255, so that kernels read it as they read
+The second operand is symmetric, with zero point 128 and quantized values in 1..255, so that kernels read it like
 weights.
 """
 
@@ -18,9 +18,9 @@ from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, float_a
 from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
 
 WIDEST_ATTENTION_HEAD = 256
-"""Values of a query or key; products of them stay below 2^24, exact in float32."""
+"""Maximum number of values per query or key; dot products stay below 2^24 and are exact in float32."""
 MOST_KEYS = (2**31 - 1) // (255 * 127)
-"""Products of levels of probability and of values that fit an int32 accumulator."""
+"""Maximum number of products of quantized probabilities and values that fit into an int32 accumulator."""
 
 
 def bind_attention(call: Call) -> Attrs:
@@ -32,7 +32,7 @@ def bind_attention(call: Call) -> Attrs:
 
 
 def plain_attention(call: Call) -> str | None:
-    """Four axes, no dropout, every activation made while the model runs."""
+    """Return why attention is refused: it takes four axes, no dropout, and only activations as operands."""
     if dropout := call.arguments.get("dropout_p", 0.0):
         return f"dropout of {dropout}; the kernel takes 0"
     ranks = [len(call.shape(operand)) for operand in range(3)]
@@ -46,7 +46,7 @@ def plain_attention(call: Call) -> str | None:
 
 
 def fixed_heads(call: Call) -> str | None:
-    """Heads and their widths are numbers; so many keys that sums fit."""
+    """Return why attention is refused: heads and their widths must be fixed, and sums over keys must fit into int32."""
     (_, heads, _, depth), (_, groups, keys, _), (_, _, _, width) = (call.shape(operand) for operand in range(3))
     for dim in (heads, groups, depth, width):
         if not isinstance(dim, int):
@@ -62,13 +62,13 @@ def fixed_heads(call: Call) -> str | None:
 
 
 def known_mask(call: Call) -> str | None:
-    """Two to four axes that broadcast."""
+    """Return why attention is refused: a mask must have two to four axes."""
     mask = call.shapes[3]
     return None if mask is None or 2 <= len(mask) <= 4 else f"a mask of rank {len(mask)}; the kernel takes 2 to 4"
 
 
 def floating_operands(call: Call) -> str | None:
-    """A mask may be boolean."""
+    """Return why attention is refused: operands must be floating point; only the mask may be boolean."""
     return "an operand that is not floating point" if False in call.floating[:3] else None
 
 
@@ -90,7 +90,7 @@ def both_computed(call: Call) -> str | None:
 
 
 def product_axes(call: Call) -> str | None:
-    """Matrices of two to four axes; the last one of either operand is a number."""
+    """Return why a product is refused: it takes two to four axes, and the last axis of both operands must be fixed."""
     shapes = [call.shape(operand) for operand in (0, 1)]
     if not all(2 <= len(shape) <= 4 for shape in shapes):
         return f"operands of rank {len(shapes[0])} and {len(shapes[1])}; the kernel takes 2 to 4"
@@ -104,7 +104,7 @@ def product_axes(call: Call) -> str | None:
 
 
 def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Batch axes broadcast, as numpy.matmul's do."""
+    """Return the result's shape; batch axes broadcast as in numpy.matmul."""
     (*outer_a, rows, _), (*outer_b, _, columns) = shapes
     axes = max(len(outer_a), len(outer_b))
     a, b = ((1,) * (axes - len(outer)) + tuple(outer) for outer in (outer_a, outer_b))
@@ -117,26 +117,32 @@ def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def attention_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count both products of all queries with all keys; what a causal mask excludes is counted."""
+    """Count the multiply-accumulates of both products for all queries and keys, including those that a causal mask
+    excludes.
+    """
     *outer, rows, width = result
     return numel(tuple(outer)) * rows * (shapes[1][-2] * (shapes[0][-1] + width))
 
 
 def bmm_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a product of two activations."""
+    """Count the multiply-accumulates of a product of two activations."""
     return numel(result) * shapes[0][-1]
 
 
 def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that one thread needs, in the order of `attention` in native/sequences/attention.h."""
+    """Return the number of 64-byte lines that one thread needs, in the order of `attention` in
+    native/sequences/attention.h.
+    """
     _, k, v = (types[name].shape for name in op.inputs[:3])
     depth, width, keys = 4 * whole(k[-1], 4), 16 * whole(v[-1], 16), whole(v[-2], LINE)
-    # Per 64 keys: K and V packed, sums of K and the mask in 32 bits, scores in float and as levels.
+    # Per 64 keys: packed K and V, sums of K and the mask in 32 bits, scores as float and as quantized values.
     return keys * (depth + width + 2 * 4 + QUERIES * (4 + 1)) + QUERIES * width // 16
 
 
 def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that one thread needs, in the order of `product` in native/sequences/attention.h."""
+    """Return the number of 64-byte lines that one thread needs, in the order of `product` in
+    native/sequences/attention.h.
+    """
     *_, inner, columns = types[op.inputs[1]].shape
     return whole(columns, LINE) * (4 * whole(inner, 4) + 4)
 

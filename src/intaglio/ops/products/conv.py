@@ -1,4 +1,4 @@
-"""Convolutions of one to three axes, plain and transposed, and linear: u8 activations times s8 weights into int32."""
+"""Convolutions of one to three axes, plain and transposed, and linear layers: u8 times s8 with int32 accumulators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from intaglio.ops.opdef import (
 )
 
 MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
-"""Products per output that fit an int32 accumulator beside a bias of 2^30, whatever the data."""
+"""Maximum number of products per output that fit into an int32 accumulator with a bias of 2^30, for all data."""
 
 
 def constant_weight(call: Call) -> str | None:
@@ -33,7 +33,7 @@ def constant_weight(call: Call) -> str | None:
 
 
 def short_reduction(call: Call) -> str | None:
-    """The accumulator proof must have a chance before the data is known."""
+    """Return why a call is refused: so many products may overflow an int32 accumulator."""
     products = prod(call.sizes(1)[1:])
     if products <= MOST_PRODUCTS:
         return None
@@ -41,7 +41,7 @@ def short_reduction(call: Call) -> str | None:
 
 
 def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """Padding before and after each axis, in turn; ``"same"`` puts the odd one at the end, as torch does."""
+    """Return the padding before and after each axis, alternating; ``"same"`` puts odd padding at the end."""
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple(amount for t in total for amount in (t // 2, t - t // 2))
@@ -72,7 +72,10 @@ def conv_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Sum over taps of exact float64 matrix products of ``x - zero_point``, zero padded, plus the int32 bias."""
+    """Compute the int32 accumulator of a convolution.
+
+    It is the sum over taps of exact float64 matrix products of ``x - zero_point``, zero padded, plus the int32 bias.
+    """
     x, weight, bias = args
     stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
     centred = x.astype(np.float64) - np.array(types[0].levels.zeros).reshape(-1, *[1] * (x.ndim - 2))
@@ -98,7 +101,7 @@ def bind_transposed(call: Call) -> Attrs:
 
 
 def transposed_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """The weight of the integer operator lies [outputs, inputs per group, taps], as a plain convolution's."""
+    """Return the result's shape; the weight is [outputs, inputs per group, taps...], as for a plain convolution."""
     (n, _, *image), (channels, _, *kernel) = shapes[0], shapes[1]
     names = ("stride", "padding", "dilation", "output_padding")
     sizes = [
@@ -109,7 +112,9 @@ def transposed_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def transposed_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Every input spreads its products over the outputs its taps reach; then the int32 bias."""
+    """Compute the int32 accumulator of a transposed convolution by scattering the products of each input to the
+    outputs.
+    """
     x, weight, bias = args
     stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
     centred = x.astype(np.float64) - types[0].levels.zero
@@ -129,18 +134,18 @@ def transposed_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
 
 
 def output_axis(name: str, axes: int) -> int:
-    """Where an anchor's result of so many axes has its channels."""
+    """Return the channel axis of an anchor's result with ``axes`` axes."""
     return axes - 1 if name == "linear" else 1
 
 
 def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
-    """[inputs, outputs per group, taps...] of a transposed convolution -> [outputs, inputs per group, taps...]."""
+    """Transpose a weight [inputs, outputs per group, taps...] to [outputs, inputs per group, taps...]."""
     split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).swapaxes(1, 2)
     return split.reshape(-1, *split.shape[2:])
 
 
 def short_transposed(call: Call) -> str | None:
-    """As `short_reduction`, for a weight whose first axis holds the inputs."""
+    """Return why a call is refused, as `short_reduction` does, for a weight whose first axis is the inputs."""
     sizes = call.sizes(1)
     products = sizes[0] // int(call.arguments.get("groups", 1)) * prod(sizes[2:])
     if products <= MOST_PRODUCTS:
@@ -164,13 +169,13 @@ def last_axis_fixed(call: Call) -> str | None:
 
 
 def fixed_depth(call: Call) -> str | None:
-    """Taps along depth become channels, a fixed number of them."""
+    """Return why a call is refused: taps along depth become channels, whose number must not be free."""
     shape = call.shape()
     return f"free depth {shape[2]}" if len(shape) == 5 and not isinstance(shape[2], int) else None
 
 
 def padding_within_taps(call: Call) -> str | None:
-    """Depth of a transposed convolution is padded by what its taps reach over, which must not be negative."""
+    """Return why a transposed convolution is refused: its depth padding must not exceed the reach of its taps."""
     attrs, taps = bind_transposed(call), call.sizes(1)[2:]
     if len(taps) < 3 or attrs["padding"][0] <= attrs["dilation"][0] * (taps[0] - 1):
         return None
@@ -178,19 +183,19 @@ def padding_within_taps(call: Call) -> str | None:
 
 
 def conv_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a convolution: every output meets its channel's weights."""
+    """Count the multiply-accumulates of a convolution."""
     return numel(result) * numel(shapes[1][1:])
 
 
 def transposed_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a transposed convolution: every pixel of the input meets every weight, in either order of their axes."""
+    """Count the multiply-accumulates of a transposed convolution, for either order of the weight's first two axes."""
     x, weight = shapes[:2]
     axes = len(weight) - 2
     return numel(x[: -axes - 1]) * numel(x[-axes:]) * numel(weight)
 
 
 def linear_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a linear layer."""
+    """Count the multiply-accumulates of a linear layer."""
     return numel(result) * shapes[1][-1]
 
 

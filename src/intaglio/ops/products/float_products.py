@@ -1,4 +1,4 @@
-"""Matrix products that have no integer form and stay in PyTorch: their records exist so that their work is counted."""
+"""Matrix products without an integer form, which stay in PyTorch; their records count multiply-accumulates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from intaglio.ops.opdef import OpDef
 
 
 def matrix_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a product whose first operand is reduced along its last axis."""
+    """Count the multiply-accumulates of a product whose first operand is reduced along its last axis."""
     return numel(result) * shapes[0][-1]
 
 
 def added_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a product that is added to the first operand."""
+    """Count the multiply-accumulates of a product that is added to the first operand."""
     return numel(result) * shapes[1][-1]
 
 
 def summed_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a batch of products, added up to the first operand."""
+    """Count the multiply-accumulates of a batch of products that are summed and added to the first operand."""
     return numel(shapes[1]) * shapes[2][-1]
 
 
@@ -29,18 +29,21 @@ def dot_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
 
 
 def grouped_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count products of groups of rows, which offsets divide; of two matrices the reduced axis is divided."""
+    """Count the multiply-accumulates of products of groups of rows.
+
+    If both operands are matrices, the offsets divide the reduced axis into groups.
+    """
     a, b = shapes[:2]
     return numel(a) * b[-1] if len(a) == len(b) == 2 else numel(result) * a[-1]
 
 
 def bilinear_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count ``x1 @ weight[o] @ x2`` for every output."""
+    """Count the multiply-accumulates of ``x1 @ weight[o] @ x2`` for every output."""
     return numel(result) * numel(shapes[2][1:])
 
 
 def convolution_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a convolution of any kind by its argument ``transposed``: every pixel meets every weight."""
+    """Count the multiply-accumulates of a convolution, plain or, with the argument ``transposed``, transposed."""
     x, weight = shapes[:2]
     axes = len(weight) - 2
     of = x if attrs.get("transposed") else result
@@ -48,7 +51,7 @@ def convolution_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Di
 
 
 def einsum_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count an einsum, contracted from left to right; of one operand there is nothing to multiply."""
+    """Count the multiply-accumulates of an einsum that is contracted from left to right; 0 for a single operand."""
     left, _, output = attrs["equation"].replace(" ", "").partition("->")
     terms = [_letters(term, len(shape)) for term, shape in zip(left.split(","), shapes, strict=True)]
     sizes: dict[str, Dim] = {}
@@ -68,7 +71,7 @@ def einsum_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
 
 
 def _letters(term: str, rank: int) -> list[str]:
-    """Give every axis of an operand its label; axes of an ellipsis are numbered from the last one."""
+    """Return the labels of an operand's axes; the axes of an ellipsis are numbered from the last one."""
     before, dots, after = term.partition("...")
     if not dots:
         return list(term)
@@ -77,7 +80,7 @@ def _letters(term: str, rank: int) -> list[str]:
 
 
 def _implicit(terms: Sequence[Sequence[str]]) -> set[str]:
-    """Labels of the result of an equation without an arrow: those of an ellipsis, and those that occur once."""
+    """Return the labels of the result of an equation without an arrow: those of an ellipsis, and unique ones."""
     found = [letter for term in terms for letter in term]
     return {letter for letter in found if letter.isdigit() or found.count(letter) == 1}
 

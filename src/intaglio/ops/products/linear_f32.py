@@ -1,4 +1,4 @@
-"""linear_f32: a linear layer of float activations whose weights are stored in fewer bits than a float."""
+"""Weight-only quantization: a linear layer of float activations with float16 or int8 weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """f32[..., K], weight f16[N, K] or s8[N, K] with a scale for each of N, and perhaps f32[N] -> f32[..., N]."""
+    """Return f32[..., N] of x f32[..., K] and a weight f16[N, K], or s8[N, K] with scales f32[N], and an optional bias
+    f32[N].
+    """
     x, weight, *bias = args
     scales = None if types[1].q is None else np.array(types[1].q.scales, np.float32)
     return float_math.linear(x, weight, scales, *bias)
 
 
 def valid_stored(op: Op, graph: Graph) -> None:
-    """Check that the weight is a constant as wide as a row, with a scale for every output where it is quantized, and
-    that there are as many biases."""
+    """Check weight, scales and biases.
+
+    The weight must be a constant [N, K] for x [..., K], with one scale per output if it is quantized; biases are [N].
+    """
     x, weight, *bias = (graph.types[name] for name in op.inputs)
     fits = len(weight.shape) == 2 and len(x.shape) > 0 and x.shape[-1] == weight.shape[1] and not op.attrs
     scales = weight.q.scales if weight.q is not None else ()
@@ -39,7 +43,7 @@ def valid_stored(op: Op, graph: Graph) -> None:
 
 
 def linear_f32_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a linear layer."""
+    """Count the multiply-accumulates of a linear layer."""
     return numel(result) * shapes[1][-1]
 
 

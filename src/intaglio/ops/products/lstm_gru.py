@@ -1,9 +1,9 @@
-"""LSTM and GRU: products in integers, gates in float32, hidden states quantized anew at every step.
+"""LSTM and GRU: products in int8, gates in float32, hidden states requantized in every time step.
 
-One operator is a call of the whole layer stack. Its operands are levels of x (and the scales of their rows where these
-are made while the model runs), then six for every layer and direction: weights s8[G, I] and s8[G, H], their scales, and
-both biases f32[G], with G = 4 H (input, forget, cell, output) or 3 H (reset, update, new); then initial states, if they
-are given. Results are y, the last hidden states and, of an LSTM, the last cell states; of a cell without y.
+One operator is a call of the whole layer stack. Its operands are the quantized x (followed by the scales of its tokens
+if these are dynamic), then six per layer and direction: weights s8[G, I] and s8[G, H], their scales, and both biases
+f32[G], with G = 4 H (input, forget, cell, output) or 3 H (reset, update, new); then initial states, if given. Results
+are y, the last hidden states and, for an LSTM, the last cell states; a cell does not return y.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from intaglio.ops.products.scratch_memory import LINE, whole
 
 GATE_COUNT = {"lstm": 4, "gru": 3}
 PER_DIRECTION = 6
-"""Operands of a layer and direction."""
+"""Number of operands per layer and direction."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,16 @@ class Direction:
 
 
 def known(z: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """A function that gives NaN for NaN."""
+    """Apply a function, but return NaN for NaN."""
     strange = np.isnan(z)
     return np.where(strange, np.float32(np.nan), function(np.where(strange, np.float32(0), z)))
 
 
 def lstm_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """f32[B, 4 H] of x and of h, (hidden, cell) f32[B, H] -> hidden, cell; Hochreiter and Schmidhuber 1997, with forget
-    gates: ``c = f * c + i * g``, ``h = o * tanh(c)``."""
+    """Return the next hidden and cell state of an LSTM (Hochreiter and Schmidhuber 1997, with forget gates).
+
+    ``c = f * c + i * g``, ``h = o * tanh(c)``. ``x`` and ``h`` are the products f32[B, 4 H], states are f32[B, H].
+    """
     i, f, g, o = np.split(x + h, 4, -1)
     gates = [known(z, numerics.sigmoid) for z in (i, f, o)]
     cell = gates[1] * state[1] + gates[0] * known(g, numerics.hyperbolic_tangent)
@@ -52,8 +54,11 @@ def lstm_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tupl
 
 
 def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """f32[B, 3 H] of x and of h, (hidden,) f32[B, H] -> (hidden,); Cho et al. 2014, with a bias inside the reset:
-    ``n = tanh(x_n + r * h_n)``, ``h = n + z * (h - n)``."""
+    """Return the next hidden state of a GRU (Cho et al. 2014, with a bias inside of the reset).
+
+    ``n = tanh(x_n + r * h_n)``, ``h = n + z * (h - n)``. ``x`` and ``h`` are the products f32[B, 3 H], the state f32[B,
+    H].
+    """
     (x_r, x_z, x_n), (h_r, h_z, h_n) = np.split(x, 3, -1), np.split(h, 3, -1)
     r, z = known(x_r + h_r, numerics.sigmoid), known(x_z + h_z, numerics.sigmoid)
     n = known(x_n + r * h_n, numerics.hyperbolic_tangent)
@@ -66,7 +71,7 @@ CELL_STEPS = {"lstm": lstm_step, "gru": gru_step}
 def product(
     levels: np.ndarray, zero: int, rows: np.ndarray, weight: np.ndarray, columns: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """u8[..., K] times s8[G, K] -> f32[..., G]: `numerics.dequantize_rows` of the exact accumulator."""
+    """Multiply u8[..., K] by s8[G, K]; return f32[..., G], `numerics.dequantize_rows` of the exact accumulator."""
     acc = (levels.astype(np.float64) - zero) @ weight.astype(np.float64).T
     return numerics.dequantize_rows(acc.astype(np.int64).astype(np.int32), rows, columns, bias)
 
@@ -74,8 +79,20 @@ def product(
 def run_direction(
     kind: str, of_x: np.ndarray, d: Direction, state: Sequence[np.ndarray], reverse: bool
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Products of x f32[T, B, G] and initial states f32[B, H] -> y f32[T, B, H], last states. Every hidden state is
-    quantized by rows for the step that reads it."""
+    """Run all time steps of one layer and direction.
+
+    The hidden state is dynamically quantized per token for the next step.
+
+    Args:
+        kind: "lstm" or "gru".
+        of_x: Products of x with the input weights, f32[T, B, G].
+        d: Operands of the direction.
+        state: Initial states f32[B, H].
+        reverse: Run from the last time step to the first.
+
+    Returns:
+        y f32[T, B, H] and the last states.
+    """
     steps, batch = of_x.shape[:2]
     y, now = np.zeros((steps, batch, d.w_h.shape[1]), np.float32), tuple(state)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -90,7 +107,7 @@ def run_direction(
 def recurrent_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
-    """Layer after layer; between them y is quantized by rows."""
+    """Run layer after layer; y is dynamically quantized per token between layers."""
     attrs, rest = op.attrs, list(args)
     levels = rest.pop(0)
     rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].levels.step, np.float32)
@@ -122,12 +139,12 @@ def recurrent_meaning(
 
 
 def states(kind: str) -> int:
-    """Hidden states, and an LSTM's cell states."""
+    """Return the number of states: 1 for a GRU, 2 for an LSTM."""
     return 2 if kind == "lstm" else 1
 
 
 def result_shapes(kind: str, attrs: Attrs, x: Shape, hidden: int) -> tuple[Shape, ...]:
-    """Of every result."""
+    """Return the shape of every result."""
     if attrs["cell"]:
         return ((x[0], hidden),) * states(kind)
     batch = x[0] if attrs["batch_first"] else x[1]
@@ -144,7 +161,7 @@ def infer_recurrent(kind: str) -> Callable[[Attrs, Sequence[Shape]], Shape]:
 
 
 def bind_recurrent(call: Call) -> Attrs:
-    """Geometry of a call, of the stack or of one cell."""
+    """Return the geometry of a call of the layer stack or of one cell."""
     given = call.arguments
     cell = "_cell" in call.target
     return {
@@ -167,7 +184,7 @@ def no_training(call: Call) -> str | None:
 
 
 def macs_of_weights(x: Shape, weights: Sequence[Shape]) -> Dim:
-    """Count a call: every weight meets every step of every entry of the batch."""
+    """Count the multiply-accumulates of a call: every weight is used in every time step of every entry of the batch."""
     total: Dim = 0
     for shape in weights:
         if len(shape) == 2:
@@ -176,14 +193,14 @@ def macs_of_weights(x: Shape, weights: Sequence[Shape]) -> Dim:
 
 
 def recurrent_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count a call of the integer operator: both weights of every layer and direction."""
+    """Count the multiply-accumulates of a call of the integer operator."""
     first, places = 1 + attrs["rows"], attrs["layers"] * attrs["directions"]
     weights = [shapes[first + PER_DIRECTION * place + which] for place in range(places) for which in (0, 1)]
     return macs_of_weights(shapes[0], weights)
 
 
 def recurrent_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
-    """Count the 64-byte lines that all threads share, in the order of `cut_up` in native/sequences/recurrent.h."""
+    """Return the number of 64-byte lines that threads share, in the order of `cut_up` in sequences/recurrent.h."""
     x, (gates, hidden) = types[op.inputs[0]].shape, types[op.inputs[2 + op.attrs["rows"]]].shape
     d, batch, rows = op.attrs["directions"], x[int(not (op.attrs["cell"] or op.attrs["batch_first"]))], numel(x[:-1])
     wide, cells = d * hidden, d * batch
@@ -196,8 +213,7 @@ def recurrent_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
 
 
 def valid_recurrent(op: Op, graph: Graph) -> None:
-    """Check that weights, scales and biases have the sizes that the geometry says, and states and results the
-    model's."""
+    """Check weights, scales and biases against the geometry of the call, and the shapes of states and results."""
     attrs = op.attrs
     flags, counts = [attrs.get(key) for key in FLAGS], [attrs.get(key) for key in COUNTS]
     if set(attrs) != {*FLAGS, *COUNTS} or not all(type(flag) is bool for flag in flags):
@@ -239,7 +255,7 @@ FLAGS, COUNTS = ("batch_first", "cell", "rows"), ("layers", "directions")
 
 
 def _check_place(names: tuple[str, ...], gates: int, inputs: int, hidden: int, graph: Graph) -> None:
-    """Six constants: two weights, their scales, their biases."""
+    """Check the six constants of a layer and direction: two weights, their scales, their biases."""
     expected = [(gates, inputs), (gates, hidden), *[(gates,)] * (PER_DIRECTION - 2)]
     for name, shape in zip(names, expected, strict=True):
         kind = DType.S8 if len(shape) == 2 else DType.F32

@@ -1,17 +1,17 @@
-"""Units of the memory that threads need for themselves while a step runs."""
+"""Units of the scratch memory that threads use during a step."""
 
 from __future__ import annotations
 
 from intaglio.ir import Dim
 
 QUERIES = 24
-"""Rows of queries whose scores are in memory at once, at most."""
+"""Maximum number of query rows whose scores are in memory at a time."""
 SHARERS = 32
-"""Threads that have such memory; more than these find nothing to do."""
+"""Maximum number of threads that have scratch memory; further threads stay idle."""
 LINE = 64
-"""Bytes; all parts are whole lines."""
+"""Bytes of a line; all parts of scratch memory consist of whole lines."""
 
 
 def whole(size: Dim, step: int) -> Dim:
-    """Return how many steps hold so many."""
+    """Return ``size / step`` rounded up."""
     return (size + (step - 1)) // step

@@ -1,1 +1,1 @@
-"""Passes over the integer graph that `lower` runs last: they prepare it for planning."""
+"""Passes that prepare the integer graph for planning; `lower` runs them last."""

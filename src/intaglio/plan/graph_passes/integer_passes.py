@@ -1,4 +1,4 @@
-"""Passes over the integer graph. Each keeps every bit of the result, but for `near_functions`."""
+"""Passes over the integer graph. All preserve results bit for bit, except for `near_functions`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intaglio.plan.layouts import separate_layouts
 
 
 def drop_identity(graph: Graph) -> tuple[Graph, int]:
-    """Moves and clamps that change nothing -> their input."""
+    """Replace data movement and clamps that are identities by their input."""
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in graph.ops:
@@ -30,10 +30,10 @@ def drop_identity(graph: Graph) -> tuple[Graph, int]:
 
 
 def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
-    """A convolution over depth -> its depth taps unfolded into channels, then a convolution of single depth taps.
+    """Decompose convolutions over depth: unfold the depth taps into channels, then convolve with single depth taps.
 
-    Kernels see images, one for each depth; what is padded in depth, or put between for a stride of a transposed
-    convolution, is the zero point, as anywhere.
+    Kernels process images, one per depth. Depth padding, and the gaps of a strided transposed convolution, are filled
+    with the zero point.
     """
     types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
     count = 0
@@ -53,7 +53,7 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
         flat = fresh(types, f"{weight}_flat")
         constants[flat] = levels
         packing = types[weight].packing
-        packing = None if packing is None or packing.group else packing  # groups are not neighbours any more
+        packing = None if packing is None or packing.group else packing  # the weights of a group are not contiguous now
         types[flat] = TensorType(levels.shape, types[weight].dtype, types[weight].q, packing)
         ops.append(Op(op.kind, (x, flat, bias), op.outputs, attrs, origin=op.origin))
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
@@ -63,7 +63,7 @@ MOVED_SHAPES = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}
 
 
 def _has_depth(op: Op, graph: Graph) -> bool:
-    """Whether anything but single depth taps, one for each depth of the result."""
+    """Return whether a convolution does more along depth than apply a single tap at every position."""
     transposed = op_def(op).transposed
     outer = op.attrs["output_padding"][:1] if transposed else ()
     padding = op.attrs["padding"][: 1 if transposed else 2]
@@ -71,7 +71,10 @@ def _has_depth(op: Op, graph: Graph) -> bool:
 
 
 def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any], np.ndarray]:
-    """Moves in front, attributes without depth, weight [outputs, taps * inputs per group, 1, taps y, taps x]."""
+    """Return data movement before the convolution, attributes without depth, and the flattened weight.
+
+    The weight is [outputs, taps * inputs per group, 1, taps y, taps x].
+    """
     attrs, taps = op.attrs, weight.shape[2]
     stride, dilation = attrs["stride"][0], attrs["dilation"][0]
     unfold = {"groups": attrs["groups"], "taps": taps, "stride": stride, "dilation": dilation}
@@ -91,10 +94,10 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
 
 
 INTEGER_PASSES = (
-    drop_identity,  # first: an operator that changes nothing would stand between loops
-    depth_as_channels,  # before layouts: images have two axes from here on
+    drop_identity,  # first: an identity between two loops would prevent merging them
+    depth_as_channels,  # before layouts: images have two axes after it
     merge_loops,
-    loops_as_tables,  # after merging: loops are as long as they get
-    near_functions,  # after tables, which hold what the function itself gives
-    separate_layouts,  # last: loops have a say in layouts
+    loops_as_tables,  # after merging, which makes loops as long as possible
+    near_functions,  # after lookup tables, whose entries come from the exact function
+    separate_layouts,  # last: loops influence layouts
 )

@@ -1,4 +1,4 @@
-"""Neighbouring loops become one: what lies between them is never stored, unless somebody else reads it."""
+"""Loop fusion: adjacent loops are merged, so that a value between them is only stored for other readers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from intaglio.ops.loop_ops.loop_space import body_of
 
 
 def merge_loops(graph: Graph) -> tuple[Graph, int]:
-    """Loops with what dequantizes their operands, with the loops they read and with what quantizes their results.
+    """Merge loops with the dequantizes of their operands, with the loops they read and with the quantizes of their
+    results.
 
-    Before layouts are decided, which loops have a say in. Merged are a maker and a reader of the same rows, if no way
-    from one to the other leads through a third; a dequantize alone is computed again for each reader.
+    This pass runs before layouts are assigned, because loops influence layouts. A producer and a consumer over the same
+    rows are merged unless a path through a third operator connects them. A dequantize is recomputed for each reader.
     """
     merging = _Merging(list(graph.ops), graph)
     count = merging.take_dequantizes()
@@ -27,15 +28,17 @@ def merge_loops(graph: Graph) -> tuple[Graph, int]:
 
 @dataclass
 class _Merging:
+    """State of the pass: the operators so far, and the graph that it started from."""
+
     ops: list[Op]
     graph: Graph
 
     def __post_init__(self) -> None:
         self.types = self.graph.types
-        self.first = 0  # operators before it have no reader to merge with
+        self.first = 0  # earlier operators cannot be merged with a producer
 
     def take_dequantizes(self) -> int:
-        """Loops that read floats made of levels read the levels."""
+        """Make loops that read dequantized values read the quantized values instead; return the number of changes."""
         view, count = IntegerGraphView(self.graph), 0
         for index, op in enumerate(self.ops):
             for found in DEQUANTIZE_LOOP.find(op.outputs[0], view):
@@ -44,7 +47,7 @@ class _Merging:
         return count
 
     def next_pair(self) -> tuple[int, int] | None:
-        """Places of the next maker and reader that become one."""
+        """Return the positions of the next producer and consumer that can be merged, or ``None``."""
         view = IntegerGraphView(self.graph, self.ops)
         for at in range(self.first, len(self.ops)):
             found = next(LOOP_LOOP.find(self.ops[at].outputs[0], view), None)
@@ -54,7 +57,7 @@ class _Merging:
         return None
 
     def merge(self, maker: int, reader: int) -> None:
-        """What reads the maker moves behind the reader, what the reader needs stays in front."""
+        """Replace both loops by one; operators that depend on the producer move after it, the others before it."""
         first, second = self.ops[maker], as_loop(self.ops[reader], self.types)
         reached, before, behind = set(first.outputs), list[Op](), list[Op]()
         for op in self.ops[maker + 1 : reader]:
@@ -71,8 +74,10 @@ class _Merging:
 
 
 def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
-    """One loop of both, which gives what is ``wanted`` of the first and all of the second. What both compute of the
-    same values is computed once."""
+    """Return one loop that computes the ``wanted`` results of the first and all results of the second.
+
+    Computations that both bodies share are done once.
+    """
     one, two = body_of(first), body_of(second)
     names, taken = {name: name for name in (*two.inputs, *two.outputs)}, {**one.types, **two.types}
     types = {**one.types, **{name: two.types[name] for name in names}}
@@ -97,7 +102,7 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
 
 
 def _room(name: str, one: Graph, taken: dict[str, TensorType]) -> str:
-    """A name of the second body that the first has not."""
+    """Return a name for a value of the second body that is unused in the first."""
     if name not in one.types:
         return name
     found = fresh(taken, name)

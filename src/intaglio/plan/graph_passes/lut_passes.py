@@ -1,4 +1,4 @@
-"""Loops between levels: a table knows what 256 levels become, and a function that becomes levels need be no nearer."""
+"""Passes that replace loops between uint8 tensors by lookup tables, and exact functions by approximations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from intaglio.ops.loop_ops.primitives import primitive
 
 
 def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
-    """Loops from levels to levels, each of one level and of nothing else, become tables of what they give.
+    """Replace elementwise loops from one quantized tensor to another by 256-entry lookup tables.
 
-    Behind `merge_loops`, where loops are as long as they get: a loop that stores floats as well, or reads anything else
-    that has elements, stays.
+    The pass runs after `merge_loops`. It leaves loops that also store floats or read other tensors.
     """
     types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
     view, count = IntegerGraphView(graph), 0
@@ -32,7 +31,7 @@ def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
 
 
 def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
-    """What the loop's own meaning gives for every level."""
+    """Run the loop's reference implementation for all 256 quantized values."""
     levels = np.arange(256, dtype=np.uint8)
     given = [levels if name == source else graph.constants[name].reshape(()) for name in op.inputs]
     types = [graph.types[name] for name in op.inputs]
@@ -41,8 +40,10 @@ def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
 
 
 def near_functions(graph: Graph) -> tuple[Graph, int]:
-    """Functions that only levels are made of take the spelling of `activate`: another float32, the same level but for
-    ties that rounding decides."""
+    """Replace functions in loops whose results are only quantized by their cheaper approximations, as in `activate`.
+
+    The float32 result differs; the quantized value is the same except for near ties in rounding.
+    """
     count = 0
 
     def near(op: Op) -> Op:

@@ -1,1 +1,1 @@
-"""Schedules of loops: rows, passes along them, what is kept from pass to pass."""
+"""Loop schedules: rows, passes along them, values kept between passes."""

@@ -1,4 +1,4 @@
-"""Where the operands and results of a loop are in memory, and in which order it visits them."""
+"""Memory locations of the operands and results of a loop, and its iteration order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.loops.loop_records import EpilogueTile, LoopEnd, LoopRows
 
 ASSUMED_SIZE = 7
-"""Stands for every free dimension where strides are put in order."""
+"""Assumed size of a free dimension when axes are sorted by stride."""
 
 
 def loop_ends(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopEnd]:
-    """Return operands, then results, by their names in the body; the value of a tile has neighbouring channels."""
+    """Return the operands and results of a loop by their names in the body.
+
+    Channels of an operand that is read from a tile are contiguous.
+    """
     axes = len(space(body_of(op)))
     return {end.name: end for end in (*_operands(op, plan, tile, axes), *_results(op, plan, axes))}
 
 
 def _operands(op: Op, plan: Plan, tile: EpilogueTile | None, axes: int) -> list[LoopEnd]:
-    """Return operands with the axes that the body adds; tables, of which only rows are read, are none."""
+    """Return the operands with the axes that the body adds, except for tables, of which the loop reads only rows."""
     body, found = body_of(op), list[LoopEnd]()
     records = [(step, primitive(step)) for step in body.ops]
     read = {name for step, row in records if not (row.adds_axis or row.gathers) for name in step.inputs}
@@ -65,13 +68,15 @@ def _with_axis(shape: Shape, strides: Strides, axis: int) -> tuple[Shape, Stride
 
 
 def _aligned(shape: Shape, strides: Strides, axes: int) -> Strides:
-    """Return strides along the axes of the space, 0 where there is one element."""
+    """Return the strides along the axes of the iteration space; 0 for axes of one element."""
     own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
     return (0,) * (axes - len(own)) + own
 
 
 def loop_rows(body: Graph, ends: Mapping[str, LoopEnd], tile: EpilogueTile | None) -> LoopRows:
-    """Choose rows: along the axis of reductions; of single elements, along the neighbours of the first result."""
+    """Choose the rows: along the axis of reductions, or along the smallest stride of an elementwise loop's first
+    result.
+    """
     sizes, along = space(body), row_axis(body) if tile is None else tile.channels
     axes = [axis for axis, size in enumerate(sizes) if size != 1 and axis != along]
     if along is None:
@@ -94,7 +99,7 @@ class _AssumedSizes(dict[str, int]):
 
 
 def _joined(runs: Sequence[tuple[Dim, dict[str, Dim]]]) -> list[tuple[Dim, dict[str, Dim]]]:
-    """Join axes that are neighbours in memory in all ends."""
+    """Merge axes that are contiguous in memory for all operands and results."""
     found: list[tuple[Dim, dict[str, Dim]]] = []
     for size, steps in runs:
         if found and all(found[-1][1][name] == step * size for name, step in steps.items()):

@@ -1,4 +1,4 @@
-"""The records of a loop's schedule: operands, rows, passes along them."""
+"""Records of a loop's schedule: operands and results, rows, passes along them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from intaglio.plan.loops.loop_stages import LoopStage
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """An operand or a result of a loop.
+    """An operand or result of a loop.
 
-    ``name``: the value of the body; ``value``: that of the graph in whose memory it is; ``strides``: elements between
-    neighbours along the axes of the loop's space.
+    Attributes:
+        name: Name of the value in the body.
+        value: Name of the graph's value whose memory it uses.
+        dtype: Element type.
+        strides: Strides in elements along the axes of the iteration space.
     """
 
     name: str
@@ -28,9 +31,12 @@ class LoopEnd:
 
 @dataclass(frozen=True)
 class LoopRows:
-    """The space of a loop as rows around one inner run.
+    """The iteration space of a loop as rows.
 
-    ``outer``: sizes around it; ``size``: of the run; ``strides``: end -> strides along the outer axes, then the run.
+    Attributes:
+        outer: Sizes of the axes around a row.
+        size: Elements of a row.
+        strides: Strides of each operand and result along the outer axes, then along the row.
     """
 
     outer: Shape
@@ -40,39 +46,46 @@ class LoopRows:
 
 @dataclass(frozen=True)
 class EpilogueTile:
-    """What an epilogue reads from the product it follows: the value, and the axis of its channels."""
+    """The operand that an epilogue reads from the tiles of its product, and the axis of its channels."""
 
     value: str
     channels: int
 
     def name_in(self, op: Op) -> str:
-        """Return the name in the body of a loop of what the loop reads as a tile."""
+        """Return the operand's name in the body of a loop."""
         return body_of(op).inputs[op.inputs.index(self.value)]
 
 
 @dataclass(frozen=True)
 class LoopVariant:
-    """The passes of a loop for rows of at most ``longest`` elements; 0 where passes keep nothing, for any length."""
+    """Passes of a loop for rows of at most ``longest`` elements; 0 means any length, and no values are kept."""
 
     stages: tuple[LoopStage, ...]
     longest: int = 0
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Values that passes keep for later ones."""
+        """Return the values that passes keep for later passes."""
         return tuple(name for stage in self.stages for name in stage.kept)
 
 
 @dataclass(frozen=True)
 class LoopSchedule:
-    """How a loop runs.
+    """Schedule of a loop.
 
-    ``ends``: operands and results by their names in the body; ``rows``: the space as rows; ``axis``: of reductions;
-    ``tile``: what an epilogue reads from its product, of which a row is the channels of one pixel. ``row_values`` are
-    one number a row, all others one an element; ``makers``: value -> operator; ``same``: result -> the value that it is
-    with an axis less. ``variants``: passes; of two, the first is for rows that are short enough. ``streamed``: results
-    written past the caches; ``distances``: values less the largest of their row, so at most 0; ``convertible``: results
-    of a quantize whose operand is proved to convert to int32 without bounds.
+    Attributes:
+        op: The loop.
+        ends: Operands and results by their names in the body.
+        rows: The iteration space as rows.
+        axis: Axis of reductions.
+        tile: Operand that an epilogue reads from its product's tiles, in which a row is the channels of one pixel.
+        row_values: Values with one number per row; all others have one per element.
+        makers: Operator of each value.
+        same: Results that equal a value with one axis more.
+        variants: Passes; if there are two variants, the first is for short rows.
+        streamed: Results written with non-temporal stores, past the caches.
+        distances: Values less the largest of their row, which are at most 0.
+        convertible: Results of a quantize whose operand provably converts to int32 without clamping.
     """
 
     op: Op
@@ -94,24 +107,24 @@ class LoopSchedule:
 
     @property
     def tables(self) -> Mapping[str, Op]:
-        """Values that are rows of a table -> the operator that finds these."""
+        """Return the values that are rows of a table, with the operator that looks them up."""
         return {step.output: step for step in self.body.ops if primitive(step).gathers}
 
     @property
     def tile_name(self) -> str | None:
-        """The name in the body of what an epilogue reads as a tile."""
+        """Return the name in the body of the operand that is read from a tile, or ``None``."""
         return None if self.tile is None else self.tile.name_in(self.op)
 
     def at(self, output: str) -> str:
-        """Return the value that an output is, perhaps with an axis less."""
+        """Return the value that an output equals, possibly with an axis less."""
         return self.same.get(output, output)
 
     def along(self, output: str) -> bool:
-        """Return whether a result is stored along rows, not once for each."""
+        """Return whether a result is stored per element instead of once per row."""
         return self.axis is None or self.at(output) not in self.row_values or self.rows.strides[output][-1] != 0
 
     def text(self) -> str:
-        """Return rows, passes and what they keep."""
+        """Return rows, passes and the values they keep."""
         outer = " x ".join(f"({size})" if " " in str(size) else str(size) for size in self.rows.outer) or "1"
         count = len(self.variants[0].stages)
         lines = [f"{outer} rows of {self.rows.size}, {count} pass{'es' * (count > 1)}"]

@@ -1,4 +1,4 @@
-"""Schedule loops: rows, passes along them, values kept from pass to pass, results written past the caches."""
+"""Loop scheduling: rows, passes along them, values kept between passes, results written past the caches."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from intaglio.plan.loops.loop_stages import LoopStage, RowValues, magnitudes
 from intaglio.plan.plan_records import Choice
 
 LONGEST_KEPT = 4096
-"""Elements of a row up to which values are kept from pass to pass."""
+"""Longest row, in elements, for which values are kept between passes."""
 KEPT_BYTES = 1 << 18
-"""Bytes of the stack for the values of a row that are kept."""
+"""Bytes of the stack for the kept values of a row."""
 LARGEST_SMALL = 1 << 29
-"""Quantization steps: what is proved to be less converts to int32 as it is."""
+"""Bound in quantization steps; values proved to be below it convert to int32 without clamping."""
 STREAMED_BYTES = 1 << 24
-"""Bytes from which on a result of floats is written past the caches."""
+"""Float results of at least this size are written past the caches."""
 
 
 def schedule_loops(plan: Plan) -> Plan:
-    """Schedule every loop, an epilogue too, by the value it makes first."""
+    """Schedule every loop, including epilogues, by its first result."""
     found = {op.outputs[0]: schedule_loop(op, plan, tile) for op, tile in _loops(plan)}
     return replace(plan, loops=found).because(Choice.LOOP, {name: _why(loop) for name, loop in found.items()})
 
 
 def _why(loop: LoopSchedule) -> str:
-    """Return why rows are what they are, and why there are several passes."""
+    """Return the reason for the rows and for the number of passes."""
     if loop.tile is not None:
         return f"a row is the channels of one pixel, while a tile of %{loop.tile.value} is in cache"
     if loop.axis is None:
@@ -75,7 +75,7 @@ def schedule_loop(op: Op, plan: Plan, tile: EpilogueTile | None = None) -> LoopS
 
 
 def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
-    """Keep values between passes where a row is short enough for them to stay in the first-level cache."""
+    """Return the passes; values are kept between passes if a row is short enough for the first-level cache."""
     if loop.tile is not None:
         return (LoopVariant(values.stages(dict.fromkeys(loop.body.outputs, True), keep=False)),)
     outputs, size = {name: loop.along(name) for name in loop.body.outputs}, loop.rows.size
@@ -90,7 +90,7 @@ def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
 
 
 def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
-    """Find the results that are written as they are computed, and whether vectors may take elements in any order."""
+    """Find results that are written as they are computed, and whether vectors may process elements in any order."""
     read = {name for op in stage.ops for name in op.inputs} | {loop.same.get(name, "") for name in stage.stored}
     direct = {op.output for op in stage.ops if primitive(op).quantizes and op.output in stage.stored} - read
     return replace(stage, direct=frozenset(direct), any_order=_takes_any_order(stage, loop, direct))
@@ -109,7 +109,7 @@ def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[st
 
 
 def _is_streamed(output: str, loop: LoopSchedule) -> bool:
-    """Return whether a result may be too large for caches: neighbouring floats, but not those of a tile."""
+    """Return whether a result may exceed the caches: contiguous floats that are not read from a tile."""
     if loop.tile is not None or loop.ends[output].dtype is not DType.F32 or loop.rows.strides[output][-1] != 1:
         return False
     elements = numel(space(loop.body))
@@ -117,7 +117,7 @@ def _is_streamed(output: str, loop: LoopSchedule) -> bool:
 
 
 def _is_distance(name: str, makers: Mapping[str, Op]) -> bool:
-    """Return whether a value is that of a row less the row's largest, so not above 0."""
+    """Return whether a value is an element less the largest of its row, and thus at most 0."""
     step = makers[name]
     if not primitive(step).subtracts or step.inputs[1] not in makers:
         return False
@@ -126,7 +126,7 @@ def _is_distance(name: str, makers: Mapping[str, Op]) -> bool:
 
 
 def _convertible(body: Graph) -> frozenset[str]:
-    """Return results of a quantize whose operand is proved to be less than `LARGEST_SMALL` steps."""
+    """Return results of a quantize whose operand is proved to be below `LARGEST_SMALL` quantization steps."""
     sizes = magnitudes(body)
 
     def steps(op: Op) -> float:

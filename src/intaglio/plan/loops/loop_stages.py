@@ -1,4 +1,4 @@
-"""What a loop computes when: once for each row, or along it; before, between and behind its reductions."""
+"""Passes of a loop: what is computed per row and per element, before, between and after its reductions."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from intaglio.ir import DType, Graph, Op
 from intaglio.ops.loop_ops.primitives import primitive
 
 FEW_OPERATORS = 2
-"""Operators on one loaded value that are computed again rather than kept."""
+"""Maximum number of operators on one loaded value that are recomputed instead of kept."""
 LARGEST_SAFE = 2.0**100
-"""Sizes below it stay finite through any sum of a row."""
+"""Magnitudes below this stay finite in any sum over a row."""
 
 
 @dataclass(frozen=True)
 class LoopStage:
     """One pass along a row.
 
-    ``row``: what is computed before it, once; then along it ``loads``, ``restored`` (values an earlier pass kept),
-    ``ops`` in order, ``sums`` (reductions), ``kept`` and ``stored``. ``direct``: results of a quantize that are written
-    as they are computed, because nothing else reads them. ``any_order``: all that it reads and writes are neighbouring
-    quantized values, so vectors may take them in any order.
+    Attributes:
+        row: Operators computed once before the pass.
+        loads: Operands that are loaded.
+        restored: Values that an earlier pass kept.
+        ops: Operators per element, in order.
+        sums: Reductions.
+        kept: Values kept for later passes.
+        stored: Results that are stored.
+        direct: Results of a quantize that are written as they are computed, because they are not read again.
+        any_order: All operands and results are contiguous quantized values, so that vectors may process them in any
+            order.
     """
 
     row: tuple[Op, ...]
@@ -36,15 +43,20 @@ class LoopStage:
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing is left to do along the row."""
+        """Return whether the pass has no work along the row."""
         return not (self.sums or self.kept or self.stored)
 
 
 class RowValues:
-    """Finds what every value of a body is: one number a row or an element, and the pass that computes it."""
+    """Classification of a body's values: one number per row or per element, and the pass that computes each."""
 
     def __init__(self, body: Graph, single: Collection[str]) -> None:
-        """``single``: operands and constants that are one number a row."""
+        """Analyze a body.
+
+        Args:
+            body: The body.
+            single: Operands and constants with one number per row.
+        """
         self.body = body
         self.makers = {op.output: op for op in body.ops if not _is_read_only(op)}
         self.same = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
@@ -59,8 +71,8 @@ class RowValues:
         """Return all passes.
 
         Args:
-            outputs: value -> whether it is stored along the row.
-            keep: whether values may be kept from pass to pass; else they are computed again.
+            outputs: Whether each result is stored per element.
+            keep: Values may be kept between passes; otherwise they are recomputed.
         """
         last = max(self.stage.values(), default=0)
         kept: list[set[str]] = [set() for _ in range(last + 1)]
@@ -80,11 +92,11 @@ class RowValues:
         return tuple(reversed(found))
 
     def at(self, output: str) -> str:
-        """Return the value that an output is, perhaps with an axis less."""
+        """Return the value that an output equals, possibly with an axis less."""
         return self.same.get(output, output)
 
     def _needs(self, wanted: Collection[str], index: int, keep: bool) -> tuple[list[str], list[str], set[str]]:
-        """Return what is loaded, restored and computed for these in one pass."""
+        """Return the values that one pass loads, restores and computes to obtain the wanted ones."""
         loads, restored, needed = dict[str, None](), dict[str, None](), set[str]()
         waiting = list(wanted)
         while waiting:
@@ -101,7 +113,7 @@ class RowValues:
         return list(loads), list(restored), needed
 
     def _is_worth_keeping(self, name: str) -> bool:
-        """Return whether keeping a value costs less than computing it again."""
+        """Return whether keeping a value is cheaper than recomputing it."""
         if self.body.types[name].dtype not in (DType.F32, DType.BF16):
             return False
         loads, _, needed = self._needs([name], 0, False)
@@ -110,16 +122,16 @@ class RowValues:
 
 
 def _is_read_only(op: Op) -> bool:
-    """Return whether an operator computes nothing: rows of a table, or an axis more or less."""
+    """Return whether an operator computes nothing: rows of a table, or an axis that is added or dropped."""
     row = primitive(op)
     return row.gathers or row.drops_axis or row.adds_axis
 
 
 def magnitudes(body: Graph) -> dict[str, float]:
-    """Return bounds of the sizes of values that are finite whatever the loop reads.
+    """Return bounds of the magnitudes of values that are finite for any operands.
 
-    These are made of quantized values and constants by a few operators. Rounding adds less than the factor of two that
-    users of this leave.
+    Such values are computed from quantized values and constants by a few operators. Rounding errors are smaller than
+    the factor of two that callers leave.
     """
     found = {name: abs(float(array)) for name, array in body.constants.items() if abs(float(array)) < LARGEST_SAFE}
     for op in body.ops:

@@ -1,1 +1,1 @@
-"""Decisions that depend on the machine: schedules, guards, batch tiling, and what they cost."""
+"""Machine-dependent decisions: kernels, schedules, guards, batch tiling, and the costs of steps."""

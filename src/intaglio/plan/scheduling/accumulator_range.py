@@ -1,4 +1,4 @@
-"""Prove that accumulators convert to int32 after requantization, or have them clamped first."""
+"""Proof that requantized accumulators fit into int32; where it fails, a guard clamps them first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice, Partition
 
 QUANTIZING_TAILS = (Tail.REQUANTIZE, Tail.ADD)
-"""Tails that convert accumulators in the microkernel; the others take them as floats."""
+"""Tails that convert accumulators in the microkernel; the others read them as floats."""
 
 
 def choose_guards(plan: Plan) -> Plan:
-    """Find the partitions whose requantized accumulators may leave the range in which float32 converts to int32."""
+    """Mark the partitions whose requantized accumulators may exceed the range in which float32 converts to int32."""
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))
     reason = "their bound times the largest factor may exceed the range of int32"
@@ -26,7 +26,7 @@ def choose_guards(plan: Plan) -> Plan:
 
 
 def needs_guard(partition: Partition, graph: Graph) -> bool:
-    """Return whether ``|acc * factor|`` may leave the range in which float32 converts to int32."""
+    """Return whether ``|acc * factor|`` may exceed the range in which float32 converts to int32."""
     anchor, tail = partition.anchor, partition.tail[0]
     if op_def(tail).tail not in QUANTIZING_TAILS:
         return False
@@ -36,7 +36,7 @@ def needs_guard(partition: Partition, graph: Graph) -> bool:
     levels = 255 * (numerics.QUANT_STEPS + 1 if tail.inputs[4:] else 1)
     other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
     most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
-    if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # whatever the weights: no pass over them
+    if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # true for any weights: do not read them
         return False
     bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
     total = bound * factors[0] + (levels * factors[1] if len(factors) > 1 else 0)

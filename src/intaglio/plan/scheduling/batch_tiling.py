@@ -1,7 +1,7 @@
 """Batch tiling: run the leading steps on sub-batches, so that activations stay in the second-level cache.
 
-What early steps leave for each other is larger than that cache for a whole batch, hardly for an image or two, and
-their weights are few.
+The activations between early steps exceed that cache for a whole batch, but rarely for one or two images, and the
+weights of these steps are small.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, CacheSizes, Choice, Partition, Step, Target
 
 STRIDED_AXES = 5
-"""Of a tensor of the caller that lies anyhow: strides of the last five are known."""
+"""Maximum rank of a tensor of the caller with arbitrary strides; kernels know the strides of the last five axes."""
 
 
 def choose_batch_tiling(plan: Plan, target: Target) -> Plan:
-    """Tile the batch over the leading barrier groups for which that keeps most in cache, if there are some."""
+    """Tile the batch over the leading barrier groups that save most memory traffic, if there are any."""
     tiling, reason = analytic_batch_tiling(plan, target.caches)
     return replace(plan, batch_tiling=tiling).because(Choice.BATCH_TILING, {"": reason})
 
 
 def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling | None, str]:
-    """Return the tiling with as many images as fit the second-level cache, at least one, and the reason for it.
+    """Return the tiling with as many images as fit into the second-level cache, at least one, and the reason for it.
 
-    A sub-batch keeps activations in cache and reads weights again: tiling ends where the activations of one image
-    exceed all weights by most, behind a step whose activations are much of the second-level cache. Free sizes besides
-    the batch count as 1.
+    A sub-batch keeps activations in cache but reads the weights again. Tiling therefore ends after the barrier group at
+    which the activations of one image, summed up to there, exceed the weights by most. Only groups with a step whose
+    activations exceed an eighth of the second-level cache can be the last. Free sizes other than the batch count as 1.
     """
     batch = batch_symbol(plan.graph)
     kept = best = groups = most = largest = 0
@@ -49,7 +49,9 @@ def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling |
 
 
 def separable(plan: Plan) -> Iterator[list[Step]]:
-    """First barrier groups whose steps all keep images apart, and end before the program's tensors for the caller."""
+    """Yield the leading barrier groups whose steps process images separately and write buffers, not the caller's
+    tensors.
+    """
     batch = batch_symbol(plan.graph)
     for _, steps in groupby(plan.steps, key=lambda step: step.barrier_group):
         found = list(steps)
@@ -59,13 +61,16 @@ def separable(plan: Plan) -> Iterator[list[Step]]:
 
 
 def batch_symbol(graph: Graph) -> str | None:
-    """The free dimension that is the first input's first axis."""
+    """Return the free dimension that is the first axis of the first input, or ``None``."""
     shape = graph.types[graph.inputs[0]].shape if graph.inputs else ()
     return next((name for name in symbols_of(shape[0]) if shape[0] == symbol(name)), None) if shape else None
 
 
 def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
-    """Constants have no images; what is written must be a buffer, there and where it really lies."""
+    """Return whether all operators of a partition process images separately and its result is in a buffer with images.
+
+    Constants are exempt, since they have no batch axis. The buffer that holds an alias counts as well.
+    """
     graph, buffers = plan.graph, plan.buffers
     if not all(op_def(op).batch_separable for op in partition.ops):
         return False
@@ -86,7 +91,7 @@ def _weight_bytes(partition: Partition, graph: Graph) -> int:
 
 
 def _activation_bytes(partition: Partition, graph: Graph) -> int:
-    """Of one image, read and written."""
+    """Return the bytes of activations that a partition reads and writes per image."""
     values = (*partition.reads(), *partition.ops[-1].outputs)
     kinds = [graph.types[name] for name in values if name not in graph.constants]
     return sum(_at_one(numel(kind.shape)) * kind.dtype.bytes for kind in kinds)

@@ -1,4 +1,4 @@
-"""Split convolutions into plain ones: a transposed convolution is one for each phase of its outputs."""
+"""Decomposition of convolutions into plain ones: a transposed convolution has one for each phase of its outputs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from intaglio.ops import op_def
 
 @dataclass(frozen=True)
 class Piece:
-    """One plain convolution over images: a whole layer, or one phase of a transposed one.
+    """One plain convolution over images: a whole layer, or one phase of a transposed convolution.
 
-    ``weight`` is [outputs, inputs per group, taps y, taps x]; ``start`` the row and column of the input at which the
-    first output's taps begin. ``phases``: the outputs it makes, along rows and columns; ``None`` for all of them.
+    Attributes:
+        weight: [outputs, inputs per group, taps y, taps x].
+        stride: Stride (y, x).
+        dilation: Dilation (y, x).
+        start: Row and column of the input that the first output's first tap reads.
+        phases: The outputs that it computes, along rows and columns; ``None`` for all of them.
+        strides_out: Distance (y, x) of neighbouring outputs of a phase in the result.
     """
 
     weight: np.ndarray
@@ -30,7 +35,10 @@ class Piece:
 
 
 def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
-    """Return what a convolution or linear layer is made of; lines are images of one row, depth is one image each."""
+    """Return the pieces of a convolution or linear layer.
+
+    1-d inputs are images of one row; with 3-d inputs, each depth is an image.
+    """
     missing = 4 - min(weight.ndim, 4)
     flat = weight.reshape(*weight.shape[:2], *[1] * missing, *weight.shape[2:][-2:])
     if not op_def(anchor).convolves:
@@ -51,12 +59,12 @@ def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
 
 
 def _rows_columns(values: Sequence[Any], lacking: Any) -> tuple[Any, Any]:
-    """Return the last two of a number per axis; a line has no rows."""
+    """Return the last two of a sequence with one item per axis; ``lacking`` replaces the rows of 1-d inputs."""
     return (values[-2] if len(values) > 1 else lacking), values[-1]
 
 
 def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Piece:
-    """Return the taps of one phase; outputs that no tap reaches get one of zeros."""
+    """Return the piece of one phase; outputs that no tap reaches get a tap of zeros."""
     taken = weight[:, :, list(y.taps)][:, :, :, list(x.taps)]
     if not taken.size:
         taken = np.zeros((*weight.shape[:2], 1, 1), np.int8)

@@ -1,4 +1,4 @@
-"""What a step has to do, over the free sizes; the runtime decides by it how many threads run a stretch."""
+"""Cost of a step as an expression over free sizes; the runtime derives the number of threads of a segment from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F32_BLOCK = 48
 
 
 def work_of(step: Step, plan: Plan) -> Work:
-    """Return what a step has to do: multiply-accumulates, units that threads divide, bytes of activations."""
+    """Return the cost of a step: multiply-accumulates, units that threads can divide, bytes of activations."""
     partition, graph = step.partition, plan.graph
     read = [name for name in partition.reads() if name not in graph.constants]
     moved: Dim = 0
@@ -36,12 +36,12 @@ def work_of(step: Step, plan: Plan) -> Work:
         units = _recurrent_panels(anchor, plan)
     else:
         units = _float_blocks(anchor, graph)
-        moved = moved + graph.constants[anchor.inputs[1]].nbytes  # of few rows, reading them is what takes the time
+        moved = moved + graph.constants[anchor.inputs[1]].nbytes  # with few rows, reading the weights dominates
     return Work(macs, units, moved, step.barrier_group, step.segment)
 
 
 def _recurrent_panels(op: Op, plan: Plan) -> Dim:
-    """Return panels of one time step's product of an LSTM or GRU."""
+    """Return the number of panels of the product in one time step of an LSTM or GRU."""
     shape, constants = plan.graph.types[op.inputs[0]].shape, plan.graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]
@@ -49,7 +49,7 @@ def _recurrent_panels(op: Op, plan: Plan) -> Dim:
 
 
 def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
-    """Return tiles of all panels: of the input where a transposed convolution spreads it, else of the result."""
+    """Return the number of tiles of all panels; a transposed convolution tiles its input, all others their result."""
     record, outputs = op_def(op), len(graph.constants[op.inputs[1]])
     shape = graph.types[op.inputs[0] if record.transposed else op.output].shape
     pixels = numel((shape[0], *shape[2:]) if record.convolves else shape[:-1])
@@ -58,12 +58,12 @@ def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
 
 
 def _float_blocks(op: Op, graph: Graph) -> Dim:
-    """Return blocks of rows of all panels of float weights."""
+    """Return the number of blocks of rows of all panels of float weights."""
     rows = numel(graph.types[op.output].shape[:-1])
     return (rows + (F32_BLOCK - 1)) // F32_BLOCK * -(-len(graph.constants[op.inputs[1]]) // F32_PANEL)
 
 
 def _query_blocks(op: Op, graph: Graph) -> Dim:
-    """Return blocks of rows of the first operand that threads divide."""
+    """Return the number of blocks of rows of the first operand that threads can divide."""
     rows, outer = graph.types[op.inputs[0]].shape[-2], graph.types[op.output].shape[:-2]
     return numel(outer) * ((rows + (QUERIES - 1)) // QUERIES)

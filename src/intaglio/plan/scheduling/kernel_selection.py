@@ -1,4 +1,4 @@
-"""Choose the kernels of every step that has a choice: products, recurrent layers, data movement."""
+"""Kernel selection for every step with alternatives: products, recurrent layers, data movement."""
 
 from __future__ import annotations
 
@@ -30,19 +30,21 @@ from intaglio.plan.scheduling.schedules import LARGEST_SIZE
 from intaglio.plan.scheduling.value_bounds import saturates_to_bounds
 
 TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
-"""What a microkernel makes for each tail, else f32: functions and scales of rows are applied to floats while they are
-in the first-level cache."""
+"""Result of the microkernel for each tail; "f32" for all others.
+
+Other functions, and scales per token, are applied to floats while these are in the first-level cache.
+"""
 FEWEST_DEPTHWISE_GROUPS = 8
 MOST_DEPTHWISE_COLUMNS = 15
-"""Columns of taps that a depthwise kernel has at most."""
+"""Maximum number of tap columns of a depthwise kernel."""
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
 SHORT_RUN = 8
-"""An innermost run shorter than this changes places with a longer one around it."""
+"""An innermost run shorter than this is swapped with a longer one around it."""
 
 
 def choose_kernels(plan: Plan, isa: Isa) -> Plan:
-    """Choose kernels by the value a partition makes, one for each piece of it."""
+    """Choose the kernels of every partition, one per piece, by the value that the partition computes."""
     kernels: dict[str, tuple[Kernel, ...]] = {}
     reasons: dict[str, str] = {}
     for partition in plan.partitions:
@@ -71,7 +73,7 @@ def _product_kernels(partition: Partition, plan: Plan, isa: Isa) -> tuple[tuple[
 
 
 def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) -> tuple[Kernel, str]:
-    """Return the kernel of a piece and why it is not another one."""
+    """Return the kernel of a piece and why it was chosen."""
     tail, guard = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
@@ -109,7 +111,7 @@ def not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
 def depthwise_kernel(
     piece: Piece, result: str, natural: bool, guard: bool, looks_up: bool, isa: Isa
 ) -> tuple[Kernel, str]:
-    """Return tiles of the least cost, or loops where the instruction set has no tiles for such taps, and why."""
+    """Return the cheapest tiles, or loops if the instruction set has no tiles for such taps, and the reason."""
     channels, _, taps_y, taps_x = piece.weight.shape
     if isa.depthwise is None or piece.dilation[1] != 1:
         missing = f"{isa.name} has none" if isa.depthwise is None else "dilated columns have none"
@@ -124,7 +126,7 @@ def depthwise_kernel(
 
 @cache
 def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
-    """Return the tile that costs least, the smallest of equals; output rows share input only of neighbouring taps."""
+    """Return the cheapest tile, the smallest of equals; with dilation along y, output rows share no input."""
     most = ACCUMULATORS if dilation_y == 1 else 1
     shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
     specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
@@ -136,7 +138,7 @@ def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dila
 
 
 def _activation_tiles(partition: Partition, graph: Graph, isa: Isa) -> ActivationTiles:
-    """Choose the widest tile, and the widths of panels that can occur; a free size may end in any."""
+    """Choose the widest tile and collect the widths of panels that can occur; a free size may end in any width."""
     anchor, most = partition.anchor, isa.blocks
     if partition.tail:
         widths: tuple[Dim, ...] = (graph.types[anchor.output].shape[-1],)
@@ -154,7 +156,7 @@ def _panel_widths(width: Dim, most: int) -> set[int]:
 
 
 def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
-    """Return the schedule of all products of an LSTM or GRU, which have equally many outputs."""
+    """Return the schedule for all products of an LSTM or GRU, which have the same number of outputs."""
     constants = graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     blocks = min(isa.blocks, -(-outputs // 16))
@@ -172,7 +174,7 @@ MOVEMENT_REASONS = {
 
 
 def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
-    """Choose how elements are moved: strided copies, unless channels interleave or shapes differ."""
+    """Choose a kernel for data movement: strided copies, unless channels are interleaved or the shape changes."""
     types, result = plan.graph.types, op.outputs[0]
     record, images = op_def(op), [plan.buffers.get(name) for name in (*op.inputs, result)]
     if record is SHUFFLE and op.attrs["groups"] == 2 and all(image is not None and image.spatial for image in images):
@@ -183,7 +185,7 @@ def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
 
 
 def _copies(op: Op, plan: Plan) -> Iterator[Box]:
-    """Yield the copies of a step, without those of operands that are written in their place."""
+    """Yield the copies of a step, except for operands that are already written in their place."""
     sides = [(plan.graph.types[name].shape, plan.location(name).strides) for name in op.inputs]
     size = plan.graph.types[op.output].dtype.bytes
     for box in op_def(op).strided_copies(op, sides, plan.location(op.output).strides, size):
@@ -193,7 +195,7 @@ def _copies(op: Op, plan: Plan) -> Iterator[Box]:
 
 
 def _ordered(box: Box) -> tuple[Run, ...]:
-    """Order runs: the innermost last, and not a short one where another is long; a fill reads one element."""
+    """Order runs with the innermost last, but not a short run inside of a long one; a fill reads a single element."""
     runs = [Run(run.size, 0, run.result) if box.fill else run for run in box.runs]
     if len(runs) > 1 and _is_short(runs[-1]) and not _is_short(runs[-2]):
         runs[-2:] = runs[:-3:-1]

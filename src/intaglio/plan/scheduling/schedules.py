@@ -1,6 +1,6 @@
-"""Numbers before text: tile shape, split and blocking of every partition, from its geometry and the caches.
+"""Schedules of products: tile shape, threading and blocking of every partition, from its geometry and the caches.
 
-`analytic` decides without looking at a clock. What a timed search may try instead are `shapes` and `refinements`.
+`analytic` decides without measurements. The alternatives of a timed search are `shapes` and `refinements`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
 
 GENERATOR = 1
-"""Raised when kernels or the loops around them change so much that schedules timed before say nothing."""
+"""Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
 LARGEST_SIZE = 1 << 40
 """Largest threshold or size in a schedule."""
@@ -24,8 +24,16 @@ LARGEST_SIZE = 1 << 40
 
 @dataclass(frozen=True)
 class Problem:
-    """A matrix product as a schedule sees it: outputs, and output pixels at batch 1. ``floats``: a linear layer's
-    results stay floats, for a sum and a norm, which take row by row."""
+    """Dimensions of a matrix product that determine its schedule.
+
+    Attributes:
+        outputs: Output channels.
+        outputs_per_group: Output channels per group.
+        pixels: Output pixels at batch 1.
+        width: Width of the output image, or its pixels for a linear layer.
+        flat: All output pixels of all images are contiguous in memory.
+        floats: The results of a linear layer stay float, for a sum and a norm that read them row by row.
+    """
 
     outputs: int
     outputs_per_group: int
@@ -36,13 +44,13 @@ class Problem:
 
 
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
-    """Return the analytic schedule of every partition with a matrix product, by the value it makes."""
+    """Return the analytic schedule of every partition with a matrix product, by the value it computes."""
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     return {partition.output: analytic(problem(partition, plan), target) for partition in products}
 
 
 def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) -> Plan:
-    """Take schedules that a timed search found where there are some, analytic ones elsewhere."""
+    """Take the schedules of a timed search where they exist, and analytic ones elsewhere."""
     found, reasons = analytic_schedules(plan, target), dict[str, str]()
     for partition in plan.partitions:
         if partition.output in timed:
@@ -60,7 +68,7 @@ def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
 
 
 def problem(partition: Partition, plan: Plan) -> Problem:
-    """Geometry of a convolution or linear layer."""
+    """Return the dimensions of a convolution or linear layer."""
     graph, anchor = plan.graph, partition.anchor
     weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
     groups = anchor.attrs.get("groups", 1)
@@ -79,18 +87,19 @@ def problem(partition: Partition, plan: Plan) -> Problem:
 
 
 def images(partition: Partition) -> list[str]:
-    """What a product reads and writes besides constants: input, results, residual operand and its rest."""
+    """Return input, results, residual operand and its rest: the operands and results that are not constants."""
     anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
     residual = () if op_def(first).residual is None else (first.inputs[1], *first.inputs[4:])
     return [anchor.inputs[0], *last.outputs, *residual]
 
 
 def analytic(layer: Problem, target: Target) -> Schedule:
-    """Widest tile the outputs fill; half the second level for input activations that all panels pass over.
+    """Return a schedule with the widest tile that the outputs fill and half of the second-level cache for activations.
 
-    Threads share panels instead of pixels when the weights are larger than the activations: each then reads only its
-    part of them from memory. Rows of floats they share from `MANY_ROWS` on: what each has made it reads next, and half
-    of every row would come from the other core (BERT-base, 128 tokens, two threads: 12.77 -> 12.29 ms).
+    Threads divide panels instead of pixels when the weights are larger than the activations, so that each thread reads
+    only its part of the weights from memory. With float results they divide pixels from `MANY_ROWS` on: each thread
+    then reads next what it has written itself, instead of half of every row from another core (BERT-base, 128 tokens,
+    two threads: 12.77 -> 12.29 ms).
     """
     fits = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
     blocks = min(max(target.tallest), max(1, -(-fits // 16)))
@@ -106,10 +115,16 @@ def analytic(layer: Problem, target: Target) -> Schedule:
 
 @dataclass(frozen=True)
 class Geometry:
-    """All that the time of a matrix product depends on, besides machine and schedule. Its text is a key on disk.
+    """Everything that the time of a matrix product depends on, besides machine and schedule. Its text is a key on disk.
 
-    ``kinds``: head, anchor and tail; ``attrs``: of the anchor, sorted. ``halos`` and ``pixels_apart`` (channels from
-    pixel to pixel): of `images`, as far as they are buffers.
+    Attributes:
+        kinds: Kinds of head, anchor and tail.
+        weight: Shape of the weight.
+        attrs: Attributes of the anchor, sorted.
+        read: Shape of the input.
+        written: Shape of the result.
+        halos: Halos of those `images` that are buffers.
+        pixels_apart: Their channels from pixel to pixel.
     """
 
     kinds: tuple[str, ...]
@@ -122,14 +137,14 @@ class Geometry:
 
     @property
     def pixels(self) -> int:
-        """Output pixels of all images."""
+        """Return the number of output pixels of all images."""
         return prod(self.written[:-1] if self.kinds[0] == "linear" else (self.written[0], *self.written[2:]))
 
 
 def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
-    """Output value -> geometry with these free sizes, for every partition that a schedule changes.
+    """Return the geometry, with these free sizes, of every partition whose time depends on a schedule, by its result.
 
-    Channels that do not look at each other have kernels of their own, which know no schedule.
+    Depthwise convolutions are excluded, because their kernels have no schedule.
     """
     found = {}
     for step in plan.steps:
@@ -160,7 +175,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
 
 
 def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
-    """Narrower and taller tiles than that of ``start``. Of groups, those that no panel shares with another."""
+    """Return narrower and taller tiles than that of ``start``; with groups, no panel may belong to two of them."""
     outputs, groups = layer.weight[0], dict(layer.attrs).get("groups", 1)
     per_group = outputs // groups if isinstance(groups, int) else outputs
     narrower = [
@@ -172,8 +187,11 @@ def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
 
 
 def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: int) -> tuple[Schedule, ...]:
-    """The same tile with the other order of work (panel by panel, or all panels over some pixels), and with half and
-    twice the input in cache, where these make a difference."""
+    """Return schedules with the same tile and another order of work, or another amount of input in cache.
+
+    The alternatives are panel by panel or all panels over some pixels, and half or twice the input in cache, as far as
+    they make a difference.
+    """
     panels = -(-layer.weight[0] // (16 * start.tile_columns))
     by_channels = layer.pixels < start.split_channels_below
     found = []
@@ -188,7 +206,7 @@ def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: i
 
 
 def misfit(schedule: Schedule, isa: Isa) -> str | None:
-    """Why an instruction set has no kernels for a schedule, or ``None``."""
+    """Return why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.tallest.get(columns, 0):
         return f"no tile of {rows} pixels by {columns} blocks in {isa.name}"

@@ -1,4 +1,4 @@
-"""Decide what depends on the machine: schedules, guards, batch tiling."""
+"""Machine-dependent planning: schedules, guards, kernels, batch tiling."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def schedule_plan(
     timed: Mapping[str, Schedule] | None = None,
     batch_tiling: BatchTiling | None = None,
 ) -> Plan:
-    """Return the plan with all that depends on the machine.
+    """Return the plan with all decisions that depend on the machine.
 
     Args:
-        plan: what `plan_graph` returned.
-        isa: the instruction set, whose tiles bound the schedules.
-        caches: sizes of the caches of one core.
-        timed: schedules of a timed search, by the value a partition makes; they replace analytic ones.
-        batch_tiling: replaces the analytic one.
+        plan: The result of `plan_graph`.
+        isa: The instruction set, whose tiles limit the schedules.
+        caches: Cache sizes of one core.
+        timed: Schedules of a timed search, by the value a partition computes; they replace analytic schedules.
+        batch_tiling: Replaces the analytic batch tiling.
     """
     target = Target(isa.name, isa.tallest, caches)
     plan = replace(plan, target=target)
     plan = choose_schedules(plan, target, timed or {})
     plan = choose_guards(plan)
-    plan = choose_kernels(plan, isa)  # tiles are as tall as schedules say, and clamp where guards say
+    plan = choose_kernels(plan, isa)  # after schedules and guards, which determine height and clamping of tiles
     if batch_tiling is not None:
         return replace(plan, batch_tiling=batch_tiling).because(Choice.BATCH_TILING, {"": "the caller asked for it"})
     return choose_batch_tiling(plan, target)

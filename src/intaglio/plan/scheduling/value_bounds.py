@@ -1,4 +1,4 @@
-"""Bounds of the quantized values that an operator gives, and whether saturation alone keeps them."""
+"""Bounds of the quantized values of an operator, and whether saturation alone enforces them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from intaglio.ops import op_def
 
 
 def result_bounds(op: Op, graph: Graph) -> tuple[int, int]:
-    """Return the least and the greatest quantized value an operator gives."""
+    """Return the smallest and largest quantized value of an operator's result."""
     q = graph.types[op.output].levels
     return op.attrs.get("low", q.qmin), op.attrs.get("high", q.qmax)
 
 
 def saturates_to_bounds(op: Op, graph: Graph) -> bool:
-    """Return whether saturation gives the bounds of an operator.
+    """Return whether saturation alone enforces the bounds of an operator's result.
 
-    It does for results 0..255 with the zero point 0, where a residual operand without a rest has that too; for results
-    of 16 bits, where the zero point is the least of them.
+    It does for results in 0..255 with the zero point 0, if a residual operand without a rest has the zero point 0, too.
+    It also does for 16-bit results whose lower bound is their zero point.
     """
     zeros, (low, high) = graph.types[op.output].levels.zeros, result_bounds(op, graph)
     other = graph.types[op.inputs[1]].levels.zeros if op_def(op).residual is not None and not op.inputs[4:] else (0,)
