@@ -119,15 +119,22 @@ def load(
     model keeps its schedules.
 
     Args:
-        path: The file.
-        trust: Use the compiled library in the file if it was built from the source text of this version; by default the
+        path: the file.
+        trust: use the compiled library in the file if it was built from the source text of this version, by default the
             best one that this machine supports. It is native code, so only trust files whose origin you know.
-        isa: Instruction set. The default is the best that this machine supports.
-        operators: Records of user-defined operators, which files cannot hold: those that the `Quantizer` had.
+        isa: instruction set (default: the best one that this machine supports).
+        operators: records of user-defined operators, which files cannot hold: those that the `Quantizer` had.
+
+    Returns:
+        The int8 model, which is called like the float model.
 
     Raises:
-        ArtifactError: The file is not valid, or lacks operators that are not given.
-        BuildError: Compilation fails.
+        ArtifactError: the file is not valid, or has user-defined operators that are not given.
+        BuildError: the compilation fails, or this machine does not support the instruction set.
+
+    Examples:
+        >>> int8.save("model.int8")
+        >>> int8 = intaglio.load("model.int8")
     """
     given = {record.name: record for record in operators}
     with _without_collector():

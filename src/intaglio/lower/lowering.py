@@ -27,11 +27,21 @@ from intaglio.tracing.while_loops import with_bodies
 
 
 def requantize(reference: Reference) -> Lowered:
-    """Lower a Q/DQ model to an integer graph.
+    """Lower a reference model to an integer graph.
 
     Each region between dequantize and quantize nodes is computed with int32 accumulators and a single requantize at its
     end. All other operators become loops of the program, or float islands, which are as few as the order of execution
     allows.
+
+    Args:
+        reference: the reference model of `convert` or `from_qdq`.
+
+    Returns:
+        The integer graph, whose ``text()`` prints it.
+
+    Examples:
+        >>> lowered = stages.requantize(reference)
+        >>> int8 = stages.compile(lowered)
     """
     expect(reference, Reference, "requantize")
     nodes = NodeLowering(reference.module)

@@ -179,6 +179,8 @@ class QuantizedModel(ProgramModule):
 
         Raises:
             UnsupportedError: parts of the model run in Python.
+            BuildError: an instruction set does not exist.
+            ArtifactError: the folder cannot be written.
         """
         export_c(self, folder, (isa,) if isinstance(isa, str) else isa)
 

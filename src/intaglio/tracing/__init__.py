@@ -31,16 +31,24 @@ def capture(
     notes say why. The model is copied and never changed.
 
     Args:
-        model: float model.
+        model: the float model.
         example_inputs: tuple of positional arguments, or one tensor. torch.export specializes batch 1, so such an
             example is repeated to batch 2.
-        example_kwargs: keyword arguments.
-        dynamic_shapes: shapes in the format of torch.export, which replace all automatic choices.
+        example_kwargs: keyword arguments (default: none).
+        dynamic_shapes: shapes in the format of torch.export, which replace all automatic choices (default: the batch
+            and the length of token ids are dynamic).
         free: leaf of the call -> axes that should be dynamic besides the batch and the length of token ids.
         train: capture the model in training mode.
 
+    Returns:
+        The captured model, whose ``text()`` prints the graph and which can be called like the float model.
+
     Raises:
         CaptureError: the model cannot be captured.
+
+    Examples:
+        >>> captured = stages.capture(model, (torch.randn(2, 3, 224, 224),))
+        >>> print(captured.text())
     """
     from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import
 

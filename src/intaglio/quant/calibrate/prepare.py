@@ -188,7 +188,15 @@ class Prepared(GraphStage):
 
 
 def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
-    """Return the sites and skipped operators of a captured model, after the passes of post-training quantization."""
+    """Return what `prepare` would quantize, without inserting observers.
+
+    Args:
+        captured: the captured model.
+        quantizer: a `Quantizer` or an annotator, as for `prepare`.
+
+    Returns:
+        The sites, and the skipped operators with their reasons.
+    """
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)

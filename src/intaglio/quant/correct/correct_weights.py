@@ -54,6 +54,10 @@ def correct(
 
     Returns:
         The corrections, for `convert`.
+
+    Examples:
+        >>> corrections = stages.correct(prepared, ranges, batches)
+        >>> reference = stages.convert(prepared, ranges, corrections)
     """
     expect(prepared, Prepared, "correct")
     group = group or Group.current()

@@ -46,6 +46,12 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
         data: as for `calibrate`.
         samples: number of samples to use.
         group: as for `calibrate`; ranks with batches of their own get the same bits as one process.
+
+    Returns:
+        The prepared model to calibrate instead of ``prepared``, which is not changed.
+
+    Examples:
+        >>> prepared = stages.equalize(prepared, batches)
     """
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
