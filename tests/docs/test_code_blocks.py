@@ -25,7 +25,18 @@ from support.torchvision_stub import import_torchvision
 
 PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()]
 LONG = (
-    *("capture", "define_by_run", "define_by_run_state", "deploying", "inaccurate", "onnx", "quantizers", "recipes"),
+    *(
+        "capture",
+        "corrections",
+        "define_by_run",
+        "define_by_run_state",
+        "deploying",
+        "inaccurate",
+        "onnx",
+        "patterns",
+        "quantizers",
+        "recipes",
+    ),
     *("shapes", "slow", "transformers"),
 )
 """Pages whose blocks take seconds to run."""

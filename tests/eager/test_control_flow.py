@@ -108,6 +108,7 @@ class Beam(nn.Module):
         return beams, scores
 
 
+@pytest.mark.slow(reason="a program for every step; loops as long as the data say run below")
 def test_a_beam_search_runs_as_long_as_its_data_say(caplog):
     model = nets.randomize(Beam())
     calls = [(x, 4) for (x,) in draws(1, 16)]
@@ -407,6 +408,7 @@ def test_a_calibrating_call_that_fails_leaves_no_trace(words):
     assert failed(uniform()[0], words).shape == model(uniform()[0], words).shape
 
 
+@pytest.mark.slow(reason="stress of threads; two calibrate below")
 @pytest.mark.case("frontends B10")
 def test_threads_with_two_models_and_with_the_same():
     """B10: every thread has its own call."""

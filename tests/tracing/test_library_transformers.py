@@ -126,6 +126,7 @@ def test_encoders_of_text_are_layers_two_look_ups_and_one_mask(library, name, at
     assert found[:4] == ["embedding", "slice", "add", "layer_norm"]
 
 
+@pytest.mark.slow(reason="a whole model of a library; causal masks and ranges have tests of their own")
 def test_a_decoder_with_positions_of_its_own_has_no_island(library):
     """Positions are a range of free length, the mask is causal, and nobody asks whether sequences are packed."""
     config = library.GPT2Config(
