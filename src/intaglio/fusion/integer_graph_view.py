@@ -25,18 +25,23 @@ class ValueView:
         self.graph, self.ops, self._place = graph, list(ops), place
 
     def readers(self, node: str) -> int:
+        """Return the number of operators and outputs that read this value."""
         return self._readers[node]
 
     def constant(self, node: str) -> bool:
+        """Return whether the value is constant."""
         return node in self.graph.constants
 
     def position(self, node: str) -> int:
+        """Return the position in execution order; -1 for inputs and constants."""
         return self._place.get(node, -1)
 
     def type_of(self, node: str) -> TensorType:
+        """Return the type of the value."""
         return self.graph.types[node]
 
     def array(self, node: str) -> np.ndarray:
+        """Return the array of a constant."""
         return self.graph.constants[node]
 
     @cached_property
@@ -69,12 +74,15 @@ class IntegerGraphView(ValueView):
         return [op for op in self.ops if node in op.inputs]
 
     def kinds(self, node: str) -> tuple[str, ...]:
+        """Return the kind of the operator that computes the value; none for inputs and constants."""
         return (self.op(node).kind,) if node in self._place else ()
 
     def operands(self, node: str) -> tuple[str, ...]:
+        """Return the operands of that operator; none for inputs and constants."""
         return self.op(node).inputs if node in self._place else ()
 
     def attributes(self, node: str) -> Mapping[str, Any]:
+        """Return the attributes of that operator."""
         return self.op(node).attrs
 
     @property

@@ -52,6 +52,7 @@ class Match(Generic[N]):
 
     @property
     def root(self) -> N:
+        """Return the node that the pattern's root matched."""
         return self.nodes[0]
 
     @property
@@ -98,6 +99,7 @@ class _MatchState(Generic[N]):
     shared: set[N] = field(default_factory=set)
 
     def match(self, pattern: Pattern, node: N | None, root: bool = False) -> bool:
+        """Match a pattern at a node, and extend the state if that succeeds."""
         if node is None or (pattern.is_constant and not self.view.constant(node)):
             return False
         if pattern.name and self.bound.setdefault(pattern.name, node) != node:
@@ -115,6 +117,7 @@ class _MatchState(Generic[N]):
         return self._match_operands(pattern, node)
 
     def _match_operands(self, pattern: Pattern, node: N) -> bool:
+        """Match the operands in each of their orders, restoring the state before each attempt."""
         bound, nodes = dict(self.bound), list(self.nodes)
         shared = self.shared | {node} if pattern.shared else self.shared
         for operands in _operand_orders(pattern, node, self.view):

@@ -42,7 +42,7 @@ class PlanView(GraphView[str], Protocol):
 
 
 def makes_one_result(found: Match[str], view: IntegerGraphView) -> str | None:
-    """Refuse a lookup table after a requantization that also stores the rest of 16 bits."""
+    """Refuse a lookup table after a requantization to 16 bits, which also stores remainders."""
     return None if len(view.op(found.nodes[1]).outputs) == 1 else "a requantization with two results"
 
 

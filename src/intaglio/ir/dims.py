@@ -82,14 +82,17 @@ def symbol(name: str) -> Expression:
 
 
 def _terms(dim: Dim) -> Iterable[tuple[Monomial, int]]:
+    """Return the terms of a dimension; an integer is one term without atoms."""
     return dim.terms if isinstance(dim, Expression) else [((), dim)]
 
 
 def _join(a: Monomial, b: Monomial) -> Monomial:
+    """Return the product of two monomials."""
     return tuple(sorted((*a, *b), key=str))
 
 
 def _collect(terms: Iterable[tuple[Monomial, int]]) -> Dim:
+    """Add up the coefficients of equal monomials and return the sum in canonical order."""
     total: dict[Monomial, int] = {}
     for monomial, coefficient in terms:
         total[monomial] = total.get(monomial, 0) + coefficient
@@ -210,6 +213,7 @@ def evaluator(dims: Sequence[Dim], symbols: Sequence[str]) -> Callable[..., tupl
 
 
 def _python(dim: Dim, names: Mapping[str, str]) -> str:
+    """Return Python text that computes a dimension."""
     if isinstance(dim, int):
         return str(int(dim))
 

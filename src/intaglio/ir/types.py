@@ -30,6 +30,7 @@ class DType(Enum):
 
     @property
     def bytes(self) -> int:
+        """Return the size of an element in bytes."""
         if self.value.startswith("f8"):
             return 1
         one, two, eight = ("u8", "s8", "bool"), ("u16", "i16", "f16", "bf16"), ("i64", "f64")

@@ -71,6 +71,7 @@ def verify_graph(graph: Graph, rules: Rules, body_rules: Rules, after: str = "")
 
 
 def _check_names(op: Op, graph: Graph, defined: set[str], label: str) -> None:
+    """Check that operands are defined before, and that results are defined once and have types."""
     for name in op.inputs:
         _require(name in defined, f"{label}: %{name} is read before it is made")
     for name in op.outputs:
@@ -79,6 +80,7 @@ def _check_names(op: Op, graph: Graph, defined: set[str], label: str) -> None:
 
 
 def _check_types(op: Op, rule: TypeRule, graph: Graph, label: str) -> None:
+    """Check the element types of operands and results against a rule."""
     operands = rule.operands
     if rule.optional and len(op.inputs) > len(operands):
         operands = (*operands, rule.optional)
@@ -117,5 +119,6 @@ def _check_accumulators(graph: Graph, place: str) -> None:
 
 
 def _require(condition: bool, text: str) -> None:
+    """Raise `VerifyError` unless the condition holds."""
     if not condition:
         raise VerifyError(text)

@@ -106,8 +106,8 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
 def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers to 16 bits and split them.
 
-    The rests end up in the first register of ``row``, the 8-bit values in the second or, without one, in ``spare``. rax
-    holds the address of the limits.
+    The remainders end up in the first register of ``row``, the 8-bit values in the second or, without one, in
+    ``spare``. rax holds the address of the limits.
     """
     first, count = row[0], len(row)
     bounds = []
@@ -138,7 +138,7 @@ def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterato
 
 
 def split(word: str, level: str) -> list[str]:
-    """Return the lines that split 16-bit values into the 8-bit value in one register and the rest in the other.
+    """Return the lines that split 16-bit values into the 8-bit value in one register and the remainder in the other.
 
     Both stay in 16-bit lanes. ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` is the low byte of the sum of that
     and x.

@@ -80,6 +80,7 @@ class DepthwiseSpec:
 
     @property
     def channels(self) -> int:
+        """Return the number of channels of a tile."""
         return 16 * self.lanes
 
     @property
@@ -89,10 +90,12 @@ class DepthwiseSpec:
 
     @property
     def rows_read(self) -> int:
+        """Return the number of input rows that a tile reads."""
         return (self.rows - 1) * self.stride[0] + self.taps[0]
 
     @property
     def columns_read(self) -> int:
+        """Return the number of input columns that a tile reads."""
         return (self.columns - 1) * self.stride[1] + self.taps[1]
 
     @property
@@ -105,6 +108,7 @@ class DepthwiseSpec:
         return [(r, q) for r, q in product(range(self.rows), range(self.quads)) if self._looks(r, q)]
 
     def _looks(self, row: int, quad: int) -> bool:
+        """Return whether an output row reads a quad of input rows."""
         first = row * self.stride[0]
         return first < 4 * quad + 4 and first + self.taps[0] > 4 * quad
 

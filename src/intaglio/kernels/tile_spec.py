@@ -60,11 +60,11 @@ class TileSpec:
         blocks: Blocks of 16 output channels.
         result: One of `RESULTS`.
         natural: Quantized values are in 0..255 with the zero point 0, also those of a residual operand, so that
-            saturation replaces the clamp. A 16-bit result comes from 8-bit values with the zero point 0, none of them
-            below it.
+            saturation replaces the clamp. For 16-bit results, the 8-bit zero point is 0 and the lower bound is the zero
+            point, as after a ReLU.
         guard: Products may exceed the range of the conversion to int32 and are clamped in float first.
         table: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
-        rest: Results have 16 bits, stored as an 8-bit value and a rest (`numerics.split`).
+        rest: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split`).
         other_rest: The residual operand has 16 bits in this form, with any zero point.
     """
 

@@ -156,6 +156,7 @@ _NO_COMPILER = "install g++ (Debian, Ubuntu: apt install g++), or set CXX to the
 
 
 def _compiler(name: str) -> str:
+    """Return the path of the C++ compiler; raise `BuildError` if there isn't one."""
     found = config.compiler()
     if found is None:
         chosen = os.environ.get("CXX")
@@ -166,6 +167,7 @@ def _compiler(name: str) -> str:
 
 @cache
 def _version(compiler: str) -> str:
+    """Return the compiler's version text, which is part of every key."""
     try:
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -173,6 +175,7 @@ def _version(compiler: str) -> str:
 
 
 def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...], objects: Sequence[str]) -> str:
+    """Return the key of a shared object: the digest of everything that it is built from."""
     texts = included(source, headers)
     parts = [CACHE_FORMAT, isa, *command, *LINK_FLAGS, _version(command[0]), _without_comments(source), *objects]
     parts += [part for name in sorted(texts) for part in (name, texts[name])]
@@ -185,6 +188,7 @@ def _without_comments(source: str) -> str:
 
 
 def _unit_path(unit: TranslationUnit, command: tuple[str, ...], isa: str, folder: Path) -> Path:
+    """Return the path of a unit's object file in the cache."""
     parts = [CACHE_FORMAT, isa, *command, *UNIT_FLAGS, _version(command[0]), unit.digest]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return folder / f"{unit.name}-{key[:16]}.o"
@@ -311,10 +315,12 @@ def _deferred_interrupt() -> Iterator[None]:
 
 
 def _seal(content: bytes) -> bytes:
+    """Return the seal of an entry: a marker and the SHA-256 of its content."""
     return SEAL + hashlib.sha256(content).hexdigest().encode()
 
 
 def _touch(path: Path) -> None:
+    """Mark an entry as used now."""
     with contextlib.suppress(OSError):  # a read-only cache still works
         os.utime(path)
 

@@ -54,12 +54,14 @@ class Probe:
 
 
 def _zmm(name: str, macs: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return registers, instructions and multiply-accumulates of a loop of one AVX-512 instruction."""
     chains = 24
     registers = tuple(f"%%zmm{index}" for index in (*range(chains), 30, 31))
     return registers, tuple(f"{name} %%zmm30, %%zmm31, %%zmm{index}" for index in range(chains)), chains * macs
 
 
 def _ymm_fma() -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return registers, instructions and multiply-accumulates of a loop of AVX2 fused multiply-adds."""
     registers = tuple(f"%%ymm{index}" for index in (*range(12), 14, 15))
     return registers, tuple(f"vfmadd231ps %%ymm14, %%ymm15, %%ymm{index}" for index in range(12)), 12 * 8
 
@@ -131,10 +133,12 @@ def _able() -> list[Probe]:
 
 
 def source(probes: dict[str, Probe]) -> str:
+    """Return the C++ source of the given probes."""
     return PEAK_SOURCE + "".join(_loop(probe) for probe in probes.values())
 
 
 def _loop(probe: Probe) -> str:
+    """Return the C++ function of one probe."""
     clear = [f"vpxor{'d' * ('zmm' in name)} {name}, {name}, {name}" for name in probe.registers]
     lines = [*clear, "1:", *probe.body, "dec %0", "jnz 1b", "vzeroupper"]
     text = "\n".join(f'        "{line}\\n\\t"' for line in lines)
@@ -198,6 +202,7 @@ def _counting(library: Any, probe: Probe) -> Counter:
 
 
 def _best(count: Counter, seconds: float) -> float:
+    """Return the best rate of some repeats."""
     return max(count(seconds) for _ in range(REPEATS))
 
 

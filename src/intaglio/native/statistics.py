@@ -147,6 +147,7 @@ def _contiguous(x: Float32Array) -> Float32Array:
 
 @cache
 def _kernels() -> ctypes.CDLL | None:
+    """Return the compiled kernels; warn and return ``None`` if they cannot be built."""
     try:
         return library.runtime()
     except BuildError as error:
@@ -189,6 +190,7 @@ def _values(keys: NDArray[np.int32]) -> Float32Array:
 
 
 def _parts(x: Float32Array) -> list[Float32Array]:
+    """Return the array in chunks of `CHUNK` values."""
     flat = x.reshape(-1)
     return [flat[start : start + CHUNK] for start in range(0, flat.size, CHUNK)]
 

@@ -167,6 +167,7 @@ def rows_of_levels(
 
 
 def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return the ids if all are in [0, count); raise `IndexError` otherwise."""
     if ids.size and (ids.min() < 0 or ids.max() >= count):
         raise IndexError("index out of range in self")
     return ids

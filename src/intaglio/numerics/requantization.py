@@ -105,8 +105,9 @@ QUANT_STEPS = 255
 def widen(scale: float, zero_point: int) -> Affine:
     """Return the 16-bit parameters for a value with the 8-bit parameters (scale, zero_point).
 
-    A 16-bit value is ``q16 = 255 * q8 + rest`` with rest in 0..254. Its scale is ``float32(scale / 255)``, its zero
-    point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)`` with the 8-bit parameters gives ``q16 // 255``.
+    A 16-bit value is ``q16 = 255 * q8 + remainder`` with a remainder in 0..254. Its scale is ``float32(scale / 255)``,
+    its zero point ``255 * zero_point + 127``. Quantizing ``dequantize(q16)`` with the 8-bit parameters gives ``q16 //
+    255``.
     """
     return Affine(
         float(np.float32(np.float64(np.float32(scale)) / QUANT_STEPS)), QUANT_STEPS * zero_point + QUANT_STEPS // 2
@@ -114,7 +115,7 @@ def widen(scale: float, zero_point: int) -> Affine:
 
 
 def split(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
-    """Split 16-bit values into their 8-bit value and the rest: ``q16 // 255`` and ``q16 % 255``."""
+    """Split 16-bit values into their 8-bit value ``q16 // 255`` and the remainder ``q16 % 255``."""
     level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
     return level, rest
 

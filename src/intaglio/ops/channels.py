@@ -42,6 +42,7 @@ def channel_axis(constant: Shape, shape: Shape) -> int | None:
 
 
 def bind_affine(call: Call) -> Attrs:
+    """Return the axis of the factor and the offset."""
     return {"axis": channel_axis(call.shape(1), call.shape())}
 
 
@@ -56,6 +57,7 @@ def constant_channels(call: Call) -> str | None:
 
 
 def bind_scaled_add(call: Call) -> Attrs:
+    """Return the axis of the second operand's factor."""
     return {"axis": channel_axis(call.shape(2), call.shape())}
 
 

@@ -28,6 +28,7 @@ def row_accumulator(scales: str) -> QParams:
 
 
 def scales_shape(shape: Shape) -> Shape:
+    """Return the shape of the scales of a tensor, one per row of the last axis."""
     return (*shape[:-1], 1)
 
 
@@ -45,12 +46,14 @@ def levels_of_rows(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
 def quantize_rows_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
+    """Quantize dynamically; return quantized values and scales."""
     return levels_of_rows(args[0], op.attrs["mode"])
 
 
 def dequantize_rows_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
+    """Compute `numerics.dequantize_rows`."""
     return numerics.dequantize_rows(*args)
 
 

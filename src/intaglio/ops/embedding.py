@@ -32,6 +32,7 @@ def operands_of_bags(op: Op, levels: bool) -> Mapping[str, str]:
 
 
 def bags_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return [bags, row length]."""
     table, _, offsets = shapes[:3]
     return (offsets[0] - int(attrs["ends"]), table[1])
 
@@ -76,6 +77,7 @@ def _joined(rows: numerics.FloatArray, mode: str) -> numerics.FloatArray:
 
 
 def arange_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return [size]."""
     return (attrs["size"],)
 
 

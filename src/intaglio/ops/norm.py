@@ -19,10 +19,12 @@ LONGEST_ROW = 2**15
 
 
 def bind_layer_norm(call: Call) -> Attrs:
+    """Return epsilon."""
     return {"eps": float(call.arguments.get("eps", 1e-5))}
 
 
 def last_axis_alone(call: Call) -> str | None:
+    """Return why layer norm is refused: it must be over the last axis, whose size is fixed and limited."""
     normalized = call.arguments["normalized_shape"]
     if len(normalized) != 1:
         return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
@@ -32,6 +34,7 @@ def last_axis_alone(call: Call) -> str | None:
 
 
 def constant_scale(call: Call) -> str | None:
+    """Return why layer norm is refused: weight and bias must be constant."""
     return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
 
 
@@ -46,6 +49,7 @@ def norm_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, sca
 
 
 def layer_norm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute `numerics.layer_norm`."""
     x, factor, offset, eps = args
     q = out.levels
     centred = x.astype(np.int32) - types[0].levels.zero

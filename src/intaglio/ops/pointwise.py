@@ -46,8 +46,8 @@ def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
     """Compute `numerics.add_requantize` of two quantized values, or of an accumulator and a quantized value.
 
     The zero point is subtracted from a uint8 first operand, not from an accumulator. Factors per channel belong to the
-    axis ``axis`` if the operator has one, else to the accumulator's channel axis. With a fifth operand, the rest, the
-    second operand has 16 bits (`numerics.joined`).
+    axis ``axis`` if the operator has one, else to the accumulator's channel axis. A fifth operand holds the remainders
+    of a second operand with 16 bits (`numerics.joined`).
     """
     a, b, factor_a, factor_b, *rest = args
     if types[0].dtype is DType.U8:
@@ -62,13 +62,13 @@ def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def bounds_of(op: Op, out: TensorType) -> tuple[int, int, int]:
-    """Return the zero point and the bounds of a result, those of 16 bits if the operator also stores a rest."""
+    """Return the zero point and the bounds of a result, those of 16 bits if the operator also stores a remainder."""
     zero = numerics.widen(1, out.levels.zero).zero_point if len(op.outputs) > 1 else out.levels.zero
     return zero, op.attrs["low"], op.attrs["high"]
 
 
 def stored(op: Op, rounded: np.ndarray) -> Result:
-    """Return 8-bit values, and for an operator with 16-bit results also the rests."""
+    """Return 8-bit values, and for an operator with 16-bit results also the remainders."""
     if len(op.outputs) == 1:
         return rounded.astype(np.uint8)
     level, rest = numerics.split(rounded)
@@ -104,6 +104,7 @@ CLAMPS: dict[str, tuple[float | None, float | None]] = {
 
 
 def bind_clamp(call: Call) -> Attrs:
+    """Return the float bounds of a clamp; ``None`` for a side without bound."""
     given = call.arguments
     if call.target in CLAMPS:
         low, high = CLAMPS[call.target]
@@ -115,31 +116,37 @@ def bind_clamp(call: Call) -> Attrs:
 
 
 def plain_bounds(call: Call) -> str | None:
+    """Return why a clamp is refused: its bounds must not be NaN."""
     bounds = bind_clamp(call)
     return "a bound that is NaN" if any(b is not None and b != b for b in bounds.values()) else None
 
 
 def clamp_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Clamp the quantized values to the integer bounds."""
     return np.clip(args[0], np.uint8(op.attrs["low"]), np.uint8(op.attrs["high"]))
 
 
 def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
+    """Compute `numerics.requantize` with a factor per channel or a single one."""
     acc, factor = args
     factor = along(factor, acc.ndim, types[0].levels.axis)
     return stored(op, numerics.requantize(acc, factor, *bounds_of(op, out)))
 
 
 def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Look up every quantized value in the table."""
     return args[1][args[0]]
 
 
 def quantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute `numerics.quantize` with parameters per tensor or per channel."""
     q = out.levels
     scale, zero = along(np.array(q.scale), args[0].ndim, q.axis), along(np.array(q.zero_point), args[0].ndim, q.axis)
     return numerics.quantize(args[0], scale, zero, q.qmin, q.qmax).astype(np.uint8)
 
 
 def pixels_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the image; raise `ValueError` unless there is one gain and shift per channel."""
     if len(shapes[0]) != 4 or shapes[1] != shapes[2] or shapes[1] != shapes[0][1:2]:
         raise ValueError(f"pixels of {shapes[0]} with {shapes[1]} gains and {shapes[2]} shifts")
     return shapes[0]
@@ -173,10 +180,10 @@ def channels_or_same(op: Op, types: Mapping[str, TensorType]) -> Layout:
 
 
 def valid_sum(op: Op, graph: Graph) -> None:
-    """Check the rests and factors of a sum.
+    """Check the remainders and factors of a sum.
 
-    Rests may only accompany an accumulator and have the shape of their 8-bit values; with an ``axis`` there must be a
-    factor for every channel.
+    Remainders may only accompany an accumulator and have the shape of their 8-bit values; with an ``axis`` there must
+    be a factor for every channel.
     """
     shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
     joins = graph.types[op.inputs[0]].dtype is DType.I32

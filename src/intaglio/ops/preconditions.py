@@ -71,6 +71,7 @@ def _is_quantized(op: Op, index: int, record: OpDef, graph: Graph) -> bool:
 
 
 def _check_window(op: Op) -> None:
+    """Raise `ValueError` for a negative attribute of a window, or for a zero that must be at least 1."""
     for key, value in op.attrs.items():
         least = 1 if key in AT_LEAST_ONE else 0
         if any(number < least for number in _integers(value)):
@@ -78,6 +79,7 @@ def _check_window(op: Op) -> None:
 
 
 def _integers(value: Any) -> Iterable[int]:
+    """Return all integers of an attribute."""
     if isinstance(value, tuple):
         return [number for item in value for number in _integers(item)]
     return [value] if isinstance(value, int) else []
@@ -97,7 +99,7 @@ def needs(graph: Graph) -> tuple[Need, ...]:
     """Return what a program requires of the free sizes of a call.
 
     No size may be negative, slices must be inside of their axes, reflection padding must be narrower than what it
-    reflects, and windows must have a result. Requirements without free sizes are omitted, since they are checked once.
+    reflects, and windows must have a result. Requirements without free sizes are omitted.
     """
     found: dict[Dim, Need] = {}
     for op in graph.ops:

@@ -92,5 +92,6 @@ def _names(lifetimes: Sequence[BufferLifetime]) -> Iterator[str]:
 
 
 def _bytes_in_tile(buffer: Buffer, tiling: BatchTiling, sizes: Mapping[str, int], images: int) -> int:
+    """Return the bytes of a buffer for the images of one tile."""
     one = bytes_of_image(buffer, tiling)
     return evaluate(buffer.size(), sizes) if one is None else images * evaluate(one, sizes)

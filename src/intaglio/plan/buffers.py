@@ -53,6 +53,7 @@ class Buffer:
 
     @property
     def spatial(self) -> bool:
+        """Return whether the layout is channels last."""
         return len(self.shape) in (3, 4, 5) and not self.rows
 
     def lies(self) -> tuple[Dim, Dim, Dim, Dim]:

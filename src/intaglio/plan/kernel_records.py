@@ -49,6 +49,7 @@ class DepthwiseKernel:
     looks_up: bool
 
     def text(self) -> str:
+        """Return the tile's name, the number of blocks and how the kernel is used."""
         last = f", {self.last.channels} in the last" * (self.last != self.tile)
         count = f"{self.blocks} block{'s' * (self.blocks > 1)} of channels"
         return f"{self.tile.name}, {count}{last}" + ", looks results up" * self.looks_up
@@ -59,6 +60,7 @@ class DepthwiseLoops:
     """A depthwise convolution as loops that the compiler vectorizes."""
 
     def text(self) -> str:
+        """Return a description for the text of a plan."""
         return "depthwise loops that the compiler vectorizes"
 
 
@@ -70,6 +72,7 @@ class ActivationTiles:
     widths: frozenset[int]
 
     def text(self) -> str:
+        """Return the tile's name and the widths of panels."""
         return f"{self.tile.name}, panels of {', '.join(str(16 * width) for width in sorted(self.widths))} columns"
 
 
@@ -80,6 +83,7 @@ class RecurrentTiles:
     schedule: Schedule
 
     def text(self) -> str:
+        """Return the size of the tile and the bytes kept in cache."""
         rows, columns = self.schedule.tile_rows, 16 * self.schedule.tile_columns
         return f"tiles of {rows}x{columns}, chunks of {self.schedule.chunk_bytes} bytes"
 
@@ -100,6 +104,7 @@ class MovementKernel:
     boxes: tuple[Box, ...] = ()
 
     def text(self) -> str:
+        """Return the number of copies and the method."""
         return f"{len(self.boxes)} {self.movement}" if self.boxes else str(self.movement)
 
 

@@ -245,9 +245,11 @@ class _Groups:
 
     @property
     def decided(self) -> set[str]:
+        """Return the sets for which some operator requires a layout."""
         return {*self.image, *self.linear}
 
     def wanted(self, layout: Layout) -> dict[str, str]:
+        """Return the sets that must have this layout, with the operators that require it."""
         return self.image if layout is Layout.CHANNELS_LAST else self.linear
 
 

@@ -38,6 +38,7 @@ class PartitionView(ValueView):
         return self.buffers[value].channels()
 
     def kinds(self, node: str) -> tuple[str, ...]:
+        """Return the kind of the anchor; none for other values."""
         return (self._partitions[node].anchor.kind,) if node in self._partitions else ()
 
     def operands(self, node: str) -> tuple[str, ...]:
@@ -47,4 +48,5 @@ class PartitionView(ValueView):
         return tuple(name for op in ops for name in op.inputs if name not in made)
 
     def attributes(self, node: str) -> Mapping[str, Any]:
+        """Return the attributes of the anchor."""
         return self._partitions[node].anchor.attrs

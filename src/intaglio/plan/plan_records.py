@@ -33,26 +33,32 @@ class Partition:
 
     @property
     def head(self) -> Op | None:
+        """Return the head, or ``None``."""
         return self.ops[0] if self.headed else None
 
     @property
     def anchor(self) -> Op:
+        """Return the anchor, which determines the kernel."""
         return self.ops[self.headed]
 
     @property
     def tail(self) -> tuple[Op, ...]:
+        """Return the operators after the anchor."""
         return self.ops[self.headed + 1 :]
 
     @property
     def table(self) -> Op | None:
+        """Return the lookup table of the tail, or ``None``."""
         return next((op for op in self.tail[1:] if not op.is_loop), None)
 
     @property
     def epilogue(self) -> Op | None:
+        """Return the loop of the tail, or ``None``."""
         return next((op for op in self.tail[1:] if op.is_loop), None)
 
     @property
     def output(self) -> str:
+        """Return the first result of the last operator."""
         return self.ops[-1].output
 
     def reads(self) -> tuple[str, ...]:
@@ -75,7 +81,10 @@ class TensorView:
 
 
 def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -> bool:
-    """Return whether all output pixels of all images are contiguous: single taps, stride 1 and no halos."""
+    """Return whether all output pixels of all images are contiguous: a linear layer, or a 1x1 convolution of stride 1.
+
+    A convolution with padding, and a value with a halo, are not contiguous.
+    """
     anchor, first = partition.anchor, partition.tail[0]
     if not op_def(anchor).convolves:
         return True

@@ -54,7 +54,8 @@ def drop_head_buffers(plan: Plan) -> Plan:
 def assign_barrier_groups(plan: Plan) -> Plan:
     """Begin a barrier group where a step reads a result of the current group.
 
-    A step that the runtime calls is a barrier group of its own, and a segment begins before and after such steps.
+    A step that the runtime calls is a barrier group of its own. The segment number increases where such steps begin and
+    where they end.
     """
     steps: list[Step] = []
     reasons: dict[str, str] = {}
@@ -97,7 +98,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     partition_operators,
     fuse_heads,  # before epilogues: a head changes what a partition reads, an epilogue what it computes
     fuse_epilogues,
-    drop_moves_without_copies,  # after fusion, because a dropped step cannot be a head or an epilogue
+    drop_moves_without_copies,  # after fusion: only a step with a single operator can be dropped
     drop_head_buffers,
     explain_partitions,
     assign_barrier_groups,  # needs the final steps, and the roots of views and aliases

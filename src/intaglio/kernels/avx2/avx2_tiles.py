@@ -55,6 +55,7 @@ def xmm(register: str) -> str:
 
 
 def _biases(spec: TileSpec) -> list[str]:
+    """Return the lines that initialize every accumulator with the bias and build the mask of even bytes."""
     lines = [
         "# accumulators start with the bias",
         f"vpcmpeqd {MASK},{MASK},{MASK}",
@@ -65,6 +66,7 @@ def _biases(spec: TileSpec) -> list[str]:
 
 
 def _step(spec: TileSpec) -> list[str]:
+    """Return the lines of one step: 4 input channels by all pixels by 16 outputs."""
     lines = []
     for half in HALVES:
         even, odd = EVEN_W[half], ODD_W[half]
@@ -121,7 +123,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
     lines = [f"vcvtdq2ps {sums},{sums}", f"vmulps {FACTOR[half]},{sums},{sums}"]
     if spec.result == "add":
         lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}"]
-        if spec.other_rest:  # 255 times the 8-bit value plus the rest; no register is free to keep the zero point
+        if spec.other_rest:  # 255 times the 8-bit value plus the remainder; no register is free for the zero point
             lines += [
                 f"vpslld $8,{SCRATCH},{OTHER_ZERO}",
                 f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
@@ -159,7 +161,7 @@ def _levels(i: int) -> list[str]:
 
 
 def _rests(i: int) -> list[str]:
-    """Return the lines that round to 16 bits, split, and store 8-bit values and rests."""
+    """Return the lines that round to 16 bits, split, and store 8-bit values and remainders."""
     low, high = acc(i, 0), acc(i, 1)
     lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
     lines += [line for half in (low, high) for line in (f"vcvtps2dq {half},{half}", f"vpaddd {SCRATCH},{half},{half}")]
@@ -177,6 +179,7 @@ def _rests(i: int) -> list[str]:
 
 
 def _store_bytes(levels: str, pointer: str) -> list[str]:
+    """Return the lines that store 16 quantized values, or fewer in pieces."""
     pieces = [
         (8, [f"vmovq {levels},(%r11)", f"vpsrldq $8,{levels},{levels}"]),
         (4, [f"vmovd {levels},(%r11)", f"vpsrldq $4,{levels},{levels}"]),
@@ -187,6 +190,7 @@ def _store_bytes(levels: str, pointer: str) -> list[str]:
 
 
 def _floats(i: int) -> list[str]:
+    """Return the lines that store 16 floats, or fewer in pieces."""
     low, high = acc(i, 0), acc(i, 1)
     rest = xmm(low)
     pieces = [

@@ -129,6 +129,7 @@ def _interleave(spec: DepthwiseSpec) -> list[str]:
 
 
 def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
+    """Return the dot products of one input column and quad, for all output pixels that read it."""
     lines = []
     for index, (row, looked_at) in enumerate(spec.pairs()):
         for x in range(spec.columns):
@@ -148,6 +149,7 @@ def _finished(spec: DepthwiseSpec, x: int) -> list[str]:
 
 
 def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
+    """Yield the stages of a pixel's epilogue."""
     parts = [_acc(spec, row, column, part) for part in range(4)]
     yield [f"vcvtdq2ps {acc},{acc}" for acc in parts]
     yield [f"vmulps {_bytes(spec) * part}(%r12),{acc},{acc}" for part, acc in enumerate(parts)]

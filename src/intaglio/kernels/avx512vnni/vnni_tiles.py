@@ -60,12 +60,15 @@ class _Kernel:
         self.pointers = ROW_POINTERS[: -(-spec.rows // 3)]
 
     def acc(self, row: int, block: int) -> str:
+        """Return the register of one accumulator."""
         return f"%zmm{self.first + row * self.spec.blocks + block}"
 
     def row(self, row: int) -> list[str]:
+        """Return the registers of the accumulators of one pixel."""
         return [self.acc(row, j) for j in range(self.spec.blocks)]
 
     def cells(self) -> list[tuple[int, int]]:
+        """Return all pairs of pixel and block."""
         return [(i, j) for i in range(self.spec.rows) for j in range(self.spec.blocks)]
 
     def biases(self) -> list[str]:
@@ -75,6 +78,7 @@ class _Kernel:
         return lines + [f"vmovdqa64 {self.acc(0, j)},{self.acc(i, j)}" for i, j in self.cells() if i]
 
     def products(self) -> list[str]:
+        """Return the lines that accumulate all products and prefetch the next panel of weights."""
         first, *others = self.pointers
         start = [f"mov %rdx,%{first}"]
         start += [f"lea (%{low},%r15),%{high}" for low, high in zip(self.pointers, others, strict=False)]
@@ -84,6 +88,7 @@ class _Kernel:
         return [*ahead, *tap_loops(start, [*self.step(), "prefetcht1 (%rsi,%rbp)", *moves])]
 
     def step(self) -> list[str]:
+        """Return the lines of one step of 4 input channels."""
         blocks = self.spec.blocks
         lines = [f"vmovdqu64 {64 * j}(%rsi),%zmm{j}" for j in range(blocks)]
         for i in range(self.spec.rows):
@@ -95,6 +100,7 @@ class _Kernel:
     # -- epilogue: factors from zmm0 on, then shuffle controls, then the residual operand
 
     def epilogue(self) -> list[str]:
+        """Return the lines that load operands and finish all pixels."""
         blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
         lines = ["# epilogue: operands", f"mov {field('limits')},%rax", f"mov {field('factor')},%r8"]
         lines += [f"mov {field('out')},%rdx"]
@@ -120,10 +126,12 @@ class _Kernel:
 
     @property
     def gather(self) -> str:
+        """Return the register with the shuffle control that moves channels of a narrow tile to the front."""
         return f"%zmm{self.spec.blocks}"
 
     @property
     def widen(self) -> str:
+        """Return the register with the shuffle control that moves channels of a residual operand to their lanes."""
         return f"%zmm{self.spec.blocks + 1}"
 
     @property
@@ -182,7 +190,7 @@ class _Kernel:
     def terms_of_rest(self) -> tuple[list[str], list[str]]:
         """Return the same as `terms` for 16-bit operands.
 
-        8-bit value and rest are interleaved, then 255 times the former and the latter are added.
+        8-bit values and remainders are interleaved; then 255 times the former and the latter are added.
         """
         blocks = self.spec.blocks
         level, rest, *free = self.scratch(max(blocks, 2))
@@ -202,8 +210,8 @@ class _Kernel:
         return terms, lines + [f"vpmaddwd 128(%r11),{term},{term}" for term in terms]
 
     def rounded(self, row: list[str], i: int) -> Iterator[list[str]]:
-        """Yield the stages that round, pack and store a row with its channels in order; 16-bit results store their
-        rests, too.
+        """Yield the stages that round, pack and store a row with its channels in order, and the remainders of 16-bit
+        results.
         """
         if self.spec.rest:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"

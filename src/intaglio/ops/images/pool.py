@@ -40,6 +40,7 @@ class Window:
 
 
 def bind_pool(call: Call) -> Attrs:
+    """Return window, stride, padding and mode of a max or average pooling, one number per axis."""
     given, axes = call.arguments, len(call.shape()) - 2
     kernel = numbers(given["kernel_size"], axes)
     attrs = {
@@ -55,6 +56,7 @@ def bind_pool(call: Call) -> Attrs:
 
 
 def positive_divisor(call: Call) -> str | None:
+    """Return why average pooling is refused: a divisor must be at least 1."""
     divisor = call.arguments.get("divisor_override")
     return f"divisor_override {divisor}" if divisor is not None and divisor < 1 else None
 
@@ -86,11 +88,13 @@ def whole_windows(call: Call) -> str | None:
 
 
 def fixed_size(call: Call) -> str | None:
+    """Return why adaptive pooling is refused: its result must have a fixed size."""
     free = [size for size in call.result[2:] if not isinstance(size, int)]
     return f"a result of the free size {free[0]}" if free else None
 
 
 def pool_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the pooled image."""
     n, c, *image = shapes[0]
     dilation = attrs.get("dilation", (1,) * len(image))
     given = zip(image, attrs["kernel"], attrs["stride"], attrs["padding"], dilation, strict=True)
@@ -157,12 +161,14 @@ def mean_over(
 
 
 def avg_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute average pooling."""
     sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
     axes = [windows(op.attrs, i, args[0].shape[2 + i], size) for i, size in enumerate(sizes)]
     return mean_over(args[0], args[1], types[0].levels, out, axes, op.attrs["divisor"])
 
 
 def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute adaptive average pooling."""
     axes = [adaptive_windows(*one) for one in zip(args[0].shape[2:], op.attrs["size"], strict=True)]
     factors = args[1]
     if grows(types[0].shape):
@@ -172,6 +178,7 @@ def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
 
 
 def bind_adaptive(call: Call) -> Attrs:
+    """Return the size of the result."""
     return {"size": tuple(call.result[2:])}
 
 
@@ -233,6 +240,7 @@ def valid_adaptive(op: Op, graph: Graph) -> None:
 
 
 def adaptive_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the pooled image."""
     return (*shapes[0][:2], *attrs["size"])
 
 

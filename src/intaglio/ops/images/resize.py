@@ -110,18 +110,21 @@ def resized(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def nearest_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result, from the tables or the attributes."""
     if "results" in attrs:
         return resized(attrs, shapes)
     return (*shapes[0][:2], *(shape[0] for shape in shapes[1:]))
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result, from the tables or the attributes."""
     if "results" in attrs:
         return resized(attrs, shapes)
     return (*shapes[0][:2], *(shape[0] for shape in shapes[1:-1:2]))
 
 
 def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Copy the nearest value along each axis."""
     x, *indices = args
     if "results" in op.attrs:
         indices = nearest_tables(op.attrs)
@@ -178,6 +181,7 @@ def valid_linear(op: Op, graph: Graph) -> None:
 
 
 def _valid_indices(op: Op, graph: Graph, indices: Sequence[np.ndarray], rank: int) -> None:
+    """Check the rank of index tables and that their indices are inside of their axis."""
     for size, index in zip(graph.types[op.inputs[0]].shape[2:], indices, strict=True):
         if index.ndim != rank or not ((index >= 0) & (index < size)).all():
             raise ValueError(f"{op.kind} reads outside {graph.types[op.inputs[0]]}")

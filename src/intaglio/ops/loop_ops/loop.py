@@ -59,10 +59,12 @@ def _tables(op: Op, body: Graph, graph: Graph) -> set[str]:
 
 
 def _end(kind: TensorType) -> tuple[object, ...]:
+    """Return the properties in which an operand must agree with the body's input."""
     return kind.shape, kind.dtype, kind.q
 
 
 def _check_step(step: Op, op: Op, body: Graph) -> None:
+    """Raise `ValueError` for a primitive with wrong attributes, types, shapes or quantization parameters."""
     row, result, where = PRIMITIVES.get(step.kind), body.types[step.output], f"%{op.output}: {step.kind}"
     if row is None or len(step.outputs) != 1 or set(step.attrs) != set(row.attrs):
         raise ValueError(f"{where} {dict(step.attrs)} is no operator of loops")
@@ -94,6 +96,7 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
 
 
 def _views(body: Graph) -> set[str]:
+    """Return the values that are operands with an added axis."""
     return {op.output for op in body.ops if primitive(op).adds_axis}
 
 

@@ -42,15 +42,18 @@ def scaled_sum(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def reversed_difference(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``other - alpha * self``."""
     alpha = v.get("alpha", 1)
     return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
 
 
 def plain_division(call: FloatCall) -> str | None:
+    """Return why a division is refused: it must not round its result."""
     return "a division that rounds" if call.arguments.get("rounding_mode") else None
 
 
 def power(body: Body, call: FloatCall, v: Values) -> str:
+    """Write a power with one of the exponents that `small_power` accepts."""
     exponent, x = float(v["exponent"]), v["self"]
     if exponent == 0.5:
         return body("sqrt", x)
@@ -61,6 +64,7 @@ def power(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def small_power(call: FloatCall) -> str | None:
+    """Return why a power is refused: only a few exponents are supported."""
     exponent = call.arguments["exponent"]
     return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
 
@@ -77,22 +81,27 @@ def bounds(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def gelu(body: Body, call: FloatCall, v: Values) -> str:
+    """Write GELU, exact or with tanh."""
     return body("gelu_tanh" if v.get("approximate") == "tanh" else "gelu", v["self"])
 
 
 def leaky_relu(body: Body, call: FloatCall, v: Values) -> str:
+    """Write leaky ReLU."""
     return body("leaky_relu", v["self"], slope=float(v.get("negative_slope", 0.01)))
 
 
 def rsqrt(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``1 / sqrt(self)``."""
     return body("reciprocal", body("sqrt", v["self"]))
 
 
 def square(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``self * self``."""
     return body("mul", v["self"], v["self"])
 
 
 def no_decimals(call: FloatCall) -> str | None:
+    """Return why rounding is refused: it must be to integers."""
     return "rounding to decimals" if call.arguments.get("decimals") else None
 
 
@@ -120,26 +129,32 @@ def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
 
 
 def bitwise(call: FloatCall) -> str | None:
+    """Return why a bitwise operator is refused: its operands must be boolean."""
     return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
 
 
 def chosen(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``where(condition, self, other)``."""
     return body("where", v["condition"], *[_real(body, v[name]) for name in ("self", "other")])
 
 
 def filled(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``self`` with ``value`` where the mask is true."""
     return body("where", v["mask"], _real(body, v["value"]), _real(body, v["self"]))
 
 
 def _real(body: Body, value: str | float) -> str | float:
+    """Return an operand as floats."""
     return body.real(value) if isinstance(value, str) else float(value)
 
 
 def cast(body: Body, call: FloatCall, v: Values) -> str:
+    """Write a cast to the element type of the result."""
     return body("cast", v["self"], dtype=call.result.dtype)
 
 
 def plain_cast(call: FloatCall) -> str | None:
+    """Return why a cast is refused: it must change the element type."""
     return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
 
 
@@ -180,12 +195,14 @@ def variance(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def _correction(call: FloatCall) -> int:
+    """Return the correction of a variance, 1 by default (Bessel)."""
     given = call.arguments
     found = given.get("correction", given.get("unbiased", 1))
     return 1 if found is None else int(found)
 
 
 def fixed_axis(call: FloatCall) -> str | None:
+    """Return why a variance is refused: its axis must have a fixed size that exceeds the correction."""
     size = call.kind("self").shape[call.axis()] if one_axis(call) is None else 0
     if one_axis(call) is not None or not isinstance(size, int):
         return one_axis(call) or f"variance along a free dimension {size}"
@@ -199,12 +216,14 @@ def softmax(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def log_softmax(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x - max(x) - log(sum(exp(x - max(x))))``."""
     axis = call.axis()
     distance = body("sub", v["self"], body("max", v["self"], axis=axis))
     return body("sub", distance, body("log", body("sum", body("exp", distance), axis=axis)))
 
 
 def _powers(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``exp(x - max(x))``."""
     return body("exp", body("sub", v["self"], body("max", v["self"], axis=call.axis())))
 
 
@@ -216,11 +235,13 @@ def layer_norm(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def rms_norm(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x * (1 / sqrt(mean(x^2) + eps)) * weight``."""
     axis, eps = len(call.kind("input").shape) - 1, v.get("eps")
     return _normal(body, v, v["input"], axis, float(np.finfo(np.float32).eps if eps is None else eps))
 
 
 def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
+    """Write the division by the root mean square, then weight and bias if they exist."""
     spread = body("add", body("mean", body("mul", centred, centred), axis=axis), eps)
     result = body("mul", centred, body("reciprocal", body("sqrt", spread)))
     result = body("mul", result, v["weight"]) if v.get("weight") is not None else result
@@ -228,6 +249,7 @@ def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
 
 
 def last_axis(call: FloatCall) -> str | None:
+    """Return why a norm is refused: it must be over the last axis only."""
     axes = call.arguments["normalized_shape"]
     return None if len(axes) == 1 else f"normalised over {len(axes)} axes; the program takes the last one"
 
@@ -243,6 +265,7 @@ def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def constant_statistics(call: FloatCall) -> str | None:
+    """Return why batch norm is refused: its statistics and parameters must be constant."""
     if call.arguments.get("training"):
         return "batch norm in training"
     computed = {*call.tensors()} - {*call.constants, "input"}
@@ -250,6 +273,7 @@ def constant_statistics(call: FloatCall) -> str | None:
 
 
 def embedding(body: Body, call: FloatCall, v: Values) -> str:
+    """Write a lookup of rows, in a float or a quantized table."""
     ids = body("unsqueeze", v["indices"], axis=len(call.kind("indices").shape))
     if body.types[v["weight"]].dtype is U8:
         return body("gather_levels", v["weight"], ids, v["scales"], v["zero_points"])
@@ -257,6 +281,7 @@ def embedding(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def constant_table(call: FloatCall) -> str | None:
+    """Return why an embedding is refused: its table must be constant f32, its indices i64."""
     kind = call.kind("weight")
     if "weight" not in call.constants or kind.dtype is not F32:
         return "a table that is no constant of f32"

@@ -30,6 +30,7 @@ class FloatCall:
     constants: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, TensorType]:
+        """Return the types of all tensor arguments by name."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, TensorType)}
 
     def kind(self, name: str) -> TensorType:
@@ -82,6 +83,7 @@ class Body:
         return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
 
     def number(self, value: float) -> str:
+        """Return the name of a scalar constant, which is added unless the body already has it."""
         array = np.asarray(value, np.float32).reshape(())
         for name, known in self.constants.items():
             if known.tobytes() == array.tobytes():

@@ -112,6 +112,8 @@ class Primitive:
 
 
 def _plain(function: Callable[..., np.ndarray]) -> Meaning:
+    """Return the reference implementation of a primitive without attributes."""
+
     def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         with np.errstate(all="ignore"):
             return np.asarray(function(*args))
@@ -128,10 +130,12 @@ def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any
 
 
 def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
+    """Return the record of a comparison."""
     return Primitive(name, ((REAL, REAL), (WHOLE_TYPES, WHOLE_TYPES)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}")
 
 
 def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int = 2) -> Primitive:
+    """Return the record of a boolean operator."""
     infix = operands == 2
     return Primitive(name, ((TRUTH,) * operands,), BOOL, _plain(function), c=c, takes_number=infix)
 
@@ -139,6 +143,8 @@ def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int
 def _reduction(
     name: str, lanes: Lanes, function: Callable[[numerics.FloatArray], numerics.FloatArray], bound: Bound = no_bound
 ) -> Primitive:
+    """Return the record of a reduction along attribute ``axis``."""
+
     def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         axis = op.attrs["axis"]
         return np.moveaxis(function(np.moveaxis(args[0], axis, -1)), -1, axis)

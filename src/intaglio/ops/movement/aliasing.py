@@ -68,29 +68,35 @@ def regrouped(axes: Axes, shape: Shape) -> Axes | None:
 
 
 def _reshaped(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes] | None:
+    """Return the axes of a reshape's result."""
     found = regrouped(axes, result)
     return None if found is None else (0, found)
 
 
 def _before_reshape(op: Op, axes: Axes, source: Shape) -> Axes | None:
+    """Return the axes of a reshape's source."""
     return regrouped(axes, source)
 
 
 def _permuted(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes] | None:
+    """Return the axes of a permutation's result."""
     return 0, tuple(axes[old] for old in op.attrs["order"])
 
 
 def _before_permute(op: Op, axes: Axes, source: Shape) -> Axes | None:
+    """Return the axes of a permutation's source."""
     order = op.attrs["order"]
     return tuple(axes[order.index(axis)] for axis in range(len(order)))
 
 
 def _expanded(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes] | None:
+    """Return the axes of an expanded tensor; repeated axes have stride 0."""
     wide = zip(axes, source, result, strict=True)
     return 0, tuple(((n, 0),) if n != m else axis for axis, m, n in wide)
 
 
 def _sliced(op: Op, axes: Axes, source: Shape, result: Shape) -> tuple[Dim, Axes] | None:
+    """Return offset and axes of a slice; ``None`` if the sliced axis has several factors."""
     axis, step, begin = (op.attrs[key] for key in ("axis", "step", "start"))
     if len(axes[axis]) != 1:
         return None

@@ -55,6 +55,7 @@ def row_major_strides(shape: Shape) -> Strides:
 
 
 def _in_bytes(box: Box, size: int) -> Box:
+    """Convert a box from elements to bytes, with an innermost run over the bytes of an element."""
     if size == 1:
         return box
     runs = tuple(Run(run.size, run.source * size, run.result * size) for run in box.runs)
@@ -105,11 +106,13 @@ def slice_length(start: Dim, stop: Dim, step: int) -> Dim:
 
 
 def permute_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Return the copy of a permutation."""
     ((shape, at),) = sources
     return [Box(tuple(Run(shape[old], at[old], to[new]) for new, old in enumerate(op.attrs["order"])))]
 
 
 def cat_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
+    """Return the copies of a concatenation, one per operand."""
     axis, found = op.attrs["axis"], []
     begin: Dim = 0
     for operand, (shape, at) in enumerate(sources):
@@ -216,6 +219,7 @@ def pad_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 
 def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at: Dim, to: Dim) -> list[_Part]:
+    """Return the parts of one axis: inside, gaps between elements, before and after."""
     apart = between + 1
     inside = _Part(0, to * before, (Run(size, at, to * apart),))
     behind = to * (size * apart - between + before)

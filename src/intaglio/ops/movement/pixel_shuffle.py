@@ -18,17 +18,20 @@ from intaglio.ops.opdef import Call, Layout, first_reason, fixed_channels, float
 
 
 def whole_groups(call: Call) -> str | None:
+    """Return why a channel shuffle is refused: the number of groups must be fixed."""
     groups = call.arguments["groups"]
     return None if isinstance(groups, int) else f"groups {groups}"
 
 
 def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Shuffle the channels."""
     n, c, *image = args[0].shape
     groups = op.attrs["groups"]
     return args[0].reshape(n, groups, c // groups, *image).swapaxes(1, 2).reshape(n, c, *image)
 
 
 def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     (n, c, h, w), r = shapes[0], attrs["factor"]
     return n, c // (r * r), h * r, w * r
 
@@ -36,12 +39,14 @@ def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def pixel_shuffle_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
+    """Move channels to pixels."""
     (n, c, h, w), r = args[0].shape, op.attrs["factor"]
     split = args[0].reshape(n, c // (r * r), r, r, h, w)
     return split.transpose(0, 1, 4, 2, 5, 3).reshape(n, c // (r * r), h * r, w * r)
 
 
 def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     (n, c, h, w), r = shapes[0], attrs["factor"]
     return n, c * (r * r), h // r, w // r
 
@@ -49,12 +54,14 @@ def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def pixel_unshuffle_meaning(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
+    """Move pixels to channels."""
     (n, c, h, w), r = args[0].shape, op.attrs["factor"]
     split = args[0].reshape(n, c, h // r, r, w // r, r)
     return split.transpose(0, 1, 3, 5, 2, 4).reshape(n, c * r * r, h // r, w // r)
 
 
 def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return [n, channels * taps, depth windows, h, w]."""
     n, c, d, h, w = shapes[0]
     taps = attrs["taps"]
     return n, c * taps, (d - attrs["dilation"] * (taps - 1) - 1) // attrs["stride"] + 1, h, w

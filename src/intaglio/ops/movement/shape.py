@@ -34,6 +34,7 @@ MOST_AXES = 6
 
 
 def bind_reshape(call: Call) -> Attrs:
+    """Return the shape of the result."""
     return {"shape": call.result}
 
 
@@ -46,10 +47,12 @@ def known_sizes(call: Call) -> str | None:
 
 
 def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Reshape in logical order."""
     return args[0].reshape(op.attrs["shape"])
 
 
 def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result; raise `ValueError` if the number of elements changes."""
     if numel(attrs["shape"]) != numel(shapes[0]):
         raise ValueError(f"reshape of {shapes[0]} to {attrs['shape']}")
     return attrs["shape"]
@@ -91,12 +94,14 @@ def known_slice(call: Call) -> str | None:
 
 
 def slice_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the slice."""
     shape = list(shapes[0])
     shape[attrs["axis"]] = slice_length(attrs["start"], attrs["stop"], attrs["step"])
     return tuple(shape)
 
 
 def slice_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Take a slice."""
     index = [slice(None)] * args[0].ndim
     index[op.attrs["axis"]] = slice(op.attrs["start"], op.attrs["stop"], op.attrs["step"])
     return args[0][tuple(index)]
@@ -116,6 +121,7 @@ def bind_pad(call: Call) -> Attrs:
 
 
 def plain_pad(call: Call) -> str | None:
+    """Return why padding is refused: mode, value and amounts must be supported."""
     given, bounds = call.arguments, bind_pad(call)
     if bounds["mode"] not in NUMPY_MODES:
         return f"padding mode {bounds['mode']!r}"
@@ -137,6 +143,7 @@ def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def pad_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Pad with the zero point or with elements of the operand."""
     x, zero, between = args[0], types[0].levels.zero, op.attrs.get("between")
     if between:
         wide = [size * (z + 1) - z for size, z in zip(x.shape, between, strict=True)]
@@ -152,16 +159,19 @@ def pad_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType],
 
 
 def bind_cat(call: Call) -> Attrs:
+    """Return the axis, counted from the front."""
     return {"axis": int(call.arguments.get("dim", 0)) % len(call.result)}
 
 
 def joinable(call: Call) -> str | None:
+    """Return why a concatenation is refused: all operands must be tensors with elements."""
     if None in call.shapes:
         return "an operand is not a tensor"
     return "an empty operand" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
 
 
 def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     axis = attrs["axis"]
     total: Dim = 0
     for shape in shapes:
@@ -170,6 +180,7 @@ def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def cat_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Concatenate the operands."""
     return np.concatenate(args, op.attrs["axis"])
 
 
@@ -191,26 +202,32 @@ def bind_permute(call: Call) -> Attrs:
 
 
 def permute_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the permuted shape."""
     return tuple(shapes[0][axis] for axis in attrs["order"])
 
 
 def permute_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Permute the axes."""
     return args[0].transpose(op.attrs["order"])
 
 
 def bind_expand(call: Call) -> Attrs:
+    """Return the shape of the result."""
     return {"shape": call.result}
 
 
 def same_rank(call: Call) -> str | None:
+    """Return why an expand is refused: it must not add axes."""
     return "an axis more" if len(call.shape()) != len(call.result) else None
 
 
 def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the expanded shape."""
     return attrs["shape"]
 
 
 def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Repeat axes of one element."""
     return np.broadcast_to(args[0], op.attrs["shape"])
 
 

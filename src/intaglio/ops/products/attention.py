@@ -24,6 +24,7 @@ MOST_KEYS = (2**31 - 1) // (255 * 127)
 
 
 def bind_attention(call: Call) -> Attrs:
+    """Return the scale, by default ``1 / sqrt(depth)``, and whether the mask is causal."""
     given, depth = call.arguments, call.shape()[-1]
     scale = given.get("scale")
     if scale is None:
@@ -73,10 +74,12 @@ def floating_operands(call: Call) -> str | None:
 
 
 def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     return (*shapes[0][:-1], shapes[2][-1])
 
 
 def attention_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute `numerics.attention`."""
     levels, y = [kind.levels for kind in types[:3]], out.levels
     q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
     mask = args[3] if len(args) > 3 else None
@@ -86,6 +89,7 @@ def attention_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[Tensor
 
 
 def both_computed(call: Call) -> str | None:
+    """Return why a product is refused: none of its operands may be constant."""
     return "a constant operand; the kernel takes activations" if True in call.constant else None
 
 
@@ -112,6 +116,7 @@ def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Multiply the values less their zero points; return exact int32 accumulators."""
     a, b = (x.astype(np.float64) - kind.levels.zero for x, kind in zip(args, types, strict=True))
     return (a @ b).astype(np.int64).astype(np.int32)
 

@@ -27,6 +27,7 @@ MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 
 
 def constant_weight(call: Call) -> str | None:
+    """Return why a call is refused: weight and bias must be constant."""
     if not call.constant[1]:
         return "the weight is computed while the model runs"
     return "the bias is computed while the model runs" if call.constant[2] is False else None
@@ -50,6 +51,7 @@ def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tu
 
 
 def bind_conv(call: Call) -> Attrs:
+    """Return stride, padding, dilation and groups, one number per axis (two for padding)."""
     given, kernel = call.arguments, call.sizes(1)[2:]
     dilation = numbers(given.get("dilation", 1), len(kernel))
     return {
@@ -61,6 +63,7 @@ def bind_conv(call: Call) -> Attrs:
 
 
 def conv_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     (n, _, *image), (channels, _, *kernel) = shapes[0], shapes[1]
     padding = attrs["padding"]
     sizes: list[Dim] = []
@@ -94,6 +97,7 @@ def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType]
 
 
 def bind_transposed(call: Call) -> Attrs:
+    """Return stride, padding, output padding, dilation and groups, one number per axis."""
     given, axes = call.arguments, len(call.shape()) - 2
     names = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
     found = {name: numbers(given.get(name, default), axes) for name, default in names.items()}
@@ -154,16 +158,19 @@ def short_transposed(call: Call) -> str | None:
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     return (*shapes[0][:-1], shapes[1][0])
 
 
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Compute the exact int32 accumulator of a linear layer."""
     x, weight, bias = args
     centred = x.astype(np.float64) - types[0].levels.zero
     return (centred @ weight.astype(np.float64).T).astype(np.int64).astype(np.int32) + bias
 
 
 def last_axis_fixed(call: Call) -> str | None:
+    """Return why a linear layer is refused: the reduced axis must have a fixed size."""
     dim = call.shape()[-1]
     return None if isinstance(dim, int) else f"free dimension {dim} is the one reduced"
 

@@ -14,6 +14,7 @@ from intaglio.ops.opdef import Layout, OpDef
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result."""
     return (*shapes[0][:-1], shapes[1][0])
 
 

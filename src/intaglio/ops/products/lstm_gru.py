@@ -153,6 +153,8 @@ def result_shapes(kind: str, attrs: Attrs, x: Shape, hidden: int) -> tuple[Shape
 
 
 def infer_recurrent(kind: str) -> Callable[[Attrs, Sequence[Shape]], Shape]:
+    """Return the shape rule of the first result."""
+
     def infer(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
         hidden = shapes[2 + attrs["rows"]][1]
         return result_shapes(kind, attrs, shapes[0], int(hidden))[0]
@@ -173,11 +175,13 @@ def bind_recurrent(call: Call) -> Attrs:
 
 
 def fixed_inputs(call: Call) -> str | None:
+    """Return why a call is refused: the number of input features must be fixed."""
     size = call.shape()[-1]
     return None if isinstance(size, int) else f"free dimension {size} is the one reduced"
 
 
 def no_training(call: Call) -> str | None:
+    """Return why a call is refused: dropout between layers is not supported."""
     if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:
         return "dropout between layers, as in training"
     return None

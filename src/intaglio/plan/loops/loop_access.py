@@ -46,6 +46,7 @@ def _operands(op: Op, plan: Plan, tile: EpilogueTile | None, axes: int) -> list[
 
 
 def _results(op: Op, plan: Plan, axes: int) -> list[LoopEnd]:
+    """Return the results, with the axes that the body drops as axes of stride 0."""
     body = body_of(op)
     dropped = {step.output: step.attrs["axis"] for step in body.ops if primitive(step).drops_axis}
     found = []
@@ -94,6 +95,8 @@ def loop_rows(body: Graph, ends: Mapping[str, LoopEnd], tile: EpilogueTile | Non
 
 
 class _AssumedSizes(dict[str, int]):
+    """Sizes of free dimensions: `ASSUMED_SIZE` for all."""
+
     def __missing__(self, key: str) -> int:
         return ASSUMED_SIZE
 

@@ -80,10 +80,10 @@ class LoopSchedule:
         axis: Axis of reductions.
         tile: Operand that an epilogue reads from its product's tiles, in which a row is the channels of one pixel.
         row_values: Values with one number per row; all others have one per element.
-        makers: Operator of each value.
-        same: Results that equal a value with one axis more.
+        makers: Operator that computes each value.
+        same: For each result without the axis of reductions, the value with this axis that it equals.
         variants: Passes; if there are two variants, the first is for short rows.
-        streamed: Results written with non-temporal stores, past the caches.
+        streamed: Results that are written past the caches.
         distances: Values less the largest of their row, which are at most 0.
         convertible: Results of a quantize whose operand provably converts to int32 without clamping.
     """
@@ -103,6 +103,7 @@ class LoopSchedule:
 
     @property
     def body(self) -> Graph:
+        """Return the body of the loop."""
         return body_of(self.op)
 
     @property

@@ -46,6 +46,7 @@ def _why(loop: LoopSchedule) -> str:
 
 
 def _loops(plan: Plan) -> Iterator[tuple[Op, EpilogueTile | None]]:
+    """Yield every loop, with the tile that it reads if it is an epilogue."""
     for partition in plan.partitions:
         if partition.anchor.is_loop:
             yield partition.anchor, None
@@ -97,6 +98,7 @@ def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
 
 
 def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[str]) -> bool:
+    """Return whether a pass only reads and writes contiguous quantized values."""
     read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
     other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
     ends = {*stage.loads, *stage.stored}

@@ -142,6 +142,7 @@ def magnitudes(body: Graph) -> dict[str, float]:
 
 
 def _magnitude(op: Op, body: Graph, found: Mapping[str, float]) -> float | None:
+    """Return the bound of one result's magnitude, or ``None``."""
     row = primitive(op)
     if row.dequantizes:
         q = body.types[op.inputs[0]].levels

@@ -81,12 +81,14 @@ def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
 
 
 def _has_images(shape: Shape, batch: str) -> bool:
+    """Return whether the batch is the first axis of a shape and occurs in no other axis."""
     if not 1 < len(shape) <= STRIDED_AXES or shape[0] != symbol(batch):
         return False
     return not any(batch in symbols_of(dim) for dim in shape[1:])
 
 
 def _weight_bytes(partition: Partition, graph: Graph) -> int:
+    """Return the bytes of constants that a partition reads."""
     return sum(graph.constants[name].nbytes for name in partition.reads() if name in graph.constants)
 
 

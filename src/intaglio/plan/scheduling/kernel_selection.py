@@ -67,6 +67,7 @@ def choose_kernels(plan: Plan, isa: Isa) -> Plan:
 
 
 def _product_kernels(partition: Partition, plan: Plan, isa: Isa) -> tuple[tuple[Kernel, ...], str]:
+    """Return the kernels of all pieces, and the reason for the first one."""
     parts = pieces(partition.anchor, plan.graph.constants[partition.anchor.inputs[1]])
     found = [_product_kernel(partition, piece, plan, isa) for piece in parts]
     return tuple(kernel for kernel, _ in found), found[0][1]
@@ -126,7 +127,7 @@ def depthwise_kernel(
 
 @cache
 def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
-    """Return the cheapest tile, the smallest of equals; with dilation along y, output rows share no input."""
+    """Return the cheapest tile, the smallest of equals; with dilation along y, tiles have a single row."""
     most = ACCUMULATORS if dilation_y == 1 else 1
     shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
     specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
@@ -149,6 +150,7 @@ def _activation_tiles(partition: Partition, graph: Graph, isa: Isa) -> Activatio
 
 
 def _panel_widths(width: Dim, most: int) -> set[int]:
+    """Return the widths, in blocks of 16 columns, of the panels that ``width`` columns are divided into."""
     if not isinstance(width, int):
         return set(range(1, most + 1))
     whole = -(-width // 16)

@@ -61,6 +61,7 @@ def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) 
 
 
 def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
+    """Return the reason for an analytic schedule."""
     fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
     shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"
     more = "below" if layer.pixels < schedule.split_channels_below else "from"
@@ -87,7 +88,7 @@ def problem(partition: Partition, plan: Plan) -> Problem:
 
 
 def images(partition: Partition) -> list[str]:
-    """Return input, results, residual operand and its rest: the operands and results that are not constants."""
+    """Return input, results, residual operand and its remainders: the operands and results that are not constants."""
     anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
     residual = () if op_def(first).residual is None else (first.inputs[1], *first.inputs[4:])
     return [anchor.inputs[0], *last.outputs, *residual]
@@ -157,6 +158,7 @@ def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
 
 
 def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geometry:
+    """Return the geometry of one partition with these free sizes."""
     graph, anchor = plan.graph, partition.anchor
     buffers = [plan.buffers[value] for value in images(partition) if value in plan.buffers]
     roots = [plan.buffers[buffer.alias or buffer.value] for buffer in buffers]

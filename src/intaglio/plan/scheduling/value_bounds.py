@@ -16,8 +16,8 @@ def result_bounds(op: Op, graph: Graph) -> tuple[int, int]:
 def saturates_to_bounds(op: Op, graph: Graph) -> bool:
     """Return whether saturation alone enforces the bounds of an operator's result.
 
-    It does for results in 0..255 with the zero point 0, if a residual operand without a rest has the zero point 0, too.
-    It also does for 16-bit results whose lower bound is their zero point.
+    It does if the bounds are 0..255 or, for 16-bit results, if the lower bound is the zero point. The 8-bit zero points
+    of the result and of a residual operand without remainders must be 0.
     """
     zeros, (low, high) = graph.types[op.output].levels.zeros, result_bounds(op, graph)
     other = graph.types[op.inputs[1]].levels.zeros if op_def(op).residual is not None and not op.inputs[4:] else (0,)
