@@ -86,7 +86,7 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
         row: Registers with the steps of one pixel.
         natural: The zero point is 0 and saturation replaces the clamp.
         guard: Clamp in float before the conversion to int32.
-        bounded: The caller clamps; skip the clamp.
+        bounded: Skip the clamp, because the lookup table that follows includes it.
     """
     bounds = []
     if guard:

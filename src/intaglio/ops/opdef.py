@@ -127,7 +127,7 @@ class OpDef:
         passes_factors: Scaling a channel of the operand by a positive factor scales the same channel of the result.
         macs: Called with (attributes, shapes of the operands, shape of the result); returns multiply-accumulates.
         widens_halves: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators are.
-        accumulates: The result is an int32 accumulator, which exactly one operator reads and quantizes.
+        accumulates: The result is an int32 accumulator, which exactly one operator requantizes or dequantizes.
         layout: Layout that the kernel requires, or a function of the operator and the types of its values.
         batch_separable: Each image of the result depends only on the same image; the batch is the first axis.
         any_strides: The kernel reads and writes any strides along all axes but the last.
@@ -309,7 +309,7 @@ class OpDef:
         return self.emit or self.kernel or ""
 
     def strided_copies(self, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
-        """Return the copies of one call between any strides, in bytes of elements with ``size`` bytes."""
+        """Return the copies of one call for these strides; see `merged_copies`."""
         if self.copies is None:
             raise ValueError(f"{self.name} moves no data")
         return merged_copies(self.copies, op, sources, to, size)

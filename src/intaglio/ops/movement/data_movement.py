@@ -39,7 +39,7 @@ class Box:
 def merged_copies(copies: Copies, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
     """Return the strided copies of an operator, largest strides of the result first, with runs merged where possible.
 
-    ``size`` is the number of bytes per element; the strides of the result are in bytes.
+    Strides are in elements, or in bytes if ``size`` is the number of bytes per element.
     """
     return tuple(_merged(_in_bytes(box, size)) for box in copies(op, sources, to))
 
