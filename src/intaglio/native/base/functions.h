@@ -1,5 +1,5 @@
-// Functions of activations, a vector at a time: each has the name, meaning and bits of its twin in numerics.py.
-// Build with -ffp-contract=off. No libm.
+// Float32 activation functions on SIMD vectors. Each function has the name, the meaning and the bits of the one in
+// numerics/activations.py. Compile with -ffp-contract=off; nothing is called from libm.
 #pragma once
 
 #include <stdint.h>
@@ -17,8 +17,10 @@ enum { FLOATS = 4 };
 typedef float Reals __attribute__((vector_size(4 * FLOATS)));
 typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
 
+// Broadcast x to all lanes.
 static inline Reals every_lane(float x) { return x - (Reals){}; }
-// x > y ? x : y, and x < y ? x : y, which are instructions that the compiler does not find.
+// Return x > y ? x : y (`most_of`) or x < y ? x : y (`least_of`) per lane, hence y for a NaN. Both are single
+// instructions, which g++ does not use for these expressions.
 static inline Reals most_of(Reals x, float y) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y));
@@ -37,16 +39,18 @@ static inline Reals least_of(Reals x, float y) {
     return x < y ? x : every_lane(y);
 #endif
 }
+// Return |x|.
 static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
-// least_of(absolute(x), y) for y above 0; y of NaN.
+// Return least_of(absolute(x), y) for y > 0, hence y for a NaN.
 static inline Reals size_up_to(Reals x, float y) {
 #if defined(__AVX512DQ__)
-    return (Reals)_mm512_range_ps((__m512)x, _mm512_set1_ps(y), 10);  // 2: of magnitudes the least; 8: without a sign
+    // The immediate is 2, the smaller magnitude, plus 8, without its sign.
+    return (Reals)_mm512_range_ps((__m512)x, _mm512_set1_ps(y), 10);
 #else
     return least_of(absolute(x), y);
 #endif
 }
-// 0 > x ? 0 : x, so NaN and -0 stay.
+// Return 0 > x ? 0 : x, which keeps NaN and -0.
 static inline Reals relu(Reals x) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_max_ps(_mm512_setzero_ps(), (__m512)x);
@@ -57,17 +61,17 @@ static inline Reals relu(Reals x) {
 #endif
 }
 
-// |x| <= 2^22 -> integral floats, ties to even, as the last bits of what comes of adding 1.5 * 2^23.
+// Round |x| <= 2^22 to integers, ties to even: after the addition of 1.5 * 2^23 the low bits of the mantissa hold the
+// rounded integer. `shifted` adds, `integral` returns the integer as float32, `whole` as int32.
 static inline Reals shifted(Reals x) { return x + 12582912.0f; }
 static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
 static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
 
-// Of several vectors, step by step: one alone would wait for itself at every step, and the scheduler is too short to
-// find work behind it.
+// Repeat a statement for COUNT vectors. Several vectors are computed step by step together, because the steps of one
+// vector depend on each other and the out-of-order window of a processor is too short to overlap them with later code.
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < COUNT; ++i)
 
-// exp(x) - 1 for x = bounded - n * ln 2, in place of `bounded`. Coefficients are those of numerics.py, in the same
-// order.
+// Replace each r by exp(r - n * ln 2) - 1. The coefficients and their order are EXP_TERMS of numerics/activations.py.
 template <int COUNT>
 static inline __attribute__((always_inline)) void exp_rises(Reals* r, const Reals* n) {
     Reals total[COUNT];
@@ -79,19 +83,22 @@ static inline __attribute__((always_inline)) void exp_rises(Reals* r, const Real
     EACH r[i] = total[i] * (r[i] * r[i]) + r[i];
 }
 
+// Return exp(bounded - n * ln 2) - 1.
 static inline Reals exp_rise(Reals bounded, Reals n) {
     exp_rises<1>(&bounded, &n);
     return bounded;
 }
 
-// r and a power of two with exp(x) = (r + 1) * power, for x from -87 to 0; below as for -87.
+// Split exp(x) for x in [-87, 0]: return r, and set *power to a power of two, with exp(x) = (r + 1) * power. Smaller x
+// count as -87.
 static inline Reals exp_parts(Reals x, Reals* power) {
     const Reals bounded = most_of(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
     *power = (Reals)((whole(rounded) + 127) << 23);
     return exp_rise(bounded, integral(rounded));
 }
 
-// NaN stays. Steps of what is below -87 are those of any x and n; what they give is not taken.
+// Replace each x <= 0 by exp(x), which is 0 below -87; NaN stays NaN. Lanes below -87 are computed with n = 0 and then
+// discarded.
 template <int COUNT>
 static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
     Reals n[COUNT], power[COUNT];
@@ -104,11 +111,13 @@ static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
     EACH x[i] = below[i] ? every_lane(0.0f) : (x[i] + 1.0f) * power[i];
 }
 
+// Return exp(x) for x <= 0.
 static inline Reals exp_negative(Reals x) {
     exp_negatives<1>(&x);
     return x;
 }
 
+// Return exp(x) - 1 for x <= 0.
 static inline Reals expm1_negative(Reals x) {
     Reals power;
     const Reals rise = exp_parts(x, &power);
@@ -143,7 +152,7 @@ static inline Reals gelu(Reals x) {
     return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-// numerics.NEAR_TERMS.
+// Coefficients [power][piece] of `near_gelus`, NEAR_TERMS of numerics/activations.py.
 static const float near_terms[4][16] __attribute__((aligned(64))) = {
     {0x1p-1f, 0x1.000f98p-1f, 0x1.01ecd2p-1f, 0x1.0ab202p-1f, 0x1.1b66bap-1f, 0x1.289444p-1f, 0x1.1ff3b6p-1f,
      0x1.f0e2c2p-2f, 0x1.74f3f2p-2f, 0x1.e385e4p-3f, 0x1.0e9182p-3f, 0x1.05fe04p-4f, 0x1.b8628p-6f, 0x1.424da6p-7f,
@@ -159,7 +168,7 @@ static const float near_terms[4][16] __attribute__((aligned(64))) = {
      -0x1.aa9c26p-14f, -0x1.bfc994p-16f, 0.0f},
 };
 
-// The number of the piece that the last bits of `place` name.
+// Return the coefficients of |x|^power in the pieces that the low four bits of `place` select.
 static inline Reals near_term(int power, RealBits place) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(near_terms[power]));
@@ -174,7 +183,7 @@ static inline Reals near_term(int power, RealBits place) {
 #endif
 }
 
-// NaN stays.
+// Replace each x by an approximation of GELU(x), near_gelu of numerics/activations.py; NaN stays NaN.
 template <int COUNT>
 static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
     Reals size[COUNT], total[COUNT];
@@ -197,7 +206,7 @@ static inline Reals gelu_tanh(Reals x) {
     return most_of(x, -87.0f) * sigmoid(inner);
 }
 
-// 16 levels, each in 32 bits -> in 8 bits.
+// Narrow 16 quantized values from 32 bits to 8 bits each.
 static inline void narrow16(const RealBits* words, uint8_t* levels) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);

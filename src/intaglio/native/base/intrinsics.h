@@ -1,12 +1,12 @@
-// Vector instructions of the set that is compiled for. <immintrin.h> declares those of every set, which takes g++
-// longer to read than most programs. Of the version of g++ whose parts of it are known, only those that are used here
-// are read.
+// SIMD intrinsics of the instruction set that the file is compiled for. <immintrin.h> declares the intrinsics of all
+// instruction sets, and g++ takes longer to parse it than to parse most programs. The headers that it consists of are
+// known for g++ 12, so only those that are used are included there.
 #pragma once
 
 #if defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ == 12 && !defined(_IMMINTRIN_H_INCLUDED)
 #define _IMMINTRIN_H_INCLUDED
 #include <smmintrin.h>
-// after <smmintrin.h>, as <immintrin.h> has them
+// <immintrin.h> includes these after <smmintrin.h>, too.
 #include <avxintrin.h>
 #include <avx2intrin.h>
 #include <f16cintrin.h>

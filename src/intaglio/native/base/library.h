@@ -1,5 +1,6 @@
-// Functions that programs call and that do not depend on them are compiled once per instruction set, to object files
-// that programs are linked with. A program that carries its own text instead (INTAGLIO_ONE_FILE) has them as its own.
+// Linkage of the functions that generated programs call. Functions that do not depend on the program are compiled once
+// per instruction set, to object files that programs are linked with. A program that contains their text
+// (INTAGLIO_ONE_FILE is defined) compiles them as static functions.
 
 #pragma once
 

@@ -1,5 +1,6 @@
-// The thread pool. Workers are made when first needed, spin briefly for the next job, then sleep on a futex; each has
-// its own ticket, so a job wakes only the workers it uses. Callers hire idle workers, so their jobs run side by side.
+// The thread pool. Workers are created when they are first needed, spin briefly for the next job, then sleep on a
+// futex. Each worker has its own ticket, so a job wakes only the workers it uses. Callers take idle workers for their
+// jobs, so jobs of several callers run at the same time.
 #include "base/pool.h"
 
 #include <pthread.h>
@@ -11,35 +12,36 @@ namespace {
 constexpr int kMaxWorkers = 1023;
 constexpr int64_t kSpinNanoseconds = 100000;
 constexpr size_t kStackBytes = 8 << 20;
-constexpr unsigned kDefaultFloatMode = 0x1f80;  // round to nearest even, denormals kept, no traps
+constexpr unsigned kDefaultFloatMode = 0x1f80;  // MXCSR: round to nearest even, keep denormals, no traps
 
 struct Job {
     IntaglioBody body;
     void* context;
     int threads;
-    alignas(64) uint32_t pending;  // workers that have not finished it
+    alignas(64) uint32_t pending;  // workers that have not finished the job
     uint32_t caller_asleep;
 };
 
 struct alignas(64) Worker {
     uint32_t ticket;  // number of the last job given to this worker
     uint32_t asleep;
-    int thread;    // its part of that job
-    Job* job;      // lies in the first of the job's workers, so that a late look at it finds memory
-    Worker* next;  // of the idle ones, or of one job
+    int thread;    // its number among the threads of that job
+    Job* job;      // in the first of the job's workers; never freed, so that a late access is valid
+    Worker* next;  // in the list of idle workers, or of those of one job
     Job own;
 };
 
-pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;  // held while workers are hired and let go
+pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;  // held while workers are taken and given back
 Worker workers[kMaxWorkers];
-Worker* idle;  // those that worked last come first: they may still be awake
+Worker* idle;  // most recently used first: they may still be spinning
 int worker_count;
-uint32_t callers;  // inside intaglio_parallel_shared
+uint32_t callers;  // number of threads inside intaglio_parallel_shared
 thread_local Worker* hired;
 thread_local bool inside;
-thread_local uint32_t sharing;  // how often this thread is inside intaglio_parallel_shared
+thread_local uint32_t sharing;  // nesting of intaglio_parallel_shared in this thread
 
-// The float mode is the caller's business (torch.set_flush_denormal); results here must not depend on it.
+// Set the float mode and return the previous one. The caller may have set another mode (torch.set_flush_denormal), and
+// results must not depend on it.
 unsigned swap_float_mode(unsigned mode) {
 #if defined(__x86_64__)
     unsigned before = __builtin_ia32_stmxcsr();
@@ -56,7 +58,7 @@ int64_t now() {
     return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
 }
 
-// Waits until done(*word): spins first if no thread of the job has to share a core, then sleeps.
+// Wait until done(*word). Spin first if no two threads of the job share a core, then sleep.
 template <typename Done>
 void wait(uint32_t* word, uint32_t* asleep, bool may_spin, Done done) {
     if (may_spin) {
@@ -68,12 +70,13 @@ void wait(uint32_t* word, uint32_t* asleep, bool may_spin, Done done) {
             }
         } while (now() < end);
     }
-    // Either this thread sees the new value, or the one that wrote it sees `asleep`: both orders are total.
+    // Sequential consistency guarantees that this thread sees the new value, or the thread that wrote it sees `asleep`.
     __atomic_store_n(asleep, 1, __ATOMIC_SEQ_CST);
     for (uint32_t value; !done(value = __atomic_load_n(word, __ATOMIC_SEQ_CST));) intaglio_sleep(word, value);
     __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
 }
 
+// Run jobs forever: the function of a worker's thread.
 void* work(void* argument) {
     Worker& self = *static_cast<Worker*>(argument);
     uint32_t seen = 0;
@@ -92,12 +95,13 @@ void* work(void* argument) {
     }
 }
 
-// Makes workers until `wanted` are idle, as far as the system allows; `there` are. Returns how many there are then.
+// Create workers until `wanted` are idle, as far as the system allows; `there` are idle already. Return how many are
+// idle then, at most `wanted`.
 int ensure_idle(int wanted, int there) {
     if (there >= wanted) return wanted;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals stay with the threads of Python
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // leaves signals to the threads of Python
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setstacksize(&attributes, kStackBytes);
@@ -116,7 +120,7 @@ int ensure_idle(int wanted, int there) {
     return there;
 }
 
-// Takes up to `wanted` idle workers into `hired`; returns how many.
+// Move up to `wanted` idle workers to `hired` and return their number.
 int hire(int wanted) {
     pthread_mutex_lock(&pool);
     int there = 0;
@@ -131,6 +135,7 @@ int hire(int wanted) {
     return count;
 }
 
+// Move the workers of `hired` back to the idle ones.
 void let_go() {
     if (!hired) return;
     pthread_mutex_lock(&pool);
@@ -142,6 +147,7 @@ void let_go() {
     hired = nullptr;
 }
 
+// Run a job on this thread and on up to `threads` - 1 workers.
 void run(IntaglioBody body, void* context, int threads) {
     const int helpers = hire(threads - 1);
     if (!helpers) return body(context, 0, 1);
@@ -159,10 +165,11 @@ void run(IntaglioBody body, void* context, int threads) {
     let_go();
 }
 
-// A child of fork has no workers, and the mutex may have been held by a thread it does not have.
+// Reset the pool in a child of fork, which has no workers. A thread that the child does not have may have held the
+// mutex.
 void forget_workers() {
     pthread_mutex_init(&pool, nullptr);
-    if (hired) hired->own.pending = 0;  // forked from a body: nobody else will finish the job
+    if (hired) hired->own.pending = 0;  // forked inside a body: no worker will finish the job
     hired = idle = nullptr;
     worker_count = 0;
     callers = sharing;
@@ -172,9 +179,9 @@ __attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr
 
 }  // namespace
 
-// Runs body(context, t, n) for t in 0..n-1, t = 0 on the calling thread, and returns when all are done. n is `threads`,
-// or less when the system gives no more threads, or 1 when called from inside a body. Several callers run at once, each
-// with workers of its own.
+// Run body(context, t, n) for t = 0 to n - 1, with t = 0 on the calling thread, and return when all have finished. n is
+// `threads`, or less if the system does not create that many threads, or 1 if the caller is itself inside a body.
+// Several callers may run at the same time, each with its own workers.
 extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context,
                                                                          int threads) {
     unsigned before = swap_float_mode(kDefaultFloatMode);
@@ -188,8 +195,8 @@ extern "C" __attribute__((visibility("default"))) void intaglio_parallel(Intagli
     swap_float_mode(before);
 }
 
-// The same among callers that run at once: they divide the cores, for threads that wait for one without a core would
-// slow all of them down. One who is alone gets `threads`.
+// Run a body as intaglio_parallel does, but divide the cores among callers that run at the same time: a thread without
+// a core would hold up all threads that wait for it. A caller that runs alone gets `threads`.
 extern "C" __attribute__((visibility("default"))) void intaglio_parallel_shared(IntaglioBody body, void* context,
                                                                                 int threads) {
     const int others = int(__atomic_fetch_add(&callers, 1, __ATOMIC_RELAXED));

@@ -1,5 +1,6 @@
-// One parallel region at a time: the call that runs it (pool.cpp) and the barrier inside it (here, inline).
-// Generated programs include this file and are handed the address of intaglio_parallel.
+// The thread pool: types of the call that runs a parallel region, which pool.cpp defines, and the barrier between the
+// threads of a region, which is inline. Generated programs include this file and receive the address of
+// intaglio_parallel.
 #pragma once
 
 #include <linux/futex.h>
@@ -8,9 +9,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+// A parallel region: the function that thread number `thread` of `threads` runs.
 typedef void (*IntaglioBody)(void* context, int thread, int threads);
+// intaglio_parallel of pool.cpp.
 typedef void (*IntaglioParallel)(IntaglioBody body, void* context, int threads);
 
+// Tell the processor that the thread is spinning.
 static inline void intaglio_pause(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -19,16 +23,18 @@ static inline void intaglio_pause(void) {
 #endif
 }
 
-// Sleeps while *word == seen; may return early, so callers look again.
+// Sleep while *word == seen. May return early, so callers check the word again.
 static inline void intaglio_sleep(uint32_t* word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
 }
 
+// Wake up to `sleepers` threads that sleep on *word.
 static inline void intaglio_wake(uint32_t* word, int sleepers) {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, sleepers, NULL, NULL, 0);
 }
 
-// Cores that the calling thread may use, counted once a library; 1 if the system does not say.
+// Return the number of cores that the calling thread may use, or 1 if the system does not report it. The library counts
+// them once.
 static inline int intaglio_cores(void) {
     static int counted;
     int cores = __atomic_load_n(&counted, __ATOMIC_RELAXED);
@@ -42,7 +48,8 @@ static inline int intaglio_cores(void) {
     return cores;
 }
 
-// Ready when zeroed. `arrived` and `phase` are written by different threads at different times, hence a line each.
+// A barrier; all zeros is its initial state. `arrived` and `phase` are written by different threads at different times,
+// so each has a cache line of its own.
 struct __attribute__((aligned(64))) IntaglioBarrier {
     uint32_t arrived;
     char line[60];
@@ -52,8 +59,8 @@ struct __attribute__((aligned(64))) IntaglioBarrier {
 
 enum { INTAGLIO_BARRIER_SPINS = 2000 };
 
-// Returns when `threads` threads have called it. Spins for some tens of microseconds at most, then sleeps; sleeps at
-// once where threads share cores, as spinning would only hold up the thread that is waited for.
+// Wait until `threads` threads have called the function. Spin for some tens of microseconds at most, then sleep. Sleep
+// at once if threads share cores: spinning would hold up the very thread that is waited for.
 static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int threads) {
     if (threads <= 1) return;
     uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);

@@ -1,4 +1,4 @@
-// A call of a generated program: its arguments, its clock, its batches in parts, and where its buffers lie.
+// One call of a generated program: its arguments, its clock, batch tiling, and the placement of buffers in the arena.
 
 #pragma once
 
@@ -7,28 +7,29 @@
 
 #include "base/pool.h"
 
-// One call of the program: free dimensions, where buffers lie, constants, the caller's tensors with their strides
-// (in elements; batch, channel, row, column).
+// Arguments of one call of the program. `external` are the caller's tensors; each has five `strides`, in elements,
+// outermost axis first (batch, channel, row and column of an image).
 struct Run {
-    const int64_t* dims;
-    const int64_t* offsets;
-    uint8_t* arena;
-    const uint8_t* constants;
-    uint8_t* const* external;
+    const int64_t* dims;       // sizes of the free dimensions
+    const int64_t* offsets;    // bytes from the start of the arena to each buffer
+    uint8_t* arena;            // memory of the activations
+    const uint8_t* constants;  // weights and other constants
+    uint8_t* const* external;  // tensors of the caller
     const int64_t* strides;
     struct IntaglioBarrier* barrier;
-    const uint8_t* bytes;  // which of them hold levels, where the program takes floats too
-    int64_t* times;        // nanoseconds by step, then the last reading of the clock; null when nobody asks
-    int32_t* outside;      // becomes 1 where an id is none of a table's rows
+    const uint8_t* bytes;  // 1 for each external tensor of uint8 if the program also takes float32
+    int64_t* times;        // nanoseconds per step, then the last reading of the clock; null: not measured
+    int32_t* outside;      // set to 1 if an id is not a row of its table
 };
 
-// A constant of the program by its offset.
+// Return the constant at an offset in bytes.
 template <class T>
 static inline const T* constant(const struct Run* r, int64_t offset) {
     return (const T*)(r->constants + offset);
 }
 
-// After a step, when times are asked for: all threads meet, the first reads the clock. Step -1 starts it.
+// Add the time since the last reading to `step`, if times are measured: all threads wait for each other, then the first
+// reads the clock. Step -1 starts the clock.
 static inline void time_step(const struct Run* r, int64_t step, int64_t steps, int thread, int threads) {
     struct timespec now;
     if (!r->times) return;
@@ -40,22 +41,24 @@ static inline void time_step(const struct Run* r, int64_t step, int64_t steps, i
     r->times[steps] = nanoseconds;
 }
 
-// Images `first` to `first + count` of a batch. What steps leave for each other in a turn lies in the `slot`-th of
-// equal parts of memory, or with `spread` over so many of them.
+// A sub-batch: images `first` to `first + count` of the batch. The arena has slots of equal size for the activations of
+// the tiled steps; this sub-batch uses `spread` slots from number `slot` on.
 struct Part {
     int64_t first, count, slot, spread;
 };
 
+// Runs the tiled steps on one sub-batch.
 typedef void (*TakeTurn)(const struct Run*, const struct Part*, int thread, int threads);
 
-// Turns of `each` images whose memory the arena has: one for every core, if there are so many.
+// Return the number of slots in the arena for sub-batches of `each` images: one per core, or fewer if the batch has
+// fewer sub-batches.
 static inline int64_t turns_at_once(int64_t batch, int64_t each) {
     const int64_t turns = (batch + each - 1) / each, cores = intaglio_cores();
     return turns < cores ? turns : cores;
 }
 
-// Threads take turns of their own, and none waits, as long as there is one for all of them; the rest they take
-// together.
+// Batch tiling: run the tiled steps on all images. As long as there is a sub-batch for every thread, each thread runs
+// its own sub-batches and waits for none of the others; all threads run the remaining images together.
 static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch, int64_t each, int thread,
                               int threads) {
     const int64_t slots = turns_at_once(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
@@ -70,16 +73,17 @@ static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch,
     }
 }
 
-// First of `total` items that a thread takes.
+// Return the first of `total` items that a thread works on; its last item precedes the first one of thread + 1.
 static inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
 
-// Life of one buffer: the barrier groups in which it holds data.
+// Lifetime of a buffer: the first and the last barrier group in which it holds data.
 struct Life {
     int32_t first, last;
 };
 
-// Lowest place for each buffer, in the order given, that overlaps no buffer alive at the same time; returns the bytes
-// of the arena. Offsets are multiples of 64.
+// Place buffers in the given order, each at the lowest offset where it does not overlap a buffer with an overlapping
+// lifetime, and return the bytes of the arena. Offsets are multiples of 64, and at least 64 unused bytes follow each
+// buffer.
 static inline int64_t place(const struct Life* lives, const int64_t* sizes, int count, int64_t* offsets) {
     int64_t arena = 0;
     for (int i = 0; i < count; ++i) {

@@ -1,5 +1,6 @@
-// Counting over contiguous float32 arrays. Counts are integers and extrema are exact, so the result depends neither on
-// the thread count nor on the float mode (pool.cpp sets it). Vectors are the compiler's own, as wide as a register.
+// Statistics of contiguous float32 arrays for calibration: extrema, histograms and sketches. Counts are integers and
+// extrema are exact, so the results depend neither on the number of threads nor on the float mode, which pool.cpp sets.
+// Vectors are those of the compiler, as wide as a register.
 #include "base/pool.h"
 
 #include <pthread.h>
@@ -14,13 +15,13 @@ namespace {
 constexpr int kHalf = 4096;  // bins of the histogram on each side of zero
 constexpr int kBins = 2 * kHalf;
 constexpr int kLogHalf = 12;
-constexpr int kKept = 5;  // mantissa bits of a bin of the sketch
+constexpr int kKept = 5;  // mantissa bits in the index of a bin of the sketch
 constexpr int kRest = 23 - kKept;
 constexpr int kSketch = 1 << (9 + kKept);
 constexpr int kSums = 1 << 9;        // signs and exponents
 constexpr int kBlock = 1024;         // values whose bins are computed at once
-constexpr int kLowest = -160;        // exponent of the histogram for the smallest denormal
-constexpr int64_t kGrain = 1 << 16;  // values below which another thread costs more than it saves
+constexpr int kLowest = -160;        // exponent of a histogram of the smallest denormals
+constexpr int64_t kGrain = 1 << 16;  // values per thread; with fewer, another thread costs more than it saves
 constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr float kInf = __builtin_inff();
 
@@ -42,7 +43,7 @@ Floats load(const float* x) {
     return lanes;
 }
 
-// The last `count` < kLanes values, and `filler` in the other lanes.
+// Load the last `count` < kLanes values, and set the other lanes to `filler`.
 Floats load_tail(const float* x, int64_t count, float filler) {
     Floats lanes = filler - Floats{};
     memcpy(&lanes, x, size_t(count) * sizeof(float));
@@ -53,11 +54,13 @@ Ints magnitude_of(Floats x) { return Ints(x) & kMagnitude; }
 Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Return how many threads are worth using for `count` values.
 int useful_threads(int64_t count, int threads) {
     int64_t most = (count + kGrain - 1) / kGrain;
     return int(threads < most ? threads : most);
 }
 
+// The items that a thread works on.
 struct Share {
     int64_t begin, end;
 };
@@ -73,12 +76,14 @@ Share share(int64_t count, int thread, int threads) {
 namespace {
 
 struct Ends {
-    double low = kInf, high = -kInf;  // double: it survives a flushing caller
+    double low = kInf, high = -kInf;  // double, so that denormals survive if the caller flushes float32 ones
 };
 
+// Extrema of finite values in each lane.
 struct Extrema {
     Floats low = kInf - Floats{}, high = -kInf - Floats{};
 
+    // Include the finite lanes of x and return their mask.
     Ints add(Floats x) {
         Ints finite = magnitude_of(x) < kInfinity;
         low = smaller(finite ? x : kInf - Floats{}, low);
@@ -86,6 +91,7 @@ struct Extrema {
         return finite;
     }
 
+    // Extend `ends` by the extrema of all lanes.
     void add_to(Ends& ends) const {
         for (int lane = 0; lane < kLanes; ++lane) {
             ends.low = low[lane] < ends.low ? low[lane] : ends.low;
@@ -114,7 +120,7 @@ Extrema extrema_of(const float* x, int64_t count) {
     return found;
 }
 
-// Values of different channels are neighbours: one lane per channel.
+// Extend extrema per channel by one pixel. The channels are contiguous: one lane each.
 void extend_lanes(const float* x, int64_t count, float* low, float* high) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
@@ -155,7 +161,7 @@ void channel_body(void* context, int thread, int threads) {
 
 }  // namespace
 
-// x[outer, channels, inner] -> low[channels], high[channels] of the finite values.
+// Compute the extrema of the finite values of each channel: x f32[outer, channels, inner] -> low, high f32[channels].
 INTAGLIO_EXPORT void intaglio_channel_extrema(const float* x, int64_t outer, int64_t channels, int64_t inner,
                                               int threads, float* low, float* high) {
     ChannelJob job{x, outer, channels, inner, low, high};
@@ -166,9 +172,9 @@ INTAGLIO_EXPORT void intaglio_channel_extrema(const float* x, int64_t outer, int
 // ---- counts --------------------------------------------------------------------------------------------------------
 
 struct IntaglioCounts {
-    double low, high;  // of the finite values; +inf, -inf when there are none
+    double low, high;  // of the finite values; +inf and -inf if there are none
     int64_t nans, infinities, zeros;
-    int64_t exponent;  // of the histogram: the smallest whose bins hold every finite value
+    int64_t exponent;  // of the histogram: the smallest one whose bins hold every finite value
 };
 
 namespace {
@@ -183,13 +189,13 @@ struct CountJob {
 
 float power_of_two(int exponent) { return __builtin_bit_cast(float, uint32_t(exponent + 127) << 23); }
 
-// Smallest k with value * 2^-k < kHalf, from the bits of a finite magnitude above zero.
+// Return the smallest k with value * 2^-k < kHalf, from the bits of a finite magnitude above zero.
 int exponent_of(int32_t magnitude) {
     int above = magnitude >> 23 ? (magnitude >> 23) - 126 : 32 - __builtin_clz(uint32_t(magnitude)) - 149;
     return above - kLogHalf;
 }
 
-// Bins of width w -> bins of width 2^steps * w.
+// Merge bins of width w into bins of width 2^steps * w.
 template <class Count>
 void widen(Count* bins, int64_t steps) {
     Count any = 0;
@@ -203,13 +209,13 @@ void widen(Count* bins, int64_t steps) {
     }
 }
 
-// What one thread has counted. Behind the bins are places that nobody reads, one per lane: values that are not counted
-// go there, and equal neighbours among them do not wait for each other's store.
+// Counts of one thread. Past their bins, both arrays have one entry per lane for values that are not counted. One entry
+// per lane, because increments of the same entry would wait for each other's store.
 struct Counts {
     int64_t exponent = kLowest;
     uint32_t bins[kBins + kLanes];
-    // Values in the upper bits, and in the lower 40 the sum of the mantissa bits that the bin's number leaves out:
-    // one addition counts a value and sums it exactly.
+    // The upper 24 bits of an entry count values. The lower 40 bits sum the mantissa bits that the index of the bin
+    // leaves out. One addition thus counts a value and sums it exactly.
     uint64_t sketch[kSketch + kLanes];
     int64_t unflushed = 0;
     int64_t nans = 0, infinities = 0, zeros = 0;
@@ -222,11 +228,11 @@ struct Counts {
 };
 
 constexpr int kSumBits = 40;
-constexpr int64_t kFlush = int64_t(1) << (kSumBits - kRest);  // values whose rests fit the lower bits
+constexpr int64_t kFlush = int64_t(1) << (kSumBits - kRest);  // values whose sum fits into the lower bits
 constexpr uint64_t kOne = uint64_t(1) << kSumBits;
 
 struct Scaling {
-    float a, b;  // 2^-exponent = a * b: it need not be a float itself
+    float a, b;  // 2^-exponent = a * b; the power itself may not be a float32
 
     explicit Scaling(int64_t exponent) {
         int half = int(-exponent / 2);
@@ -234,8 +240,8 @@ struct Scaling {
         b = power_of_two(int(-exponent) - half);
     }
 
-    // floor(x * 2^-exponent) + kHalf. From the magnitude, so that a product that underflows still lands below zero when
-    // x is negative: floor(-a) = -trunc(a), less 1 unless a is whole.
+    // Return the bin floor(x * 2^-exponent) + kHalf. It is computed from the magnitude, so that a negative x whose
+    // product underflows is still below zero: floor(-a) = -trunc(a), minus 1 unless a is an integer.
     Ints bins_of(Floats x, Ints counted) const {
         Floats size = Floats(magnitude_of(x)) * a * b;
         Ints whole = __builtin_convertvector(counted ? size : Floats{}, Ints);
@@ -250,7 +256,7 @@ Ints lane_numbers() {
     return numbers;
 }
 
-// Up to kBlock values; the lanes behind them are NaN.
+// Count up to kBlock values. The last vector is filled up with NaN, which are subtracted again.
 void count_block(Counts& counts, Extrema& row, const float* x, int64_t count) {
     Floats values[kBlock / kLanes];
     const int vectors = int((count + kLanes - 1) / kLanes), whole = int(count / kLanes);
@@ -298,7 +304,7 @@ void count_block(Counts& counts, Extrema& row, const float* x, int64_t count) {
     counts.unflushed += kBlock;
 }
 
-// Needs the lock.
+// Add the sketch of a thread to that of the job and clear it. The caller holds `merging`.
 void flush(const CountJob& job, Counts& counts) {
     for (int i = 0; i < kSketch; ++i) {
         const int64_t found = int64_t(counts.sketch[i] >> kSumBits), rest = int64_t(counts.sketch[i] & (kOne - 1));
@@ -311,7 +317,7 @@ void flush(const CountJob& job, Counts& counts) {
     counts.unflushed = 0;
 }
 
-// Needs the lock.
+// Add all counts of a thread to those of the job. The caller holds `merging`.
 void finish(const CountJob& job, Counts& counts) {
     flush(job, counts);
     IntaglioCounts& total = *job.total;
@@ -351,7 +357,7 @@ void count_body(void* context, int thread, int threads) {
         ends.high += 0.0;
         counts.ends.low = ends.low < counts.ends.low ? ends.low : counts.ends.low;
         counts.ends.high = ends.high > counts.ends.high ? ends.high : counts.ends.high;
-        const bool shared = end - begin < job.columns;  // another thread has the rest of this row
+        const bool shared = end - begin < job.columns;  // another thread counts the rest of this row
         if (shared) pthread_mutex_lock(&merging);
         job.low[row] = float(ends.low) < job.low[row] ? float(ends.low) : job.low[row];
         job.high[row] = float(ends.high) > job.high[row] ? float(ends.high) : job.high[row];
@@ -364,9 +370,10 @@ void count_body(void* context, int thread, int threads) {
 
 }  // namespace
 
-// x[rows, columns] -> extrema of each row and of all, and counts added to zeros in bins[kBins] (bin i: values in
-// [i - kHalf, i - kHalf + 1) * 2^exponent), sketch[kSketch] (by sign, exponent and kKept bits of the mantissa) and
-// sums[kSums] (mantissas as integers, by sign and exponent). Zeros, NaN and infinities are in none of them.
+// Count the values of x f32[rows, columns]: extrema of each row to low, high f32[rows], and totals to `total`. The
+// arrays of counts are zero before the call: bins[kBins] (bin i holds values in [i - kHalf, i - kHalf + 1) *
+// 2^exponent), sketch[kSketch] (by sign, exponent and kKept bits of the mantissa) and sums[kSums] (mantissas as
+// integers, by sign and exponent). They do not include zeros, NaN and infinities.
 INTAGLIO_EXPORT void intaglio_count(const float* x, int64_t rows, int64_t columns, int threads, float* low, float* high,
                                     int64_t* bins, int64_t* sketch, int64_t* sums, IntaglioCounts* total) {
     *total = IntaglioCounts{kInf, -kInf, 0, 0, 0, kLowest};

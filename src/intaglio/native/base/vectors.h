@@ -1,4 +1,4 @@
-// Vectors of quantized values, spread into float32 and packed again.
+// SIMD vectors of quantized values, their conversion to float32 and back.
 
 #pragma once
 
@@ -7,19 +7,19 @@
 #include "base/intrinsics.h"
 #include "products/tile.h"
 
-// A vector of levels is spread into four of float and packed again; within 16 bytes, the j-th takes the j-th 4. Where
-// channels have constants of their own, `deal` first moves levels so that the j-th takes the j-th quarter of the
-// vector, and `gather` moves them back. A count says how many levels there are to read or write; more than WIDE are
-// WIDE.
+// `spread` converts a quarter of a vector of quantized values to float32, and `pack` turns four quarters of results
+// into a vector of quantized values. Quarter j consists of bytes 4 * j to 4 * j + 3 of every 16 bytes. With constants
+// per channel, `deal` first permutes the values such that quarter j holds consecutive ones, and `gather` restores the
+// order. A count is the number of values to load or store; a count above WIDE means WIDE.
 #if defined(__AVX2__)
 #define VECTORS 1
-static const float UNKNOWN = 3e38f;  // for how large steps may be
+static const float UNKNOWN = 3e38f;  // bound for `finishing` if the range of the steps is not known
 static const uint8_t spread_bytes[4][16] = {
     {0, 128, 128, 128, 1, 128, 128, 128, 2, 128, 128, 128, 3, 128, 128, 128},
     {4, 128, 128, 128, 5, 128, 128, 128, 6, 128, 128, 128, 7, 128, 128, 128},
     {8, 128, 128, 128, 9, 128, 128, 128, 10, 128, 128, 128, 11, 128, 128, 128},
     {12, 128, 128, 128, 13, 128, 128, 128, 14, 128, 128, 128, 15, 128, 128, 128}};
-enum { TWO_TO_23 = 0x4b000000 };  // as float; a level in its lowest byte is added
+enum { TWO_TO_23 = 0x4b000000 };  // bits of the float32 2^23; a quantized value is added as its lowest byte
 #endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -50,22 +50,25 @@ static inline Floats floats(float x) { return _mm512_set1_ps(x); }
 
 static inline Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
 
-// 2^23 + level.
+// Return 2^23 + q for quarter j.
 static inline Floats spread(Levels x, int j) {
     const __m512i order = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
     return _mm512_castsi512_ps(_mm512_mask_shuffle_epi8(_mm512_set1_epi32(TWO_TO_23), 0x1111111111111111, x, order));
 }
 
+// Return x >= 0 ? rise : fall per lane.
 static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
 }
 
+// Constants of `pack`. `far`: steps may exceed the range of int32. `whole`: the bounds are 0 and 255.
 struct Finish {
     __m512i zero_point, low, high;
     __m512 convertible;
     int far, whole;
-};  // whole: bounds are 0 and 255
+};
 
+// Return the constants of `pack` for steps of magnitude up to `most`.
 static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm512_loadu_si512(q->zero_point16), _mm512_loadu_si512(q->low8),
                              _mm512_loadu_si512(q->high8),        _mm512_set1_ps(q->convertible_high),
@@ -73,12 +76,14 @@ static inline struct Finish finishing(const struct Limits* q, float most) {
     return f;
 }
 
-// Steps -> int32. What is below the least one and NaN become it; only steps that may be above 2^30 need the bound.
+// Round steps to int32. Steps below the range of int32 and NaN become the smallest int32; only steps that may be above
+// 2^30 need a bound.
 static inline __m512i converted(Floats steps, const struct Finish* f) {
     return _mm512_cvtps_epi32(f->far ? _mm512_min_ps(f->convertible, steps) : steps);
 }
 
-// clamp(rne(steps) + zero_point) of four vectors. 16 bits saturate beyond every level, so no clamped result sees it.
+// Return clamp(rne(steps) + zero_point, low, high) of four quarters. Saturation to 16 bits only changes values that the
+// clamp changes anyway.
 static inline Levels pack(const Floats* steps, const struct Finish* f) {
     const __m512i a = _mm512_packs_epi32(converted(steps[0], f), converted(steps[1], f));
     const __m512i b = _mm512_packs_epi32(converted(steps[2], f), converted(steps[3], f));
@@ -88,7 +93,8 @@ static inline Levels pack(const Floats* steps, const struct Finish* f) {
 
 static inline Levels unpack_low(Levels a, Levels b) { return _mm512_unpacklo_epi16(a, b); }
 static inline Levels unpack_high(Levels a, Levels b) { return _mm512_unpackhi_epi16(a, b); }
-static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }  // products of words
+// Multiply int16 and add neighbouring products.
+static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm512_madd_epi16(a, b); }
 #elif defined(__AVX2__)
 enum { WIDE = 32 };
 typedef __m256i Levels;
@@ -121,22 +127,25 @@ static inline Floats floats(float x) { return _mm256_set1_ps(x); }
 
 static inline Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
 
-// 2^23 + level.
+// Return 2^23 + q for quarter j.
 static inline Floats spread(Levels x, int j) {
     const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)spread_bytes[j]));
     return _mm256_castsi256_ps(_mm256_or_si256(_mm256_shuffle_epi8(x, order), _mm256_set1_epi32(TWO_TO_23)));
 }
 
+// Return x >= 0 ? rise : fall per lane.
 static inline Floats rising(Floats x, Floats rise, Floats fall) {
     return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
 
+// Constants of `pack`. `far`: steps may exceed the range of int32. `whole`: the bounds are 0 and 255.
 struct Finish {
     __m256i zero_point, low, high;
     __m256 convertible;
     int far, whole;
 };
 
+// Return the constants of `pack` for steps of magnitude up to `most`.
 static inline struct Finish finishing(const struct Limits* q, float most) {
     const struct Finish f = {_mm256_loadu_si256((const __m256i*)q->zero_point16),
                              _mm256_loadu_si256((const __m256i*)q->low8),
@@ -160,6 +169,7 @@ static inline Levels pack(const Floats* steps, const struct Finish* f) {
 
 static inline Levels unpack_low(Levels a, Levels b) { return _mm256_unpacklo_epi16(a, b); }
 static inline Levels unpack_high(Levels a, Levels b) { return _mm256_unpackhi_epi16(a, b); }
+// Multiply int16 and add neighbouring products.
 static inline Ints add_pairs(Levels a, Levels b) { return (Ints)_mm256_madd_epi16(a, b); }
 #else
 enum { WIDE = 16 };
@@ -168,13 +178,13 @@ enum { WIDE = 16 };
 #if defined(VECTORS)
 static inline float magnitude(float x) { return x < 0 ? -x : x; }
 
-// What `spread` gives for a level at its zero point; the difference is exact.
+// Return what `spread` gives for the zero point. The difference from it is exactly q - zero_point.
 static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
 #endif
 
-// Constants by channel go on with the first channels for WIDE - 1 more: a vector begins with any channel and may end in
-// another pixel. `channel` of the vector at `i` is where it begins, of `count` levels of whole pixels of `period`
-// channels.
+// Iterate over `count` quantized values, whole pixels of `period` channels, a vector at a time: `i` is the first value
+// of the vector and `channel` its channel. Vectors begin at any channel and may end in another pixel, so arrays of
+// constants per channel start over and have WIDE - 1 entries more.
 #define FOR_EACH_VECTOR(count, period)                                     \
     for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count); \
          i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))

@@ -1,11 +1,10 @@
-// Activations, some vectors side by side.
+// Activation functions of float32 results, several vectors at a time.
 
 #include "elementwise/activation.h"
 
 #include "base/functions.h"
 
-// Of `COUNT` vectors of results, their levels. Bounds are whole steps, so it does not matter that they are taken before
-// rounding.
+// Quantize COUNT vectors of results. The bounds are integers, so results may be clamped before they are rounded.
 template <int COUNT>
 static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain,
                                                             RealBits* words) {
@@ -20,7 +19,7 @@ static inline __attribute__((always_inline)) void levels_of(const struct Activat
     EACH words[i] = whole(shifted(x[i])) + q->zero_point;
 }
 
-// Channels of some pixels, 64 at a time as long as there are so many.
+// Apply a function to `channels` channels of each pixel and quantize, 64 channels at a time and then 16.
 template <class Function>
 static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from,
                                                                   int64_t from_pixel, int64_t pixels, uint8_t* to,

@@ -1,4 +1,4 @@
-// Functions of results in float, before they become quantized values: what `Activation.levels` may be.
+// Activation functions of float32 results, which quantize what they return: the values of `Activation.levels`.
 
 #pragma once
 

@@ -1,17 +1,18 @@
-// Planes and pixels of border.h.
+// Conversion between the caller's tensors and quantized images, see border.h.
 
 #include "elementwise/border.h"
 
 #include "base/intrinsics.h"
 #include "base/numerics.h"
 
+// Quantize one value.
 static inline uint8_t level_of(float x, const struct Affine* q) {
     return (uint8_t)quantize(x * q->inverse + q->offset, 1.0f, q->zero_point, q->low, q->high);
 }
 
 #if defined(__AVX2__)
-// By channels: where the bytes of four pixels that came as dwords are, and then the dwords of the 16 bytes that hold
-// four.
+// By number of channels: the order of bytes that packs four pixels, one dword each, at the start of 16 bytes. The same
+// numbers are the order of dwords that then removes the gaps between groups of four pixels.
 static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12},
                                            {0, 1, 4, 5, 8, 9, 12, 13},
                                            {0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 14},
@@ -21,7 +22,7 @@ static const uint8_t pixel_order[4][16] = {{0, 4, 8, 12},
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 typedef __m512 Plane;
 typedef __m512i Dwords;
-enum { PLANE = 16 };  // floats of a vector
+enum { PLANE = 16 };  // floats per vector
 
 static inline Plane plane_of(float x) { return _mm512_set1_ps(x); }
 static inline Dwords dwords_of(int32_t x) { return _mm512_set1_epi32(x); }
@@ -32,7 +33,7 @@ static inline Dwords levels_at(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 }
 
-// Rounded steps from the zero point, within bounds; 0 for NaN.
+// Round to integers within bounds; NaN gives 0.
 static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
     const __mmask16 number = _mm512_cmp_ps_mask(steps, steps, _CMP_ORD_Q);
     return _mm512_cvtps_epi32(_mm512_maskz_min_ps(number, _mm512_max_ps(steps, least), most));
@@ -42,7 +43,7 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
     return _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(from), inverse), offset);
 }
 
-// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+// Store pixels of `channels` bytes, which are the low bytes of the dwords.
 static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
     const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
     const __m512i all = _mm512_permutexvar_epi32(_mm512_cvtepu8_epi32(order),
@@ -55,7 +56,7 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #elif defined(__AVX2__)
 typedef __m256 Plane;
 typedef __m256i Dwords;
-enum { PLANE = 8 };  // floats of a vector
+enum { PLANE = 8 };  // floats per vector
 
 static inline Plane plane_of(float x) { return _mm256_set1_ps(x); }
 static inline Dwords dwords_of(int32_t x) { return _mm256_set1_epi32(x); }
@@ -66,7 +67,7 @@ static inline Dwords levels_at(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 }
 
-// Rounded steps from the zero point, within bounds; 0 for NaN.
+// Round to integers within bounds; NaN gives 0.
 static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
     const __m256 number = _mm256_cmp_ps(steps, steps, _CMP_ORD_Q);
     return _mm256_cvtps_epi32(_mm256_and_ps(number, _mm256_min_ps(_mm256_max_ps(steps, least), most)));
@@ -76,7 +77,7 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
     return _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(from), inverse), offset);
 }
 
-// The low bytes of dwords, `channels` of each -> as many bytes for every pixel.
+// Store pixels of `channels` bytes, which are the low bytes of the dwords.
 static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
     const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
     const __m256i all = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(dwords, _mm256_broadcastsi128_si256(order)),
@@ -90,10 +91,9 @@ static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
 #endif
 
 #if defined(__AVX2__)
-enum { PLANES = 4 };  // at most
+enum { PLANES = 4 };  // interleaved at once, at most
 
-// What turns floats of a channel into levels. Bounds are whole steps, so it does not matter that they are taken before
-// rounding.
+// Constants that quantize a channel. The bounds are integers, so values may be clamped before they are rounded.
 struct Steps {
     Plane inverse, offset, least, most;
 };
@@ -103,17 +103,18 @@ static inline struct Steps steps_of(const struct Affine* q) {
     return (struct Steps){plane_of(q->inverse), plane_of(q->offset), plane_of(least), plane_of(most)};
 }
 
-// Pixel where the next vector begins, behind `x`; the last one ends with the row, and may do some pixels again.
+// Return the pixel at which the next vector begins. The last vector ends at the end of the row, and may compute some
+// pixels a second time.
 static inline int64_t next_vector(int64_t x, int64_t width) {
     return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE;
 }
 
-// Up to 4 planes of floats -> interleaved levels, each plane by the next `apart` of q. Returns how many pixels it did:
-// all, or none of a row narrower than a vector.
+// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * apart]. Return the number of
+// pixels done: all, or 0 if the row is narrower than a vector.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
                                       const struct Affine* q, int64_t apart) {
     struct Steps by[PLANES];
-    uint32_t zeros = 0;  // of all channels, where their bytes are
+    uint32_t zeros = 0;  // zero point of each channel in its byte
     for (int64_t c = 0; c < channels; ++c)
         by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
@@ -127,7 +128,7 @@ static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t 
     return width < PLANE ? 0 : width;
 }
 
-// Up to 4 planes of bytes -> interleaved; returns as above.
+// Interleave up to 4 planes of bytes. Return the number of pixels done, as quantize_planes does.
 static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
                                         uint8_t* to) {
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
@@ -162,8 +163,8 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 }
 #endif
 
-// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all
-// alike.
+// Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
+// q[c * apart]; `apart` is 1, or 0 if all channels have the same.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
                             int64_t apart, int thread, int threads) {
     const int64_t channels = out->pixel;
@@ -171,7 +172,7 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
         const float* line = from + n * strides[0] + y * strides[2];
         uint8_t* to = at(out, n, y, 0);
         if (strides[1] == 1 || channels == 1) {
-            const int64_t run = !apart && strides[3] == channels ? out->width : 1;  // pixels without gaps, alike
+            const int64_t run = !apart && strides[3] == channels ? out->width : 1;  // pixels quantized at once
             for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
                 const float* pixel = line + x * strides[3];
                 for (int64_t i = apart ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
@@ -188,7 +189,7 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
     }
 }
 
-// Levels in any strides -> the same levels, channels last.
+// Copy quantized values of any strides to an image, whose channels are last.
 LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads) {
     const int64_t channels = out->pixel;
     FOR_EACH_ROW(out) {
@@ -205,7 +206,7 @@ LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struc
     }
 }
 
-// Levels -> dense NHWC floats.
+// Dequantize an image to dense NHWC float32.
 LIBRARY void dequantize_image(const struct Image* in, float* to, const struct Affine* q, int thread, int threads) {
     FOR_EACH_ROW(in) {
         const uint8_t* from = at(in, n, y, 0);

@@ -1,23 +1,23 @@
-// Float tensors of the caller to quantized images and back.
+// Conversion between the caller's tensors and quantized images.
 
 #pragma once
 
 #include "base/image.h"
 #include "base/library.h"
 
-// level = clamp(rne(x * inverse + offset) + zero_point, low, high)
+// Parameters of q = clamp(rne(x * inverse + offset) + zero_point, low, high).
 struct Affine {
     float inverse, offset, scale;
     int32_t zero_point, low, high;
 };
 
-// float, any strides (elements; batch, channel, row, column) -> levels. Channels are `apart` in q: 1, or 0 for all
-// alike.
+// Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
+// q[c * apart]; `apart` is 1, or 0 if all channels have the same.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
                             int64_t apart, int thread, int threads);
 
-// Levels in any strides -> the same levels, channels last.
+// Copy quantized values of any strides to an image, whose channels are last.
 LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads);
 
-// Levels -> dense NHWC floats.
+// Dequantize an image to dense NHWC float32.
 LIBRARY void dequantize_image(const struct Image* in, float* to, const struct Affine* q, int thread, int threads);

@@ -1,4 +1,4 @@
-// Copies between strides, and reshapes that follow logical order.
+// Data movement of quantized values: copies between strides, and reshapes.
 
 #pragma once
 
@@ -6,13 +6,14 @@
 
 enum { RUNS = 8, AXES = 7 };
 
-// A strided copy; the last run is the innermost.
+// A copy as RUNS nested loops with a size and two strides in bytes each; the last loop is the innermost.
 struct Copy {
     const uint8_t* in;
     uint8_t* out;
     int64_t size[RUNS], from[RUNS], to[RUNS];
 };
 
+// Copy the innermost loop.
 static inline void copy_run(const uint8_t* in, uint8_t* out, int64_t size, int64_t from, int64_t to) {
     if (to == 1 && from == 1)
         memcpy(out, in, (size_t)size);
@@ -22,6 +23,7 @@ static inline void copy_run(const uint8_t* in, uint8_t* out, int64_t size, int64
         for (int64_t i = 0; i < size; ++i) out[i * to] = in[i * from];
 }
 
+// Compute this thread's part of a copy.
 static inline void copy_levels(const struct Copy* c, int thread, int threads) {
     const int64_t size = c->size[RUNS - 1], from = c->from[RUNS - 1], to = c->to[RUNS - 1];
     int64_t total = 1, digit[RUNS - 1];
@@ -51,12 +53,13 @@ static inline void copy_levels(const struct Copy* c, int thread, int threads) {
     }
 }
 
-// A tensor by its logical axes, of any layout; missing axes of one element in front.
+// A tensor with any strides in bytes, by its logical axes; missing leading axes have size 1.
 struct Side {
     uint8_t* base;
     int64_t size[AXES], stride[AXES];
 };
 
+// Return the address of an element by its logical index, and set `digit` to its index along each axis.
 static inline uint8_t* enter(const struct Side* s, int64_t index, int64_t* digit) {
     uint8_t* at = s->base;
     for (int k = AXES - 1; k >= 0; --k) {
@@ -66,6 +69,7 @@ static inline uint8_t* enter(const struct Side* s, int64_t index, int64_t* digit
     return at;
 }
 
+// Return the address of the element that follows in logical order.
 static inline uint8_t* advance(const struct Side* s, uint8_t* at, int64_t* digit) {
     for (int k = AXES - 1; k >= 0; --k) {
         at += s->stride[k];
@@ -76,7 +80,7 @@ static inline uint8_t* advance(const struct Side* s, uint8_t* at, int64_t* digit
     return at;
 }
 
-// Logical order of both is the same; memory order is each one's own.
+// Compute this thread's part of a reshape: copy elements in logical order, between tensors of different strides.
 static inline void reshape_levels(const struct Side* in, const struct Side* out, int thread, int threads) {
     int64_t total = 1, digit_in[AXES], digit_out[AXES];
     for (int k = 0; k < AXES; ++k) total *= out->size[k];

@@ -1,11 +1,12 @@
-// Lookups in vectors.
+// Lookup tables of 256 entries in SIMD instructions, see lookup.h.
 
 #include "elementwise/lookup.h"
 
 #include "base/vectors.h"
 
 #if defined(__AVX512BW__)
-// Processors with AVX512-VBMI look up 64 levels at a time in two registers of each half of the table.
+// Look up 64 values at a time with AVX512-VBMI: two registers hold each half of the table, and the high bit of a value
+// selects the half.
 __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to,
                                                                            int64_t pixels, int64_t apart,
                                                                            int64_t channels, const uint8_t* table) {
@@ -20,8 +21,10 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const
         }
 }
 #elif defined(__AVX2__)
-// A shuffle sees 16 entries and gives 0 for a negative level. Each changes what the one before it gave, for levels that
-// are still not negative after so many times 16; levels from 128 on are negative until their upper bit is flipped.
+// Look up WIDE values at a time with byte shuffles. A shuffle looks up 16 entries and gives 0 for a negative index, and
+// the index decreases by 16 from each shuffle to the next. Shuffle j has part j of the table XOR part j - 1, so
+// the XOR of all results is the entry of the last part whose index was not negative. Values from 128 on are negative
+// until their high bit is flipped.
 static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
                                    const uint8_t* table) {
     const __m256i sixteen = _mm256_set1_epi8(16);
@@ -45,7 +48,7 @@ static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pix
 }
 #endif
 
-// Levels of some channels of pixels `apart` from each other -> what the table has for them.
+// Look up `channels` values of each of `pixels` pixels, which are `apart` bytes from each other in both tensors.
 LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
                             const uint8_t* table) {
 #if defined(__AVX512BW__)

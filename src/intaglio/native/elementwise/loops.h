@@ -1,5 +1,6 @@
-// What generated loops are made of, a vector at a time: floats.py's functions, bit for bit, ends of every element type,
-// and how a row is gone along. Build with -ffp-contract=off. No libm.
+// Parts of generated elementwise loops and reductions, a SIMD vector at a time: loads and stores of every element type,
+// functions that have the bits of numerics/float_math.py, and the iteration along a row. Compile with
+// -ffp-contract=off; nothing is called from libm.
 #pragma once
 
 #include <string.h>
@@ -8,17 +9,16 @@
 #include "base/intrinsics.h"
 #include "base/numerics.h"
 
-enum { LANES = 16, GROUPS = LANES / FLOATS };  // of a sum; vectors that hold them
-enum { STEP = 4 };                             // vectors that are worked on side by side; levels of them fill one
-enum { STREAMED = 1 << 24 };                   // bytes from which on a result of floats is written past the caches
-enum { PIECE = 1 << 14 };                      // elements of a row that a thread takes at a time, where all are alike
+enum { LANES = 16, GROUPS = LANES / FLOATS };  // partial results of a reduction; vectors that hold them
+enum { STEP = 4 };                             // vectors computed side by side; their quantized values fill one vector
+enum { STREAMED = 1 << 24 };                   // a float32 result of this many bytes is written past the caches
+enum { PIECE = 1 << 14 };                      // elements in a thread's unit of work, in loops without a reduction
 
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
 
-// -- ends: `count` elements `apart` from each other; lanes beyond hold zero, and are not stored
-// ---------------------------
+// -- operands: `count` elements with stride `apart`; lanes past them are read as 0 and not written --------------------
 
 #define END(name, Element, Vector)                                                                            \
     typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                                    \
@@ -42,8 +42,8 @@ END(halves, uint16_t, Halves)
 END(i64, int64_t, Longs)
 #undef END
 
-// Whether a result of so many bytes goes past the caches: none would still hold all of it when somebody reads it, and a
-// line that is written whole need not be read first.
+// Return whether a result of `bytes` bytes is written past the caches. It is too large to be in a cache when it is read
+// again, and cache lines that are written as a whole need not be read first.
 static inline int is_streamed(const void* row, int64_t bytes) {
 #if defined(__AVX2__)
     return bytes >= STREAMED && (uintptr_t)row % (4 * FLOATS) == 0;
@@ -51,6 +51,7 @@ static inline int is_streamed(const void* row, int64_t bytes) {
     return (void)row, (void)bytes, 0;
 #endif
 }
+// Store COUNT vectors, past the caches if `streamed` and if there are STEP of them.
 template <int COUNT>
 static inline __attribute__((always_inline)) void stream_f32(float* to, int64_t count, const Reals* x, int streamed) {
 #if defined(__AVX512F__)
@@ -67,13 +68,15 @@ static inline __attribute__((always_inline)) void stream_f32(float* to, int64_t 
     (void)streamed;
     EACH write_f32(to + i * FLOATS, 1, count, x[i]);
 }
+// Make all earlier streamed stores visible to other threads.
 static inline void end_streams(void) {
 #if defined(__AVX2__)
     _mm_sfence();
 #endif
 }
 
-// Bytes -> lanes and back, of which the low ones are kept. The compiler would take generic vectors apart.
+// Widen bytes to lanes, and narrow lanes to their low bytes. The compiler splits generic conversions into more
+// instructions.
 static inline RealBits widened(Bytes bytes) {
 #if defined(__AVX512F__)
     return (RealBits)_mm512_cvtepu8_epi32((__m128i)bytes);
@@ -95,18 +98,21 @@ static inline Bytes narrowed(RealBits lanes) {
 #endif
 }
 
+// Read and write booleans, one byte each, as lanes of 0 or -1.
 static inline RealBits read_bool(const uint8_t* from, int64_t apart, int64_t count) {
     return widened(read_bytes(from, apart, count)) != 0;
 }
 static inline void write_bool(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
     write_bytes(to, apart, count, narrowed(x & 1));
 }
+// Read and write quantized values as lanes of int32.
 static inline RealBits read_u8(const uint8_t* from, int64_t apart, int64_t count) {
     return widened(read_bytes(from, apart, count));
 }
 static inline void write_u8(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
     write_bytes(to, apart, count, narrowed(x));
 }
+// Read and write bfloat16 as lanes of float32. Values to write are rounded already.
 static inline Reals read_bf16(const uint16_t* from, int64_t apart, int64_t count) {
     return (Reals)(__builtin_convertvector(read_halves(from, apart, count), RealBits) << 16);
 }
@@ -114,27 +120,26 @@ static inline void write_bf16(uint16_t* to, int64_t apart, int64_t count, Reals 
     write_halves(to, apart, count, __builtin_convertvector(((RealBits)x >> 16) & 0xffff, Halves));
 }
 
-// Of one element, in all lanes.
+// Broadcast one element to all lanes.
 static inline Reals all_f32(const float* from) { return every_lane(*from); }
 static inline Reals all_bf16(const uint16_t* from) { return (Reals)(((RealBits){} + *from) << 16); }
 static inline RealBits all_bool(const uint8_t* from) { return ((RealBits){} + *from) != 0; }
 static inline RealBits all_u8(const uint8_t* from) { return (RealBits){} + *from; }
 static inline Longs all_i64(const int64_t* from) { return (Longs){} + *from; }
 
-// -- levels
-// -------------------------------------------------------------------------------------------------------------
+// -- quantized values -------------------------------------------------------------------------------------------------
 
 static inline Reals dequantize_lanes(RealBits levels, int32_t zero_point, float scale) {
     return __builtin_convertvector(levels - zero_point, Reals) * scale;
 }
 
-// numerics.dequantize_table.
+// Dequantize with a zero point in float32, see dequantize_table of numerics/row_quantization.py.
 static inline Reals dequantize_row(RealBits levels, float scale, float zero_point) {
     return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
 }
 
-// Levels as read_u8 and dequantize_lanes have them, or of STEP vectors every STEP-th level in the i-th: an instruction
-// then widens them and takes the zero point off. `write_levels` puts them back in turn.
+// Dequantize vector i of COUNT. With AVX512-VNNI and STEP vectors, vector i has every STEP-th value from the i-th on:
+// an instruction then widens them and subtracts the zero point. `write_levels` restores the order.
 template <int COUNT>
 static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
 #if defined(__AVX512VNNI__)
@@ -146,16 +151,16 @@ static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int3
     return dequantize_lanes(read_u8(from + i * FLOATS, 1, count), zero_point, scale);
 }
 
-// numerics.quantize. Bounds are whole steps from the zero point, so it does not matter that they are taken before
-// rounding.
+// Quantize as quantize of numerics/rounding.py. The bounds are integers, so values may be clamped before they are
+// rounded.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
     return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
 }
 
-// The levels of some vectors, one after the other. Of STEP full ones side by side, in one store: what is too low for an
-// i32 becomes the least there is, and each packing bounds what it packs. `small`: all are numbers below 2^30 steps;
-// `in_turn`: as read_in_turn has them.
+// Quantize COUNT vectors and store them one after the other. STEP full vectors take a single store: values too low for
+// int32 become the smallest int32, and packing saturates. `small`: no value is NaN or beyond 2^30 steps. `in_turn`: the
+// vectors are in the order of read_in_turn.
 template <int COUNT>
 static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count,
                                                                const Reals* x, float inverse, int32_t zero_point,
@@ -204,6 +209,7 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
                   quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
+// Round to bfloat16, ties to even; NaN stays NaN.
 static inline Reals to_bfloat16(Reals x) {
     const RealBits bits = (RealBits)x, odd = (bits >> 16) & 1;
     typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
@@ -211,12 +217,11 @@ static inline Reals to_bfloat16(Reals x) {
     return x == x ? (Reals)rounded : every_lane(__builtin_nanf(""));
 }
 
-// -- of one element
-// -----------------------------------------------------------------------------------------------------
+// -- functions of one element -----------------------------------------------------------------------------------------
 
-static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN stays
+static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN if x is NaN
 
-// a > b, or NaN ? a : b; the instruction alone gives b of NaN.
+// Return the larger value, or NaN if either is NaN; the instruction alone returns b if a is NaN.
 static inline Reals larger(Reals a, Reals b) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_mask_max_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a,
@@ -225,6 +230,7 @@ static inline Reals larger(Reals a, Reals b) {
     return ((a > b) | (a != a)) ? a : b;
 #endif
 }
+// Return the smaller value, or NaN if either is NaN.
 static inline Reals smaller(Reals a, Reals b) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_mask_min_ps((__m512)a, _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q), (__m512)a,
@@ -234,6 +240,7 @@ static inline Reals smaller(Reals a, Reals b) {
 #endif
 }
 
+// Return 1 where a comparison holds, else 0.
 static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
 
 static inline Reals clamp(Reals x, float low, float high) {
@@ -241,6 +248,7 @@ static inline Reals clamp(Reals x, float low, float high) {
     return raised > high ? every_lane(high) : raised;
 }
 
+// Return the square root.
 static inline Reals root(Reals x) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_sqrt_ps((__m512)x);
@@ -252,6 +260,7 @@ static inline Reals root(Reals x) {
 #endif
 }
 
+// Round to an integer, ties to even, and keep the sign of zero.
 static inline Reals nearest(Reals x) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -260,7 +269,7 @@ static inline Reals nearest(Reals x) {
 #else
     Reals whole;
     for (int l = 0; l < FLOATS; ++l) whole[l] = round_even(x[l]);
-    return (Reals)((RealBits)absolute(whole) | ((RealBits)x & (int32_t)0x80000000));  // its zeros have no sign
+    return (Reals)((RealBits)absolute(whole) | ((RealBits)x & (int32_t)0x80000000));  // restores signs of zero
 #endif
 }
 
@@ -289,16 +298,16 @@ static inline Reals logarithm(Reals x) {
     return of_number(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
 }
 
-// -- along a row
-// --------------------------------------------------------------------------------------------------------
+// -- reductions and iteration along a row -----------------------------------------------------------------------------
 
+// Return a mask of the first `count` lanes.
 static inline RealBits lanes_below(int64_t count) {
     RealBits lane;
     for (int l = 0; l < FLOATS; ++l) lane[l] = l;
     return lane < (int32_t)count;
 }
 
-// The first `count` lanes of a vector join their lanes of a sum; a full vector's all do.
+// Include the first `count` lanes of x in a sum, a maximum or a minimum; the other lanes do not change.
 static inline Reals added(Reals sum, Reals x, int64_t count) {
     return count == FLOATS ? sum + x : lanes_below(count) ? sum + x : sum;
 }
@@ -309,7 +318,8 @@ static inline Reals lowered(Reals least, Reals x, int64_t count) {
     return count == FLOATS ? smaller(x, least) : lanes_below(count) ? smaller(x, least) : least;
 }
 
-// 16 lanes -> one value in every lane: the upper half joins the lower, until there is one.
+// Reduce LANES partial results to one value in every lane: the upper half is combined with the lower half until one is
+// left.
 static inline Reals upper(Reals x, int half) {
     static const int32_t places[2 * LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     RealBits place;
@@ -341,8 +351,9 @@ struct Vectors {
     enum { COUNT = N };
 };
 
-// take(first element, elements of each vector, which of the vectors that hold 16 lanes is the first, how many vectors),
-// along a row: STEP vectors at a time, then one by one, the last of which may not be full.
+// Call take(first element, elements per vector, group, number of vectors) for all elements of a row: for STEP vectors
+// at a time, then for one at a time, where the last may be partial. `group` is the number of the first vector among the
+// GROUPS vectors of partial results.
 template <typename Take>
 static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
     int64_t e = first;

@@ -1,10 +1,11 @@
-// Lines of pair.h.
+// Sums and products of two quantized tensors, see pair.h.
 
 #include "elementwise/pair.h"
 
 #include "base/numerics.h"
 #include "base/vectors.h"
 
+// Add lines of `count` values, with one factor per operand.
 static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
@@ -25,6 +26,7 @@ static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_
 #endif
 }
 
+// Add lines of whole pixels, where the second operand has a factor per channel.
 static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to,
                                    int64_t count) {
     const struct Limits* q = p->limits;
@@ -49,7 +51,7 @@ static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const
 #endif
 }
 
-// A product of two differences of levels is below 2^17, so float32 holds it exactly.
+// Multiply lines of `count` values. Products of values minus their zero points are below 2^17, so float32 is exact.
 static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
@@ -68,8 +70,9 @@ static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_
 #endif
 }
 
-// An operand that is the same for every pixel of an image: its difference from zero per channel, in sums times its
-// factor. The other operand has the zero point and, in sums, the factor here; in products it is that of the result.
+// The operand that has one pixel per image, by channel: values minus their zero point, times their factor in sums.
+// `zero` is the zero point of the other operand. `factor` is that of the other operand in sums, and that of the result
+// in products.
 enum { TERMS = 4096 };
 
 struct Terms {
@@ -79,9 +82,11 @@ struct Terms {
 };
 
 #if defined(VECTORS)
-// Vectors that begin with a multiple of 16 channels need no dealing where the j-th terms of all 16 lie together.
+// Return whether the number of channels is a multiple of 16. Vectors then begin at a multiple of 16 channels, and
+// `deal` is not needed if the terms of quarter j of all vectors are stored together.
 static inline int in_sixteens(const struct Terms* t) { return t->channels % 16 == 0; }
 
+// Compute the terms of an image from its pixel in this operand.
 static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero, float factor) {
     if (!in_sixteens(t)) {
         for (int64_t c = 0; c < t->channels; ++c) t->term[c] = (float)(from[c] - zero) * factor;
@@ -100,6 +105,7 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
         for (int64_t c = 0; c < WIDE / 4; ++c) t->term[j * apart + quarter + c] = t->term[j * apart + c];
 }
 
+// Add (`sum`) or multiply `count` values and the terms of their channels; `sixteens` is that of in_sixteens.
 static inline __attribute__((always_inline)) void term_vectors(const struct Terms* t, const uint8_t* from, uint8_t* to,
                                                                int64_t count, const struct Finish* f, int sum,
                                                                int sixteens) {
@@ -118,11 +124,13 @@ static inline __attribute__((always_inline)) void term_vectors(const struct Term
     }
 }
 #else
+// Compute the terms of an image from its pixel in this operand.
 static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero, float factor) {
     for (int64_t c = 0; c < t->channels; ++c) t->term[c] = (float)(from[c] - zero) * factor;
 }
 #endif
 
+// Add the terms of their channels to `count` values, and requantize.
 static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
                              const struct Limits* q) {
 #if defined(VECTORS)
@@ -139,6 +147,7 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #endif
 }
 
+// Multiply `count` values by the terms of their channels, and requantize.
 static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
                              const struct Limits* q) {
 #if defined(VECTORS)
@@ -155,7 +164,7 @@ static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #endif
 }
 
-// A pair of which operand `one` has one pixel an image. More channels than there are terms are done some at a time.
+// Compute a pair in which operand a (`one_a`) or b has one pixel per image, up to TERMS channels at a time.
 static inline void pair_with_pixel(const struct Pair* p, int sum, int one_a, int thread, int threads) {
     const struct Image *one = one_a ? &p->a : &p->b, *other = one_a ? &p->b : &p->a;
     const int32_t zero_b = p->limits->other_zero_point, zero_one = one_a ? p->zero_a : zero_b;
@@ -176,7 +185,8 @@ static inline void pair_with_pixel(const struct Pair* p, int sum, int one_a, int
     }
 }
 
-// Some pixels of an image times one pixel for it, dense; they are counted through all images.
+// Multiply `count` pixels from number `first` on by the one pixel of their image, and store them densely. Pixels are
+// counted through all images.
 LIBRARY void weigh_pixels(const struct Pair* p, int64_t first, int64_t count, uint8_t* to) {
     const int one_a = p->a.height * p->a.width == 1;
     const struct Image *one = one_a ? &p->a : &p->b, *other = one_a ? &p->b : &p->a;

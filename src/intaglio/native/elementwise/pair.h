@@ -1,4 +1,4 @@
-// Sums and products of two quantized operands.
+// Sums and products of two quantized tensors.
 
 #pragma once
 
@@ -6,17 +6,18 @@
 #include "base/library.h"
 #include "products/tile.h"
 
-// Two operands with their zero points and factors; a product has one factor, the first. `each`: the second is one for
-// every channel, and goes on with the first channels.
+// Two operands with their zero points and factors. A product has one factor, `factor_a`. `each`: `factor_b` has a value
+// per channel, and then repeats the first channels.
 struct Pair {
     struct Image a, b, out;
-    int32_t zero_a, each;
+    int32_t zero_a, each;  // zero point of a; that of b is `other_zero_point` of the limits
     const float *factor_a, *factor_b;
     const struct Limits* limits;
 };
 
-// `sum`: a + b, else a * b.
+// Compute this thread's part of a + b if `sum`, else of a * b.
 LIBRARY void pair_levels(const struct Pair* p, int sum, int thread, int threads);
 
-// Some pixels of an image times one pixel for it, dense; they are counted through all images.
+// Multiply `count` pixels from number `first` on by the one pixel of their image, and store them densely. Pixels are
+// counted through all images.
 LIBRARY void weigh_pixels(const struct Pair* p, int64_t first, int64_t count, uint8_t* to);

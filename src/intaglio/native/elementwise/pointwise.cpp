@@ -1,11 +1,11 @@
-// Operators of pointwise.h.
+// Operators of one quantized tensor, see pointwise.h.
 
 #include "elementwise/pointwise.h"
 
 #include "base/numerics.h"
 #include "base/vectors.h"
 
-// A factor and an offset per channel: batch norm on its own.
+// Compute (x - zero) * factor + offset with a factor and an offset per channel: batch norm that is not folded.
 LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
                            const float* offset, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
@@ -32,7 +32,7 @@ LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int3
     }
 }
 
-// A value that is not negative times `rise`, another times its channel's `fall`.
+// Compute PReLU: x - zero is multiplied by `rise` if it is not negative, else by the channel's `fall`.
 LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
                           const float* fall, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
@@ -61,7 +61,7 @@ LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32
     }
 }
 
-// Sums of up to 2^15 levels and of their squares.
+// Sum of up to 2^15 quantized values, and sum of their squares.
 struct Moments {
     int64_t levels, squares;
 };
@@ -83,8 +83,8 @@ static inline struct Moments moments(const uint8_t* from, int64_t count) {
     return m;
 }
 
-// numerics.layer_norm of every pixel. Sums are exact, so their order is free and the zero point leaves the variance
-// alone.
+// Normalize each pixel over its channels, see layer_norm of numerics/requantization.py. Sums are exact, so their order
+// is free, and the variance does not depend on the zero point.
 LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
                                const float* offset, float eps, const struct Limits* q, int thread, int threads) {
     const int64_t count = in->pixel;
@@ -117,6 +117,7 @@ LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, 
     }
 }
 
+// Clamp quantized values to the bounds of q.
 LIBRARY void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread,
                           int threads) {
     const uint8_t low = (uint8_t)q->low, high = (uint8_t)q->high;

@@ -1,5 +1,6 @@
-// Runs the network once: main weights.bin SIZE [FILE ...]; SIZE stands for every free dimension, a FILE holds the bytes
-// of an input, and inputs without one are random numbers. Prints the first eight elements of every output.
+// An example: net_main weights.bin SIZE [FILE ...] runs the network once and prints the first eight elements of every
+// float32 output. SIZE is the size of all free dimensions. Each FILE has the bytes of an input, in order; an input
+// without a file has random numbers if it is float32, else zeros.
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,5 @@
-// Opens weights, plans shapes, runs calls. What the network is stands in kernels/description.h. C++ without its library.
+// The functions of net.h: open weights, plan memory for the sizes of a call, and run calls. kernels/description.h
+// describes the network. This is C++ that does not need the C++ standard library.
 #pragma GCC visibility push(default)
 #include "net.h"
 #pragma GCC visibility pop
@@ -8,7 +9,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-// Names of this network's own: several may be linked into one program.
+// These functions get names of this network's own, because a program may be linked with several exported networks.
 #define intaglio_parallel net_parallel
 #define intaglio_parallel_shared net_parallel_shared
 #include "kernels/pool.cpp"
@@ -20,20 +21,21 @@
 
 namespace {
 
-// How the program reads a tensor of the caller: each axis by its stride, or without gaps in one of two orders. What it
-// writes is dense in one of them.
+// The memory order in which the generated program reads an input: any strides, or dense in one of two orders. It writes
+// each output dense in one of the two.
 enum Layout { ANY_STRIDES, ROW_MAJOR, CHANNELS_LAST };
 
-// `external`: index in the program's table of the caller's tensors, -1 if nothing reads it. `as_bytes`: bytes will do.
+// How the generated program takes an input or an output.
 struct Entry {
-    int32_t external;
+    int32_t external;  // index in Run::external; -1 if nothing reads the input
     Layout layout;
-    int32_t as_bytes;
+    int32_t as_bytes;  // the input may also be NET_U8
 };
 
-// Macs, bytes and units of a step.
+// Multiply-adds of a step, bytes it reads and writes, and units of work that threads share.
 typedef int64_t Amounts[3];
 
+// A generated program, one per instruction set.
 struct Program {
     const char* isa;
     int (*runs_here)(void);
@@ -41,8 +43,8 @@ struct Program {
     int64_t (*plan)(const int64_t* dims, int64_t* offsets);
     void (*amounts)(const int64_t* dims, Amounts* steps);
     int32_t steps, barriers;
-    double macs_per_second;
-    size_t first, bytes;  // of its part of the weights
+    double macs_per_second;  // of one thread
+    size_t first, bytes;     // its part of the weights
 };
 
 #include "kernels/description.h"
@@ -51,7 +53,7 @@ constexpr int64_t kLargestSize = INT32_MAX;
 constexpr int64_t kLargestTensor = int64_t(1) << 40;  // elements
 constexpr int64_t kLargestArena = int64_t(1) << 46;
 
-// First bytes of the weights. `sum` is over the 64-bit words behind them.
+// The first bytes of the weights. `sum` is the checksum of all bytes after them.
 struct Header {
     char magic[8];
     uint64_t version, key, bytes, sum;
@@ -60,7 +62,7 @@ struct Header {
 
 #include "kernels/tensor_copies.h"
 
-// Predicted seconds on so many threads: each step divides as far as its units do.
+// Return the predicted seconds of a call with `threads` threads, which share the units of each step.
 double seconds(const Program& p, const Amounts* steps, int threads) {
     double total = p.steps * kStep;
     for (int32_t i = 0; i < p.steps; ++i) {
@@ -71,7 +73,7 @@ double seconds(const Program& p, const Amounts* steps, int threads) {
     return threads == 1 ? total : total + kStart + p.barriers * (kBarrier + kBarrierThread * threads);
 }
 
-// The fewest threads whose time is close to the best.
+// Return the smallest number of threads, at most `most`, whose predicted time is close to the shortest one.
 int threads_worth(const Program& p, const Amounts* steps, int most) {
     double best = seconds(p, steps, 1);
     for (int threads = 2; threads <= most; ++threads) {
@@ -83,12 +85,14 @@ int threads_worth(const Program& p, const Amounts* steps, int most) {
     return threads;
 }
 
+// Return the program of the best instruction set that the processor has, or null.
 const Program* best_program() {
     for (const Program& program : programs)
         if (program.runs_here()) return &program;
     return nullptr;
 }
 
+// Return a checksum of 64-bit words that depends on their order.
 uint64_t sum_of(const uint8_t* bytes, size_t count) {
     uint64_t sum = 0, word;
     for (size_t i = 0; i < count / sizeof word; ++i) {
@@ -98,6 +102,7 @@ uint64_t sum_of(const uint8_t* bytes, size_t count) {
     return sum;
 }
 
+// Return NET_OK if these are the undamaged weights of this network.
 int32_t check_weights(const uint8_t* weights, size_t bytes) {
     Header header;
     if (bytes < sizeof header) return NET_FOREIGN;
@@ -110,14 +115,14 @@ int32_t check_weights(const uint8_t* weights, size_t bytes) {
 
 }  // namespace
 
-// `sizes` and `strides` are those of all inputs, then of all outputs; so are `scratch`, memory behind the program's own
-// for tensors that come or go in another order than it has.
+// `sizes`, `strides` and `scratch` have entries for all inputs, then for all outputs. `scratch` are offsets in the
+// arena, after the memory of the program: tensors in another memory order than the program's are copied there.
 struct net_model {
     const Program* program;
     const uint8_t* weights;
-    size_t bytes, mapped;
+    size_t bytes, mapped;  // of the weights; `mapped` is 0 if the caller owns them
     bool planned;
-    int32_t allowed, threads;  // the last number asked for, and what it is worth; 0: not known
+    int32_t allowed, threads;  // the last limit, 0 if there was none, and the number of threads worth using
     int64_t dims[kSymbols + 1], offsets[kBuffers + 1];
     int64_t sizes[kValues][kRank], strides[kValues][kRank], scratch[kValues];
     int32_t dtypes[kInputs + 1];
@@ -132,7 +137,8 @@ const net_value& value_of(int32_t index) { return index < kInputs ? input_values
 
 const Entry& entry_of(int32_t index) { return index < kInputs ? input_entries[index] : output_entries[index - kInputs]; }
 
-// Where tensors lie that have to be copied; returns the bytes of program and copies together.
+// Set the offsets of tensors that may have to be copied, and return the bytes of the arena. `arena` is what the program
+// itself needs.
 int64_t place_scratch(const int64_t (*sizes)[kRank], int64_t arena, int64_t* scratch) {
     int64_t end = (arena + 127) / 64 * 64;
     for (int32_t i = 0; i < kValues; ++i) {
@@ -145,7 +151,7 @@ int64_t place_scratch(const int64_t (*sizes)[kRank], int64_t arena, int64_t* scr
     return end;
 }
 
-// An input as the program reads it: the caller's memory, or a copy in another order.
+// Return an input as the program reads it, and set its strides: the caller's memory, or a copy in another memory order.
 const uint8_t* readable(net_model* m, int32_t i, const void* given, int64_t* strides, int threads) {
     const int32_t rank = value_of(i).rank;
     const uint8_t* from = static_cast<const uint8_t*>(given);
@@ -161,7 +167,7 @@ const uint8_t* readable(net_model* m, int32_t i, const void* given, int64_t* str
     return to;
 }
 
-// Where the program writes an output: the caller's memory if its order is dense there too.
+// Return the memory in which the program writes an output: the caller's if its memory order is row-major, too.
 uint8_t* writable(net_model* m, int32_t i, void* given) {
     const int32_t rank = value_of(i).rank;
     int64_t made[kRank], wanted[kRank];
@@ -170,7 +176,8 @@ uint8_t* writable(net_model* m, int32_t i, void* given) {
     return same_places(made, wanted, m->sizes[i], rank) ? static_cast<uint8_t*>(given) : m->arena + m->scratch[i];
 }
 
-// Outputs whose memory the program did not write itself: another order, or a value that is returned twice.
+// Copy to the caller's memory what the program did not write there: outputs in another memory order, and values that
+// are returned more than once.
 void give_back(net_model* m, uint8_t* const* external, void* const* outputs, int threads) {
     for (int32_t i = kInputs; i < kValues; ++i) {
         const int32_t rank = value_of(i).rank;
@@ -184,6 +191,7 @@ void give_back(net_model* m, uint8_t* const* external, void* const* outputs, int
     }
 }
 
+// Check weights and set *opened to a new handle. `mapped` bytes are unmapped when it is closed.
 int32_t open_weights(const uint8_t* weights, size_t bytes, size_t mapped, net_model** opened) {
     const int32_t status = check_weights(weights, bytes);
     if (status != NET_OK) return status;
@@ -196,6 +204,7 @@ int32_t open_weights(const uint8_t* weights, size_t bytes, size_t mapped, net_mo
     return NET_OK;
 }
 
+// Return whether there is memory for all tensors that have elements.
 bool complete(const void* const* pointers, int32_t first, int32_t count, const net_model* m) {
     if (!pointers && count) return false;
     for (int32_t i = 0; i < count; ++i)

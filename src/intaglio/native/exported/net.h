@@ -1,7 +1,10 @@
-// How a program calls the exported network. Plain C; what stands here keeps its meaning as long as NET_ABI stays.
+// The interface of the exported network, in plain C. It keeps its meaning as long as NET_ABI stays the same.
 //
-// A handle (net_model) is used by one thread at a time; any number of handles may be used at once. Nothing here
-// prints, exits or throws: what goes wrong is the status that comes back, and the handle stays as it was.
+// The usual order of calls: net_open, net_resize, then net_run once per call of the network, and net_close at the end.
+//
+// Only one thread at a time may use a handle (net_model), but any number of handles may be used at the same time. No
+// function prints, exits or throws. Functions that can fail return a status, and a failed call does not change the
+// handle.
 #ifndef NET_H
 #define NET_H
 
@@ -14,23 +17,24 @@ extern "C" {
 
 #define NET_ABI 1
 
-// Of this export: how many inputs and outputs, and the largest rank among them.
+// Number of inputs and of outputs, and the largest rank of any of them (at least 1).
 enum { NET_INPUTS = @INPUTS@, NET_OUTPUTS = @OUTPUTS@, NET_RANK = @RANK@ };
 
+// A handle: the weights, and the memory of calls with the sizes of the last net_resize.
 typedef struct net_model net_model;
 
-// What functions return.
+// Status codes.
 enum {
     NET_OK = 0,
-    NET_ARGUMENT = 1,   // a null pointer, an index or an element type that is none
-    NET_FILE = 2,       // the file of weights cannot be read; errno says why
-    NET_FOREIGN = 3,    // not weights, or those of another network or export
-    NET_DAMAGED = 4,    // some bytes of the weights are not what was exported
-    NET_PROCESSOR = 5,  // exported for none of the instruction sets of this processor
-    NET_MEMORY = 6,     // the system gives no more memory
-    NET_SHAPE = 7,      // sizes the network does not take; the previous ones still hold
-    NET_UNPLANNED = 8,  // net_resize has not succeeded yet
-    NET_INDEX = 9       // an id among the inputs is none of the table's rows; outputs hold anything
+    NET_ARGUMENT = 1,   // a null pointer, or an index, element type, alignment or thread count that is not valid
+    NET_FILE = 2,       // the file of weights cannot be read; errno has the reason
+    NET_FOREIGN = 3,    // not a file of weights, or the weights of another network or export
+    NET_DAMAGED = 4,    // the weights are not those that were exported: some bytes have changed
+    NET_PROCESSOR = 5,  // the processor has none of the exported instruction sets
+    NET_MEMORY = 6,     // out of memory
+    NET_SHAPE = 7,      // the network does not take these sizes; the previous sizes stay valid
+    NET_UNPLANNED = 8,  // there has been no successful net_resize yet
+    NET_INDEX = 9       // an id in an input is not a row of its table; the contents of the outputs are undefined
 };
 
 // Element types.
@@ -39,56 +43,62 @@ enum {
     NET_F32 = 9, NET_F64 = 10, NET_BOOL = 11
 };
 
-// An input or output: its name, its shape as text ("[n, 3, 224, 224]"), its element type, and its sizes, -1 where they
-// are free.
+// Description of an input or an output.
 typedef struct {
     const char* name;
-    const char* shape;
-    int32_t dtype;
-    int32_t rank;
-    const int64_t* sizes;
+    const char* shape;     // as text: "[n, 3, 224, 224]", with a name for a free size
+    int32_t dtype;         // element type: NET_F32 and others
+    int32_t rank;          // number of axes
+    const int64_t* sizes;  // size of each axis; -1 for a free size, which net_resize sets
 } net_value;
 
-// NET_ABI of the library that runs.
+// Return the value that NET_ABI had when the library was compiled.
 int32_t net_abi(void);
 
-// One line of English; never NULL.
+// Return one line of English that explains a status; never NULL.
 const char* net_error(int32_t status);
 
+// Return the number of inputs, and of outputs.
 int32_t net_inputs(void);
 int32_t net_outputs(void);
 
-// NULL if there is none of this index.
+// Return the description of an input or an output; indices begin at 0. NULL if the index is out of range.
 const net_value* net_input(int32_t index);
 const net_value* net_output(int32_t index);
 
-// A new handle with the weights in a file, which is mapped: several handles and processes hold them once.
+// Open a file of weights and set *opened to a new handle. The file is memory-mapped, so all handles and processes that
+// open it share one copy in memory. If the weights cannot be opened, *opened is NULL.
 int32_t net_open(const char* path, net_model** opened);
 
-// The same with the bytes of that file in memory, from a multiple of 64 on; they must stay until the handle is closed.
+// Open the contents of a file of weights, at an address that is a multiple of 64, and set *opened to a new handle. They
+// are not copied: the caller keeps them unchanged until the handle is closed.
 int32_t net_open_memory(const void* weights, size_t bytes, net_model** opened);
 
-// Gives everything back. NULL is fine.
+// Close a handle and free its memory. NULL is allowed.
 void net_close(net_model* model);
 
-// The instruction set it runs: the best of those exported that this processor has.
+// Return the name of the instruction set that the handle uses: the best exported one that this processor has.
 const char* net_isa(const net_model* model);
 
-// Plans a call: sizes[i] are those of input i. Takes microseconds, and memory only when it needs more than ever before.
-// Inputs are then dense, of their element type.
+// Set the sizes of all inputs: sizes[i] has one size for each axis of input i. Call it before the first net_run, and
+// whenever sizes change. It takes microseconds, and allocates memory only if more is needed than ever before. net_run
+// then expects inputs dense, in row-major order and in their own element type; net_read_as changes that.
 int32_t net_resize(net_model* model, const int64_t* const* sizes);
 
-// As planned; NULL and 0 before, and where there is no such output or input.
+// Return the sizes of an output, and the bytes of an output or an input, as of the last net_resize. NULL or 0 if there
+// was none, or if the index is out of range. The pointer is valid until the next net_resize or net_close.
 const int64_t* net_output_sizes(const net_model* model, int32_t index);
 size_t net_output_bytes(const net_model* model, int32_t index);
 size_t net_input_bytes(const net_model* model, int32_t index);
 
-// Until the next net_resize an input comes with these strides (in elements; NULL: dense) and in this element type: its
-// own, or NET_U8 where the network was quantized for images as bytes.
+// Describe how the caller passes an input to net_run until the next net_resize: its strides (in elements, one for each
+// axis; NULL: dense) and its element type. The element type is the input's own, or NET_U8 for an image of bytes if the
+// network was quantized for such images.
 int32_t net_read_as(net_model* model, int32_t index, int32_t dtype, const int64_t* strides);
 
-// One call: inputs[i] are read, outputs[i] are written, dense. At most so many threads work, and fewer where more would
-// gain nothing; 0: as many as the processor has. Results have the same bits with any number.
+// Run the network: read inputs[i], and write outputs[i] dense and in row-major order. Use at most `threads`
+// threads, or as many as there are cores if it is 0; fewer threads are used if more would not be faster. Results are
+// bit-identical with any number of threads.
 int32_t net_run(net_model* model, const void* const* inputs, void* const* outputs, int32_t threads);
 
 #ifdef __cplusplus

@@ -1,20 +1,22 @@
-// Windows and sums of pooling.h.
+// Max and average pooling, see pooling.h.
 
 #include "images/pooling.h"
 
 #include "base/numerics.h"
 #include "base/vectors.h"
 
-enum { SHARED_BYTES = 1 << 16 };  // of one image, from which on threads sum it together
+enum { SHARED_BYTES = 1 << 16 };  // bytes of an image; threads sum larger ones together
 
-typedef uint8_t Lanes __attribute__((vector_size(WIDE)));  // channels; what lies behind the last is read, and not used
+typedef uint8_t Lanes __attribute__((vector_size(WIDE)));  // channels; lanes past the last one are read, but not used
 
-// Window of one output along one axis: what it reads, and what it divides by.
+// The part of a pooling window that is inside the input, along one axis: `start` is its first position. `count` is the
+// number of taps, or the factor of the divisor along this axis.
 struct Window {
     int64_t start, stop, count;
 };
 
-// Taps of a window that lie inside an axis of `size`; `start` may lie before it.
+// Return the taps of output `index` of max pooling that are inside an axis of `size`: the position of the first tap,
+// and the number of taps.
 static inline struct Window taps_inside(const struct PoolAxis* axis, int64_t index, int64_t size) {
     struct Window w = {0, axis->kernel, 0};
     const int64_t start = index * axis->stride - axis->before;
@@ -58,6 +60,7 @@ LIBRARY void max_pool(const struct Pool* p, int thread, int threads) {
     }
 }
 
+// Return the window of output `index` of average pooling: positions `start` to `stop` (exclusive) of the input.
 static inline struct Window window(const struct Pool* p, const struct PoolAxis* axis, int64_t index, int64_t outputs,
                                    int64_t size) {
     struct Window w;
@@ -75,16 +78,18 @@ static inline struct Window window(const struct Pool* p, const struct PoolAxis* 
     return w;
 }
 
-// Sums of the levels of some pixels, WIDE channels wide. Two levels of a vector make a word: words add up modulo 2^16,
-// their upper levels apart, which gives both sums while they are below 2^16; then they are spread.
+// Sums per channel of some pixels, WIDE channels at a time. Each 16-bit word holds two channels: `words` sums the words
+// modulo 2^16, and `upper` sums their high bytes. Both channels' sums follow from these two while they are below 2^16;
+// then they are added to the 32-bit totals.
 #if defined(VECTORS)
-enum { HELD = 257 };  // times 255 is below 2^16
+enum { HELD = 257 };  // pixels summed in 16 bits; HELD * 255 is below 2^16
 struct Sums {
     Words words, upper;
     Ints total[4];
     int64_t held;
 };
 
+// Add the 16-bit sums to the totals.
 static inline void spread_sums(struct Sums* s) {
     const Words even = s->words - (s->upper << 8), none = {};
     const Levels low = unpack_low((Levels)even, (Levels)s->upper), high = unpack_high((Levels)even, (Levels)s->upper);
@@ -93,6 +98,7 @@ static inline void spread_sums(struct Sums* s) {
     s->words = s->upper = none, s->held = 0;
 }
 
+// Add `count` pixels whose addresses are `apart` bytes from each other.
 static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
     while (count) {
         if (s->held == HELD) spread_sums(s);
@@ -105,7 +111,7 @@ static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count
     }
 }
 
-// In the order of channels.
+// Store the totals in the order of channels.
 static inline void store_sums(struct Sums* s, int32_t* to) {
     spread_sums(s);
     for (int j = 0; j < 4; ++j)
@@ -113,7 +119,7 @@ static inline void store_sums(struct Sums* s, int32_t* to) {
             memcpy(to + 16 * lane + 4 * j, (const char*)&s->total[j] + 16 * lane, 16);
 }
 
-// (sum - real) * factor as levels.
+// Requantize: clamp(rne((sum - real) * factor) + zero_point, low, high). `real` is the sum of the zero points.
 static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to,
                                int64_t count) {
     const struct Finish f = finishing(q, UNKNOWN);
@@ -127,6 +133,7 @@ struct Sums {
     int32_t total[WIDE];
 };
 
+// Add `count` pixels whose addresses are `apart` bytes from each other.
 static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
     for (int64_t i = 0; i < count; ++i, from += apart)
         for (int l = 0; l < WIDE; ++l) s->total[l] += from[l];
@@ -141,11 +148,12 @@ static inline void finish_sums(struct Sums* s, int32_t real, float factor, const
 }
 #endif
 
-// numerics.pool_multipliers
+// Return the multiplier for a divisor of `count`, see pool_multipliers of numerics/scales.py.
 static inline float factor_of(const struct Pool* p, int64_t count) {
     return p->factors ? p->factors[p->fixed_divisor ? 0 : count - 1] : (float)(p->ratio / (double)count);
 }
 
+// Average pooling in which threads share rows of the output and blocks of WIDE channels.
 static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) {
     const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
@@ -168,7 +176,8 @@ static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) 
     }
 }
 
-// Sums of rows first..last of an image by channels; where pixels fill whole vectors, several at once.
+// Sum rows first to last (exclusive) of an image per channel. If whole pixels fill a vector, several are summed at
+// once.
 static inline void sum_rows(const struct Image* in, int64_t first, int64_t last, int32_t* to) {
     const int64_t channels = in->pixel, fit = WIDE / channels;
     const int64_t pixels = fit && WIDE % channels == 0 && in->width % fit == 0 ? fit : 1;
@@ -183,7 +192,8 @@ static inline void sum_rows(const struct Image* in, int64_t first, int64_t last,
     }
 }
 
-// The mean of one image: threads sum rows, those they are likely to have written, then each does some channels.
+// Average pooling over one whole image: each thread sums some of the rows, probably those that it has written, and then
+// requantizes some of the channels.
 static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* barrier, int thread, int threads) {
     enum { SOME = 16 };
     const int64_t channels = p->in.pixel, pixels = p->in.height * p->in.width, parts = (channels + SOME - 1) / SOME;
@@ -196,7 +206,7 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
     intaglio_barrier_wait(barrier, threads);
     for (int64_t c = share(parts, thread, threads) * SOME; c < share(parts, thread + 1, threads) * SOME; c += SOME) {
         int32_t total[SOME] = {0};
-        for (int64_t s = 0; s < shares; ++s)  // what lies behind the last channel is read, and not used
+        for (int64_t s = 0; s < shares; ++s)  // entries past the last channel are read, but not used
             for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
         for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
             p->out.base[c + l] =

@@ -1,10 +1,11 @@
-// Rows and columns of resize.h.
+// Nearest, linear and bilinear upsampling, see resize.h.
 
 #include "images/resize.h"
 
 #include "base/numerics.h"
 #include "base/vectors.h"
 
+// Return the input position that output `i` copies.
 static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
     if (g->index) return g->index[i];
     if (g->images && (g->result == g->size || g->result == 2 * g->size)) return i * g->size / g->result;
@@ -12,7 +13,7 @@ static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
     return least_of((int64_t)((float)i * step), g->size - 1);
 }
 
-// The two values an output lies between, and their weights.
+// The two input positions that an output interpolates, and their weights.
 struct Between {
     int64_t below, above;
     float weight[2];
@@ -34,7 +35,8 @@ static inline struct Between between(const struct Grid* g, int64_t i) {
     return (struct Between){below, below + (below < g->size - 1), {1 - rest, rest}};
 }
 
-// Every output is a copy of the pixel its grids name. Rows that read the row before them copy its result.
+// Copy the pixel that the grids select to each output. A row that has the same source as the row before it is a copy of
+// that row.
 LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
                               const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
                               int threads) {
@@ -54,6 +56,7 @@ LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, i
     }
 }
 
+// Interpolate channel c of two pixels, minus the zero point.
 static inline float blend(const uint8_t* a, const uint8_t* b, int64_t c, const float* weight, int32_t zero) {
     return (float)(a[c] - zero) * weight[0] + (float)(b[c] - zero) * weight[1];
 }

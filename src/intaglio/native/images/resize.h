@@ -1,4 +1,4 @@
-// Upsampling.
+// Upsampling of quantized lines, images and volumes.
 
 #pragma once
 
@@ -6,17 +6,17 @@
 #include "base/library.h"
 #include "products/tile.h"
 
-// What outputs read along one axis: tables, or the sizes of a call and the inputs between neighbouring outputs (0:
-// those of the sizes), from which the same numbers come as from ops/resize.py.
+// Input positions that the outputs read along one axis. `index` and `weight` are tables; without tables, the positions
+// are computed from the other fields and are those of ops/images/resize.py, bit for bit.
 struct Grid {
-    const int32_t* index;
-    const float* weight;
-    int64_t size, result;
-    float step;
-    int images, align;
+    const int32_t* index;  // [result], or [result][2] of linear interpolation
+    const float* weight;   // [result][2], weights of linear interpolation
+    int64_t size, result;  // sizes of the input and of the output
+    float step;            // inputs between neighbouring outputs; 0: size / result
+    int images, align;     // flags: two axes are resized; align_corners
 };
 
-// Means of two rows by two columns.
+// Bilinear upsampling: weighted means of two rows by two columns.
 struct Blend {
     struct Image in, out;
     struct Grid row, column;
@@ -25,7 +25,10 @@ struct Blend {
     const struct Limits* limits;
 };
 
+// Compute this thread's part of nearest upsampling. The images of volumes are their depths, `depth_in` and `depth_out`
+// per volume.
 LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,
                               const struct Grid* depth, const struct Grid* row, const struct Grid* column, int thread,
                               int threads);
+// Compute this thread's part of bilinear upsampling.
 LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads);

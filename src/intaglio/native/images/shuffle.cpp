@@ -1,10 +1,10 @@
-// Vectors of shuffle.h.
+// Channel shuffle of two groups, see shuffle.h.
 
 #include "images/shuffle.h"
 
 #include "base/intrinsics.h"
 
-// Channel 2 * i + g of the result is channel g * each + i: two halves, one from each by turns.
+// Interleave the two halves of the channels: channel 2 * i + g of the result is channel g * each + i of the input.
 LIBRARY void interleave_levels(const struct Image* in, const struct Image* out, int thread, int threads) {
     const int64_t each = out->pixel / 2;
     FOR_EACH_ROW(out) {

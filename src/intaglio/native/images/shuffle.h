@@ -1,9 +1,9 @@
-// Channel shuffles of two groups.
+// Channel shuffle of two groups.
 
 #pragma once
 
 #include "base/image.h"
 #include "base/library.h"
 
-// Channel 2 * i + g of the result is channel g * each + i: two halves, one from each by turns.
+// Interleave the two halves of the n channels: channel 2 * i + g of the result is channel g * n / 2 + i of the input.
 LIBRARY void interleave_levels(const struct Image* in, const struct Image* out, int thread, int threads);

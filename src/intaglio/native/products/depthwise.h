@@ -1,4 +1,4 @@
-// Depthwise convolutions: tiles of a few rows by a few columns, or plain loops that the compiler vectorises.
+// Depthwise convolutions: microkernels for tiles of output pixels, or plain loops that the compiler vectorizes.
 
 #pragma once
 
@@ -7,19 +7,20 @@
 #include "products/matmul.h"
 #include "base/numerics.h"
 
+// A depthwise convolution by microkernels, in blocks of 64 channels.
 struct Depthwise {
     struct Image in, out;
-    int64_t stride_y, stride_x, dilation_y, top, left, taps_y;
-    int64_t rows, columns;  // of the tallest tile
-    int64_t blocks, block_bytes;
-    uint64_t last_mask;
-    const DepthwiseKernel *kernels, *last_kernels;  // by rows, then columns, from 1; full blocks, and the last one
-    const uint8_t* table;                           // of results, for kernels that do not look them up; or null
-    struct Activation activation;                   // of results in float; `levels` may be null
-    struct DepthwiseTile tile;
+    int64_t stride_y, stride_x, dilation_y, top, left, taps_y;  // `top`, `left`: padding
+    int64_t rows, columns;                                      // output pixels of the largest tile
+    int64_t blocks, block_bytes;                                // blocks of channels, and bytes of their weights
+    uint64_t last_mask;                                         // bit mask of the channels of the last block
+    const DepthwiseKernel *kernels, *last_kernels;              // [rows][columns] of a tile, from 1; for the last block
+    const uint8_t* table;          // lookup table of the results, unless kernels look them up; or null
+    struct Activation activation;  // activation function of the results; `levels` may be null
+    struct DepthwiseTile tile;     // all fields that are the same in every call of a kernel
 };
 
-// Some tiles side by side, `rows` by `columns` pixels each.
+// Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each.
 static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel,
                                    int64_t rows, int64_t columns, int64_t tiles) {
     enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
@@ -41,13 +42,14 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
     }
 }
 
+// Compute this thread's part of the convolution.
 static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
     enum { CHANNELS = 64 };
     const int64_t groups = (d->out.height + d->rows - 1) / d->rows,
                   tiles = (d->out.width + d->columns - 1) / d->columns;
     const int64_t units = d->out.images * groups * d->blocks;
     if (!tiles) return;
-    const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns, tiles with one more
+    const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns; tiles with one more
     for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
         const int64_t block = u % d->blocks, group = u / d->blocks % groups, n = u / d->blocks / groups;
         const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
@@ -60,7 +62,7 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
         t.pixel = d->in.pixel, t.out_pixel = d->out.pixel, t.out_line = d->out.line;
         if (last) t.mask = d->last_mask;
         const int64_t needed = (rows - 1) * d->stride_y + d->taps_y;
-        for (int64_t i = 0; i < 16; ++i)  // rows past the last one have weights of zero
+        for (int64_t i = 0; i < 16; ++i)  // rows past the last tap repeat it; their weights are zero
             t.rows[i] =
                 at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) +
                 block * CHANNELS;
@@ -73,7 +75,7 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
     }
 }
 
-// The same in plain loops, 64 channels at a time. A product of u8 and s8 fits 16 bits.
+// A depthwise convolution in plain loops over 64 channels at a time. Products of uint8 and int8 fit into 16 bits.
 struct DepthwisePlain {
     struct Image in, out;
     int64_t stride_y, stride_x, dilation_y, dilation_x, top, left, taps_y, taps_x;
@@ -81,10 +83,11 @@ struct DepthwisePlain {
     const int32_t* bias;
     const float* factor;
     const struct Limits* limits;
-    const uint8_t* table;  // of results; or null
-    struct Activation activation;
+    const uint8_t* table;          // lookup table of the results, or null
+    struct Activation activation;  // activation function of the results; `levels` may be null
 };
 
+// Compute this thread's part of the convolution.
 static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, int threads) {
     enum { CHANNELS = 64 };
     const int64_t channels = d->in.pixel, lines = d->out.images * d->out.height;

@@ -1,33 +1,34 @@
-// What is done to results of a product while they lie in the first-level cache.
+// Epilogues of matrix products: what is computed from the results while they are in the L1 cache.
 
 #pragma once
 
 #include "base/run.h"
 #include "products/tile.h"
 
-// A function of results in float, before they become levels: clamp(rne((f(x) * gain) * inverse) + zero_point, low,
-// high).
+// A function f of results in float32, and quantization: clamp(rne((f(x) * gain) * inverse) + zero_point, low, high).
 struct Activation {
-    // Channels of pixels that lie `from_pixel` floats and `to_pixel` bytes apart; floats up to a multiple of 16 are
-    // read.
+    // Computes `channels` channels of `pixels` pixels, which are `from_pixel` floats apart in `from` and `to_pixel`
+    // bytes apart in `to`. Reads floats up to a multiple of 16 channels.
     void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to,
                    int64_t to_pixel, int64_t channels);
-    float inverse, slope;
+    float inverse, slope;  // 1 / scale of the result; slope of leaky_relu
     const struct Limits* limits;
-    const float* gain;  // of each channel; null when all are 1
+    const float* gain;  // multiplier of each channel; null if all are 1
 };
 
-// float32(acc) * scale of the row * scale of the column + bias. `alike`: all rows have the first scale.
+// Per-token dequantization: float32(acc) * scale of the row * scale of the column + bias. `alike`: the first scale is
+// that of all rows.
 struct ByRow {
     const float *scales, *columns, *bias;
     int64_t alike;
 };
 
-// What reads results while they lie in the first-level cache, floats or levels: some channels of pixels `apart` bytes
-// from each other. Pixels are counted through all images; where the results of this lie it knows itself.
+// A fused loop over the results, float32 or quantized, while they are in the L1 cache. `take` reads `channels` channels
+// from number `channel` on, of `pixels` pixels from number `pixel` on, counted through all images; in `tile` the pixels
+// are `apart` bytes from each other. `take` has the addresses of its own results.
 struct Epilogue {
     void (*take)(const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels,
                  int64_t channel, int64_t channels);
     const struct Run* run;
-    int64_t bytes;  // of an element it reads
+    int64_t bytes;  // bytes of an element of `tile`
 };

@@ -1,26 +1,28 @@
-// What products of two activations share: heads in memory, kernels with results in float.
+// Products of two activations: heads in memory, and microkernels with results in float32.
 #pragma once
 
 #include "products/epilogue.h"
 
 enum {
-    QUERIES = 24,
-    PANEL = 64,
-    WIDEST_HEAD = 256
-};  // rows at once, as in plan/scratch_memory.py; columns; values, as in ops/attention.py
+    QUERIES = 24,      // rows of a block at most, as in ops/products/scratch_memory.py
+    PANEL = 64,        // columns of a packed panel, at most
+    WIDEST_HEAD = 256  // values of a head at most, as in ops/products/attention.py
+};
 
-// Kernels with results in float: `table[blocks][height]`, panels of up to `blocks` times 16 columns.
+// Microkernels with results in float32: `table[blocks][height]` is for panels of 16 * `blocks` columns. `blocks` is the
+// largest number of blocks, `rows` the largest height.
 struct FloatKernels {
     const TileKernel* const* table;
     int64_t blocks, rows;
 };
 
-// Levels [batch, head, row, value], values side by side. Strides in bytes.
+// A quantized tensor [batch, head, row, value] whose values are contiguous. The strides are in bytes.
 struct Heads {
     uint8_t* base;
     int64_t batch, head, row;
 };
 
+// Return the address of the first row of a head.
 static inline uint8_t* head_of(const struct Heads* h, int64_t image, int64_t head) {
     return h->base + image * h->batch + head * h->head;
 }

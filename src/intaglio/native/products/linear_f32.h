@@ -1,23 +1,26 @@
-// A linear layer of floats whose weights are stored in fewer bits: floats.linear, bit for bit. Weights become floats in
-// registers, so that what memory gives is what there is of them. Build with -ffp-contract=off.
+// Weight-only quantized linear layers: activations are float32, weights are stored as int8 or float16. Bit for bit
+// `linear` of numerics/float_math.py. Weights are converted to float32 in registers, so that memory is read only for
+// their stored bits. Compile with -ffp-contract=off.
 #pragma once
 
 #include "elementwise/loops.h"
 #include "base/run.h"
 
-enum { PANEL_F32 = 64 };                  // outputs whose weights lie side by side, input after input
-enum { TALLEST = FLOATS == 16 ? 6 : 2 };  // rows that meet a weight while it is in a register
-enum { BLOCK = 8 * TALLEST };             // rows that a thread takes at a time
+enum { PANEL_F32 = 64 };                  // outputs of a panel of weights
+enum { TALLEST = FLOATS == 16 ? 6 : 2 };  // rows that a weight is multiplied by while it is in a register
+enum { BLOCK = 8 * TALLEST };             // rows in a thread's unit of work
 
-// `weight` has whole panels, the last filled up with zeros. `scales` and `bias` may be null.
+// y = x @ weight.T * scales + bias with x f32[rows, inputs] and y f32[rows, outputs]. `weight` consists of whole
+// panels, the last one padded with zeros. `scales` and `bias`, f32[outputs], may be null.
 struct FloatLinear {
     const float* x;
-    const void* weight;
+    const void* weight;  // [panel][input][PANEL_F32], int8 or float16
     const float *scales, *bias;
     float* y;
     int64_t rows, inputs, outputs;
 };
 
+// Convert int8 weights to float32.
 static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
@@ -31,8 +34,8 @@ static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) 
 #endif
 }
 
-// float16 -> float32, exact. Without an instruction for it: exponents move by 112, or by 224 those of infinities and
-// NaN; what has none of its own gets that of 2^-14, which is taken off again.
+// Convert float16 weights to float32, exactly. Without an instruction for it, exponents increase by 112, those of
+// infinities and NaN by 224; subnormals get the exponent of 2^-14, and 2^-14 is subtracted again.
 static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
@@ -48,7 +51,7 @@ static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from
 #endif
 }
 
-// ROWS rows by ACROSS vectors of outputs, the first of which is `output`.
+// Compute ROWS rows of ACROSS vectors of outputs, the first of which is `output`.
 template <int ROWS, int ACROSS, typename Element>
 static inline __attribute__((always_inline)) void float_tile(const struct FloatLinear* q, int64_t row, int64_t output) {
     const int64_t panel = output / PANEL_F32 * PANEL_F32;
@@ -77,7 +80,8 @@ static inline __attribute__((always_inline)) void float_tile(const struct FloatL
     }
 }
 
-// Up to ROWS rows of a panel. One row alone has sums for more outputs, which wait for each other less.
+// Compute up to ROWS rows of a panel. A single row is computed for more outputs at once, so that additions wait for
+// each other less.
 template <int ROWS, typename Element>
 static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t rows, int64_t panel) {
     enum { ACROSS = ROWS == 1 && FLOATS < 16 ? 8 : 4 };
@@ -89,7 +93,8 @@ static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t 
         float_tile<ROWS, ACROSS, Element>(q, row, output);
 }
 
-// Threads share blocks of rows of every panel, those of a panel one after the other.
+// Compute this thread's part of the layer. A unit of work is a block of rows of a panel; units of the same panel follow
+// each other.
 template <typename Element>
 static inline void float_linear(const struct FloatLinear* q, int thread, int threads) {
     const int64_t blocks = (q->rows + BLOCK - 1) / BLOCK, units = blocks * ((q->outputs + PANEL_F32 - 1) / PANEL_F32);

@@ -1,11 +1,12 @@
-// The loops of matmul.h around microkernels.
+// Loops around the microkernels of convolutions and linear layers, see matmul.h.
 
 #include "products/matmul.h"
 
 #include "elementwise/lookup.h"
 #include "products/row_scale.h"
 
-// Tiles first..last of one panel. Heights are nearly equal, so no tile is a thin rest.
+// Compute tiles first to last (exclusive) of one panel. The tiles of a line have nearly equal heights, so that none is
+// a thin remainder.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
                          int64_t width) {
     struct Tile t = m->tile;
@@ -27,7 +28,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     if (activation) {
         t.out_pixel = (channels + 15) / 16 * 64;
-        if (channels % 16) memset(real, 0, sizeof real);  // a kernel leaves lanes behind the last channel as they are
+        if (channels % 16) memset(real, 0, sizeof real);  // kernels do not write lanes past the last channel
     }
     const struct Epilogue* epilogue = m->epilogue.take ? &m->epilogue : 0;
     uint8_t levels[WARM + TILE_BYTES] __attribute__((aligned(64)));

@@ -1,4 +1,4 @@
-// Convolutions and linear layers: panels of packed weights by tiles of output pixels.
+// Convolutions and linear layers as matrix products: panels of packed weights times tiles of output pixels.
 
 #pragma once
 
@@ -6,39 +6,41 @@
 #include "base/image.h"
 #include "base/library.h"
 
-// A convolution or linear layer over one pair of images.
+// A convolution or linear layer. `other` is a residual operand; `rest` and `other_rest` are the remainders of 16-bit
+// results and of a 16-bit residual operand.
 struct Matmul {
     struct Image in, out, other, rest, other_rest;
-    int64_t stride_y, stride_x, top, left;
-    struct Tile tile;  // everything that does not change from call to call
-    int64_t panels, blocks, panel_bytes, out_bytes;
-    const int32_t* first_channel;    // per panel, of the input; null when it is always 0
-    int64_t flat;                    // every output pixel's taps follow the last one's
-    int64_t rows;                    // tallest tile
-    int64_t mask, last_mask;         // channels of a full panel, and of the last one
-    const TileKernel* kernels;       // by tile height, full panels
-    const TileKernel* last_kernels;  // by tile height, the last panel
-    int64_t split_channels_below;    // fewer output pixels than this: threads share panels, not pixels
-    int64_t chunk_bytes;             // input that stays in cache while all panels pass over it
-    const uint8_t* table;            // of results, for kernels that do not look them up; or null
-    struct Activation activation;    // of results in float; `levels` may be null
-    struct ByRow by_row;             // of accumulators as floats, in flat products; `scales` may be null
-    struct Epilogue epilogue;        // `take` may be null; then `out` has sizes only
+    int64_t stride_y, stride_x, top, left;           // `top`, `left`: padding
+    struct Tile tile;                                // all fields that are the same in every call of a kernel
+    int64_t panels, blocks, panel_bytes, out_bytes;  // `blocks` of a panel; bytes of its weights, and of a result
+    const int32_t* first_channel;                    // first input channel of each panel; null if all are 0
+    int64_t flat;                    // all output pixels are one line: each one's taps follow those of the pixel before
+    int64_t rows;                    // height of the tallest tile
+    int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
+    const TileKernel* kernels;       // for full panels, by height of a tile
+    const TileKernel* last_kernels;  // for the last panel, by height of a tile
+    int64_t split_channels_below;    // with fewer output pixels, threads share panels instead of pixels
+    int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
+    const uint8_t* table;            // lookup table of the results, unless kernels look them up; or null
+    struct Activation activation;    // activation function of the results; `levels` may be null
+    struct ByRow by_row;             // per-token dequantization, if `flat`; `scales` may be null
+    struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
 };
 
-// All of it, this thread's part.
+// Compute this thread's part of the layer.
 LIBRARY void matmul(const struct Matmul* m, int thread, int threads);
 
-// Tiles first..last of one panel.
+// Compute tiles first to last (exclusive) of one panel, where each line of `width` pixels has `tiles` tiles.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
                          int64_t width);
 
 enum {
-    WARM = 8192,
-    TILE_BYTES = 2048
-};  // bytes of results that epilogues read while they are warm, and of one tile more
+    WARM = 8192,       // bytes of results that are computed before an epilogue reads them
+    TILE_BYTES = 2048  // bytes of the largest tile, by which results may exceed that
+};
 
-// The tile, counted through all panels, at which a thread's share begins; tiles of a narrow last panel weigh less.
+// Return the tile, counted through all panels, at which a thread's part begins. Tiles of the last panel count less if
+// it has fewer blocks.
 static inline int64_t first_unit(const struct Matmul* m, int64_t tiles, int thread, int threads) {
     const int64_t narrow = (__builtin_popcountll((unsigned long long)m->last_mask) + 15) / 16,
                   wide = (m->panels - 1) * tiles;

@@ -1,4 +1,4 @@
-// An activation as the second operand of a product: its values packed into panels, and products with them.
+// An activation as the second operand of a matrix product: packing into panels, and multiplication.
 
 #pragma once
 
@@ -6,13 +6,15 @@
 #include "products/heads.h"
 #include "base/vectors.h"
 
-// Levels with zero point 128, `depth` by `columns`, any distances apart -> panels of weights, [panel][depth /
-// 4][columns of the panel, whole blocks][4], zeros where there is nothing.
+// A matrix of quantized values with zero point 128, `depth` by `columns`, with any strides in bytes. Packing gives
+// panels of int8 as of constant weights, [panel][depth / 4][columns of the panel, in blocks of 16][4], padded with
+// zeros.
 struct Operand {
     const uint8_t* base;
     int64_t depth_apart, column_apart, depth, columns;
 };
 
+// Return four consecutive values of column c, from depth d on, as int8.
 static inline uint32_t four_levels(const struct Operand* o, int64_t d, int64_t c) {
     uint32_t found = 0;
     for (int64_t i = 0; i < 4 && d + i < o->depth; ++i)
@@ -21,7 +23,7 @@ static inline uint32_t four_levels(const struct Operand* o, int64_t d, int64_t c
 }
 
 #if defined(__AVX512BW__)
-// 16 rows of 16 dwords -> its columns.
+// Transpose 16 by 16 dwords.
 static inline void transpose16(__m512i* x) {
     __m512i y[16];
     for (int i = 0; i < 16; i += 2) {
@@ -44,7 +46,7 @@ static inline void transpose16(__m512i* x) {
     for (int i = 0; i < 16; ++i) x[i] = y[i];
 }
 
-// 16 columns whose levels lie side by side, 64 of each at a time.
+// Pack 16 columns whose values are contiguous along depth, 64 values of each column at a time.
 static inline void pack_lines(const struct Operand* o, int64_t column, int64_t width, int8_t* to) {
     for (int64_t d = 0; d < o->depth; d += 64) {
         const int64_t left = o->depth - d < 64 ? o->depth - d : 64;
@@ -76,7 +78,7 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
 }
 #endif
 
-// Four levels of each of some columns that lie side by side.
+// Pack four values of each of up to `width` columns. The columns are contiguous.
 static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column, int64_t width, int8_t* to) {
     const int64_t columns = o->columns - column < width ? o->columns - column : width;
     const uint8_t* row = o->base + d * o->depth_apart + column;
@@ -93,6 +95,7 @@ static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column
     memcpy(to, quads, (size_t)(4 * width));
 }
 
+// Pack a matrix into panels of up to 16 * `blocks` columns.
 static __attribute__((noinline)) void pack_operand(const struct Operand* o, int64_t blocks, int8_t* to) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
         const int64_t left = (o->columns - first + 15) / 16 * 16, width = left < 16 * blocks ? left : 16 * blocks;
@@ -111,7 +114,7 @@ static __attribute__((noinline)) void pack_operand(const struct Operand* o, int6
     }
 }
 
-// The zero point of what is multiplied by a packed operand: -zero times the sum of each column.
+// Compute the term of the first operand's zero point: -zero times the sum of each column of the packed operand.
 static __attribute__((noinline)) void column_terms(const struct Operand* o, int64_t blocks, const int8_t* packed,
                                                    int32_t zero, int32_t* terms) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
@@ -134,8 +137,9 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
     }
 }
 
-// Rows times the first `columns` of a packed operand, whose panels are `steps` long where this product takes as many or
-// fewer of its own: t has rows, factor, run and result. All of the last block is written, or with `exact` what it has.
+// Multiply `rows` rows by the first `columns` columns of a packed operand. `product` has the rows, the factors, the
+// result and `run`, the depth of this product in steps of 4, which may be less than that of the panels. With `exact`
+// only the columns that exist are written, otherwise all columns of the last block of 16.
 static inline void multiply(const struct FloatKernels* k, const struct Tile* product, const struct Operand* o,
                             int64_t columns, int64_t rows, int exact) {
     const int64_t tiles = (rows + k->rows - 1) / k->rows, least = rows / tiles, longer = rows % tiles;
@@ -166,7 +170,7 @@ static inline Reals load_reals(const float* from) {
 
 static inline void store_reals(float* to, Reals x) { memcpy(to, &x, sizeof x); }
 
-// Rows of floats, each times its factor -> levels; floats up to a multiple of 16 are read.
+// Quantize rows of floats, each multiplied by its factor. Reads floats up to a multiple of 16 columns.
 static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t from_row, int64_t rows,
                                                      const float* factor, const struct Limits* q, uint8_t* to,
                                                      int64_t to_row, int64_t columns) {

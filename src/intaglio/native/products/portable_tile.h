@@ -1,14 +1,15 @@
-// Microkernels in plain C++, for any processor; one function of a result for all heights.
+// Microkernels in plain C++ for any processor: one function per kind of result, for all heights of tiles.
 #pragma once
 
 #include "base/numerics.h"
 #include "products/tile.h"
 
+// Return the dot product of four activations and four weights.
 static inline int32_t dot4(const uint8_t* a, const int8_t* b) {
     return a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
 }
 
-// acc[row][channel] += four activations times four weights, over every tap.
+// Set acc[row][channel] to the bias plus the products of all taps.
 static inline void portable_products(const struct Tile* t, int rows, int32_t (*acc)[16]) {
     const int8_t* b = t->b;
     for (int i = 0; i < rows; ++i) memcpy(acc[i], t->bias, sizeof acc[i]);
@@ -22,17 +23,19 @@ static inline void portable_products(const struct Tile* t, int rows, int32_t (*a
                 }
 }
 
+// Advance all pointers past a tile.
 static inline void portable_next(struct Tile* t, int rows) {
     t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->other += rows * t->other_pixel;
     t->rest += rows * t->rest_pixel, t->other_rest += rows * t->other_rest_pixel;
 }
 
-// A level, or 16 bits as a level and a rest.
+// Store a quantized value, or with `rest` a 16-bit value as its quotient and remainder.
 static inline void portable_put(const struct Tile* t, int rest, int i, int c, int32_t level) {
     t->out[i * t->out_pixel + c] = (uint8_t)(rest ? level / STEPS : level);
     if (rest) t->rest[i * t->rest_pixel + c] = (uint8_t)(level % STEPS);
 }
 
+// Compute a tile and requantize it.
 static inline void portable_u8(const struct Tile* t, int rows, int rest) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
@@ -43,6 +46,7 @@ static inline void portable_u8(const struct Tile* t, int rows, int rest) {
                 portable_put(t, rest, i, c, requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high));
 }
 
+// Compute a tile, add a residual operand and requantize.
 static inline void portable_add(const struct Tile* t, int rows, int rest, int other_rest) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
@@ -58,6 +62,7 @@ static inline void portable_add(const struct Tile* t, int rows, int rest, int ot
             }
 }
 
+// Compute a tile and dequantize it.
 static inline void portable_f32(const struct Tile* t, int rows) {
     int32_t acc[16][16];
     portable_products(t, rows, acc);

@@ -1,11 +1,11 @@
-// Rows and panels of product.h.
+// Matrix products of two activations, see product.h.
 
 #include "products/product.h"
 
 #include "elementwise/lookup.h"
 #include "products/operand.h"
 
-// Some rows of one matrix, a panel of columns after the other.
+// Multiply some rows of one matrix by a packed operand, panel after panel.
 static __attribute__((noinline)) void multiply_rows(const struct Product* p, const struct Operand* o,
                                                     const int8_t* packed, const int32_t* terms, const uint8_t* a,
                                                     uint8_t* out, int64_t pixel, int64_t rows) {

@@ -1,4 +1,5 @@
-// Rows with scales of their own: results of products dequantized, and one row quantized (numerics.py, bit for bit).
+// Per-token quantization: dequantize the results of a product, and quantize a row. Bit for bit the functions of
+// numerics/row_quantization.py.
 
 #pragma once
 
@@ -7,7 +8,8 @@
 #include "products/epilogue.h"
 #include "base/functions.h"
 
-// Accumulators as floats, `apart` from row to row, in place; `channel` is the first of `channels`.
+// Dequantize accumulators, given as floats, in place. Rows are `apart` floats from each other; `row` is the number of
+// the first row, `channel` that of the first of `channels` channels.
 static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows,
                                    int64_t channel, int64_t channels) {
     const float *columns = r->columns + channel, *bias = r->bias + channel;
@@ -32,8 +34,8 @@ static inline float float_of(int32_t bits) {
     return x;
 }
 
-// Bits of the largest magnitude of a row, at least those given; magnitudes are ordered as their bits are, NaN above
-// all.
+// Return the bits of the largest magnitude of a row, or `most` if that is larger. The order of magnitudes is that of
+// their bits; NaN is larger than all others.
 static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count, int32_t most) {
     int64_t i = 0;
     if (apart == 1 && count >= FLOATS) {
@@ -55,6 +57,7 @@ static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count,
     return most;
 }
 
+// Quantize 16 floats with scale 1 / inverse and zero point 128.
 static inline void levels_of_16(const float* from, float inverse, uint8_t* to) {
     RealBits words[16 / FLOATS];
     for (int j = 0; j < 16 / FLOATS; ++j) {
@@ -65,7 +68,8 @@ static inline void levels_of_16(const float* from, float inverse, uint8_t* to) {
     narrow16(words, to);
 }
 
-// One row; `bits` of its largest magnitude. Returns its scale.
+// Quantize one row and return its scale. `bits` are those of its largest magnitude; if that is not finite, the scale is
+// NaN and all quantized values are 128.
 static inline float quantize_row(const float* from, int64_t apart, int64_t count, int32_t bits, uint8_t* to) {
     if (bits >= INFINITE) {
         memset(to, 128, (size_t)count);

@@ -1,11 +1,12 @@
-// What microkernels are called with: the same bytes for assembly and for C++ (kernels/tile_spec.py has the offsets).
+// Arguments of microkernels in assembly and in C++. kernels/tile_spec.py and kernels/depthwise_spec.py have the offsets
+// of the fields.
 
 #pragma once
 
 #include <stdint.h>
 
-// Bounds and zero points of a requantization, in the widths kernels want them. Of results that keep a rest they have 16
-// bits.
+// Zero points and bounds of a requantization, in the widths that kernels load. Those of 16-bit results are 16-bit
+// values.
 struct Limits {
     uint16_t zero_point16[32];
     uint8_t low8[64], high8[64];
@@ -14,53 +15,53 @@ struct Limits {
     float convertible_low, convertible_high;
 };
 
-// One call of a microkernel: `count` tiles side by side, each of `rows` output pixels by blocks of 16 channels. Strides
-// in bytes; `run` in 4-byte steps. A kernel leaves `a`, `out`, `other` and rests behind its last tile, and `count` 0.
-// `ahead` is its own.
+// Arguments of one call of a microkernel: `count` neighbouring tiles, each of some output pixels by some blocks of 16
+// channels. Strides are in bytes. The kernel advances `a`, `out`, `other` and both rests past the last tile and sets
+// `count` to 0; it may change `ahead`.
 struct Tile {
-    const uint8_t* a;         // first tap of the first pixel
-    int64_t a_pixel;          // to the next output pixel's first tap
+    const uint8_t* a;         // first tap of the first output pixel
+    int64_t a_pixel;          // from the first tap of an output pixel to that of the next
     const int8_t* b;          // packed weights: [tap row][tap][run][16 * blocks][4]
-    int64_t tap_rows, a_row;  // rows of taps, and how far apart they are
-    int64_t taps, a_tap;      // taps in a row
-    int64_t run;
-    const int32_t* bias;  // zero-point term folded in
-    const float* factor;
-    uint8_t* out;
-    int64_t out_pixel;
-    const uint8_t* other;  // residual operand
+    int64_t tap_rows, a_row;  // rows of taps, and the stride between them
+    int64_t taps, a_tap;      // taps of a row, and the stride between them
+    int64_t run;              // steps of 4 bytes in each tap
+    const int32_t* bias;      // bias of each channel, including the zero-point term
+    const float* factor;      // multiplier of each channel
+    uint8_t* out;             // first output pixel
+    int64_t out_pixel;        // stride between output pixels
+    const uint8_t* other;     // residual operand, or null
     int64_t other_pixel;
-    const float* other_factor;
+    const float* other_factor;  // multiplier of the residual operand for each channel
     const struct Limits* limits;
-    int64_t mask;  // channels of the panel
-    int64_t count;
-    int64_t ahead;         // from weights to those that are needed next, which a kernel may prefetch
-    const uint8_t* table;  // of results, for kernels that look them up
-    uint8_t* rest;         // of results of 16 bits, beside their levels
+    int64_t mask;          // bit mask of the channels of the panel that are written
+    int64_t count;         // number of tiles
+    int64_t ahead;         // bytes from the weights to those needed next, which a kernel may prefetch
+    const uint8_t* table;  // u8[256] lookup table, for kernels that look up their results
+    uint8_t* rest;         // remainders of 16-bit results; `out` has the quotients
     int64_t rest_pixel;
-    const uint8_t* other_rest;  // of a residual operand of 16 bits
+    const uint8_t* other_rest;  // remainders of a 16-bit residual operand
     int64_t other_rest_pixel;
 };
 
 typedef void (*TileKernel)(struct Tile*);
 
-// One call of a depthwise microkernel: `count` tiles side by side, each a few rows by a few columns of output pixels,
-// the channels of a vector. A kernel leaves `count` 0 and `out` behind its last tile.
+// Arguments of one call of a depthwise microkernel: `count` neighbouring tiles, each of some rows by some columns of
+// output pixels, and the channels of one vector. The kernel advances `out` past the last tile and sets `count` to 0.
 struct DepthwiseTile {
-    const uint8_t* rows[16];  // of input, at the first column the tile reads
-    int64_t pixel;            // bytes between input columns
-    const int8_t* weights;
-    const int32_t* bias;  // zero-point term folded in
-    const float* factor;
-    uint8_t* out;
-    int64_t out_pixel, out_line;
+    const uint8_t* rows[16];      // input rows, at the first column that the tile reads
+    int64_t pixel;                // bytes between input columns
+    const int8_t* weights;        // packed weights of the channels
+    const int32_t* bias;          // bias of each channel, including the zero-point term
+    const float* factor;          // multiplier of each channel
+    uint8_t* out;                 // first output pixel
+    int64_t out_pixel, out_line;  // strides between output columns and rows, in bytes
     const struct Limits* limits;
-    uint64_t mask;  // channels to write
-    int64_t count;
-    const uint8_t* table;  // of results, for kernels that look them up
+    uint64_t mask;         // bit mask of the channels that are written
+    int64_t count;         // number of tiles
+    const uint8_t* table;  // u8[256] lookup table, for kernels that look up their results
 };
 
 typedef void (*DepthwiseKernel)(struct DepthwiseTile*);
 
-// A table of kernels that an object file of the kernel library holds, by height or size.
+// Declare a table of kernels, by height or size of a tile, that an object file of the kernel library defines.
 #define KERNEL_TABLE(type, name) extern "C" __attribute__((visibility("hidden"))) const type name[]

@@ -1,8 +1,8 @@
-// matmul_weighed of weighed_matmul.h.
+// A 1x1 convolution with scaled input channels, see weighed_matmul.h.
 
 #include "products/weighed_matmul.h"
 
-enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };  // what a thread has room for; what may be read behind it
+enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };  // of scaled pixels per thread; bytes past them that may be read
 
 LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads) {
     uint8_t made[WEIGHED_BYTES + BEHIND] __attribute__((aligned(64)));

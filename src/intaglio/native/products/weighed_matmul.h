@@ -1,11 +1,12 @@
-// A product whose input is weighed by channel first: squeeze and excite in front of a 1x1 convolution.
+// A 1x1 convolution whose input channels are scaled first, as after squeeze-and-excitation.
 
 #pragma once
 
 #include "products/matmul.h"
 #include "elementwise/pair.h"
 
-// The same of a product that no step has made: pixels of one line, weighed as threads come to need them. Threads that
-// share panels weigh all pixels each; those that share pixels weigh theirs, a few tiles at a time.
+// Compute this thread's part of a convolution whose input is the product `weighed`. No step computes that product: each
+// thread scales the pixels that it needs. Threads that share panels each scale all pixels; threads that share pixels
+// scale their own, a few tiles at a time.
 
 LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads);

@@ -1,20 +1,21 @@
-// Scores, probabilities and sums of attention.h.
+// Quantized attention, see attention.h.
 
 #include "sequences/attention.h"
 
 #include "products/operand.h"
 
-// What one thread has for itself; all lines are whole.
+// Scratch memory of one thread. All parts are whole cache lines.
 struct AttentionScratch {
     struct Operand k, v;
     int8_t *packed_k, *packed_v;
-    int32_t* terms;               // of keys
-    float *mask, *scores, *sums;  // of keys; QUERIES by keys; QUERIES by values
-    uint8_t* levels;              // QUERIES by keys
-    int64_t row, sums_row;        // keys and values, padded
-    const uint8_t* masked;        // what `mask` is made of
+    int32_t* terms;               // zero-point term of each key
+    float *mask, *scores, *sums;  // [keys]; [QUERIES][keys]; [QUERIES][values of a head]
+    uint8_t* levels;              // [QUERIES][keys]: quantized probabilities
+    int64_t row, sums_row;        // number of keys, and of values, padded
+    const uint8_t* masked;        // the row that `mask` was computed from
 };
 
+// Divide the scratch memory of a thread, in the order of attention_scratch in ops/products/attention.py.
 static inline struct AttentionScratch attention_scratch(const struct Attention* a, int thread) {
     struct AttentionScratch s = {};
     s.row = (a->keys + PANEL - 1) / PANEL * PANEL, s.sums_row = (a->width + 15) / 16 * 16;
@@ -29,7 +30,7 @@ static inline struct AttentionScratch attention_scratch(const struct Attention* 
     return s;
 }
 
-// K by columns of keys, V by columns of values.
+// Pack K and V of one head; a column is a key of K, and a value of V.
 static inline void pack_heads(const struct Attention* a, struct AttentionScratch* s, int64_t image, int64_t head) {
     s->k = (struct Operand){head_of(&a->k, image, head), 1, a->k.row, a->depth, a->keys};
     s->v = (struct Operand){head_of(&a->v, image, head), a->v.row, 1, a->keys, a->width};
@@ -50,13 +51,14 @@ static inline float largest(Reals x) {
 #endif
 }
 
-// numerics.mask_powers of one.
+// Return what a value of the mask adds to a score, which is an exponent of 2. See mask_powers of
+// numerics/attention_math.py.
 static inline float mask_power(float x) {
     const float wide = x * 1.44269502162933349609375f, bounded = wide > -0x1.fffffep127f ? wide : -0x1.fffffep127f;
     return x == MINUS_INFINITY ? x : bounded;
 }
 
-// One row of the mask as floats to add. Kept while rows are the same.
+// Return one row of the mask as floats that are added to scores. The last row is kept for queries that share it.
 static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s,
                                                        const uint8_t* from) {
     if (s->masked == from) return s->mask;
@@ -77,7 +79,7 @@ static __attribute__((noinline)) const float* mask_row(const struct Attention* a
     return s->mask;
 }
 
-// The largest score of a row, the mask added; behind the last one -infinity, up to a multiple of 16.
+// Add the mask to a row of scores and return the largest. Scores past the last key become -inf, up to a multiple of 16.
 static inline float largest_score(float* x, const float* mask, int64_t keys) {
     const int64_t padded = (keys + 15) / 16 * 16;
     for (int64_t j = keys; j < padded; ++j) x[j] = MINUS_INFINITY;
@@ -96,14 +98,15 @@ static inline float largest_score(float* x, const float* mask, int64_t keys) {
     return largest(most);
 }
 
-// 255 * 2^f.
+// Return 255 * 2^f for |f| <= 1/2.
 static inline Reals level_terms(Reals f) {
     const Reals total = (0x1.c232b0p+3f * f + 0x1.eeed58p+5f) * f + 0x1.61902ap+7f;
     return total * f + 0x1.fdf69cp+7f;
 }
 
-// numerics.probability_levels of a row of scores; their sum. Scores up to a multiple of 16 are read, as many levels
-// written. What is no number converts to the least integer, which saturates to 0.
+// Quantize the probabilities of a row of scores, see probability_levels of numerics/attention_math.py, and return the
+// sum of the quantized values. Scores are read and values written up to a multiple of 16. NaN converts to the smallest
+// int32, which saturates to 0.
 static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_t* levels) {
     int64_t j = 0;
     int32_t sum = 0;
@@ -137,12 +140,12 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
     return sum;
 }
 
-// Keys of a query, but for those a mask excludes.
+// Return the number of keys of a query: all, or with a causal mask those up to its own position.
 static inline int64_t own_keys(const struct Attention* a, int64_t query) {
     return a->causal && query < a->keys ? query + 1 : a->keys;
 }
 
-// Queries first..last of one head.
+// Compute queries first to last (exclusive) of one head.
 static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image,
                                              int64_t head, int64_t first, int64_t last) {
     const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
@@ -178,7 +181,8 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     rows_to_levels(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
 }
 
-// Threads share blocks of queries; each packs the keys and values it comes to need.
+// Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and
+// values that its blocks need.
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     if (threads > a->sharers) threads = (int)a->sharers;
     if (thread >= threads) return;

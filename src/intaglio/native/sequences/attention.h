@@ -1,21 +1,23 @@
-// Attention: the scores of a few queries stay in cache from one product to the other.
+// Quantized attention. The scores of a block of queries stay in cache between the two products.
 #pragma once
 
 #include "products/heads.h"
 #include "base/library.h"
 
+// softmax(q k^T * scale + mask) v with quantized operands, see `attention` of numerics/attention_math.py.
 struct Attention {
     struct Heads q, k, v, out;
-    const uint8_t* mask;  // null, or of `mask_bytes`: 1, false where a key is excluded, or 4, floats that are added
-    int64_t mask_bytes, mask_apart[4];  // bytes along batch, head, query, key; 0 where it broadcasts
-    int64_t batch, heads, shared;       // so many heads have one K and V
-    int64_t queries, keys, depth, width, causal;
-    int32_t zero_q;
-    float factor, ratio;  // product -> score; s_v / s_out
+    const uint8_t* mask;                          // null, or bool (false excludes a key) or float32 (added to scores)
+    int64_t mask_bytes, mask_apart[4];            // strides in bytes of batch, head, query and key; 0: broadcast
+    int64_t batch, heads, shared;                 // `shared` query heads have the same head of k and v
+    int64_t queries, keys, depth, width, causal;  // `depth`, `width`: values of a head of q and k, of v
+    int32_t zero_q;                               // zero point of q
+    float factor, ratio;                          // accumulator to exponent of 2; scale_v / scale_out
     const struct Limits* limits;
     struct FloatKernels kernels;
-    uint8_t* scratch;  // `sharers` times `scratch_bytes`
+    uint8_t* scratch;  // `scratch_bytes` for each of `sharers` threads
     int64_t scratch_bytes, sharers;
 };
 
+// Compute this thread's part of the queries.
 LIBRARY void attention(const struct Attention* a, int thread, int threads);

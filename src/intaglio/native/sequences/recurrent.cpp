@@ -1,4 +1,4 @@
-// Steps of recurrent.h.
+// LSTM and GRU, see recurrent.h.
 
 #include "sequences/recurrent.h"
 
@@ -6,19 +6,20 @@
 #include "products/row_scale.h"
 #include "sequences/rows.h"
 
-// What a layer works on, in scratch.
+// Arrays of a layer in scratch memory.
 struct Working {
     float *of_x, *y, *y_scales, *of_h, *hidden, *cell, *h_scales;
     uint8_t *y_levels, *h_levels;
 };
 
+// Return the next `bytes` bytes of scratch memory, rounded up to whole cache lines.
 static inline uint8_t* cut(uint8_t** from, int64_t bytes) {
     uint8_t* part = *from;
     *from += (bytes + 63) / 64 * 64;
     return part;
 }
 
-// In the order of recurrent_lines in plan/scratch_memory.py.
+// Divide the scratch memory, in the order of recurrent_scratch in ops/products/lstm_gru.py.
 static inline struct Working cut_up(const struct Recurrent* r) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, rows = r->steps * r->batch, d = r->directions,
                   cells = d * r->batch;
@@ -36,7 +37,7 @@ static inline struct Working cut_up(const struct Recurrent* r) {
     return w;
 }
 
-// Functions that give NaN for NaN.
+// Functions that return NaN for NaN.
 static inline Reals known_sigmoid(Reals z) { return z == z ? sigmoid(z) : z; }
 static inline Reals known_tangent(Reals z) { return z == z ? hyperbolic_tangent(z) : z; }
 
@@ -46,7 +47,8 @@ static inline Reals reals_at(const float* from) {
     return x;
 }
 
-// A step of one row: products of x and of h -> states, in place, and y. Vectors read behind the end of a row.
+// Compute one time step of a row from the products of x and of h: update its states in place, and write y unless it is
+// null. Vectors read past the end of a row.
 static inline void step_row(const struct Recurrent* r, const float* x, const float* h, float* hidden, float* cell,
                             float* y) {
     const int64_t n = r->hidden;
@@ -72,11 +74,13 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
     }
 }
 
+// Quantize the hidden state of a cell for the next product.
 static inline void quantize_state(const struct Working* w, int64_t cell, int64_t n) {
     const float* state = w->hidden + cell * n;
     w->h_scales[cell] = quantize_row(state, 1, n, peak_bits(state, 1, n, SMALLEST_ROW), w->h_levels + cell * n);
 }
 
+// Copy a state to (`out`) or from the caller's memory.
 static inline void copy_state(const struct States* s, int64_t layer, int64_t row, float* state, int64_t n, int out) {
     float* at = s->base + layer * s->layer + row * s->row;
     for (int64_t c = 0; c < n; ++c) {
@@ -87,6 +91,7 @@ static inline void copy_state(const struct States* s, int64_t layer, int64_t row
     }
 }
 
+// Set the states of a cell to their initial values, or to 0 if there are none.
 static inline void start_row(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t cell) {
     const int64_t n = r->hidden, row = cell % r->batch, place = layer * r->directions + cell / r->batch;
     memset(w->hidden + cell * n, 0, (size_t)n * sizeof(float));
@@ -96,13 +101,14 @@ static inline void start_row(const struct Recurrent* r, const struct Working* w,
     quantize_state(w, cell, n);
 }
 
+// Copy the final states of a cell to the caller's memory.
 static inline void end_row(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t cell) {
     const int64_t n = r->hidden, row = cell % r->batch, place = layer * r->directions + cell / r->batch;
     if (r->hidden_n.base) copy_state(&r->hidden_n, place, row, w->hidden + cell * n, n, 1);
     if (r->cell_n.base) copy_state(&r->cell_n, place, row, w->cell + cell * n, n, 1);
 }
 
-// The product of some rows' hidden states, of one direction.
+// Multiply the hidden states of `count` cells of one direction by their weights.
 static inline void multiply_states(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t first,
                                    int64_t count, int thread, int threads) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden;
@@ -114,6 +120,7 @@ static inline void multiply_states(const struct Recurrent* r, const struct Worki
     matmul(&m, thread, threads);
 }
 
+// Compute one time step of a cell; the second direction begins with the last step.
 static inline void step_cell(const struct Recurrent* r, const struct Working* w, float* y, int64_t step, int64_t cell) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, n = r->hidden, d = cell / r->batch;
     const int64_t t = d ? r->steps - 1 - step : step, row = t * r->row_t + cell % r->batch * r->row_b;
@@ -123,7 +130,7 @@ static inline void step_cell(const struct Recurrent* r, const struct Working* w,
     quantize_state(w, cell, n);
 }
 
-// All steps of a layer. `cells` are rows of the batch, direction after direction.
+// Run all time steps of a layer. A cell is a row of the batch in one direction; those of a direction are neighbours.
 static inline void run_steps(const struct Recurrent* r, const struct Working* w, int64_t layer, float* y,
                              struct IntaglioBarrier* barrier, int thread, int threads) {
     const int64_t cells = r->directions * r->batch, first = share(cells, thread, threads),

@@ -1,6 +1,7 @@
-// LSTM and GRU: the twin of ops/recurrent.py. Products of x are one matrix product a layer and direction; then every
-// step is a product of the hidden states, and gates. Threads share rows of the batch and directions, which never wait
-// for each other, or, where there are fewer of these than threads, the columns of every step's product.
+// LSTM and GRU, see ops/products/lstm_gru.py. The products of x are one matrix product per layer and direction; after
+// that, each time step consists of a matrix product of the hidden states, and the gates. Threads share the rows of the
+// batch and the directions, which do not wait for each other. If there are fewer of these than threads, threads share
+// the columns of the product in each time step.
 #pragma once
 
 #include "base/library.h"
@@ -8,22 +9,24 @@
 
 enum { MOST_DIRECTIONS = 2 };
 
-// Where f32[layers * directions, batch, hidden] lies; `base` may be null. Strides in elements.
+// States f32[layers * directions, batch, hidden] and their strides in elements; `base` may be null.
 struct States {
     float* base;
     int64_t layer, row, apart;
 };
 
+// A quantized LSTM (`lstm` is 1) or GRU (0) of one or more layers.
 struct Recurrent {
     int64_t lstm, layers, directions, steps, batch, inputs, hidden;
-    int64_t row_t, row_b;   // rows of x and y between steps, and between entries of the batch
-    uint8_t* x;             // levels
-    const float* x_scales;  // one for every row, or one for all
+    int64_t row_t, row_b;   // rows of x and y from one time step to the next, and from one sequence to the next
+    uint8_t* x;             // quantized input
+    const float* x_scales;  // scale of each row of x, or of all rows if `x_alike`
     int64_t x_alike;
-    float* y;  // null where nobody reads it
-    struct States hidden_0, cell_0, hidden_n, cell_n;
-    const struct Matmul *of_x, *of_h;  // by layer, then direction; without images and scales of rows
-    uint8_t* scratch;
+    float* y;                                          // null if it is not an output
+    struct States hidden_0, cell_0, hidden_n, cell_n;  // initial and final states
+    const struct Matmul *of_x, *of_h;                  // [layers][directions], without images and scales of rows
+    uint8_t* scratch;                                  // shared by all threads
 };
 
+// Compute this thread's part of all layers.
 LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrier, int thread, int threads);

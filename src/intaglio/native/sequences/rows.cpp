@@ -1,11 +1,11 @@
-// Rows of rows.h.
+// Dynamic per-token quantization, see rows.h.
 
 #include "sequences/rows.h"
 
 #include "products/row_scale.h"
 
-// Strides in elements: images, channels, rows, columns. `alike` rows, one after the other, have the scale that the
-// largest magnitude of all of them gives.
+// Quantize each row with a scale from its largest magnitude; `alike` consecutive rows have the same scale, from the
+// largest magnitude of all of them. Strides are in elements: batch, channel, row, column.
 LIBRARY void quantize_rows(const float* from, const int64_t* strides, const struct Image* out, float* scales,
                            int64_t alike, int thread, int threads) {
     const int64_t rows = out->images * out->height * out->width, count = out->pixel, apart = strides[1];

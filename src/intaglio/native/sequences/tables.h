@@ -1,4 +1,4 @@
-// Rows of a table, joined bag by bag: ops/tables.py, bit for bit. Build with -ffp-contract=off.
+// Embedding bags, bit for bit bags_meaning of ops/embedding.py. Compile with -ffp-contract=off.
 #pragma once
 
 #include "elementwise/loops.h"
@@ -6,8 +6,9 @@
 
 enum { BAG_SUM, BAG_MEAN, BAG_MAX };
 
-// A table of floats, or with scales of levels; `ends` are one more than bags where the last bag has its own. `weights`
-// may be null. `padding` is no row where every id counts.
+// Rows of a table, combined per bag. `table` is f32[rows, width], or u8[rows, width] with `scales` and `zero_points`,
+// f32[rows]. Bag b has the ids from offsets[b] up to offsets[b + 1]; without `ends`, the last bag goes on to the last
+// id. `weights`, one per id, may be null. The id `padding` is skipped; it is -1 if all ids count.
 struct Bags {
     const uint8_t* table;
     const float *scales, *zero_points, *weights;
@@ -17,12 +18,13 @@ struct Bags {
     int ends, mode;
 };
 
+// Return up to FLOATS values of a row, from value d on, in float32.
 static inline Reals row_of(const struct Bags* b, int64_t id, int64_t d, int64_t count) {
     if (!b->scales) return read_f32((const float*)b->table + id * b->width + d, 1, count);
     return dequantize_row(read_u8(b->table + id * b->width + d, 1, count), b->scales[id], b->zero_points[id]);
 }
 
-// Whether all ids are rows and the bag lies inside of what there is.
+// Combine the rows of one bag. Return 0 if an id is not a row of the table, or if the bag is not inside of the ids.
 static inline int joined_rows(const struct Bags* b, float* out, int64_t first, int64_t last) {
     int64_t joined = 0;
     if (first < 0 || last < first || last > b->count) return 0;
@@ -55,6 +57,7 @@ static inline int joined_rows(const struct Bags* b, float* out, int64_t first, i
     return 1;
 }
 
+// Compute this thread's part of the bags; *outside becomes 1 if an id or an offset is invalid.
 static inline void embedding_bags(const struct Bags* b, int32_t* outside, int thread, int threads) {
     for (int64_t bag = share(b->bags, thread, threads); bag < share(b->bags, thread + 1, threads); ++bag) {
         const int64_t last = bag + 1 < b->bags + b->ends ? b->offsets[bag + 1] : b->count;

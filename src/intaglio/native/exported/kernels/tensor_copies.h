@@ -1,18 +1,20 @@
-// Sizes and strides of tensors, and copies from one set of strides to another. net.cpp includes it inside its unnamed
+// Sizes and strides of tensors, and copies between memory orders. net.cpp includes this file inside its unnamed
 // namespace.
 
+// Return the bytes of an element.
 int64_t bytes_of(int32_t dtype) {
     static const int8_t bytes[] = {0, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8, 1};
     return bytes[dtype];
 }
 
+// Return the number of elements of a tensor.
 int64_t elements(const int64_t* sizes, int32_t rank) {
     int64_t count = 1;
     for (int32_t axis = 0; axis < rank; ++axis) count *= sizes[axis];
     return count;
 }
 
-// Strides of a dense tensor in the order of a layout.
+// Compute the strides of a dense tensor in the memory order of a layout, in elements.
 void dense_strides(const int64_t* sizes, int32_t rank, Layout layout, int64_t* strides) {
     int64_t step = 1;
     const int32_t last = layout == CHANNELS_LAST ? 1 : rank;
@@ -24,13 +26,14 @@ void dense_strides(const int64_t* sizes, int32_t rank, Layout layout, int64_t* s
     }
 }
 
-// Whether two sets of strides name the same places: those of axes of one element say nothing.
+// Return whether two sets of strides give the same addresses. The stride of an axis of size 1 does not matter.
 bool same_places(const int64_t* a, const int64_t* b, const int64_t* sizes, int32_t rank) {
     for (int32_t axis = 0; axis < rank; ++axis)
         if (sizes[axis] > 1 && a[axis] != b[axis]) return false;
     return true;
 }
 
+// A copy of a tensor: strides are in elements of `bytes` bytes.
 struct Copy {
     uint8_t* to;
     const uint8_t* from;
@@ -39,12 +42,13 @@ struct Copy {
     int64_t bytes;
 };
 
+// Copy elements along one axis; steps are in bytes.
 template <typename T>
 void copy_line(uint8_t* to, const uint8_t* from, int64_t count, int64_t to_step, int64_t from_step) {
     for (int64_t i = 0; i < count; ++i) memcpy(to + i * to_step, from + i * from_step, sizeof(T));
 }
 
-// This thread's lines along the last axis.
+// Copy this thread's part of the lines along the last axis.
 void copy_lines(void* context, int thread, int threads) {
     const Copy& c = *static_cast<const Copy*>(context);
     const int32_t last = c.rank - 1;
@@ -64,7 +68,7 @@ void copy_lines(void* context, int thread, int threads) {
     }
 }
 
-// Elements in their logical order, from one set of strides to another.
+// Copy all elements in logical order.
 void copy_strided(Copy copy, int threads) {
     if (copy.rank == 0) {
         memcpy(copy.to, copy.from, size_t(copy.bytes));
