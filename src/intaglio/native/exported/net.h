@@ -30,7 +30,7 @@ enum {
     NET_FILE = 2,       // the file of weights cannot be read; errno has the reason
     NET_FOREIGN = 3,    // not a file of weights, or the weights of another network or export
     NET_DAMAGED = 4,    // the weights are not those that were exported: some bytes have changed
-    NET_PROCESSOR = 5,  // the processor has none of the exported instruction sets
+    NET_PROCESSOR = 5,  // the processor supports no exported instruction set
     NET_MEMORY = 6,     // out of memory
     NET_SHAPE = 7,      // the network does not take these sizes; the previous sizes stay valid
     NET_UNPLANNED = 8,  // there has been no successful net_resize yet
