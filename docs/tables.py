@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from intaglio import errors
+from intaglio.config import VERSION
 from intaglio.fusion.pattern import Pattern
 from intaglio.fusion.table import FUSIONS, GRAPH_FUSIONS
 from intaglio.kernels import ISAS, Isa
@@ -136,6 +137,12 @@ def fill(markdown: str) -> str:
 
 
 # -- what mkdocs calls ------------------------------------------------------------------------------------------------
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Add the version of the package to the name of the site."""
+    config.site_name = f"{config.site_name} {VERSION}"
+    return config
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:

@@ -37,7 +37,7 @@ LONG = (
         "quantizers",
         "recipes",
     ),
-    *("shapes", "slow", "transformers"),
+    *("migrate_onnxruntime", "migrate_torch", "shapes", "slow", "transformers", "tutorial"),
 )
 """Pages whose blocks take seconds to run."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)(?P<title>[^\n]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)
@@ -139,8 +139,8 @@ def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
 def test_blocks_that_need_another_package(page, block, page_module):
     if find_spec(block.needs) is None:
         pytest.skip(f"{page.name}:{block.line} needs {block.needs}, which is not installed")
-    if block.needs == "torchvision":
-        import_torchvision()
+    if block.needs in ("torchvision", "transformers") and find_spec("torchvision") is not None:
+        import_torchvision()  # transformers imports it where it is installed
     run_block(page, block, vars(page_module))
 
 
