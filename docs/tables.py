@@ -146,7 +146,7 @@ def on_config(config: Any, **_: Any) -> Any:
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """The page "Measured" is the text beside the benchmarks, so that every figure stands once."""
+    """Add the page "Benchmarks", whose text is kept beside the benchmarks."""
     from mkdocs.structure.files import File
 
     files.append(File.generated(config, "measured.md", content=MEASURED.read_text(encoding="utf-8")))

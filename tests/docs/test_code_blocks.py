@@ -25,19 +25,22 @@ from support.torchvision_stub import import_torchvision
 
 PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()]
 LONG = (
-    *(
-        "capture",
-        "corrections",
-        "define_by_run",
-        "define_by_run_state",
-        "deploying",
-        "inaccurate",
-        "onnx",
-        "patterns",
-        "quantizers",
-        "recipes",
-    ),
-    *("migrate_onnxruntime", "migrate_torch", "shapes", "slow", "transformers", "tutorial"),
+    "capture",
+    "corrections",
+    "define_by_run",
+    "define_by_run_state",
+    "deploying",
+    "inaccurate",
+    "migrate_onnxruntime",
+    "migrate_torch",
+    "onnx",
+    "patterns",
+    "quantizers",
+    "recipes",
+    "shapes",
+    "slow",
+    "transformers",
+    "tutorial",
 )
 """Pages whose blocks take seconds to run."""
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)(?P<title>[^\n]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S)

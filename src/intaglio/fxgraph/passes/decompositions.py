@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, known_type, tensor_type
-from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator, size_of
+from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, size_of
 from intaglio.ir import Shape, TensorType
 from intaglio.ops.movement.shape import END
 
@@ -19,15 +19,7 @@ aten = torch.ops.aten
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     """Insert a call with this shape and the element type of `old` in front of `old`."""
-    with old.graph.inserting_before(old):
-        node = old.graph.call_function(target, args)
-    inherit_info(node, old, type=TensorType(shape, known_type(old).dtype))
-    return node
-
-
-def _replace(old: fx.Node, new: fx.Node) -> None:
-    old.replace_all_uses_with(new)
-    old.graph.erase_node(old)
+    return call_before(old, TensorType(shape, known_type(old).dtype), target, *args)
 
 
 def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
@@ -49,7 +41,7 @@ def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
                     each = getattr(module, str(value.target)).reshape(-1, *[1] * (len(shape) - 2))
                     module.register_buffer(name, each)
                 x = _call(node, shape, target, x, constant_node(module, name, constant_path(value, name)))
-        _replace(node, x)
+        replace_node(node, x)
     return len(hits)
 
 
@@ -73,8 +65,7 @@ def splits_as_slices(module: fx.GraphModule) -> int:
             call = (source.args[0], axis, start, start + sizes[index])
             part = module.graph.call_function(torch.ops.aten.slice.Tensor, call)
         inherit_info(part, source, type=tensor_type(node))
-        node.replace_all_uses_with(part)
-        module.graph.erase_node(node)
+        replace_node(node, part)
     return len(hits)
 
 
@@ -104,7 +95,7 @@ def selects_as_slices(module: fx.GraphModule) -> int:
         shape = known_type(source).shape
         one, stop = (*shape[:axis], 1, *shape[axis + 1 :]), index + 1 or END
         part = _call(node, one, aten.slice.Tensor, source, axis, index, stop)
-        _replace(node, _call(node, known_type(node).shape, aten.squeeze.dim, part, axis))
+        replace_node(node, _call(node, known_type(node).shape, aten.squeeze.dim, part, axis))
     return count
 
 
@@ -130,7 +121,7 @@ def stacks_as_concatenations(module: fx.GraphModule) -> int:
         axis = arguments(node)["dim"] % len(shape)
         one = (*shape[:axis], 1, *shape[axis + 1 :])
         wide = [_call(node, one, aten.unsqueeze.default, part, axis) for part in parts]
-        _replace(node, _call(node, shape, aten.cat.default, wide, axis))
+        replace_node(node, _call(node, shape, aten.cat.default, wide, axis))
     return len(hits)
 
 
@@ -141,9 +132,9 @@ def repeats_as_concatenations(module: fx.GraphModule) -> int:
         source, shape = node.args[0], known_type(node).shape
         if known_type(source).shape[axis] == 1:
             sizes = [count if i == axis else -1 for i in range(len(shape))]
-            _replace(node, _call(node, shape, aten.expand.default, source, sizes))
+            replace_node(node, _call(node, shape, aten.expand.default, source, sizes))
         else:
-            _replace(node, _call(node, shape, aten.cat.default, [source] * count, axis))
+            replace_node(node, _call(node, shape, aten.cat.default, [source] * count, axis))
     return len(hits)
 
 
@@ -169,7 +160,7 @@ def rolls_as_concatenations(module: fx.GraphModule) -> int:
                 part = (*shape[:axis], stop - start, *shape[axis + 1 :])
                 parts.append(_call(node, part, aten.slice.Tensor, value, axis, start, stop))
             value = _call(node, shape, aten.cat.default, parts, axis)
-        _replace(node, value)
+        replace_node(node, value)
     return len(hits)
 
 
@@ -218,8 +209,7 @@ def mean_as_pool(module: fx.GraphModule) -> int:
             if not given["keepdim"]:
                 result = module.graph.call_function(torch.ops.aten.flatten.using_ints, (pool, 1, 3))
                 inherit_info(result, node, type=tensor_type(node))
-        node.replace_all_uses_with(result)
-        module.graph.erase_node(node)
+        replace_node(node, result)
     return len(hits)
 
 
@@ -241,8 +231,7 @@ def numbers_as_functions(module: fx.GraphModule) -> int:
         name = operator(node).split(".")[1]
         idle = (number == 0 and name in ("add", "sub")) or (number == 1 and name in ("mul", "div"))
         if idle and tensor_type(node) == tensor_type(node.args[0]):
-            node.replace_all_uses_with(node.args[0])
-            module.graph.erase_node(node)
+            replace_node(node, node.args[0])
             continue
         node.target = WITH_NUMBER[operator(node)]
     return len(hits)

@@ -6,16 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType, numel
+from intaglio.ir import DType, Graph, Op, TensorType
 from intaglio.ir.types import F16, F32, S8
 from intaglio.ir.verify import TypeRule
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Layout, OpDef
-
-
-def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of the result."""
-    return (*shapes[0][:-1], shapes[1][0])
+from intaglio.ops.products.conv import linear_macs, linear_shape
 
 
 def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -43,18 +39,13 @@ def valid_stored(op: Op, graph: Graph) -> None:
         raise ValueError(f"%{op.output}: a weight or bias that is no constant")
 
 
-def linear_f32_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
-    """Count the multiply-accumulates of a linear layer."""
-    return numel(result) * shapes[1][-1]
-
-
 LINEAR_F32 = OpDef(
     name="linear_f32",
     infer=linear_shape,
     meaning=linear_meaning,
     types=TypeRule(((F32,), (S8, F16)), (F32,), optional=(F32,)),
     validate=valid_stored,
-    macs=linear_f32_macs,
+    macs=linear_macs,
     layout=Layout.ROW_MAJOR,
     kernel="linear_f32",
 )
