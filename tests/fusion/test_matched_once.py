@@ -8,6 +8,8 @@ import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.lower.lowering import requantize
+from intaglio.patterns import QuantizerPattern, builtin, op, wildcard
+from intaglio.quant.annotate import annotate_graph as annotate_stage
 from intaglio.quant.calibrate import prepare as prepare_stage
 from intaglio.quant.correct import correct_weights
 from intaglio.quant.qdq import convert as convert_stage
@@ -142,7 +144,7 @@ def counter(monkeypatch, name: str, *modules) -> Counter:
 
 
 def test_a_model_is_annotated_once_with_equalization_and_corrections(monkeypatch):
-    annotated = counter(monkeypatch, "annotate_graph", prepare_stage)
+    annotated = counter(monkeypatch, "annotate_graph", prepare_stage, annotate_stage)
     torch.manual_seed(0)
     data = [(torch.randn(4, 3, 6, 6),)]
     prepared = stages.prepare(
@@ -194,8 +196,33 @@ class Gate(nn.Module):
     ],
 )
 def test_quantize_annotates_once(model, recipe, monkeypatch):
-    annotated = counter(monkeypatch, "annotate_graph", prepare_stage)
+    annotated = counter(monkeypatch, "annotate_graph", prepare_stage, annotate_stage)
     torch.manual_seed(0)
     x = torch.randn(4, 3, 6, 6) if isinstance(model, Block) else torch.randn(4, 5, 16) * torch.logspace(-2, 2, 16)
     intaglio.quantize(model.eval(), [(x,)], recipe=recipe)
     assert annotated.count == 1
+
+
+SIGMOID = QuantizerPattern("squash", op("aten.sigmoid.default", wildcard()))
+
+
+@pytest.mark.parametrize("patterns", [builtin(), [SIGMOID, *builtin()]], ids=["built in", "own"])
+def test_regions_of_patterns_go_along_with_the_graphs_that_are_divided(patterns, monkeypatch):
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 3, 6, 6),)]
+    quantizer = stages.Quantizer(Recipe(default=Setting(bias="outputs")), patterns=patterns)
+    counted = counter(monkeypatch, "annotate_graph", prepare_stage, annotate_stage)
+    prepared = stages.prepare(stages.capture(Block().eval(), data[0]), quantizer)
+    equalized = stages.equalize(prepared, data)
+    assert equalized.equalization.inputs
+    assert equalized.equalization.factors
+    assert counted.count == 1
+    before, after = prepared.annotations, equalized.annotations
+    assert [(r.name, r.pattern, len(r.nodes)) for r in after.regions] == [
+        (r.name, r.pattern, len(r.nodes)) for r in before.regions
+    ]
+    assert after.skipped == before.skipped
+    ranges = stages.calibrate(equalized, data, progress=False)
+    reference = stages.convert(equalized, ranges, stages.correct(equalized, ranges, data))
+    assert torch.equal(stages.compile(reference)(*data[0]), stages.requantize(reference)(*data[0]))
+    assert counted.count == 1

@@ -77,9 +77,9 @@ def annotations_of_changed(
     """Return the annotations of a graph with the same operators, whose constants and inputs were changed.
 
     Regions and skipped operators are those of `before`; a division by smoothing factors joins the function in front of
-    it. A user's patterns and annotators run again on the changed graph.
+    it. A user's annotator runs again, because it may decide by what it sees in the changed graph.
     """
-    if quantizer.annotator is not None or quantizer.patterns:
+    if quantizer.annotator is not None:
         return annotate_graph(module, quantizer, classes)
     graph = module.graph
     nodes, known = {node.name: node for node in graph.nodes}, {node.name for node in before.module.graph.nodes}
