@@ -38,6 +38,7 @@ from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names
+from intaglio.tracing.local_decompositions import decompose_single_operators
 from intaglio.tracing.recurrent_layers import RecurrentCapture, as_torch_has_them
 from intaglio.tracing.unroll_scans import unroll
 from intaglio.tracing.while_loops import WHILE, loops_of, parts_of, while_loop
@@ -60,6 +61,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
             forget_compiled_loops()
             with RecurrentCapture():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            decompose_single_operators(program)
             return as_torch_has_them(decompose_used_composites(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):

@@ -1,0 +1,136 @@
+"""Decompositions of single operators of an exported graph, with the results of torch's own decompositions.
+
+`run_decompositions` traces the whole program again. Most convolutional networks need it only for batch norms,
+flattened images and in-place activations; after these are replaced here, nothing is left for it to do.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from intaglio.torch_private import OpOverload, schema_of, size_expression
+
+aten = torch.ops.aten
+
+OUT_OF_PLACE = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.relu_.default: aten.relu.default,
+    aten.leaky_relu_.default: aten.leaky_relu.default,
+    aten.hardtanh_.default: aten.hardtanh.default,
+    aten.hardswish_.default: aten.hardswish.default,
+    aten.hardsigmoid_.default: aten.hardsigmoid.default,
+    aten.silu_.default: aten.silu.default,
+    aten.sigmoid_.default: aten.sigmoid.default,
+    aten.tanh_.default: aten.tanh.default,
+}
+"""In-place operators whose decomposition is the operator that returns its result."""
+
+
+def decompose_single_operators(program: ExportedProgram) -> None:
+    """Replace batch norms in evaluation mode, flattened images and in-place operators whose write nothing else sees.
+
+    Other operators stay as they are, for `torch_private.decompose_used_composites`.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if node.target is aten.batch_norm.default:
+                found = _evaluated_norm(graph, node)
+            elif node.target is aten.flatten.using_ints:
+                found = _view(graph, node)
+            elif node.target in OUT_OF_PLACE and _is_unseen_write(node):
+                found = _call(graph, OUT_OF_PLACE[node.target], node.args, node.kwargs)
+            else:
+                continue
+        if found is not None:
+            found.meta = dict(node.meta)
+            node.replace_all_uses_with(found)
+            for spec in program.graph_signature.output_specs:
+                spec.arg.name = found.name if spec.arg.name == node.name else spec.arg.name
+            graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _evaluated_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a batch norm with stored statistics; return `None` where the batch's own are used."""
+    x, weight, bias, mean, variance, training, momentum, epsilon, _ = node.args
+    if training or mean is None:
+        return None
+    arguments = (x, weight, bias, mean, variance, momentum, epsilon)
+    norm = _call(graph, aten._native_batch_norm_legit_no_training.default, arguments)
+    empty = node.meta["val"].new_empty((0,))
+    norm.meta = {**node.meta, "val": (node.meta["val"], empty, empty)}
+    return graph.call_function(operator.getitem, (norm, 0))
+
+
+def _view(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a view for the flattening of a contiguous tensor of which only the batch is symbolic, or return `None`."""
+    x, start = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    before, after = x.meta["val"], node.meta["val"]
+    fixed = all(isinstance(size, int) for size in before.shape[1:])
+    if not fixed or not before.is_contiguous() or after.dim() == before.dim() or start % before.dim() == 0:
+        return None
+    batch = before.shape[0]
+    rows = batch if isinstance(batch, int) else _size_of_input(graph, batch)
+    return None if rows is None else _call(graph, aten.view.default, (x, [rows, *after.shape[1:]]))
+
+
+def _size_of_input(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:
+    """Return a node behind the inputs with this size, which is inserted if needed; `None` if no input has it.
+
+    Tracing puts the sizes of inputs at the same place.
+    """
+    for node in graph.nodes:
+        if node.target is aten.sym_size.int and _is_same_size(node.meta["val"], size):
+            return node
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in inputs:
+        shape = getattr(node.meta.get("val"), "shape", ())
+        axis = next((axis for axis, other in enumerate(shape) if _is_same_size(other, size)), None)
+        if axis is not None:
+            with graph.inserting_after(inputs[-1]):
+                found = _call(graph, aten.sym_size.int, (node, axis))
+            found.meta = {"val": size}
+            return found
+    return None
+
+
+def _is_same_size(size: int | torch.SymInt, other: torch.SymInt) -> bool:
+    """Return whether two sizes are the same expression, without adding a guard."""
+    return isinstance(size, torch.SymInt) and bool(size_expression(size) == size_expression(other))
+
+
+def _is_unseen_write(node: fx.Node) -> bool:
+    """Return whether an in-place operator writes memory that only it reads from here on.
+
+    Its tensor must be new, that is not a view of another, and all other readers must come first and return no views.
+    The result of the operator out of place must have the same element type.
+    """
+    written = node.args[0]
+    source = written.args[0] if written.target is operator.getitem else written
+    readers = [user for user in written.users if user is not node]
+    if not _returns_new(source) or any(user > node or not _returns_new(user) for user in readers):
+        return False
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    value = OUT_OF_PLACE[node.target](*args, **kwargs)
+    return bool(value.dtype == written.meta["val"].dtype)
+
+
+def _returns_new(node: fx.Node) -> bool:
+    """Return whether the results of an operator are memory of their own."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
+        return False
+    return all(result.alias_info is None for result in schema_of(node.target).returns)
+
+
+def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+    """Insert a call that has the name of its operator, as in a traced graph."""
+    return graph.create_node("call_function", target, args, kwargs, name=target.overloadpacket.__name__)
