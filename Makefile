@@ -10,7 +10,7 @@ CPP_FILES = $(shell find src -name '*.h' -o -name '*.c' -o -name '*.cpp')
 
 export PYTHONUNBUFFERED = 1
 
-.PHONY: demo bench test slow lint docs clean check check-torch
+.PHONY: demo bench test tests slow lint format types docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -19,17 +19,25 @@ demo: $(STAMP)
 bench: $(STAMP)
 	.venv/bin/python benchmarks/costs.py
 
-test: lint
+# Types are checked beside the tests, whose workers share the cores with it.
+test: format
+	@$(MAKE) --no-print-directory -j2 types tests
+
+tests: $(STAMP)
 	.venv/bin/python -m pytest -q -n auto --dist worksteal
 
 # What is slow and rarely breaks, with ten times the examples of properties, and the pages of the site.
 slow: $(STAMP) $(DOCS)
 	INTAGLIO_HYPOTHESIS=thorough .venv/bin/python -m pytest -q -n auto --dist worksteal -m "slow or examples"
 
-lint: $(STAMP)
+lint: format types
+
+format: $(STAMP)
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
+
+types: $(STAMP)
 	.venv/bin/python -m mypy
 
 # The tests beside every PyTorch that pyproject.toml declares, oldest first, each in an environment of its own.
