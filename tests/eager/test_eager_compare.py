@@ -95,6 +95,7 @@ def test_what_was_lost_before_a_branch_is_counted_behind_it():
     assert ours["second"].alone == pytest.approx(theirs["second"].alone, abs=1)
 
 
+@pytest.mark.slow(reason="three comparisons of a network with loops; every part of one is compared in the other tests")
 @pytest.mark.case("frontends B12")
 def test_a_loop_is_compared_over_all_its_turns():
     """Rows for each turn that was recorded, the last with those behind; a loop of another length begins at the second

@@ -292,7 +292,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except("windows", "padded images", "shuffled", of=MODELS, reason="every move is compared with numpy, too"),
+    rarely_except("windows", "padded images", of=MODELS, reason="every move is compared with numpy, too"),
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_models_of_moves_run_in_int8(name, isa):

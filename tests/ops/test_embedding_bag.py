@@ -123,9 +123,7 @@ CALLS = {
 
 @pytest.mark.case("frontends C6", "backend 30")
 @pytest.mark.parametrize("recipe", [None, INT8], ids=["float", "int8"])
-@pytest.mark.parametrize(
-    "name", rarely_except("weights", "padding", of=CALLS, reason="other arguments of the same kernel")
-)
+@pytest.mark.parametrize("name", rarely_except("weights", of=CALLS, reason="other arguments of the same kernel"))
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_a_bag_is_one_operator(name, recipe, isa):
     settings, example = CALLS[name]

@@ -258,7 +258,13 @@ def test_a_state_dict_puts_other_weights_in():
     assert equal(models[0](x), models[1](x))
 
 
-@pytest.mark.parametrize("recipe", [HALF, INT8], ids=["f16", "s8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(HALF, id="f16", marks=pytest.mark.slow(reason="the same rule as for int8")),
+        pytest.param(INT8, id="s8"),
+    ],
+)
 def test_threads_share_what_it_takes_to_read_weights(recipe):
     """Of one row there is hardly any arithmetic."""
     compiled = stages.compile(quantized(nn.Linear(1024, 1024), torch.randn(2, 1024), recipe=recipe)[1])

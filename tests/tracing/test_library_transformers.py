@@ -82,14 +82,14 @@ LAYERS = {"linear", "scaled_dot_product_attention", "layer_norm", "gelu", "add"}
 @pytest.mark.parametrize(
     ("name", "attention", "batch"),
     [
-        ("Bert", "sdpa", 1),
         *rarely(
+            ("Bert", "sdpa", 1),
             ("DistilBert", "sdpa", 2),
             ("Bert", "eager", 1),
             ("Bert", "sdpa", 2),
             ("Bert", "eager", 2),
             ("DistilBert", "sdpa", 1),
-            reason="other models and attentions of the same library, and other batches",
+            reason="models of a library that takes seconds to import; torch's own encoder has the same operators",
         ),
     ],
 )

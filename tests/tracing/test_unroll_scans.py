@@ -139,7 +139,7 @@ def lowered_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Reference, Low
 @pytest.mark.parametrize(
     "name",
     rarely_except(
-        *("cell", "two that share a weight", "backwards", "map"),
+        *("cell", "two that share a weight"),
         of=MODELS,
         reason="loops over the same operators; norms and convolutions in a body run in while loops",
     ),

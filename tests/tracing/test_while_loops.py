@@ -116,7 +116,7 @@ def lowered_of(name: str) -> tuple[nn.Module, Tensor, Reference, Lowered]:
 @pytest.mark.parametrize(
     "name",
     rarely_except(
-        *("a count", "convolution and norms", "a weight that is outside too"),
+        *("a count", "convolution and norms"),
         of=MODELS,
         reason="scans and conditions run in tests of their own; tracing them together takes seconds",
     ),

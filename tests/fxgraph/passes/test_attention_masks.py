@@ -99,7 +99,6 @@ def several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     rarely_except(
         "added, of pairs",
         "extended by a library",
-        "attention that gives its weights",
         of=WAYS,
         reason="other combinations of the same kinds of masks and modules",
     ),
