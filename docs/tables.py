@@ -21,7 +21,7 @@ from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import BY_NAME, OPS, OpDef
 
 MARK = re.compile(r"^\{\{ (\w+) \}\}$", re.MULTILINE)
-MEASURED = Path(__file__).parents[1] / "benchmarks" / "README.md"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "README.md"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -149,8 +149,13 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Add the page "Benchmarks", whose text is kept beside the benchmarks."""
     from mkdocs.structure.files import File
 
-    files.append(File.generated(config, "measured.md", content=MEASURED.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "benchmarks.md", content=benchmarks_page()))
     return files
+
+
+def benchmarks_page() -> str:
+    """Return the text of benchmarks/README.md with the links of a page in docs."""
+    return BENCHMARKS.read_text(encoding="utf-8").replace("](../docs/", "](")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

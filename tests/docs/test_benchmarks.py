@@ -1,6 +1,7 @@
 """Scripts of benchmarks/: what they print of figures they have, and that every kernel they time can be called."""
 
 import argparse
+import html
 import importlib.util
 import json
 import math
@@ -93,6 +94,106 @@ def test_blocks_are_summed_up(models):
     found = models.summary({"blocks_ms": [2.0, 3.0, 2.5], "build_s": 1.0})
     assert (found["best_ms"], found["median_ms"], found["spread"]) == (2.0, 2.5, 0.4)
     assert models.summary({"failed": "it died"}) == {"failed": "it died"}
+
+
+# -- what the pages show ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def published():
+    return script("published")
+
+
+@pytest.fixture(scope="module")
+def picture():
+    return script("picture")
+
+
+def race_line(date, *, network="resnet18", idle=True, tokens=128, **best):
+    """A line of results/race.jsonl with one block per engine."""
+    arguments = {"network": network, "batch": 1, "threads": 2, "image": 224, "sequence": tokens}
+    engines = {engine: {"blocks_ms": [ms + 1, ms], "sqnr_db": 40.0} for engine, ms in best.items()}
+    cpu = {"model": "AMD EPYC", "family": [25, 17, 1]}
+    results = {"idle": idle, "limit_ms": 1.0, "engines": engines}
+    return {"date": date, "cpu": cpu, "versions": {"torch": "2.13.0+cpu"}, "arguments": arguments, "results": results}
+
+
+ALL = {"openvino_int8": 6.0, "onnxruntime_int8": 7.0, "torchao": 8.0}
+
+
+def test_the_newest_idle_run_with_the_most_int8_engines_counts(published):
+    lines = [
+        race_line("2026-01-01", intaglio=5.0, **ALL),
+        race_line("2026-01-02", intaglio=4.0, **ALL),
+        race_line("2026-01-03", intaglio=3.0, openvino_int8=6.0),
+        race_line("2026-01-04", intaglio=2.0, idle=False, **ALL),
+        race_line("2026-01-05", **ALL),
+    ]
+    (run,) = published.int8_runs(published.idle_runs(lines))
+    assert (run.date, run.best_ms["intaglio"], run.relative("openvino_int8")) == ("2026-01-02", 4.0, 1.5)
+
+
+def test_the_newest_idle_run_with_float_pytorch_counts(published):
+    lines = [
+        race_line("2026-01-01", intaglio=5.0, inductor=40.0),
+        race_line("2026-01-02", intaglio=4.0, inductor=40.0),
+        race_line("2026-01-03", intaglio=3.0, **ALL),
+        race_line("2026-01-04", intaglio=2.0, inductor=90.0, idle=False),
+    ]
+    (run,) = published.float_runs(published.idle_runs(lines))
+    assert (run.date, run.relative("inductor")) == ("2026-01-02", 10.0)
+
+
+def test_texts_of_several_lengths_are_several_networks(published):
+    lines = [race_line("2026-01-01", network="bert", tokens=n, intaglio=5.0, openvino_int8=6.0) for n in (384, 128)]
+    titles = [run.title for run in published.int8_runs(published.idle_runs(lines))]
+    assert titles == ["BERT-base (128 tokens)", "BERT-base (384 tokens)"]
+
+
+def test_a_table_has_the_fastest_engine_in_bold_and_a_dash_for_one_that_was_not_measured(published):
+    (run,) = published.idle_runs([race_line("2026-01-01", intaglio=5.0, openvino_int8=4.0, torchao=12.345678)])
+    row = published.speed_table([run]).splitlines()[-1]
+    assert row == "| ResNet-18 | 5.000 | **4.000** | – | 12.35 | 20 % |"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "benchmarks/README.md"])
+def test_pages_have_the_tables_of_the_recorded_results(page, published):
+    assert ROOT / page in published.PAGES
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert published.REGION.search(text)
+    assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == len(published.REGION.findall(text))
+    assert published.fill(text) == text, "the results have changed: run `python benchmarks/picture.py`"
+
+
+def test_another_number_in_a_table_is_found(published):
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    changed = text.replace("81.03 % | – | – |", "82.03 % | – | – |")
+    assert published.fill(changed) == text != changed
+
+
+def test_every_table_is_on_a_page(published):
+    text = "".join(page.read_text(encoding="utf-8") for page in published.PAGES)
+    assert {name for _, name in published.REGION.findall(text)} == set(published.TABLES)
+
+
+def test_the_picture_has_the_recorded_numbers(published, picture):
+    text = html.unescape(picture.FILE.read_text(encoding="utf-8"))
+    expected = picture.description(published.all_runs())
+    assert expected in text, "the results have changed: run `python benchmarks/picture.py`"
+
+
+@pytest.mark.slow(reason="imports matplotlib and draws; the numbers in the picture are tested without it")
+def test_the_picture_is_drawn_from_the_recorded_results(published, picture, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra docs has it")
+    drawn = tmp_path / "speed.svg"
+    picture.save(published.all_runs(), drawn)
+    kept = picture.FILE.read_text(encoding="utf-8")
+    if picture.creator() not in kept:
+        pytest.skip(f"the picture was not drawn by {picture.creator()}")
+    assert drawn.read_text(encoding="utf-8") == kept
+
+
+# -- running scripts --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("isa", MEASURED)

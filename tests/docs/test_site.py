@@ -20,6 +20,7 @@ from support.project_files import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("**/*.md"))}
+WRITTEN = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(DOCS / name for name in PAGES)]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -110,10 +111,16 @@ def test_every_table_stands_on_a_page_and_every_mark_names_one():
 
 
 def test_every_page_is_in_the_navigation_and_exists():
-    """`measured.md` is made from benchmarks/README.md by the hook."""
+    """`benchmarks.md` is made from benchmarks/README.md by the hook."""
     listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted([*PAGES, "measured.md"])
-    assert tables.MEASURED.is_file()
+    assert sorted(listed) == sorted([*PAGES, "benchmarks.md"])
+
+
+def test_links_of_the_benchmarks_page_lead_to_pages_of_the_site():
+    text = tables.benchmarks_page()
+    assert "](images/speed.svg)" in text
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))]
+    assert [link for link in links if link and not (DOCS / link).is_file()] == []
 
 
 def broken_links(page: Path) -> list[str]:
@@ -122,7 +129,9 @@ def broken_links(page: Path) -> list[str]:
     for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if "://" in link or (path == "measured.md" and not anchor):
+        if target == DOCS / "benchmarks.md":
+            target = tables.BENCHMARKS
+        if "://" in link:
             continue
         if not target.is_file() or (anchor and anchor not in anchors(target)):
             found.append(link)
@@ -135,7 +144,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *(DOCS / name for name in PAGES)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_relative_links_lead_somewhere(page):
     assert broken_links(page) == []
 

@@ -1,0 +1,309 @@
+"""Figures that the README, the landing page and the benchmarks page show, chosen from the recorded results.
+
+The rule, for a network at a batch size and a number of threads:
+
+1. A line of results/models.jsonl or results/race.jsonl counts if the machine was idle and intaglio was measured.
+2. The int8 figures are those of the line with the most int8 engines; of several such lines the newest one counts.
+3. The float32 figures are those of the newest line that has compiled or eager PyTorch. They are compared with intaglio
+   in that same line, because only engines that took turns in one run are comparable.
+
+The time of an engine is that of its best block. Accuracy is that of the newest line of results/accuracy.jsonl that has
+the network and the engine. `python benchmarks/picture.py` writes all tables and the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "benchmarks" / "README.md")
+REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+"""Text between two comments, which `fill` writes. The first comment names the row of `TABLES`."""
+
+NETWORKS = {
+    ("resnet50", None): "ResNet-50",
+    ("resnet18", None): "ResNet-18",
+    ("mobilenet_v2", None): "MobileNetV2",
+    ("mobilenet_v3_large", None): "MobileNetV3-Large",
+    ("efficientnet_b0", None): "EfficientNet-B0",
+    ("shufflenet_v2_x1_0", None): "ShuffleNetV2",
+    ("regnet_y_400mf", None): "RegNet-Y-400MF",
+    ("squeezenet1_0", None): "SqueezeNet",
+    ("googlenet", None): "GoogLeNet",
+    ("densenet121", None): "DenseNet-121",
+    ("resnext50_32x4d", None): "ResNeXt-50",
+    ("convnext_tiny", None): "ConvNeXt-T",
+    ("vgg11_bn", None): "VGG-11-BN",
+    ("cifar_resnet20", None): "CIFAR ResNet-20",
+    ("cifar_resnet56", None): "CIFAR ResNet-56",
+    ("bert", 128): "BERT-base (128 tokens)",
+    ("bert", 384): "BERT-base (384 tokens)",
+    ("minilm", 128): "MiniLM-L6 (128 tokens)",
+    ("vit_b_16", None): "ViT-B/16",
+}
+"""Network and number of tokens, in the order of the tables, and the name that readers know."""
+TRANSFORMERS = ("bert", "minilm", "vit_b_16")
+INT8 = {"openvino_int8": "OpenVINO int8", "onnxruntime_int8": "ONNX Runtime int8", "torchao": "torchao int8"}
+FLOAT = {"inductor": "torch.compile, float32", "eager": "PyTorch, float32"}
+ACCURACY = {
+    "eager": "PyTorch, float32",
+    "intaglio": "**intaglio**",
+    "intaglio_accurate": '**intaglio**, `recipe="accurate"`',
+    **INT8,
+}
+VERSIONS = {"torch": "PyTorch", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime", "torchao": "torchao"}
+CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5"}
+"""Microarchitecture by family and model of the processor."""
+NOT_MEASURED = "–"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded race. ``best_ms``: milliseconds of a call in the best block of each engine."""
+
+    network: str
+    tokens: int | None
+    batch: int
+    threads: int
+    date: str
+    cpu: dict[str, Any]
+    versions: dict[str, str]
+    limit_ms: float | None
+    best_ms: dict[str, float]
+    sqnr_db: dict[str, float]
+
+    @property
+    def title(self) -> str:
+        return NETWORKS[self.network, self.tokens]
+
+    @property
+    def processor(self) -> str:
+        family, model, _ = self.cpu["family"]
+        return f"{self.cpu['model']} ({CORES.get((family, model), f'family {family}, model {model}')})"
+
+    def relative(self, engine: str) -> float | None:
+        """Time of an engine divided by the time of intaglio in this run."""
+        return self.best_ms[engine] / self.best_ms["intaglio"] if engine in self.best_ms else None
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    """Lines of results/{name}.jsonl, oldest first."""
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def idle_runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
+    """Races of an idle machine in which intaglio was measured, at the usual size of images."""
+    found = []
+    for line in lines:
+        given, results = line["arguments"], line["results"]
+        engines = results["engines"]
+        best = {engine: min(one["blocks_ms"]) for engine, one in engines.items() if one.get("blocks_ms")}
+        tokens = given.get("sequence") if given["network"] in ("bert", "minilm") else None
+        known = (given["network"], tokens) in NETWORKS and given["image"] == 224
+        if results["idle"] and "intaglio" in best and known:
+            shared = (given["network"], tokens, given["batch"], given["threads"], line["date"])
+            sqnr = {engine: engines[engine]["sqnr_db"] for engine in best}
+            found.append(Run(*shared, line["cpu"], line["versions"], results["limit_ms"], best, sqnr))
+    return found
+
+
+def all_runs() -> list[Run]:
+    return idle_runs([*recorded("models"), *recorded("race")])
+
+
+def int8_runs(runs: Iterable[Run], batch: int = 1, threads: int = 2) -> list[Run]:
+    """The run of each network that counts, by rule 2, in the order of `NETWORKS`."""
+    chosen: dict[str, Run] = {}
+    for run in sorted(runs, key=lambda run: (len(INT8.keys() & run.best_ms.keys()), run.date)):
+        if (run.batch, run.threads) == (batch, threads) and INT8.keys() & run.best_ms.keys():
+            chosen[run.title] = run
+    return [chosen[title] for title in NETWORKS.values() if title in chosen]
+
+
+def float_runs(runs: Iterable[Run]) -> list[Run]:
+    """The run of each network that counts, by rule 3, at batch 1 on two threads."""
+    chosen: dict[str, Run] = {}
+    for run in sorted(runs, key=lambda run: run.date):
+        if (run.batch, run.threads) == (1, 2) and FLOAT.keys() & run.best_ms.keys():
+            chosen[run.title] = run
+    return [chosen[title] for title in NETWORKS.values() if title in chosen]
+
+
+def featured(runs: Iterable[Run]) -> list[Run]:
+    """Runs of the picture: networks measured with every int8 engine, and transformers.
+
+    The CIFAR networks are left out: they are tiny, and the table of accuracy has their times.
+    """
+    large = [run for run in int8_runs(runs) if not run.network.startswith("cifar")]
+    return [run for run in large if INT8.keys() <= run.best_ms.keys() or run.network in TRANSFORMERS]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def milliseconds(run: Run, engine: str) -> str:
+    """Return a cell with four significant digits, bold for the fastest engine of the run."""
+    if engine not in run.best_ms:
+        return NOT_MEASURED
+    text = digits(run.best_ms[engine])
+    return f"**{text}**" if run.best_ms[engine] == min(run.best_ms.values()) else text
+
+
+def digits(ms: float, count: int = 4) -> str:
+    """Return milliseconds with ``count`` significant digits, zeros at the end included."""
+    return f"{ms:#.{count}g}".rstrip(".")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Join names without repetitions."""
+    return ", ".join(dict.fromkeys(names))
+
+
+def dates(runs: Iterable[Run]) -> str:
+    days = sorted({run.date[:10] for run in runs})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def source(runs: Iterable[Run], what: str = "Recorded") -> str:
+    """Processors, versions and dates of runs, as sentences below their table."""
+    processors: dict[str, list[Run]] = {}
+    for run in runs:
+        processors.setdefault(run.processor, []).append(run)
+    usual, *others = sorted(processors, key=lambda name: -len(processors[name]))
+    where = f"Processor: {usual}"
+    for name in others:
+        where += f"; for {', '.join(run.title for run in processors[name])}: {name}"
+    return f"{where}. {versions(runs)}. {what} {dates(runs)}."
+
+
+def versions(runs: Iterable[Run]) -> str:
+    """Versions of the engines; several where runs differ."""
+    found: dict[str, set[str]] = {title: set() for title in VERSIONS.values()}
+    for run in runs:
+        for name, title in VERSIONS.items():
+            found[title] |= {run.versions[name].partition("+")[0]} if name in run.versions else set()
+    return ", ".join(f"{title} {' and '.join(sorted(numbers))}" for title, numbers in found.items() if numbers)
+
+
+def speed_table(runs: list[Run]) -> str:
+    """Milliseconds per call of every int8 engine, and intaglio's share of the arithmetic limit."""
+    head = ("network", "intaglio", *INT8.values(), "share of the limit")
+    rows = (
+        (run.title, *(milliseconds(run, engine) for engine in ("intaglio", *INT8)), share_of_limit(run)) for run in runs
+    )
+    return table(head, rows)
+
+
+def share_of_limit(run: Run) -> str:
+    return f"{100 * run.limit_ms / run.best_ms['intaglio']:.0f} %" if run.limit_ms else NOT_MEASURED
+
+
+def float_table(runs: list[Run]) -> str:
+    """Milliseconds per call beside float32 PyTorch, and how many times as long torch.compile takes."""
+    head = ("network", "intaglio", *FLOAT.values(), "torch.compile / intaglio")
+    rows = (
+        (run.title, *(milliseconds(run, engine) for engine in ("intaglio", *FLOAT)), ratio(run, "inductor"))
+        for run in runs
+    )
+    return table(head, rows)
+
+
+def ratio(run: Run, engine: str) -> str:
+    found = run.relative(engine)
+    return f"{found:.2f}" if found else NOT_MEASURED
+
+
+ELSEWHERE = {
+    "intaglio_inductor": ("TorchInductor", "torchao", "torchao"),
+    "intaglio_onnxruntime": ("ONNX Runtime", "onnxruntime_int8", "ONNX Runtime"),
+    "intaglio_openvino": ("OpenVINO", "openvino_int8", "NNCF"),
+}
+"""Engines that run intaglio's reference model: their name, and the same engine with a model of other tools."""
+
+
+def elsewhere_table(runs: list[Run]) -> str:
+    """ResNet-50 of intaglio in other engines, from the newest run of each, beside models of their own tools."""
+    rows = []
+    for engine, (title, peer, tool) in ELSEWHERE.items():
+        run = max((run for run in runs if {engine, peer} <= run.best_ms.keys()), key=lambda run: run.date)
+        for name, key, model in ((title, engine, "**intaglio**"), ("", peer, tool)):
+            own = f"{run.best_ms['intaglio']:.2f}" if name else ""
+            rows.append((name, model, f"{run.best_ms[key]:.2f}", f"{run.sqnr_db[key]:.1f}", own))
+    return table(("engine", "model of", "ms", "SQNR, dB", "intaglio's program, ms"), rows)
+
+
+def accuracy(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Network and engine to the date and the splits of the data, of the newest line that has them."""
+    return {
+        tuple(name.split("/")): {"date": line["date"], **found}
+        for line in lines
+        for name, found in line["results"].items()
+    }
+
+
+def accuracy_table(runs: list[Run], lines: list[dict[str, Any]]) -> str:
+    """Accuracy of every engine on ten thousand images, beside its time per call at batch 1 on two threads."""
+    found, timed = accuracy(lines), {run.network: run for run in int8_runs(runs)}
+    rows = []
+    for network in dict.fromkeys(network for network, _ in found):
+        for engine, title in ACCURACY.items():
+            if (network, engine) in found:
+                scores, time = found[network, engine]["jpeg"], NOT_MEASURED
+                if engine in timed[network].best_ms:
+                    time = f"{digits(timed[network].best_ms[engine], 3)} ms"
+                same = NOT_MEASURED if engine == "eager" else f"{scores['agreement']:.2f} %"
+                name = timed[network].title if engine == "eager" else ""
+                rows.append((name, title, f"{scores['top1']:.2f} %", same, time))
+    body = table(("network", "engine", "top-1 accuracy", "same class as float32", "time per call"), rows)
+    days = listed(sorted(scores["date"][:10] for scores in found.values()))
+    times = [timed[network] for network, _ in found]
+    return f"{body}\n\nAccuracy recorded {days}. {source(times, 'Times recorded')}"
+
+
+def claim(runs: list[Run]) -> str:
+    """Say in one paragraph how all networks compare."""
+    shown = int8_runs(runs)
+    nearest = {run.title: min(filter(None, map(run.relative, INT8))) for run in shown}
+    low, high = (select(nearest, key=nearest.__getitem__) for select in (min, max))
+    compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
+    return (
+        f"At batch 1 on two cores, the fastest other int8 engine takes {nearest[low]:.2f} ({low}) to "
+        f"{nearest[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. PyTorch's "
+        f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
+        f"on the {len(compiled)} networks where they were measured too."
+    )
+
+
+def with_source(runs: list[Run]) -> str:
+    return f"{speed_table(runs)}\n\n{source(runs)}"
+
+
+TABLES = {
+    "claim": lambda: claim(all_runs()),
+    "batch1_threads2": lambda: with_source(int8_runs(all_runs(), 1, 2)),
+    "batch1_threads1": lambda: with_source(int8_runs(all_runs(), 1, 1)),
+    "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
+    "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
+    "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
+    "elsewhere": lambda: elsewhere_table(all_runs()),
+    "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),
+}
+
+
+def fill(markdown: str) -> str:
+    """Return a page with its tables written again from the recorded results."""
+    return REGION.sub(lambda region: f"{region[1]}\n{TABLES[region[2]]()}\n\n", markdown)
