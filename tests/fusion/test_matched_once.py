@@ -77,7 +77,9 @@ def test_what_annotation_matched_is_read_and_nothing_is_matched_in_the_reference
 
 def written(graph) -> list[tuple[str, list[str]]]:
     """Names of the regions on a graph, and of their operators."""
-    return [(mark.fusion, [node.name for node in nodes]) for mark, nodes in integer_regions.marked(graph).items()]
+    return [
+        (mark.fusion, [node.name for node in nodes]) for mark, nodes in integer_regions.marked_operators(graph).items()
+    ]
 
 
 def test_regions_of_the_reference_are_those_of_the_annotated_graph():

@@ -18,7 +18,7 @@ from intaglio.ops import OPS, run_op
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
-from intaglio.quant.qdq.integer_regions import quantized_to
+from intaglio.quant.qdq.integer_regions import quantize_qparams
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import bind, dims_of
 from intaglio.tracing import Captured, capture
@@ -88,9 +88,13 @@ def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, n
     found = {}
     for node, name in builder.values.items():
         kind, value = builder.types.get(name), recorder.seen[node]
-        if isinstance(value, Tensor) and kind and (kind.dtype is not DType.U8 or kind.q is None or quantized_to(node)):
+        if (
+            isinstance(value, Tensor)
+            and kind
+            and (kind.dtype is not DType.U8 or kind.q is None or quantize_qparams(node))
+        ):
             found.setdefault(name, _array(value))
-        elif isinstance(value, Tensor) and quantized_to(node, DType.U16):
+        elif isinstance(value, Tensor) and quantize_qparams(node, DType.U16):
             level, rest = numerics.split(_array(value))
             found |= {name: level.astype(np.uint8), builder.rests[name]: rest.astype(np.uint8)}
     return found

@@ -13,7 +13,7 @@ from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, 
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node
 from intaglio.fxgraph.overloads import CONV2D_TARGET
 from intaglio.ir import DType, TensorType
-from intaglio.quant.qdq.integer_regions import constant_of, levels_of, pixels_of
+from intaglio.quant.qdq.integer_regions import dequantized_constant, dequantized_qparams, image_operands
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 from intaglio.torch_private import quantized_decomposed
 
@@ -28,7 +28,7 @@ def byte_inputs(module: fx.GraphModule) -> frozenset[int]:
 def image_of(node: fx.Node) -> fx.Node | None:
     """Return the image input whose bytes are the result of this quantize, or ``None`` for other nodes. Other inputs
     with parameters per channel are not images: their quantized values are not bytes of the input."""
-    if (found := pixels_of(node)) is None or found[0].op != "placeholder" or not info(node.args[0]).takes_bytes:
+    if (found := image_operands(node)) is None or found[0].op != "placeholder" or not info(node.args[0]).takes_bytes:
         return None
     readers = [reader for reader in found[0].users if tensor_type(reader) is not None]
     return found[0] if all(reader is node.args[0] for reader in readers) else None
@@ -51,8 +51,8 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     if operator(node) != CONV2D_TARGET or operator(node.args[0]) != DEQUANTIZE_CHANNEL:
         return
     given, x = arguments(node), node.args[0]
-    q, weight, bias = levels_of(x), given["weight"], given["bias"]
-    counts = constant_of(weight, DType.S8), constant_of(bias, DType.I32)
+    q, weight, bias = dequantized_qparams(x), given["weight"], given["bias"]
+    counts = dequantized_constant(weight, DType.S8), dequantized_constant(bias, DType.I32)
     if q is None or q.axis != 1 or None in counts or not _is_symmetric(module, weight):
         return
     scales, zeros = (getattr(module, str(constant.target)).tolist() for constant in x.args[1:3])

@@ -12,7 +12,7 @@ from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.regions import Chain
-from intaglio.quant.qdq.integer_regions import IntegerRegion, constant_of, levels_of
+from intaglio.quant.qdq.integer_regions import IntegerRegion, dequantized_constant, dequantized_qparams
 from intaglio.quant.qdq.qparams import each_output, per_output
 
 
@@ -27,7 +27,7 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
     unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].levels.step, scales)))
     axis = None if len(unit) == 1 else output_axis(record.name, len(known_type(node).shape))
     acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
-    bias = constant_of(given.bias, DType.I32)
+    bias = dequantized_constant(given.bias, DType.I32)
     outputs = builder.constants[weight].shape[0]
     steps = np.zeros(outputs, np.int32) if bias is None else getattr(builder.module, bias.target).numpy()
     operand_names = [x, weight, builder.add_constant(f"{stem}_bias", steps, DType.I32)]
@@ -43,7 +43,7 @@ def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, .
         Name of the constant, and its scales: one, or one per output channel.
     """
     node = layer_operands(region.anchor).weight
-    weight = constant_of(node, DType.S8)
+    weight = dequantized_constant(node, DType.S8)
     assert weight is not None, f"the weight of {region.anchor} is not in integers"
     levels, scales = per_output(region, getattr(builder.module, weight.target).numpy()), builder.scales_of(node)
     scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
@@ -84,7 +84,7 @@ def lower_add(
     attrs = {"low": low, "high": high}
     left, right, *factor = known_operands(node)
     other = right if left in region.nodes or region.record.adds else left
-    rest = [builder.rests[builder.values[other]]] if levels_of(other, DType.U16) else []
+    rest = [builder.rests[builder.values[other]]] if dequantized_qparams(other, DType.U16) else []
     if factor:
         alpha = getattr(builder.module, factor[0].target).numpy().astype(np.float64).ravel()
         attrs |= record.bind(call_of(node, record))

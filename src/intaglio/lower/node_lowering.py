@@ -24,11 +24,11 @@ from intaglio.quant.annotate.embedding_tables import table_behind
 from intaglio.quant.annotate.per_token import rows_behind
 from intaglio.quant.qdq.integer_regions import (
     IntegerRegion,
-    constant_of,
-    levels_of,
+    dequantized_constant,
+    dequantized_qparams,
+    image_operands,
     marked_regions,
-    pixels_of,
-    quantized_to,
+    quantize_qparams,
 )
 from intaglio.tracing.while_loops import loops_of
 
@@ -86,7 +86,7 @@ class NodeLowering:
             elif node.op == "get_attr":
                 if node in returned:
                     yield Unit((node,), (), False)
-            elif any(pixels_of(user) for user in node.users):
+            elif any(image_operands(user) for user in node.users):
                 continue
             elif (unit := _native_unit(node)) is not None:
                 yield unit
@@ -126,7 +126,7 @@ class NodeLowering:
             arange(builder, node, attrs)
         elif table := table_behind(node):
             builder.values[node] = builder.add_parameter(table[0])
-        elif levels_of(node) or levels_of(node, DType.U16) or quantized_to(node, DType.U16):
+        elif dequantized_qparams(node) or dequantized_qparams(node, DType.U16) or quantize_qparams(node, DType.U16):
             builder.values[node] = builder.quantized_value(node.args[0])
         elif node in self.float_ops:
             found = self.float_ops[node]
@@ -135,7 +135,7 @@ class NodeLowering:
             else:
                 float_move(builder, node, *found)
         else:
-            q = quantized_to(node)
+            q = quantize_qparams(node)
             assert q is not None, f"{node} does not quantize"
             quantize_node(builder, node, q)
 
@@ -158,7 +158,7 @@ class NodeLowering:
 def _region_unit(region: IntegerRegion) -> Unit:
     """Return the unit of a region with the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
-    needs = [n for n in needs if levels_of(n) or levels_of(n, DType.U16) or rows_behind(n)]
+    needs = [n for n in needs if dequantized_qparams(n) or dequantized_qparams(n, DType.U16) or rows_behind(n)]
     if region.record.attends:
         needs = [value for value in region.operands() if value is not None and not is_constant(value)]
     return Unit(region.nodes, tuple(needs), True, region)
@@ -166,9 +166,9 @@ def _region_unit(region: IntegerRegion) -> Unit:
 
 def _native_unit(node: fx.Node) -> Unit | None:
     """Return the unit of a node that the integer graph computes outside regions, or None for other nodes."""
-    if image := pixels_of(node):
+    if image := image_operands(node):
         return Unit((node,), image[:1], True)
-    if any(quantized_to(node, dtype) or levels_of(node, dtype) for dtype in (DType.U8, DType.U16)):
+    if any(quantize_qparams(node, dtype) or dequantized_qparams(node, dtype) for dtype in (DType.U8, DType.U16)):
         return Unit((node,), () if is_constant(node.args[0]) else (node.args[0],), True)
     if range_of(node) is not None:
         return Unit((node,), (), True)
@@ -182,5 +182,5 @@ def _native_unit(node: fx.Node) -> Unit | None:
 
 def _only_read_by(node: fx.Node, inner: set[fx.Node]) -> bool:
     """Return whether a node dequantizes a weight or bias, and only nodes of regions read it."""
-    constant = constant_of(node, DType.S8) or constant_of(node, DType.I32)
+    constant = dequantized_constant(node, DType.S8) or dequantized_constant(node, DType.I32)
     return constant is not None and inner.issuperset(node.users)

@@ -22,7 +22,7 @@ from intaglio.lower.integer_operators import (
     lower_single,
     region_origin,
 )
-from intaglio.quant.qdq.integer_regions import IntegerRegion, pixels_of
+from intaglio.quant.qdq.integer_regions import IntegerRegion, image_operands
 from intaglio.quant.recipes.user_patterns import is_host
 
 
@@ -92,7 +92,7 @@ def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
     A float value is quantized, and a constant is quantized ahead of time. A quantized value is passed on if its
     parameters are equal, and requantized by a lookup table otherwise.
     """
-    if image := pixels_of(node):
+    if image := image_operands(node):
         _pixels(builder, node, image, q)
         return
     if is_constant(node.args[0]):

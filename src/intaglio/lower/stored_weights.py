@@ -8,7 +8,7 @@ from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import is_constant, layer_operands, operator, record_of
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.quant.qdq.integer_regions import constant_of, levels_of
+from intaglio.quant.qdq.integer_regions import dequantized_constant, dequantized_qparams
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 
 WIDEN = "aten._to_copy.default"
@@ -24,12 +24,16 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
         return None
     x, weight, bias = layer_operands(node)
     plain = all(value is None or known_type(value).dtype is DType.F32 for value in (x, bias))
-    simulated = ".dequantize_" in operator(x) and levels_of(x) is None
+    simulated = ".dequantize_" in operator(x) and dequantized_qparams(x) is None
     if not plain or simulated or not (bias is None or is_constant(bias)):
         return None
     if operator(weight) == WIDEN and is_constant(weight.args[0]):
         return weight.args[0] if known_type(weight.args[0]).dtype is DType.F16 else None
-    return constant_of(weight, DType.S8) if operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 else None
+    return (
+        dequantized_constant(weight, DType.S8)
+        if operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0
+        else None
+    )
 
 
 def widens_stored(node: fx.Node) -> bool:

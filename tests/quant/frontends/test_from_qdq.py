@@ -17,8 +17,8 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, run
-from intaglio.quant.qdq.prepare_passes import LEVEL_PASSES, PTQ_PASSES
-from intaglio.quant.qdq.qdq_constants import count_biases
+from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, QDQ_PASSES
+from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32
 from support.nets import Body, randomize
 from support.rarely import rarely, rarely_except
 
@@ -60,14 +60,14 @@ def taken(model, x=X, exact=True):
     """The reference; all it computes has the model's bits, but for biases."""
     captured = stages.capture(model.eval(), x)
     module = copy_graph(captured.module)
-    run(module, [step for step in PTQ_PASSES.patterns if step is not count_biases])
+    run(module, [step for step in PTQ_PASSES.patterns if step is not convert_biases_to_i32])
     results = module(x)
     assert not exact or torch.equal(results[0], model(x))
     before, reference = str(module.graph), stages.from_qdq(captured)
-    run(module, [step for step in LEVEL_PASSES if step is not count_biases])
+    run(module, [step for step in QDQ_PASSES if step is not convert_biases_to_i32])
     assert str(module.graph) == before
     before = reference.text()
-    run(reference.module, LEVEL_PASSES)
+    run(reference.module, QDQ_PASSES)
     assert reference.text() == before
     return reference
 

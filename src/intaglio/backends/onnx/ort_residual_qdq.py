@@ -15,7 +15,7 @@ from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator
 from intaglio.fxgraph.overloads import ADD_TARGET, RELU_TARGET
 from intaglio.ir import QParams
-from intaglio.quant.qdq.integer_regions import levels_of, quantized_to
+from intaglio.quant.qdq.integer_regions import dequantized_qparams, quantize_qparams
 from intaglio.torch_private import quantized_decomposed
 
 CONVOLUTION_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default")
@@ -36,7 +36,11 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
     for node in [node for node in module.graph.nodes if operator(node) in CONVOLUTION_TARGETS and len(node.users) == 1]:
         reader = next(iter(node.users))
         term, reader = (reader, next(iter(reader.users))) if operator(reader) == RELU_TARGET else (node, reader)
-        if levels_of(node.args[0]) is None or operator(reader) != ADD_TARGET or (bounds := wanted(term)) is None:
+        if (
+            dequantized_qparams(node.args[0]) is None
+            or operator(reader) != ADD_TARGET
+            or (bounds := wanted(term)) is None
+        ):
             continue
         low, high = bounds
         how = (
@@ -65,7 +69,7 @@ def wanted(node: fx.Node) -> Range | None:
     if len(node.users) != 1:
         return None
     reader = next(iter(node.users))
-    if (q := quantized_to(reader)) is not None:
+    if (q := quantize_qparams(reader)) is not None:
         return ends(q)
     if operator(reader) == RELU_TARGET:
         behind = wanted(reader)
@@ -73,7 +77,7 @@ def wanted(node: fx.Node) -> Range | None:
     if operator(reader) != ADD_TARGET or arguments(reader)["alpha"] != 1:
         return None
     others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
-    other, behind = levels_of(others[0]) if others else None, wanted(reader)
+    other, behind = dequantized_qparams(others[0]) if others else None, wanted(reader)
     if other is None or behind is None or (added := ends(other)) is None:
         return None
     return behind[0] - added[1], behind[1] - added[0]

@@ -23,7 +23,7 @@ from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import alone
-from intaglio.quant.qdq.integer_regions import marked, write_regions
+from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
@@ -89,7 +89,7 @@ def annotations_of_changed(
     reasons = {n: refusal(n, quantizer.recipe.setting(origin(n), classes)) for n in divisions.values()}
     skips = [*before.skipped, *skipped(regions, (), reasons)]
     order = {name: index for index, name in enumerate(nodes)}
-    others = [(mark.fusion, chain) for mark, chain in marked(graph).items() if not inside.intersection(chain)]
+    others = [(mark.fusion, chain) for mark, chain in marked_operators(graph).items() if not inside.intersection(chain)]
     mark_operators(graph, [*(region.matched for region in regions), *others])
     tables = tuple(replace(table, node=nodes[table.node.name]) for table in before.tables)
     skips.sort(key=lambda skip: order[skip.node])

@@ -18,7 +18,7 @@ from intaglio.quant.annotate.per_token import row_sites
 from intaglio.quant.annotate.recurrent_sites import weight_sites
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site
-from intaglio.quant.qdq.qdq_normalize import levels_behind
+from intaglio.quant.qdq.qdq_normalize import dequantized_u8_qparams
 from intaglio.quant.qdq.weight_grid import group_of
 from intaglio.quant.recipes.choices import Role, WeightScales
 from intaglio.quant.recipes.settings import Setting
@@ -171,7 +171,7 @@ def put(sites: dict[tuple[str, Role], Site], site: Site) -> None:
 
 def _as_given(site: Site, node: fx.Node) -> Site:
     """Return the site with the parameters of the model's own Q/DQ around the value, unless kernels need others."""
-    q = levels_behind(node)
+    q = dequantized_u8_qparams(node)
     if q is None or site.dtype is not DType.U8 or not isinstance(site.spec, Observed):
         return site
     if site.spec.symmetric and (q.zero, q.qmin + q.qmax) != (128, 256):

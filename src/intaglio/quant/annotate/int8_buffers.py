@@ -136,7 +136,7 @@ def is_destination(reader: fx.Node, value: fx.Node) -> bool:
 # -- conversion -------------------------------------------------------------------------------------------------------
 
 
-def store_levels(
+def quantize_buffers(
     module: fx.GraphModule, signature: Signature, buffers: Mapping[str, str], qparams: Mapping[str, QParams]
 ) -> tuple[Signature, list[str]]:
     """Rewrite a Q/DQ graph so that the given buffers are uint8 inputs and outputs.
@@ -156,11 +156,11 @@ def store_levels(
     results = list(end.args[0])
     for entry, position in zip(signature.state, range(len(results) - len(signature.state), len(results)), strict=True):
         if entry.name in buffers:
-            entry = _with_levels(entry, qparams[buffers[entry.name]])
-            _as_levels(nodes[entry.name], entry.type)
-            mover = _Mover(module, nodes[entry.name], entry.type)
-            results[position] = mover.levels(results[position])
-            if mover.rounded:
+            entry = _quantized_state(entry, qparams[buffers[entry.name]])
+            _read_quantized(nodes[entry.name], entry.type)
+            dataflow = _QuantizedDataflow(module, nodes[entry.name], entry.type)
+            results[position] = dataflow.quantized(results[position])
+            if dataflow.rounded:
                 notes.append(f"buffer {entry.path}: computed from its own levels, and rounded, in every call")
         state.append(entry)
     end.args = (tuple(results),)
@@ -168,13 +168,13 @@ def store_levels(
     return replace(signature, state=tuple(state)), notes
 
 
-def _with_levels(entry: State, q: QParams) -> State:
+def _quantized_state(entry: State, q: QParams) -> State:
     """Return a buffer's entry in the signature with its type and initial contents quantized."""
     levels = numerics.quantize(entry.initial, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
     return replace(entry, type=TensorType(entry.type.shape, DType.U8, q), initial=levels)
 
 
-def _as_levels(before: fx.Node, kind: TensorType) -> None:
+def _read_quantized(before: fx.Node, kind: TensorType) -> None:
     """Change the type of a buffer's input to quantized, and remove the quantize nodes that read it."""
     update_info(before, type=kind)
     for user in [user for user in before.users if operator(user) == QUANTIZE_TENSOR]:
@@ -182,7 +182,7 @@ def _as_levels(before: fx.Node, kind: TensorType) -> None:
         before.graph.erase_node(user)
 
 
-class _Mover:
+class _QuantizedDataflow:
     """Computes the quantized value of a buffer after a call, moving quantized values instead of floats if possible."""
 
     def __init__(self, module: fx.GraphModule, before: fx.Node, kind: TensorType) -> None:
@@ -191,47 +191,47 @@ class _Mover:
         self.known: dict[fx.Node, fx.Node] = {}
         self.rounded = False  # Set if a new value is computed from stored values and then rounded.
 
-    def levels(self, value: fx.Node) -> fx.Node:
+    def quantized(self, value: fx.Node) -> fx.Node:
         """Return the node of the quantized value of a float node."""
         if value not in self.known:
-            self.known[value] = self._levels(value)
+            self.known[value] = self._find_quantized(value)
         return self.known[value]
 
-    def _levels(self, value: fx.Node) -> fx.Node:
-        if operator(value) == DEQUANTIZE_TENSOR and self._equal(value):
+    def _find_quantized(self, value: fx.Node) -> fx.Node:
+        if operator(value) == DEQUANTIZE_TENSOR and self._has_buffer_qparams(value):
             source = value.args[0]
-            if operator(source) == QUANTIZE_TENSOR and self._moves_stored(source.args[0]):
-                moved = self.levels(source.args[0])
+            if operator(source) == QUANTIZE_TENSOR and self._only_moves_stored(source.args[0]):
+                moved = self.quantized(source.args[0])
                 update_info(moved, site=info(source).site)
                 source.replace_all_uses_with(moved)
                 return moved
             self.rounded |= operator(source) == QUANTIZE_TENSOR and self._reads_stored(source)
             return source
         alone = operator(value) in BUFFER_UPDATES and len(value.users) == 1  # The operands are quantized instead.
-        return self._moved(value) if alone or self._moves_stored(value) else self._quantized(value)
+        return self._move_quantized(value) if alone or self._only_moves_stored(value) else self._insert_quantize(value)
 
-    def _moved(self, value: fx.Node) -> fx.Node:
+    def _move_quantized(self, value: fx.Node) -> fx.Node:
         """Return a copy of a data movement node that reads quantized values."""
         own = [arguments(value)[name] for name in BUFFER_UPDATES[operator(value)]]
-        given = {leaf: self.levels(leaf) for leaf in tensor_nodes(own)}
+        given = {leaf: self.quantized(leaf) for leaf in tensor_nodes(own)}
         with self.graph.inserting_after(value):
             moved = self.graph.node_copy(value, lambda leaf: given.get(leaf, leaf))
         copy_info(moved, value, type=replace(self.kind, shape=known_type(value).shape))
         return moved
 
-    def _quantized(self, value: fx.Node) -> fx.Node:
+    def _insert_quantize(self, value: fx.Node) -> fx.Node:
         """Return a node that quantizes a float value with the buffer's parameters."""
         self.rounded |= self._reads_stored(value)
         q, kind = self.kind.levels, replace(self.kind, shape=known_type(value).shape)
         if is_constant(value):
-            return self._constant(value, kind)
+            return self._quantized_constant(value, kind)
         parameters = (q.step, q.zero, q.qmin, q.qmax, torch.uint8)
         with self.graph.inserting_after(value):
             made = self.graph.call_function(self.quantize, (value, *parameters))
         set_info(made, type=kind, origin=origin(value))
         return made
 
-    def _constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
+    def _quantized_constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
         """Return a quantized copy of a constant."""
         q, array = kind.levels, getattr(self.module, str(value.target)).detach().numpy()
         levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
@@ -241,18 +241,20 @@ class _Mover:
         set_info(made, type=kind, path=constant_path(value))
         return made
 
-    def _moves_stored(self, value: fx.Node) -> bool:
+    def _only_moves_stored(self, value: fx.Node) -> bool:
         """Return whether a value consists of stored values that were only moved.
 
         Data movement, and quantize and dequantize with the buffer's parameters, are allowed on the way.
         """
-        if operator(value) == DEQUANTIZE_TENSOR and self._equal(value):
+        if operator(value) == DEQUANTIZE_TENSOR and self._has_buffer_qparams(value):
             source = value.args[0]
-            return source is self.before or (operator(source) == QUANTIZE_TENSOR and self._moves_stored(source.args[0]))
+            return source is self.before or (
+                operator(source) == QUANTIZE_TENSOR and self._only_moves_stored(source.args[0])
+            )
         if operator(value) not in BUFFER_UPDATES or arguments(value).get("accumulate"):
             return False
         own = [arguments(value)[name] for name in BUFFER_UPDATES[operator(value)]]
-        return any(map(self._moves_stored, tensor_nodes(own)))
+        return any(map(self._only_moves_stored, tensor_nodes(own)))
 
     def _reads_stored(self, value: fx.Node) -> bool:
         """Return whether a value depends on the stored values of the buffer."""
@@ -263,7 +265,7 @@ class _Mover:
             left += new
         return self.before in seen
 
-    def _equal(self, dequantize: fx.Node) -> bool:
+    def _has_buffer_qparams(self, dequantize: fx.Node) -> bool:
         """Return whether a dequantize has the buffer's parameters."""
         q = self.kind.levels
         return dequantize.args[1:] == (q.step, q.zero, q.qmin, q.qmax, torch.uint8)

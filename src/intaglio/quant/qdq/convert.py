@@ -13,7 +13,7 @@ from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, drop_unused_constants
 from intaglio.ir import About, DType, QParams, Signature
 from intaglio.quant.annotate.find_sites import Names
-from intaglio.quant.annotate.int8_buffers import store_levels
+from intaglio.quant.annotate.int8_buffers import quantize_buffers
 from intaglio.quant.annotate.recurrent_sites import recurrent_qparams
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.weight_only import store_weights
@@ -108,7 +108,7 @@ def convert(
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
-    signature, computed = store_levels(module, prepared.signature, held, qparams)
+    signature, computed = quantize_buffers(module, prepared.signature, held, qparams)
     remarks += computed
     write_own(module, annotations.own, prepared.module, prepared.watch.shown)
     dequantize = quantized_decomposed().dequantize_per_channel.default

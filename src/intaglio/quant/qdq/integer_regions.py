@@ -50,7 +50,7 @@ class IntegerRegion(Chain):
     wide: QParams | None = None
 
 
-def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
+def dequantized_qparams(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
     """Return the parameters of the quantized activation that `node` dequantizes; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or is_constant(node.args[0]):
         return None
@@ -59,7 +59,7 @@ def levels_of(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:
     return _qparams(node, dtype)
 
 
-def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
+def quantize_qparams(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
     """Return the parameters of a quantize to `dtype` (u8 or u16); ``None`` for any other node."""
     return (
         _qparams(node, dtype)
@@ -68,7 +68,7 @@ def quantized_to(node: fx.Node, dtype: DType = DType.U8) -> QParams | None:
     )
 
 
-def pixels_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def image_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """Return image, gain and shift of a per-channel quantize of ``image * gain + shift``, else ``None``."""
     if operator(node) != QUANTIZE_CHANNEL or operator(node.args[0]) != "aten.addcmul.default":
         return None
@@ -86,7 +86,7 @@ def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
     return QParams(tuple(scale), tuple(zero_point), int(low), int(high), *axis)
 
 
-def constant_of(node: fx.Node | None, dtype: DType) -> fx.Node | None:
+def dequantized_constant(node: fx.Node | None, dtype: DType) -> fx.Node | None:
     """Return the integer constant that `node` dequantizes to a weight or bias; ``None`` for any other node."""
     if node is None or operator(node) not in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL) or not is_constant(node.args[0]):
         return None
@@ -104,7 +104,7 @@ def keep_regions(graph: fx.Graph) -> int:
     """
     found = _composites(graph)
     taken = {node for _, region in found for node in region.nodes}
-    for mark, nodes in marked(graph).items():
+    for mark, nodes in marked_operators(graph).items():
         if taken.intersection(nodes):
             continue
         nodes = [
@@ -115,12 +115,14 @@ def keep_regions(graph: fx.Graph) -> int:
             found.append((mark.fusion, _region_of(tuple(nodes))))
         else:
             found += [(known_record(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
-    return _write(graph, found)
+    return _mark_in_order(graph, found)
 
 
 def match_regions(graph: fx.Graph) -> int:
     """Match the fusion rows on a Q/DQ graph without annotations, mark each region, and return their number."""
-    return _write(graph, [(name, _region_of(chain)) for name, chain in _matched(graph, set(), _is_integer)])
+    return _mark_in_order(
+        graph, [(name, _region_of(chain)) for name, chain in _match_fusions(graph, set(), _is_integer)]
+    )
 
 
 def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
@@ -131,11 +133,11 @@ def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
     """
     found = [region.matched for region in regions]
     if any(map(dequantizes, graph.nodes)):
-        found += _matched(graph, {node for _, nodes in found for node in nodes}, _takes_integers)
+        found += _match_fusions(graph, {node for _, nodes in found for node in nodes}, _takes_integers)
     mark_operators(graph, found)
 
 
-def _matched(
+def _match_fusions(
     graph: fx.Graph, taken: set[fx.Node], fits: Callable[[tuple[fx.Node, ...]], bool]
 ) -> list[tuple[str, tuple[fx.Node, ...]]]:
     """Match the fusion rows, longest first, then single operators, on nodes that are not `taken`."""
@@ -148,14 +150,14 @@ def _matched(
     return found + [(known_record(node).name, (node,)) for node in nodes if node not in taken and fits((node,))]
 
 
-def _write(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:
+def _mark_in_order(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:
     place = {node: index for index, node in enumerate(graph.nodes)}
     found = sorted(found, key=lambda item: place[item[1].root])
     mark_operators(graph, ((name, region.nodes) for name, region in found))
     return len(found)
 
 
-def marked(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
+def marked_operators(graph: fx.Graph) -> dict[RegionMark, list[fx.Node]]:
     """Return the operators of every marked region of a graph, in the order of regions and operators."""
     chains: dict[RegionMark, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -170,7 +172,7 @@ def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
     """Return the regions that `keep_regions` or `match_regions` left on a graph, in execution order."""
     return [
         _composite_region(nodes) if info(nodes[-1]).composite is not None else _region_of(tuple(nodes))
-        for nodes in marked(graph).values()
+        for nodes in marked_operators(graph).values()
     ]
 
 
@@ -183,13 +185,13 @@ def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
     found = []
     for whole, nodes in groups.items():
         values, region = operands_of_whole(nodes, whole), _composite_region(nodes)
-        if region.result is not None and all(levels_of(values[index]) for index in whole.record.roles.x):
+        if region.result is not None and all(dequantized_qparams(values[index]) for index in whole.record.roles.x):
             found.append((whole.record.name, region))
     return found
 
 
 def _composite_region(nodes: Sequence[fx.Node]) -> IntegerRegion:
-    results = {quantized_to(user) for user in nodes[-1].users}
+    results = {quantize_qparams(user) for user in nodes[-1].users}
     return IntegerRegion(tuple(nodes), results.pop() if len(results) == 1 else None)
 
 
@@ -198,7 +200,7 @@ def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
     if rows_behind(operands(nodes[0])[0]) is not None:
         return IntegerRegion(nodes, None)
     results = {_result(user) for user in nodes[-1].users}
-    wide = {quantized_to(user, DType.U16) for user in nodes[-1].users}
+    wide = {quantize_qparams(user, DType.U16) for user in nodes[-1].users}
     if len(results) == len(wide) == 1 and None not in results:
         return IntegerRegion(nodes, results.pop(), wide.pop())
     return IntegerRegion(nodes, None)
@@ -207,8 +209,8 @@ def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
 def _takes_integers(nodes: tuple[fx.Node, ...]) -> bool:
     """Return whether every operand from outside the chain is quantized."""
     if rows_behind(operands(nodes[0])[0]) is not None:
-        return len(nodes) == 1 and _has_levels(nodes[0])
-    return all(_runs_on_integers(node, nodes) for node in nodes)
+        return len(nodes) == 1 and _has_s8_weight(nodes[0])
+    return all(_is_integer_operator(node, nodes) for node in nodes)
 
 
 def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
@@ -220,8 +222,11 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
     record, region = known_record(nodes[0]), _region_of(nodes)
     if len(nodes) == 1 and record.shares and not record.variadic:
         x = operands(nodes[0])[0]
-        results, wide = {_result(user) for user in nodes[0].users}, {quantized_to(u, DType.U16) for u in nodes[0].users}
-        if wide != {levels_of(x, DType.U16)} or (wide == {None} and results != {levels_of(x)}):
+        results, wide = (
+            {_result(user) for user in nodes[0].users},
+            {quantize_qparams(u, DType.U16) for u in nodes[0].users},
+        )
+        if wide != {dequantized_qparams(x, DType.U16)} or (wide == {None} and results != {dequantized_qparams(x)}):
             return False
     plain = all(known_record(node).scales for node in nodes[1:])
     return region.result is not None or (plain and record.accumulates)
@@ -232,9 +237,9 @@ def _result(user: fx.Node) -> QParams | None:
 
     A reader that quantizes to 16 bits gives the parameters of the u8 value made from them.
     """
-    if (wide := quantized_to(user, DType.U16)) is None:
-        return quantized_to(user)
-    again = (quantized_to(level) for real in user.users for level in real.users)
+    if (wide := quantize_qparams(user, DType.U16)) is None:
+        return quantize_qparams(user)
+    again = (quantize_qparams(level) for real in user.users for level in real.users)
     plain = QParams(
         (float(np.float32(numerics.QUANT_STEPS * wide.step)),),
         (wide.zero // numerics.QUANT_STEPS,),
@@ -244,25 +249,25 @@ def _result(user: fx.Node) -> QParams | None:
     return next((q for q in again if q is not None), plain)
 
 
-def _has_levels(node: fx.Node) -> bool:
+def _has_s8_weight(node: fx.Node) -> bool:
     """Return whether the operator has a weight that is stored as s8."""
     weight = known_record(node).roles.weight
-    return weight is not None and constant_of(operands(node)[weight], DType.S8) is not None
+    return weight is not None and dequantized_constant(operands(node)[weight], DType.S8) is not None
 
 
-def _runs_on_integers(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
+def _is_integer_operator(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     """Return whether an operator's operands are quantized or come from its region, and its record accepts the call."""
     record = known_record(node)
     carries = record.adds or (record.moves_data and not record.variadic)
     for value in activations(node):
-        levels = levels_of(value) or (levels_of(value, DType.U16) if carries else None)
+        levels = dequantized_qparams(value) or (dequantized_qparams(value, DType.U16) if carries else None)
         if levels is None and value not in region:
             return False
     if record.roles.weight is not None:
-        if not _has_levels(node):
+        if not _has_s8_weight(node):
             return False
         bias = layer_operands(node).bias
-        if bias is not None and constant_of(bias, DType.I32) is None:
+        if bias is not None and dequantized_constant(bias, DType.I32) is None:
             return False
     call = call_of(node, record)
     if record.roles.weight is not None:  # the weight is dequantized here, but it is still a constant

@@ -24,19 +24,24 @@ from intaglio.fxgraph.passes.decompositions import (
 from intaglio.fxgraph.passes.fuse_attention import join_attention
 from intaglio.fxgraph.passes.gated_activations import join_gates
 from intaglio.fxgraph.passes.lift_slices import lift_slices
-from intaglio.quant.qdq.qdq_constants import count_biases, store_levels
-from intaglio.quant.qdq.qdq_normalize import pair_levels, separate_levels, spell_levels, write_factors
-from intaglio.quant.qdq.qdq_propagation import carry_levels
+from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
+from intaglio.quant.qdq.qdq_normalize import (
+    canonicalize_qdq,
+    convert_qdq_to_u8,
+    decompose_unsupported_rhs,
+    split_shared_qdq,
+)
+from intaglio.quant.qdq.qdq_propagation import propagate_qdq
 
-LEVEL_PASSES: tuple[Pass, ...] = (
-    spell_levels,  # first: all others read only the canonical form that it writes
-    separate_levels,  # the next three rewrite a dequantize, which must have a single reader
-    store_levels,  # constants before activations: every dequantize left reads a computed value
-    pair_levels,
-    carry_levels,  # after pairing: only parameters that kernels support are propagated
-    separate_levels,  # propagation creates duplicate quantizes
-    write_factors,  # last, together with biases: operators now have their final operands
-    count_biases,
+QDQ_PASSES: tuple[Pass, ...] = (
+    canonicalize_qdq,  # first: all others read only the canonical form that it writes
+    split_shared_qdq,  # the next three rewrite a dequantize, which must have a single reader
+    legalize_constants,  # constants before activations: every dequantize left reads a computed value
+    convert_qdq_to_u8,
+    propagate_qdq,  # after the conversion to u8: only parameters that kernels support are propagated
+    split_shared_qdq,  # propagation creates duplicate quantizes
+    decompose_unsupported_rhs,  # last, together with biases: operators now have their final operands
+    convert_biases_to_i32,
 )
 """Passes for models that already contain quantize and dequantize operators; they change nothing in a float model."""
 
@@ -64,7 +69,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     mean_as_pool,
     constants_as_numbers,  # after `constants_as_affine`, which handles constants with several elements
     numbers_as_functions,  # last: other passes look for the tensor overloads
-    *LEVEL_PASSES,  # operators have their final form: propagation goes by their records
+    *QDQ_PASSES,  # operators have their final form: propagation goes by their records
 )
 
 

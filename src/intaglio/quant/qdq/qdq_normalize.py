@@ -38,11 +38,11 @@ DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL = (
     f"{LIBRARY}dequantize_per_channel.default",
 )
 QDQ_NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
-SHIFT = {torch.uint8: 0, torch.int8: 128}
+U8_OFFSET = {torch.uint8: 0, torch.int8: 128}
 """Supported dtypes of quantized activations, and the offset that converts them to u8."""
 
 
-def target(kind: str) -> Any:
+def qdq_overload(kind: str) -> Any:
     """Return the operator `kind` of `quantized_decomposed`. A graph that contains its operators has registered it."""
     return getattr(torch.ops.quantized_decomposed, kind).default
 
@@ -60,7 +60,7 @@ def quantizes(node: fx.Node) -> bool:
 # -- canonical form ---------------------------------------------------------------------------------------------------
 
 
-def spell_levels(module: fx.GraphModule) -> int:
+def canonicalize_qdq(module: fx.GraphModule) -> int:
     """Canonicalize Q/DQ calls and return the number of calls changed.
 
     The canonical form is the overload with numbers, positional arguments and float32 scales.
@@ -69,10 +69,10 @@ def spell_levels(module: fx.GraphModule) -> int:
         UnsupportedError: parameters are computed at run time, or the operator is none of the four supported ones.
     """
     hits = [node for node in module.graph.nodes if operator(node).startswith(LIBRARY) and info(node).observer is None]
-    return sum(_spell(module, node) for node in hits)
+    return sum(_canonicalize(module, node) for node in hits)
 
 
-def _spell(module: fx.GraphModule, node: fx.Node) -> bool:
+def _canonicalize(module: fx.GraphModule, node: fx.Node) -> bool:
     kind, given = operator(node).removeprefix(LIBRARY).partition(".")[0], arguments(node)
     if kind not in QDQ_NAMES or given["dtype"].is_floating_point:
         raise _refused(node, "only levels that are whole numbers, by tensor or by channel, are taken over")
@@ -80,8 +80,8 @@ def _spell(module: fx.GraphModule, node: fx.Node) -> bool:
         raise _refused(node, "it gives other floats than float32")
     x, *parameters = given.values()
     before = node.target, node.args, dict(node.kwargs)
-    take = _channels if "channel" in kind else _numbers
-    node.target, node.args, node.kwargs = target(kind), (x, *take(module, node, parameters)), {}
+    take = _per_channel_arguments if "channel" in kind else _per_tensor_arguments
+    node.target, node.args, node.kwargs = qdq_overload(kind), (x, *take(module, node, parameters)), {}
     return before != (node.target, node.args, {})
 
 
@@ -95,29 +95,29 @@ def _refused(node: fx.Node, problem: str) -> UnsupportedError:
     )
 
 
-def _numbers(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
-    scale, zero, low, high = (_number(module, node, value) for value in parameters[:4])
+def _per_tensor_arguments(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
+    scale, zero, low, high = (_parameter_value(module, node, value) for value in parameters[:4])
     return float(np.float32(scale)), int(zero), int(low), int(high), parameters[4]
 
 
-def _number(module: fx.GraphModule, node: fx.Node, value: Any) -> float:
-    return cast(float, tensor_of(module, node, value).item() if isinstance(value, fx.Node) else value)
+def _parameter_value(module: fx.GraphModule, node: fx.Node, value: Any) -> float:
+    return cast(float, constant_tensor(module, node, value).item() if isinstance(value, fx.Node) else value)
 
 
-def _channels(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
+def _per_channel_arguments(module: fx.GraphModule, node: fx.Node, parameters: list[Any]) -> tuple[Any, ...]:
     """Return the per-channel arguments: scales as float32, zero points (default 0), and a non-negative axis. Zero
     points of an embedding table may be float."""
     scales, zeros, axis, *rest = parameters
-    values = tensor_of(module, node, scales)
+    values = constant_tensor(module, node, scales)
     if values.dtype is not torch.float32:
-        scales = stored(module, f"{scales.target}_f32", values.to(torch.float32), scales)
+        scales = add_constant_like(module, f"{scales.target}_f32", values.to(torch.float32), scales)
     if zeros is None:
-        zeros = stored(module, f"{scales.target}_zeros", torch.zeros(len(values), dtype=torch.int64), scales)
-    tensor_of(module, node, zeros)
+        zeros = add_constant_like(module, f"{scales.target}_zeros", torch.zeros(len(values), dtype=torch.int64), scales)
+    constant_tensor(module, node, zeros)
     return scales, zeros, axis % len(known_type(node).shape), *rest
 
 
-def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch.Tensor:
+def constant_tensor(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch.Tensor:
     """Return the tensor of a constant that holds parameters of `node`.
 
     Raises:
@@ -129,13 +129,13 @@ def tensor_of(module: fx.GraphModule, node: fx.Node, constant: fx.Node) -> torch
     return found
 
 
-def stored(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node) -> fx.Node:
+def add_constant_like(module: fx.GraphModule, stem: str, values: torch.Tensor, of: fx.Node) -> fx.Node:
     """Add a constant and return its node; it takes the module path of the constant `of`."""
     name = add_constant(module, sanitized(stem), values.contiguous())
     return constant_node(module, name, constant_path(of, str(of.target)))
 
 
-def separate_levels(module: fx.GraphModule) -> int:
+def split_shared_qdq(module: fx.GraphModule) -> int:
     """Merge equal quantizes of a value and give every reader its own dequantize; return the number of changes."""
     first: dict[tuple[Any, ...], fx.Node] = {}
     hits = 0
@@ -157,7 +157,7 @@ def separate_levels(module: fx.GraphModule) -> int:
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
-def pair_levels(module: fx.GraphModule) -> int:
+def convert_qdq_to_u8(module: fx.GraphModule) -> int:
     """Convert each quantize and its dequantizes to u8, and return the number of changes.
 
     Pairs that kernels do not support are decomposed into arithmetic. A dequantize without a matching quantize is
@@ -165,11 +165,11 @@ def pair_levels(module: fx.GraphModule) -> int:
     """
     hits = 0
     for node in list(module.graph.nodes):
-        if quantizes(node) and not _is_own(node):
-            hits += _pair(node)
+        if quantizes(node) and not _is_intaglio_format(node):
+            hits += _convert_to_u8(node)
     for node in list(module.graph.nodes):
-        if dequantizes(node) and _is_alone(node):
-            real, q = _write_dequantize(node), levels_of(node)
+        if dequantizes(node) and _is_unpaired(node):
+            real, q = _decompose_dequantize(node), u8_qparams(node)
             if q is not None:
                 real = round_trip(node, real, q)
             replace_node(node, real)
@@ -177,7 +177,7 @@ def pair_levels(module: fx.GraphModule) -> int:
     return hits
 
 
-def write_factors(module: fx.GraphModule) -> int:
+def decompose_unsupported_rhs(module: fx.GraphModule) -> int:
     """Decompose the Q/DQ of second factors that kernels do not support, and return the number of changes.
 
     Kernels read the second factor of a product of activations as 1..255 with zero point 128. Quantized operands of
@@ -191,18 +191,18 @@ def write_factors(module: fx.GraphModule) -> int:
             continue
         values = operands(node)
         for value in [value for i in record.roles.x[1:] if (value := values[i]) is not None]:
-            q = levels_behind(value)
+            q = dequantized_u8_qparams(value)
             if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} around {q.zero}"
             update_info(node, unfit=f"its second factor has levels {found}; kernels read 1..255 around 128")
-            real = _write_dequantize(value, _write_quantize(value.args[0]))
+            real = _decompose_dequantize(value, _decompose_quantize(value.args[0]))
             replace_node(value, real)
             hits += 1
     return hits
 
 
-def _is_own(node: fx.Node) -> bool:
+def _is_intaglio_format(node: fx.Node) -> bool:
     """Return whether only intaglio's own references quantize like this: per-channel image bytes and 16-bit values."""
     if operator(node) == QUANTIZE_CHANNEL:
         return operator(node.args[0]) == "aten.addcmul.default" and node.args[-1] is torch.uint8
@@ -211,7 +211,7 @@ def _is_own(node: fx.Node) -> bool:
     return dtype is torch.uint16 and zero % steps == steps // 2 and low % steps == 0 and high % steps == steps - 1
 
 
-def _is_alone(node: fx.Node) -> bool:
+def _is_unpaired(node: fx.Node) -> bool:
     """Return whether a dequantize reads neither a constant nor a quantize with its parameters."""
     return not is_constant(node.args[0]) and not _matches(node.args[0], node)
 
@@ -226,20 +226,20 @@ def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
     return (*quantize.args[1:3], quantize.args[5]) == (*dequantize.args[1:3], dequantize.args[5])
 
 
-def quantizes_to_bytes(node: fx.Node) -> bool:
+def is_u8_quantize(node: fx.Node) -> bool:
     """Return whether a node quantizes to u8 per tensor, the form of activations in kernels."""
     return operator(node) == QUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
 
 
-def levels_behind(node: fx.Node) -> QParams | None:
+def dequantized_u8_qparams(node: fx.Node) -> QParams | None:
     """Return the parameters of the u8 activation that a node dequantizes; ``None`` for any other node."""
     bytes_ = operator(node) == DEQUANTIZE_TENSOR and node.args[5] is torch.uint8 and info(node).observer is None
-    return levels_of(node) if bytes_ and not is_constant(node.args[0]) else None
+    return u8_qparams(node) if bytes_ and not is_constant(node.args[0]) else None
 
 
-def levels_of(node: fx.Node) -> QParams | None:
+def u8_qparams(node: fx.Node) -> QParams | None:
     """Return the u8 parameters of a per-tensor quantize or dequantize; ``None`` if kernels do not support them."""
-    if operator(node) not in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR) or (shift := SHIFT.get(node.args[5])) is None:
+    if operator(node) not in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR) or (shift := U8_OFFSET.get(node.args[5])) is None:
         return None
     scale, zero, low, high = node.args[1:5]
     if not low <= zero <= high or low >= high or not numerics.SMALLEST_SCALE <= scale < math.inf:
@@ -247,31 +247,31 @@ def levels_of(node: fx.Node) -> QParams | None:
     return QParams((scale,), (zero + shift,), low + shift, high + shift)
 
 
-def _pair(node: fx.Node) -> bool:
+def _convert_to_u8(node: fx.Node) -> bool:
     """Convert one quantize and its dequantizes to u8, or decompose them; return whether anything changed."""
-    q = levels_of(node) if known_type(node.args[0]).dtype is DType.F32 else None
+    q = u8_qparams(node) if known_type(node.args[0]).dtype is DType.F32 else None
     mates = [user for user in node.users if _matches(node, user)]
     kept = [user for user in node.users if operator(user).startswith("intaglio.")]
     others = [user for user in node.users if user not in mates and user not in kept]
     if q is None:
-        real = _write_quantize(node)
+        real = _decompose_quantize(node)
         node.replace_all_uses_with(real)
         for mate in mates:
-            replace_node(mate, _write_dequantize(mate))
+            replace_node(mate, _decompose_dequantize(mate))
         node.graph.erase_node(node)
         return True
     if others:
-        real = _write_quantize(node)
+        real = _decompose_quantize(node)
         for user in others:
             user.replace_input_with(node, real)
     before = [each.args for each in (node, *mates)]
     for each in (node, *mates):
-        each.args = (each.args[0], *numbers_of(q))
+        each.args = (each.args[0], *u8_arguments(q))
     update_info(node, type=TensorType(known_type(node).shape, DType.U8, q))
     return bool(others) or before != [each.args for each in (node, *mates)]
 
 
-def numbers_of(q: QParams) -> tuple[Any, ...]:
+def u8_arguments(q: QParams) -> tuple[Any, ...]:
     """Return the arguments of a u8 quantize or dequantize after the tensor."""
     return q.step, q.zero, q.qmin, q.qmax, torch.uint8
 
@@ -280,52 +280,56 @@ def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
     """Insert a quantize and a dequantize of `real` in front of `node`, and return the dequantize. `real` is on the grid
     of `q` already, so its value does not change."""
     kind = known_type(real)
-    levels = call_before(node, TensorType(kind.shape, DType.U8, q), target("quantize_per_tensor"), real, *numbers_of(q))
-    return call_before(node, kind, target("dequantize_per_tensor"), levels, *numbers_of(q))
+    levels = call_before(
+        node, TensorType(kind.shape, DType.U8, q), qdq_overload("quantize_per_tensor"), real, *u8_arguments(q)
+    )
+    return call_before(node, kind, qdq_overload("dequantize_per_tensor"), levels, *u8_arguments(q))
 
 
-def _write_quantize(node: fx.Node) -> fx.Node:
+def _decompose_quantize(node: fx.Node) -> fx.Node:
     """Insert the arithmetic of a quantize in front of it, and return the result as integers."""
     aten, (low, high, dtype), x = torch.ops.aten, node.args[-3:], node.args[0]
     kind = TensorType(known_type(node).shape, DType.F32)
     if known_type(x).dtype is not DType.F32:
-        x = _written(node, kind, aten._to_copy.default, x, dtype=torch.float32)
+        x = _insert_unsupported(node, kind, aten._to_copy.default, x, dtype=torch.float32)
     module = node.graph.owning_module
     if operator(node) == QUANTIZE_CHANNEL:
-        inverse = 1.0 / tensor_of(module, node, node.args[1])
-        steps = _written(node, kind, aten.mul.Tensor, x, _along(node, "inverse", inverse))
+        inverse = 1.0 / constant_tensor(module, node, node.args[1])
+        steps = _insert_unsupported(node, kind, aten.mul.Tensor, x, _per_channel_constant(node, "inverse", inverse))
     else:
-        steps = _written(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
-    whole = _written(node, kind, aten.round.default, steps)
-    moved = _written(node, kind, aten.add.Tensor, whole, _zero_of(node))
-    bounded = _written(node, kind, aten.clamp.default, moved, low, high)
-    return _written(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
+        steps = _insert_unsupported(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
+    whole = _insert_unsupported(node, kind, aten.round.default, steps)
+    moved = _insert_unsupported(node, kind, aten.add.Tensor, whole, _zero_point(node))
+    bounded = _insert_unsupported(node, kind, aten.clamp.default, moved, low, high)
+    return _insert_unsupported(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
 
 
-def _write_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
+def _decompose_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
     """Insert the arithmetic of a dequantize in front of it, and return the float result."""
     aten, kind = torch.ops.aten, TensorType(known_type(node).shape, DType.F32)
-    real = _written(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
-    moved = _written(node, kind, aten.sub.Tensor, real, _zero_of(node))
+    real = _insert_unsupported(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
+    moved = _insert_unsupported(node, kind, aten.sub.Tensor, real, _zero_point(node))
     scale = node.args[1]
     if operator(node) == DEQUANTIZE_CHANNEL:
-        scale = _along(node, "scale", tensor_of(node.graph.owning_module, node, scale))
-    return _written(node, kind, aten.mul.Tensor, moved, scale)
+        scale = _per_channel_constant(node, "scale", constant_tensor(node.graph.owning_module, node, scale))
+    return _insert_unsupported(node, kind, aten.mul.Tensor, moved, scale)
 
 
-def _written(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _insert_unsupported(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     made = call_before(node, kind, target, *args, **kwargs)
     update_info(made, unfit="part of quantize or dequantize with levels that no kernel has")
     return made
 
 
-def _zero_of(node: fx.Node) -> Any:
+def _zero_point(node: fx.Node) -> Any:
     if operator(node) in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR):
         return node.args[2]
-    return _along(node, "zero_point", tensor_of(node.graph.owning_module, node, node.args[2]).to(torch.float32))
+    return _per_channel_constant(
+        node, "zero_point", constant_tensor(node.graph.owning_module, node, node.args[2]).to(torch.float32)
+    )
 
 
-def _along(node: fx.Node, stem: str, values: torch.Tensor) -> fx.Node:
+def _per_channel_constant(node: fx.Node, stem: str, values: torch.Tensor) -> fx.Node:
     """Return a constant with one entry per channel, broadcastable along the operator's axis."""
     shape = [-1 if axis == node.args[3] else 1 for axis in range(len(known_type(node).shape))]
-    return stored(node.graph.owning_module, f"{node.name}_{stem}", values.reshape(shape), node.args[1])
+    return add_constant_like(node.graph.owning_module, f"{node.name}_{stem}", values.reshape(shape), node.args[1])
