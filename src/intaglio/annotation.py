@@ -1,17 +1,18 @@
 """Annotate a graph node by node with the quantization of its values.
 
 Any object with a method ``annotate(module)`` is a quantizer that `intaglio.stages.prepare` accepts. It calls
-`annotate_node` to put an `Annotation` on nodes: `Levels` quantizes the value on an input edge or a result, `SameAs`
-shares the parameters of another edge, and `Own` installs a custom observer. `Observed`, `Fixed` and `Dynamic` say how
-the parameters of a value are determined. `Composed` applies several quantizers, and `X86Quantizer` is a ready-made one.
+`annotate_node` to put an `Annotation` on nodes: `QuantizedAs` quantizes the value on an input edge or a result,
+`SameAs` shares the parameters of another edge, and `CustomObserver` installs a custom observer. `Observed`, `Fixed` and
+`Dynamic` say how the parameters of a value are determined. `Composed` applies several quantizers, and `X86Quantizer` is
+a ready-made one.
 """
 
 from intaglio.quant.annotate.node_annotations import (
     Annotation,
     Annotator,
     Composed,
-    Levels,
-    Own,
+    CustomObserver,
+    QuantizedAs,
     SameAs,
     annotate_node,
     annotation_of,
@@ -27,11 +28,11 @@ __all__ = [
     "Annotation",
     "Annotator",
     "Composed",
+    "CustomObserver",
     "Dynamic",
     "Fixed",
-    "Levels",
     "Observed",
-    "Own",
+    "QuantizedAs",
     "SameAs",
     "Site",
     "X86Quantizer",

@@ -74,7 +74,7 @@ class NodeInfo:
     """True if the image input is passed as uint8."""
     smooths: bool = False
     """True if the node divides a value by smoothing factors; its site has the name of that value."""
-    stands_between: bool = False
+    separates_reader: bool = False
     """True if the node only separates a value from a reader with other quantization parameters."""
     site: str | None = None
     """Name of the site whose quantize or dequantize the node is."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import intaglio
 from intaglio import stages
-from intaglio.annotation import Annotation, Levels, annotate_node
+from intaglio.annotation import Annotation, QuantizedAs, annotate_node
 from intaglio.errors import CaptureError, SelectorError, UnsupportedError
 from intaglio.fxgraph.node_info import info
 from intaglio.quant.calibrate.prepare import prepare
@@ -279,8 +279,8 @@ class Everything:
     def annotate(self, module):
         for node in module.graph.nodes:
             if node.op == "call_function":
-                inputs = {value: Levels() for value in node.all_input_nodes if value.op != "get_attr"}
-                annotate_node(node, Annotation(inputs, Levels()))
+                inputs = {value: QuantizedAs() for value in node.all_input_nodes if value.op != "get_attr"}
+                annotate_node(node, Annotation(inputs, QuantizedAs()))
 
 
 @pytest.mark.case("frontends C8")

@@ -12,11 +12,11 @@ from intaglio import stages
 from intaglio.annotation import (
     Annotation,
     Composed,
+    CustomObserver,
     Dynamic,
     Fixed,
-    Levels,
     Observed,
-    Own,
+    QuantizedAs,
     SameAs,
     annotate_node,
     annotation_of,
@@ -37,7 +37,7 @@ from support.lowering import assert_equal_levels
 from support.nets import Body
 from support.rarely import rarely
 
-U8, WEIGHT = Levels(), Levels("s8")
+U8, WEIGHT = QuantizedAs(), QuantizedAs("s8")
 CONV = "aten.conv2d.default"
 
 
@@ -103,7 +103,7 @@ def test_three_annotated_readers_have_a_dequantize_each_and_the_float_one_its_ow
 def test_values_that_are_levels_around_a_float_operator_are_rounded_there():
     """An operator without a kernel for it reads and gives dequantized levels."""
     model = Body(lambda m, x: torch.softmax(m.a(x), 1), a=conv())
-    found = reference(model, By(softmax=reads(U8, Levels(spec=Fixed(1 / 256, 0)))))
+    found = reference(model, By(softmax=reads(U8, QuantizedAs(spec=Fixed(1 / 256, 0)))))
     assert counts(found) == "2:2:0"
     y = found(X)
     assert torch.equal(y, torch.round(y * 256) / 256)
@@ -116,11 +116,11 @@ def test_fixed_parameters_are_taken_and_nothing_observes_them():
     """B18: sigmoid gives 1/256, tanh 2/256 around 128."""
     model = Body(lambda m, x: m.b(torch.tanh(m.a(torch.sigmoid(x)))), a=conv(), b=conv(4))
     rules = By(
-        sigmoid=reads(U8, Levels(spec=Fixed(1 / 256, 0))),
-        tanh=reads(U8, Levels(spec=Fixed(2 / 256, 128))),
+        sigmoid=reads(U8, QuantizedAs(spec=Fixed(1 / 256, 0))),
+        tanh=reads(U8, QuantizedAs(spec=Fixed(2 / 256, 128))),
         conv2d=lambda n: layer(
             n,
-            Levels(spec=Fixed(1 / 256, 0) if "sigmoid" in n.args[0].name else Fixed(2 / 256, 128)),
+            QuantizedAs(spec=Fixed(1 / 256, 0) if "sigmoid" in n.args[0].name else Fixed(2 / 256, 128)),
             U8 if n.name == "conv2d" else None,
         ),
     )
@@ -135,7 +135,7 @@ def test_fixed_parameters_are_taken_and_nothing_observes_them():
 @pytest.mark.case("frontends B18")
 def test_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
     """B18: a value that is fixed where it is made and where it is read is rounded once, however many read it."""
-    fixed = Levels(spec=Fixed(1 / 256, 0))
+    fixed = QuantizedAs(spec=Fixed(1 / 256, 0))
     model = Body(lambda m, x: (lambda y: y + torch.sigmoid(m.a(x)) + y)(torch.sigmoid(x[:, :1])), a=conv(3, 1))
     rules = By(
         sigmoid=lambda n: Annotation(output=fixed),
@@ -213,7 +213,7 @@ def test_without_implicit_sharing_a_reader_has_parameters_of_its_own():
 
 def test_readers_that_want_different_levels_have_them():
     model = Body(lambda m, x: (lambda y: m.b(y) + m.c(y))(m.a(x)), a=conv(), b=conv(4), c=conv(4))
-    found = reference(model, By(conv2d=lambda n: layer(n, Levels("u7") if n.name == "conv2d_2" else U8)))
+    found = reference(model, By(conv2d=lambda n: layer(n, QuantizedAs("u7") if n.name == "conv2d_2" else U8)))
     assert found.qparams["a#0/conv2d.0"].qmax == 255
     assert found.qparams["a#0/alias.0"].qmax == 127
     assert_equal_levels(found, stages.requantize(found), X)
@@ -230,7 +230,7 @@ def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
 
 def test_a_layer_quantized_while_the_model_runs():
     model = Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
-    stage = prepared(model, By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))), X)
+    stage = prepared(model, By(linear=lambda n: layer(n, QuantizedAs(spec=Dynamic("token")))), X)
     assert not stage.observers
     assert {site.role for site in stage.annotations.sites} == {"token", "weight"}
     found = convert(stage)
@@ -253,8 +253,8 @@ def test_annotators_are_composed_and_a_later_one_leaves_alone_what_is_there():
     ids = torch.randint(0, 10, (2, 8, 8))
     together = Composed(
         [
-            By(embedding=lambda n: Annotation({n.args[0]: Levels("u8")})),
-            By(linear=lambda n: layer(n, Levels(spec=Dynamic("token")))),
+            By(embedding=lambda n: Annotation({n.args[0]: QuantizedAs("u8")})),
+            By(linear=lambda n: layer(n, QuantizedAs(spec=Dynamic("token")))),
             By(conv2d=layer),
         ]
     )
@@ -308,7 +308,7 @@ class Doubling(Extremum):
 
 def test_an_observer_of_ones_own_chooses_the_parameters(tmp_path):
     model = Body(lambda m, x: m.a(x), a=conv())
-    stage = prepared(model, By(conv2d=lambda n: layer(n, Levels(spec=Observed(observer=Doubling)))))
+    stage = prepared(model, By(conv2d=lambda n: layer(n, QuantizedAs(spec=Observed(observer=Doubling)))))
     ranges = calibrate(stage, [X])
     wanted = torch.tensor([2 * X.abs().max() / 127]).item()
     q = convert(stage, ranges).qparams["#0/input.args_0"]
@@ -376,7 +376,7 @@ def _seen(stage):
 
 def test_levels_that_no_result_can_have_are_an_error():
     captured = stages.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
-    annotator = By(conv2d=lambda n: layer(n, output=Levels("s16")))
+    annotator = By(conv2d=lambda n: layer(n, output=QuantizedAs("s16")))
     stage = prepare(captured, Quantizer(annotator=annotator, outputs="int8"))
     stage(X)
     with pytest.raises(UnsupportedError, match="results are u8"):
@@ -392,7 +392,7 @@ def test_nothing_annotated_is_an_error():
 @pytest.mark.parametrize(("given", "problem"), [({"datatype": "u9"}, "u9"), ({"span": (0, 300)}, r"0\.\.300")])
 def test_levels_that_there_are_not(given, problem):
     with pytest.raises(UnsupportedError, match=problem):
-        Levels(**given)
+        QuantizedAs(**given)
 
 
 class Grouped(nn.Module):
@@ -427,8 +427,10 @@ def test_what_an_observer_writes_itself_passes_through_unchanged():
     model = nets.randomize(Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5)))
 
     def rule(node):
-        weight = Own(Grouped) if info(node.args[1]).path == "a.weight" else WEIGHT
-        return Annotation({node.args[0]: Own(Shifted) if isinstance(weight, Own) else U8, node.args[1]: weight})
+        weight = CustomObserver(Grouped) if info(node.args[1]).path == "a.weight" else WEIGHT
+        return Annotation(
+            {node.args[0]: CustomObserver(Shifted) if isinstance(weight, CustomObserver) else U8, node.args[1]: weight}
+        )
 
     found = reference(model, By(linear=rule), x)
     (back,) = (node for node in found.module.graph.nodes if "per_channel_group" in operator(node))
@@ -462,7 +464,7 @@ def with_own_levels(activation=U8) -> Prepared:
 
     def rule(node):
         grouped = info(node.args[1]).path == "a.weight"
-        x, weight = (activation, Own(Grouped)) if grouped else (U8, WEIGHT)
+        x, weight = (activation, CustomObserver(Grouped)) if grouped else (U8, WEIGHT)
         return Annotation({node.args[0]: x, node.args[1]: weight})
 
     model = Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5))
@@ -474,7 +476,7 @@ ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 
 @pytest.mark.slow(reason="starts a process; files of models have tests of their own")
 @pytest.mark.case("frontends C10")
-@pytest.mark.parametrize("activation", [Own(Shifted), *rarely(U8, reason="levels of the type itself")])
+@pytest.mark.parametrize("activation", [CustomObserver(Shifted), *rarely(U8, reason="levels of the type itself")])
 def test_a_model_with_an_observer_s_own_levels_is_saved_and_loaded(activation, tmp_path):
     """C10: in a process that has not imported torch's operators of levels either."""
     stage = with_own_levels(activation)
@@ -504,11 +506,11 @@ def test_files_of_ranges_and_parameters_go_with_an_observer_that_has_seen_data(t
     found.parameters.save(tmp_path / "parameters")
     files = (Ranges.load(tmp_path / "ranges"), Parameters.load(tmp_path / "parameters"))
     assert all(torch.equal(convert(with_own_levels(), file)(ROWS), found(ROWS)) for file in files)
-    stage = with_own_levels(Own(Shifted))
+    stage = with_own_levels(CustomObserver(Shifted))
     ranges = calibrate(stage, [ROWS])
     wanted = convert(stage, ranges)
     for known in (ranges, wanted.parameters):
-        again = with_own_levels(Own(Shifted))
+        again = with_own_levels(CustomObserver(Shifted))
         with pytest.raises(CalibrationError, match=r"Shifted.* has seen no data\n  remedy: .*prepared\(batch\)"):
             convert(again, known)
         again(ROWS)
@@ -518,7 +520,7 @@ def test_files_of_ranges_and_parameters_go_with_an_observer_that_has_seen_data(t
 @pytest.mark.case("frontends C10")
 def test_an_observer_that_writes_its_own_levels_takes_no_part_in_training():
     captured = stages.capture(nn.Sequential(nn.Linear(16, 5)), ROWS, train=True)
-    rule = By(linear=lambda n: Annotation({n.args[0]: U8, n.args[1]: Own(Grouped)}))
+    rule = By(linear=lambda n: Annotation({n.args[0]: U8, n.args[1]: CustomObserver(Grouped)}))
     with pytest.raises(UnsupportedError, match=r"0 .*levels that an observer writes itself, while training"):
         stages.prepare(captured, rule, qat=True)
 
@@ -530,4 +532,4 @@ def test_an_observer_that_leaves_its_node_is_told_so():
             pass
 
     with pytest.raises(UnsupportedError, match=r"Forgets\.convert left its node"):
-        reference(Body(lambda m, x: m.a(x), a=conv()), By(conv2d=lambda n: layer(n, Own(Forgets))))
+        reference(Body(lambda m, x: m.a(x), a=conv()), By(conv2d=lambda n: layer(n, CustomObserver(Forgets))))

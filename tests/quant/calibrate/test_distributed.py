@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from intaglio.annotation import Annotation, Own, annotate_node
+from intaglio.annotation import Annotation, CustomObserver, annotate_node
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.calibration_loop import calibrate
@@ -213,7 +213,7 @@ def test_an_observer_that_writes_its_own_levels_is_for_one_process():
     class Annotator:
         def annotate(self, module):
             node = next(node for node in module.graph.nodes if operator(node) == "aten.conv2d.default")
-            annotate_node(node, Annotation({node.args[0]: Own(torch.nn.Identity)}))
+            annotate_node(node, Annotation({node.args[0]: CustomObserver(torch.nn.Identity)}))
 
     all_stages = [prepare(CAPTURED, Annotator()) for _ in range(2)]
     for error in Ranks(2).run(lambda group: calibrate(all_stages[group.rank], share(BATCHES, group), group=group)):

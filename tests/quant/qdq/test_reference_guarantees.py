@@ -11,7 +11,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.annotation import Annotation, Levels, annotate_node
+from intaglio.annotation import Annotation, QuantizedAs, annotate_node
 from intaglio.errors import InputError, SelectorError, UnsupportedError
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import operator
@@ -87,7 +87,7 @@ class Tagging:
     def annotate(self, module):
         for node in module.graph.nodes:
             if node.target is torch.ops.aten.conv2d.default:
-                annotate_node(node, Annotation({node.args[0]: Levels(), node.args[1]: Levels("s8")}))
+                annotate_node(node, Annotation({node.args[0]: QuantizedAs(), node.args[1]: QuantizedAs("s8")}))
                 node.meta[TAG] = node.name
 
 

@@ -16,13 +16,13 @@ from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
 from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts, regions_of
 from intaglio.quant.annotate.find_sites import sites_of
-from intaglio.quant.annotate.from_annotator import annotated, written_by
+from intaglio.quant.annotate.from_annotator import annotated, run_annotator
 from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
-from intaglio.quant.annotate.node_annotations import is_apart
+from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
-from intaglio.quant.annotate.weight_only import alone
+from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
@@ -42,12 +42,12 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
     annotator = quantizer.annotator
-    written = None if annotator is None else written_by(module, annotator)
+    resolved = None if annotator is None else run_annotator(module, annotator)
     computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
     recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
-    if written is not None:
-        settings = {node: written.setting(node, setting) for node, setting in settings.items()}
+    if resolved is not None:
+        settings = {node: resolved.setting(node, setting) for node, setting in settings.items()}
     reasons = {node: refusal(node, settings[node]) for node in computing}
     rejected: list[Rejected] = []
     matches: dict[fx.Node, Found] | None = None
@@ -55,9 +55,9 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
         _follow(matches, recipe, classes, settings, reasons)
-    if annotator is not None and written is not None:
+    if annotator is not None and resolved is not None:
         buffers, returned = _leaving(graph, quantizer)
-        return annotated(module, annotator, written.also(returned), settings, reasons, buffers)
+        return annotated(module, annotator, resolved.with_quantized(returned), settings, reasons, buffers)
     found = regions_of(graph, settings, reasons, matches)
     regions = active_regions(found)
     if quantizer.skip_first or quantizer.skip_last:
@@ -66,8 +66,8 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     write_regions(graph, regions)
     tables = find_tables(settings)
     skips = skipped(regions, tables, reasons)
-    own = alone(regions, settings)
-    decided = Annotations(module, (), regions, skips, {}, tuple(rejected), tables, alone=own)
+    weight_only = find_weight_only(regions, settings)
+    decided = Annotations(module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only)
     return _with_sites(decided, quantizer, classes)
 
 
@@ -132,7 +132,7 @@ def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def _is_aside(node: fx.Node) -> bool:
     """Return whether a node is only a marker: image pixels, or an alias for a reader with its own parameters."""
-    return info(node).zero_points is not None or is_apart(node)
+    return info(node).zero_points is not None or is_reader_alias(node)
 
 
 def _follow(

@@ -13,7 +13,7 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import activations, known_record
 from intaglio.ir import DType
-from intaglio.quant.annotate.node_annotations import Written
+from intaglio.quant.annotate.node_annotations import ResolvedAnnotations
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.recipes.choices import FunctionForm, ResidualType
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -104,7 +104,7 @@ def regions_of(
     settings: Mapping[fx.Node, Setting],
     reasons: Mapping[fx.Node, str | None],
     matches: Mapping[fx.Node, Found] | None,
-    written: Written | None = None,
+    resolved: ResolvedAnnotations | None = None,
 ) -> list[Region]:
     """Match all fusion rows, longest first, then single operators; return the regions in execution order.
 
@@ -126,16 +126,16 @@ def regions_of(
             return None
         if row.precise and settings[chain[-1]].functions != FunctionForm.PRECISE:
             return None
-        if not (_alike(chain, settings) if written is None else written.fits(chain)):
+        if not (_alike(chain, settings) if resolved is None else resolved.fits(chain)):
             return None
-        setting = settings[chain[-1] if written is None else chain[0]]
+        setting = settings[chain[-1] if resolved is None else chain[0]]
         return Region(chain, row.name, setting, _pattern_of(chain, owners))
 
     found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
     found += [
         Region((node,), known_record(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
-        if node not in taken and (written.fits((node,)) if written else not _behind_only(node, settings[node]))
+        if node not in taken and (resolved.fits((node,)) if resolved else not _behind_only(node, settings[node]))
     ]
     return sorted(found, key=lambda region: view.position(region.root))
 

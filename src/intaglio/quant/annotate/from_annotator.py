@@ -21,11 +21,11 @@ from intaglio.quant.annotate.find_sites import (
     second_factors,
 )
 from intaglio.quant.annotate.int8_buffers import checked_buffers, names_of
-from intaglio.quant.annotate.node_annotations import Annotator, Written, resolve
+from intaglio.quant.annotate.node_annotations import Annotator, ResolvedAnnotations, resolve
 from intaglio.quant.annotate.refusals import skipped
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
-from intaglio.quant.annotate.weight_only import alone
+from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
 from intaglio.quant.qdq.integer_regions import write_regions
 from intaglio.quant.recipes.choices import Role
@@ -35,7 +35,7 @@ from intaglio.quant.recipes.settings import Setting
 def annotated(
     module: fx.GraphModule,
     annotator: Annotator,
-    written: Written,
+    resolved: ResolvedAnnotations,
     settings: Mapping[fx.Node, Setting],
     reasons: dict[fx.Node, str | None],
     buffers: Mapping[fx.Node, fx.Node],
@@ -46,20 +46,25 @@ def annotated(
     other annotated values are quantized and dequantized around float operators.
     """
     for node in settings:
-        if reasons[node] is None and node not in written.nodes:
+        if reasons[node] is None and node not in resolved.nodes:
             reasons[node] = "no annotation"
-    regions = tuple(regions_of(module.graph, settings, reasons, None, written))
+    regions = tuple(regions_of(module.graph, settings, reasons, None, resolved))
     write_regions(module.graph, regions)
-    sites = _replaced(_annotated_sites(module.graph, regions, written, buffers), annotator)
+    sites = _replaced(_annotated_sites(module.graph, regions, resolved, buffers), annotator)
     sites = checked_buffers(buffers, sites)
-    tables = find_tables({node: setting for node, setting in settings.items() if node in written.tables})
+    tables = find_tables({node: setting for node, setting in settings.items() if node in resolved.tables})
     inside = {node for region in regions for node in region.nodes}
     for node in settings:
         if reasons[node] is None and node not in inside:
             reasons[node] = "levels are not wanted where a kernel reads or gives them"
-    edges = frozenset((value.name, reader.name) for value, reader in written.edges if reader not in written.rows)
-    own = {(value.name, reader.name if reader else None): make for (value, reader), make in written.own.items()}
-    outputs = frozenset(node.name for node in written.outputs)
+    edges = frozenset(
+        (value.name, reader.name) for value, reader in resolved.edges if reader not in resolved.dynamic_modes
+    )
+    custom_observers = {
+        (value.name, reader.name if reader else None): make
+        for (value, reader), make in resolved.custom_observers.items()
+    }
+    outputs = frozenset(node.name for node in resolved.outputs)
     return Annotations(
         module,
         sites,
@@ -71,12 +76,12 @@ def annotated(
         edges,
         outputs,
         names_of(buffers),
-        own,
-        alone(regions, settings),
+        custom_observers,
+        find_weight_only(regions, settings),
     )
 
 
-def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
+def run_annotator(module: fx.GraphModule, annotator: Annotator) -> ResolvedAnnotations:
     """Run an annotator on a copy of the graph and resolve its annotations to nodes of `module`."""
     view = torch_view(module)
     annotations = annotations_of(view, annotator)
@@ -87,7 +92,7 @@ def written_by(module: fx.GraphModule, annotator: Annotator) -> Written:
 
 
 def _annotated_sites(
-    graph: fx.Graph, regions: tuple[Region, ...], written: Written, buffers: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, regions: tuple[Region, ...], resolved: ResolvedAnnotations, buffers: Mapping[fx.Node, fx.Node]
 ) -> tuple[Site, ...]:
     """Return one site for every quantized value: annotated, buffer or output.
 
@@ -95,11 +100,15 @@ def _annotated_sites(
     """
     names = Names(graph)
     sites: dict[tuple[str, Role], Site] = {}
-    second = {written.leaders.get(node) for node in second_factors(regions, buffers)}
+    second = {resolved.leaders.get(node) for node in second_factors(regions, buffers)}
     selected = {region.root for region in regions if region.shares}
-    plain = {node: written.levels[node].site(names.of(node), node) for node in graph.nodes if node in written.levels}
+    plain = {
+        node: resolved.quantized_as[node].site(names.of(node), node)
+        for node in graph.nodes
+        if node in resolved.quantized_as
+    }
     for node, site in plain.items():
-        leader = written.leaders[node]
+        leader = resolved.leaders[node]
         found = around_zero(site) if leader in second else site
         if leader is not node:
             found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))

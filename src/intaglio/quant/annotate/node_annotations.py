@@ -29,7 +29,7 @@ Place: TypeAlias = "fx.Node | tuple[fx.Node, fx.Node]"
 
 
 @dataclass(frozen=True)
-class Levels:
+class QuantizedAs:
     """Quantization of one value: the name of a datatype (`DATATYPES`) and the source of its parameters.
 
     ``span``: smallest and largest quantized value, if they are not the datatype's. ``channels``: for a weight, use one
@@ -76,7 +76,7 @@ class SameAs:
 
 
 @dataclass(frozen=True)
-class Own:
+class CustomObserver:
     """Quantization by an observer that writes its own quantize and dequantize nodes.
 
     ``observer()`` returns an nn.Module that is called with every value; its ``convert(module, node)`` replaces the node
@@ -96,8 +96,8 @@ class Annotation:
         sharing: whether equally quantized edges of this node share parameters with their value and its other readers.
     """
 
-    inputs: dict[fx.Node, Levels | SameAs | Own | None] = field(default_factory=dict)
-    output: Levels | SameAs | Own | None = None
+    inputs: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = field(default_factory=dict)
+    output: QuantizedAs | SameAs | CustomObserver | None = None
     sharing: bool = True
 
 
@@ -162,50 +162,51 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Written:
+class ResolvedAnnotations:
     """Annotations resolved to nodes of the module.
 
     Attributes:
-        levels: value -> how it is quantized.
+        quantized_as: value -> how it is quantized.
         leaders: value -> the value whose parameters it has.
         edges: (value, reader) pairs that read a quantized value.
         outputs: values that all their readers read quantized.
         weights: layer -> how its weight is quantized.
-        rows: layer -> "token" or "tensor", if its activation is quantized dynamically.
+        dynamic_modes: layer -> "token" or "tensor", if its activation is quantized dynamically.
         tables: embeddings whose table is quantized.
-        own: (value, reader, or ``None`` for all) -> factory of an observer that writes its own quantize nodes.
+        custom_observers: (value, reader, or ``None`` for all) -> factory of an observer that writes its own
+            quantize nodes.
     """
 
     nodes: frozenset[fx.Node]
-    levels: Mapping[fx.Node, Levels]
+    quantized_as: Mapping[fx.Node, QuantizedAs]
     leaders: Mapping[fx.Node, fx.Node]
     edges: frozenset[tuple[fx.Node, fx.Node]]
     outputs: frozenset[fx.Node]
-    weights: Mapping[fx.Node, Levels]
-    rows: Mapping[fx.Node, str]
+    weights: Mapping[fx.Node, QuantizedAs]
+    dynamic_modes: Mapping[fx.Node, str]
     tables: frozenset[fx.Node]
-    own: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
+    custom_observers: Mapping[tuple[fx.Node, fx.Node | None], Callable[[], Any]]
 
-    def also(self, values: Iterable[fx.Node]) -> Written:
+    def with_quantized(self, values: Iterable[fx.Node]) -> ResolvedAnnotations:
         """Return a copy in which these values are read quantized by all readers, as u8 unless annotated otherwise."""
         values = list(values)
-        new = [value for value in values if value not in self.levels]
+        new = [value for value in values if value not in self.quantized_as]
         return replace(
             self,
-            levels={**self.levels, **dict.fromkeys(new, Levels())},
+            quantized_as={**self.quantized_as, **dict.fromkeys(new, QuantizedAs())},
             leaders={**self.leaders, **dict(zip(new, new, strict=True))},
             outputs=self.outputs.union(values),
         )
 
     def setting(self, node: fx.Node, setting: Setting) -> Setting:
         """Return the recipe's setting of a node, overridden by its annotation."""
-        alone = self._weight_alone(node) if node in self.nodes else setting.activations == ActivationMode.FLOAT
+        alone = self._is_weight_only(node) if node in self.nodes else setting.activations == ActivationMode.FLOAT
         found = replace(
             setting,
             residual="int8",
             functions="precise",
             shortcut=8,
-            activations="float" if alone else self.rows.get(node, "static"),
+            activations="float" if alone else self.dynamic_modes.get(node, "static"),
         )
         if node in self.weights:
             weight = self.weights[node]
@@ -214,7 +215,7 @@ class Written:
             found = replace(found, embeddings="int8")
         return found
 
-    def _weight_alone(self, node: fx.Node) -> bool:
+    def _is_weight_only(self, node: fx.Node) -> bool:
         """Return whether the weight of a layer is annotated, but none of its activations."""
         return node in self.weights and not any((value, node) in self.edges for value in activations(node))
 
@@ -226,68 +227,70 @@ class Written:
             return False
         if record.roles.weight is not None and anchor not in self.weights:
             return False
-        if any(node in self.levels or (node, None) in self.own for node in nodes[:-1]):
+        if any(node in self.quantized_as or (node, None) in self.custom_observers for node in nodes[:-1]):
             return False
-        if any((value, node) in self.own for node in nodes for value in node.all_input_nodes):
+        if any((value, node) in self.custom_observers for node in nodes for value in node.all_input_nodes):
             return False
         if record.shares and len(nodes) == 1:
-            return root in self.levels and all(self.leaders[root] is self.leaders.get(value) for value, _ in outside)
-        return root in self.levels or (len(nodes) == 1 and record.anchor and record.accumulates)
+            return root in self.quantized_as and all(
+                self.leaders[root] is self.leaders.get(value) for value, _ in outside
+            )
+        return root in self.quantized_as or (len(nodes) == 1 and record.anchor and record.accumulates)
 
 
-def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Written:
+def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> ResolvedAnnotations:
     """Resolve annotations of a copy of the graph to the nodes of `module`, or raise `UnsupportedError`.
 
     A reader whose parameters differ from those of its value gets an ``alias`` node in front, which `convert` removes.
     """
     own = {node.name: node for node in module.graph.nodes}
     written = {node: annotation for node, annotation in written.items() if node.name in own}
-    places = _Places()
-    rows: dict[fx.Node, str] = {}
-    weights: dict[fx.Node, Levels] = {}
+    places = _PlaceGroups()
+    dynamic_modes: dict[fx.Node, str] = {}
+    weights: dict[fx.Node, QuantizedAs] = {}
     tables: set[fx.Node] = set()
     custom: dict[tuple[fx.Node, fx.Node | None], Callable[[], Any]] = {}
     for seen, annotation in written.items():
         reader = own[seen.name]
-        for value, levels in annotation.inputs.items():
+        for value, quantization in annotation.inputs.items():
             if not isinstance(value, fx.Node):
                 raise UnsupportedError(reader.name, operator(reader), f"its annotation has {value!r}, which is no node")
-            if levels is None or value.name not in own:
+            if quantization is None or value.name not in own:
                 continue
-            if isinstance(levels, Own):
-                custom[own[value.name], reader] = levels.observer
+            if isinstance(quantization, CustomObserver):
+                custom[own[value.name], reader] = quantization.observer
                 continue
             role = _role(reader, own[value.name])
             if _reads_table(reader, own[value.name]):
                 tables.add(reader)
-            elif role == Role.WEIGHT and isinstance(levels, Levels):
-                weights[reader] = levels
-            elif isinstance(levels, Levels) and isinstance(levels.spec, Dynamic):
-                rows[reader] = levels.spec.mode
+            elif role == Role.WEIGHT and isinstance(quantization, QuantizedAs):
+                weights[reader] = quantization
+            elif isinstance(quantization, QuantizedAs) and isinstance(quantization.spec, Dynamic):
+                dynamic_modes[reader] = quantization.spec.mode
             elif role == Role.ACTIVATION:
-                places.add((own[value.name], reader), _own(levels, own), annotation.sharing)
-        if isinstance(annotation.output, Own):
+                places.add((own[value.name], reader), _translated(quantization, own), annotation.sharing)
+        if isinstance(annotation.output, CustomObserver):
             custom[reader, None] = annotation.output.observer
         elif annotation.output is not None:
-            places.add(reader, _own(annotation.output, own), annotation.sharing)
-    values, leaders = places.settled()
-    aliases = _apart(module, leaders)
+            places.add(reader, _translated(annotation.output, own), annotation.sharing)
+    values, leaders = places.resolved()
+    aliases = _insert_aliases(module, leaders)
     held = {place: aliases.get(place) or (place[0] if isinstance(place, tuple) else place) for place in leaders}
     owner: dict[Place, fx.Node] = {}
     for place, leader in leaders.items():
         owner.setdefault(leader, held[place])
     edges = {(held[place], place[1]) for place in leaders if isinstance(place, tuple)}
-    edges |= {(value, reader) for reader in rows for value in activations(reader)[:1]}
-    return Written(
+    edges |= {(value, reader) for reader in dynamic_modes for value in activations(reader)[:1]}
+    return ResolvedAnnotations(
         nodes=frozenset(own[node.name] for node in written),
-        levels={held[place]: values[leader] for place, leader in leaders.items()},
+        quantized_as={held[place]: values[leader] for place, leader in leaders.items()},
         leaders={held[place]: owner[leader] for place, leader in leaders.items()},
         edges=frozenset(edges),
         outputs=frozenset(place for place in leaders if isinstance(place, fx.Node)),
         weights=weights,
-        rows=rows,
+        dynamic_modes=dynamic_modes,
         tables=frozenset(tables),
-        own=custom,
+        custom_observers=custom,
     )
 
 
@@ -306,72 +309,78 @@ def _role(reader: fx.Node, value: fx.Node) -> Role | None:
     return None if is_constant(value) else Role.ACTIVATION
 
 
-def _own(levels: Levels | SameAs, own: Mapping[str, fx.Node]) -> Levels | SameAs:
+def _translated(quantization: QuantizedAs | SameAs, own: Mapping[str, fx.Node]) -> QuantizedAs | SameAs:
     """Return the same quantization with its place translated to nodes of the module."""
-    if isinstance(levels, Levels):
-        return levels
-    nodes = levels.place if isinstance(levels.place, tuple) else (levels.place,)
+    if isinstance(quantization, QuantizedAs):
+        return quantization
+    nodes = quantization.place if isinstance(quantization.place, tuple) else (quantization.place,)
     found = tuple(own[node.name] for node in nodes)
     return SameAs(found if len(found) == 2 else found[0])
 
 
-class _Places:
+class _PlaceGroups:
     """Quantized places, and which of them share parameters."""
 
     def __init__(self) -> None:
-        self.said: dict[Place, Levels | SameAs] = {}
-        self.alone: set[Place] = set()
+        self.requested: dict[Place, QuantizedAs | SameAs] = {}
+        self.separate: set[Place] = set()
 
-    def add(self, place: Place, levels: Levels | SameAs, sharing: bool) -> None:
-        self.said[place] = levels
+    def add(self, place: Place, quantization: QuantizedAs | SameAs, sharing: bool) -> None:
+        self.requested[place] = quantization
         if not sharing:
-            self.alone.add(place)
+            self.separate.add(place)
 
-    def settled(self) -> tuple[dict[Place, Levels], dict[Place, Place]]:
+    def resolved(self) -> tuple[dict[Place, QuantizedAs], dict[Place, Place]]:
         """Return leader -> quantization, and place -> leader."""
-        sharing, by_name = DisjointSets(), {_name(place): place for place in self.said}
-        for place, said in self.said.items():
+        sharing, by_name = DisjointSets(), {_name(place): place for place in self.requested}
+        for place, requested in self.requested.items():
             sharing.find(_name(place))
-            if isinstance(said, SameAs):
-                if said.place not in self.said:
-                    problem = f"shares the parameters of {_name(said.place)}, which no annotation gives any"
+            if isinstance(requested, SameAs):
+                if requested.place not in self.requested:
+                    problem = f"shares the parameters of {_name(requested.place)}, which no annotation gives any"
                     raise UnsupportedError(_name(place), None, problem)
-                sharing.join(_name(place), _name(said.place))
+                sharing.join(_name(place), _name(requested.place))
         self._share_values(sharing)
         groups: dict[str, list[Place]] = {}
-        for place in self.said:
+        for place in self.requested:
             groups.setdefault(sharing.find(_name(place)), []).append(place)
-        levels, leaders = {}, {}
+        quantization, leaders = {}, {}
         for group in groups.values():
-            stated = {place: said for place in group if isinstance(said := self.said[place], Levels)}
-            if not stated:
+            specified = {
+                place: requested for place in group if isinstance(requested := self.requested[place], QuantizedAs)
+            }
+            if not specified:
                 names = ", ".join(map(_name, group))
                 raise UnsupportedError(names, None, "these share parameters and none of them has any")
-            leader = next(iter(stated))
-            levels[leader] = stated[leader]
+            leader = next(iter(specified))
+            quantization[leader] = specified[leader]
             leaders.update(dict.fromkeys(group, leader))
-        return levels, {by_name[_name(place)]: leader for place, leader in leaders.items()}
+        return quantization, {by_name[_name(place)]: leader for place, leader in leaders.items()}
 
     def _share_values(self, sharing: DisjointSets) -> None:
         """Join a value and its readers if they are quantized equally, except for places that do not share."""
-        stated = {sharing.find(_name(p)): said for p, said in self.said.items() if isinstance(said, Levels)}
-        for place in self.said:
-            if not isinstance(place, tuple) or place in self.alone:
+        specified = {
+            sharing.find(_name(p)): requested
+            for p, requested in self.requested.items()
+            if isinstance(requested, QuantizedAs)
+        }
+        for place in self.requested:
+            if not isinstance(place, tuple) or place in self.separate:
                 continue
-            for other in self.said:
+            for other in self.requested:
                 if other == place or place[0] is not (other[0] if isinstance(other, tuple) else other):
                     continue
                 a, b = sharing.find(_name(place)), sharing.find(_name(other))
-                if a != b and other not in self.alone and stated.get(a) == stated.get(b) is not None:
+                if a != b and other not in self.separate and specified.get(a) == specified.get(b) is not None:
                     sharing.join(a, b)
-                    stated[sharing.find(a)] = stated[a]
+                    specified[sharing.find(a)] = specified[a]
 
 
 def _name(place: Place) -> str:
     return f"{place[0].name} -> {place[1].name}" if isinstance(place, tuple) else place.name
 
 
-def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place, fx.Node]:
+def _insert_aliases(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place, fx.Node]:
     """Insert an alias for each edge whose parameters differ from those of its value; return edge -> alias."""
     found: dict[Place, fx.Node] = {}
     made: dict[tuple[fx.Node, Place], fx.Node] = {}
@@ -380,7 +389,9 @@ def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place
         if not isinstance(place, tuple) or main.setdefault(place[0], leader) == leader:
             continue
         value, reader = place
-        before = next((node for node in reader.all_input_nodes if is_apart(node) and node.args[0] is value), None)
+        before = next(
+            (node for node in reader.all_input_nodes if is_reader_alias(node) and node.args[0] is value), None
+        )
         if before is not None:
             made[value, leader] = before
         if (value, leader) not in made:
@@ -388,13 +399,13 @@ def _apart(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place
                 alias = module.graph.call_function(torch.ops.aten.alias.default, (value,))
             where = origin(value)
             alias_origin = Origin(where.path, "aten.alias.default", where.source)
-            set_info(alias, type=tensor_type(value), stands_between=True, origin=alias_origin)
+            set_info(alias, type=tensor_type(value), separates_reader=True, origin=alias_origin)
             made[value, leader] = alias
         found[place] = made[value, leader]
         reader.replace_input_with(value, found[place])
     return found
 
 
-def is_apart(node: fx.Node) -> bool:
+def is_reader_alias(node: fx.Node) -> bool:
     """Return whether a node is an alias in front of a reader with its own parameters."""
-    return info(node).stands_between
+    return info(node).separates_reader

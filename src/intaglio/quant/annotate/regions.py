@@ -160,8 +160,9 @@ class Annotations:
         edges: (value, reader) by name, where an annotator wants quantized values outside of regions too.
         outputs: names of the values that all their readers read quantized.
         buffers: input that holds a quantized buffer -> the buffer's value after a call.
-        own: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own quantize nodes.
-        alone: weight-only layers by name, with their settings.
+        custom_observers: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own
+            quantize nodes.
+        weight_only: weight-only layers by name, with their settings.
     """
 
     module: fx.GraphModule
@@ -174,8 +175,8 @@ class Annotations:
     edges: frozenset[tuple[str, str]] = frozenset()
     outputs: frozenset[str] = frozenset()
     buffers: Mapping[str, str] = field(default_factory=dict)
-    own: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
-    alone: Mapping[str, Setting] = field(default_factory=dict)
+    custom_observers: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
+    weight_only: Mapping[str, Setting] = field(default_factory=dict)
 
     @property
     def by_value(self) -> dict[tuple[str, Role], Site]:

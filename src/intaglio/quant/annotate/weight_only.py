@@ -19,7 +19,7 @@ from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.settings import Setting
 
 
-def alone(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
+def find_weight_only(regions: Iterable[Region], settings: Mapping[fx.Node, Setting]) -> dict[str, Setting]:
     """Return the weight-only layers by name.
 
     These are convolutions and linear layers outside of regions, with float activations and a constant float32 weight.

@@ -17,7 +17,7 @@ from intaglio import config
 from intaglio.errors import CalibrationError, InputError
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, batches, peek
-from intaglio.quant.calibrate.custom_observer import of_activations
+from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import lint
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
 from intaglio.quant.calibrate.prepare import Prepared
@@ -118,17 +118,27 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
         for others in group.gather(seen):
             seen = {**seen, **others}
     count = sum(one.samples for one in seen.values())
-    own = {name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None}
-    alone = [*own, *(value for value, _ in of_activations(prepared.annotations.module, prepared.annotations.own))]
-    if alone and group.size > 1:
+    observer_qparams = {
+        name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None
+    }
+    unmergeable = [
+        *observer_qparams,
+        *(value for value, _ in activation_edges(prepared.annotations.module, prepared.annotations.custom_observers)),
+    ]
+    if unmergeable and group.size > 1:
         raise CalibrationError(
             "ranges",
             None,
-            f"observers of a user's own ({', '.join(alone)}) on {group.size} ranks",
+            f"observers of a user's own ({', '.join(unmergeable)}) on {group.size} ranks",
             remedy="their results cannot be merged: calibrate in one process",
         )
     ranges = Ranges(
-        statistics, len(seen), count, prepared.fingerprint, dict(sorted(seen.items())), parameters=own or None
+        statistics,
+        len(seen),
+        count,
+        prepared.fingerprint,
+        dict(sorted(seen.items())),
+        parameters=observer_qparams or None,
     )
     if group.size > 1:
         chosen = activation_ranges(prepared, {name: s for name, s in statistics.items() if s.finite})

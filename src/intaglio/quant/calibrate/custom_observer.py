@@ -22,7 +22,7 @@ Edge = tuple[str, str | None]
 """Name of a value and of its reader, or ``None`` for all its readers."""
 
 
-def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any], shown: set[Edge]) -> None:
+def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any], shown: set[Edge]) -> None:
     """Insert a call of each observer on its edge.
 
     Args:
@@ -31,7 +31,7 @@ def insert_own(module: fx.GraphModule, own: Mapping[Edge, Any], shown: set[Edge]
         shown: set that each edge is added to when its observer is called.
     """
     nodes = {node.name: node for node in module.graph.nodes}
-    for index, (edge, make) in enumerate(own.items()):
+    for index, (edge, make) in enumerate(factories.items()):
         observer = make()
         if not isinstance(observer, nn.Module):
             raise InputError(
@@ -47,10 +47,10 @@ def _note(shown: set[Edge], edge: Edge, *call: Any) -> None:
     shown.add(edge)
 
 
-def of_activations(module: fx.GraphModule, own: Iterable[Edge]) -> list[Edge]:
+def activation_edges(module: fx.GraphModule, factories: Iterable[Edge]) -> list[Edge]:
     """Return the edges whose values depend on data, that is those that are not constants."""
     nodes = {node.name: node for node in module.graph.nodes}
-    return [edge for edge in own if not is_constant(nodes[edge[0]])]
+    return [edge for edge in factories if not is_constant(nodes[edge[0]])]
 
 
 def _insert(
@@ -80,7 +80,9 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
     raise UnsupportedError(reader.name, operator(reader), f"does not read {value.name} any more")
 
 
-def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]) -> None:
+def convert_custom_observers(
+    module: fx.GraphModule, factories: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]
+) -> None:
     """Replace each observer call by the nodes that the observer's ``convert(module, node)`` writes.
 
     Args:
@@ -93,7 +95,7 @@ def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphMod
         CalibrationError: if the observer of an activation has never been called.
     """
     calls = {info(node).observer: node for node in observed.graph.nodes if info(node).observer is not None}
-    for edge in own:
+    for edge in factories:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
         if edge not in shown and not is_constant(nodes[edge[0]]):
             where, kind = origin(calls[edge]), type(observed.get_submodule(name)).__name__
@@ -104,15 +106,15 @@ def write_own(module: fx.GraphModule, own: Iterable[Edge], observed: fx.GraphMod
                 remedy="run prepared(batch) or calibrate first: ranges and parameters of a file hold nothing of it",
             )
         call = _insert(module, nodes, edge, name, observed.get_submodule(name))
-        written = _written(module, call)
+        written = _convert(module, call)
         module.delete_submodule(name)
-        _hold_constants(module, written)
-        _fold(module, written)
+        _register_constants(module, written)
+        _fold_constants(module, written)
     module.graph.eliminate_dead_code()
     module.graph.lint()
 
 
-def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
+def _convert(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
     """Return the nodes that an observer writes in place of its call.
 
     Those that are read by other nodes get the type of the value. Nodes in between have no type and run in PyTorch.
@@ -138,7 +140,7 @@ def _written(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
     return written
 
 
-def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
+def _register_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
     """Register the tensors that the observer added as buffers, like all constants of a graph."""
     for node in written:
         if node.op == "get_attr":
@@ -148,7 +150,7 @@ def _hold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
             update_info(node, type=_type_of(tensor), path=str(node.target))
 
 
-def _fold(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
+def _fold_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:
     """Fold the integers computed from constants; keep operators that turn integers into floats, and all after them."""
     values: dict[fx.Node, Any] = {n: getattr(module, str(n.target)) for n in module.graph.nodes if is_constant(n)}
     made: list[fx.Node] = []

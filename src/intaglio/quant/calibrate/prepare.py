@@ -22,7 +22,7 @@ from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Observed, Shared, Site
-from intaglio.quant.calibrate.custom_observer import Edge, insert_own
+from intaglio.quant.calibrate.custom_observer import Edge, insert_custom_observers
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.corrections import Equalization
@@ -66,7 +66,7 @@ class Observer(nn.Module):
         self.channels = site.axis if isinstance(site.axis, int) else None
         self.statistics = Statistics()
         make = site.spec.observer if isinstance(site.spec, Observed) else None
-        self.own = None if make is None else make()
+        self.custom_observer = None if make is None else make()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
@@ -88,16 +88,16 @@ class Observer(nn.Module):
                 "nonfinite='ignore') leaves them out where there are others",
             )
         self.statistics = self.statistics.merge(found)
-        if self.own is not None:
-            self.own(x.detach())
+        if self.custom_observer is not None:
+            self.custom_observer(x.detach())
         return x
 
     def chosen(self) -> QParams | None:
         """Return the parameters from the user's own observer; ``None`` without such an observer or without values."""
-        if self.own is None or not self.statistics.count:
+        if self.custom_observer is None or not self.statistics.count:
             return None
-        scale, zero_point = (np.asarray(value).reshape(-1) for value in self.own.calculate_qparams())
-        shift = 128 if getattr(self.own, "dtype", None) is torch.int8 else 0
+        scale, zero_point = (np.asarray(value).reshape(-1) for value in self.custom_observer.calculate_qparams())
+        shift = 128 if getattr(self.custom_observer, "dtype", None) is torch.int8 else 0
         if len(scale) != 1:
             problem = f"its observer gives {len(scale)} scales; an activation has one"
             raise CalibrationError(self.site.name, self.site.origin.operator or None, problem)
@@ -245,7 +245,13 @@ def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer
 
 def _is_wanted(annotations: Annotations) -> bool:
     """Return whether anything in the annotated graph is quantized."""
-    wanted = annotations.regions or annotations.alone or annotations.edges or annotations.outputs or annotations.own
+    wanted = (
+        annotations.regions
+        or annotations.weight_only
+        or annotations.edges
+        or annotations.outputs
+        or annotations.custom_observers
+    )
     return bool(wanted) or not all(table.reason for table in annotations.tables)
 
 
@@ -375,7 +381,7 @@ def _observed(
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
-    insert_own(observed, annotations.own, watch.shown)
+    insert_custom_observers(observed, annotations.custom_observers, watch.shown)
     with_bodies(observed, {name: body.module for name, body in bodies.items()})
     observed.recompile()
     return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}

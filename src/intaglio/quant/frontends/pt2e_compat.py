@@ -19,7 +19,14 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import graph_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import operands, operator, record_of
 from intaglio.ir import DType, evaluate, symbols_of
-from intaglio.quant.annotate.node_annotations import ANNOTATION_KEY, Annotation, Levels, Own, SameAs, is_apart
+from intaglio.quant.annotate.node_annotations import (
+    ANNOTATION_KEY,
+    Annotation,
+    CustomObserver,
+    QuantizedAs,
+    SameAs,
+    is_reader_alias,
+)
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed
 from intaglio.signature import DTYPES, TORCH_DTYPES
 from intaglio.torch_private import FakeTensorMode
@@ -66,7 +73,7 @@ def torch_view(module: fx.GraphModule) -> fx.GraphModule:
     view, known = copy_graph(module), graph_info(module)
     with FakeTensorMode():
         for node in list(view.graph.nodes):
-            if is_apart(node):
+            if is_reader_alias(node):
                 node.replace_all_uses_with(node.args[0])
                 view.graph.erase_node(node)
                 continue
@@ -146,16 +153,16 @@ def _translated(node: fx.Node, record: Any) -> Annotation:
     return Annotation(inputs, _levels(node, record.output_qspec), record.allow_implicit_sharing)
 
 
-def _half_weight(node: fx.Node, value: Any, spec: Any) -> Levels | None:
+def _half_weight(node: fx.Node, value: Any, spec: Any) -> QuantizedAs | None:
     """Return the annotation f16 for a layer's weight with a float16 spec, and ``None`` for everything else."""
     record, dtype = record_of(node), getattr(spec, "dtype", None)
     weight = None if record is None else record.roles.weight
     if dtype is not torch.float16 or weight is None or operands(node)[weight] is not value:
         return None
-    return Levels("f16")
+    return QuantizedAs("f16")
 
 
-def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
+def _levels(node: fx.Node, spec: Any) -> QuantizedAs | SameAs | CustomObserver | None:
     """Translate a torchao spec, recognized by the name of its class.
 
     A `DerivedQuantizationSpec` with int32 gives ``None``, because biases of int8 layers are always int32. Float specs
@@ -164,7 +171,7 @@ def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
     Raises:
         UnsupportedError: the class of the spec is unknown.
     """
-    if spec is None or isinstance(spec, (Levels, SameAs, Own)):
+    if spec is None or isinstance(spec, (QuantizedAs, SameAs, CustomObserver)):
         return spec
     kind = type(spec).__name__
     if kind == "SharedQuantizationSpec":
@@ -173,15 +180,15 @@ def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
         return None
     if kind == "FixedQParamsQuantizationSpec":
         datatype, span, shift = _datatype(node, spec, symmetric=False)
-        return Levels(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
+        return QuantizedAs(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
     if kind != "QuantizationSpec":
         raise UnsupportedError(node.name, operator(node), f"its annotation has an unknown {kind}")
     if hasattr(_made_by(spec.observer_or_fake_quant_ctr)[0], "convert"):
-        return Own(spec.observer_or_fake_quant_ctr)
+        return CustomObserver(spec.observer_or_fake_quant_ctr)
     if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and not spec.is_dynamic:
         return None
     if spec.is_dynamic:
-        return Levels("u8", Dynamic("tensor"))
+        return QuantizedAs("u8", Dynamic("tensor"))
     symmetric = spec.qscheme in (torch.per_tensor_symmetric, torch.per_channel_symmetric)
     channels = spec.qscheme in (
         torch.per_channel_symmetric,
@@ -189,7 +196,7 @@ def _levels(node: fx.Node, spec: Any) -> Levels | SameAs | Own | None:
         torch.per_channel_affine_float_qparams,
     )
     datatype, span, _ = _datatype(node, spec, symmetric)
-    return Levels(datatype, _observed(spec.observer_or_fake_quant_ctr, symmetric), span, channels)
+    return QuantizedAs(datatype, _observed(spec.observer_or_fake_quant_ctr, symmetric), span, channels)
 
 
 WEIGHTS = {(-128, 127): "s8", (-127, 127): "s8", (-8, 7): "s4", (-4, 3): "s3", (-2, 1): "s2"}
@@ -283,9 +290,9 @@ def _observer(made: dict[Any, Any], place: Any, spec: Any) -> None:
         made[place] = spec.observer_or_fake_quant_ctr()
 
 
-def _of_observer(observer: Any) -> Levels:
+def _of_observer(observer: Any) -> QuantizedAs:
     """Return the annotation for a replacement observer: its fixed parameters, or the observer to run."""
     if hasattr(observer, "scale") and "FixedQParams" in type(observer).__name__:
         shift = 128 if observer.dtype is torch.int8 else 0
-        return Levels("u8", Fixed(float(observer.scale), int(observer.zero_point) + shift))
-    return Levels("u8", Observed("minmax", False, lambda: observer))
+        return QuantizedAs("u8", Fixed(float(observer.scale), int(observer.zero_point) + shift))
+    return QuantizedAs("u8", Observed("minmax", False, lambda: observer))

@@ -21,7 +21,14 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, arguments, known_record, operands, operator
 from intaglio.fxgraph.overloads import ADD_TARGET, CONV2D_TARGET, LINEAR_TARGET, RELU_TARGET
-from intaglio.quant.annotate.node_annotations import Annotation, Levels, Own, SameAs, annotate_node, annotation_of
+from intaglio.quant.annotate.node_annotations import (
+    Annotation,
+    CustomObserver,
+    QuantizedAs,
+    SameAs,
+    annotate_node,
+    annotation_of,
+)
 from intaglio.quant.annotate.sites import Dynamic, Observed
 from intaglio.quant.qat.eval_graph import Norm
 from intaglio.quant.recipes.choices import ActivationMode, WeightScales
@@ -213,7 +220,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
     root, anchor = nodes[0], nodes[-1]
     normed = any(isinstance(mark, Norm) for mark in info(anchor).marks)
     for node in nodes:
-        inputs: dict[fx.Node, Levels | SameAs | Own | None] = {}
+        inputs: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = {}
         if config is not None and node is anchor:
             inputs = _reads(anchor, config)
         elif config and extra and (operator(node), operator(anchor)) == (ADD_TARGET, CONV2D_TARGET):
@@ -222,32 +229,32 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
         annotate_node(node, Annotation(inputs, _kept(config) if trained else None))
 
 
-def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, Levels | SameAs | Own | None]:
+def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None]:
     """Return the annotations of the operands of a layer or a product."""
-    found: dict[fx.Node, Levels | SameAs | Own | None] = {}
+    found: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = {}
     for one in activations(anchor):
         if one is not None:
             found[one] = _activation(config)
     weight = known_record(anchor).roles.weight
     if weight is not None and operands(anchor)[weight] is not None:
         whole = config.over(DEFAULT)
-        found[operands(anchor)[weight]] = Levels(
+        found[operands(anchor)[weight]] = QuantizedAs(
             whole.weight.name, Observed("absmax", True), channels=whole.weights != WeightScales.TENSOR
         )
     return found
 
 
-def _activation(config: Setting | None) -> Levels | None:
+def _activation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of activations under a setting; ``None`` if they stay in float."""
     if config is None or config.activations == ActivationMode.FLOAT:
         return None
     whole = config.over(DEFAULT)
     if whole.activations in (ActivationMode.TOKEN, ActivationMode.TENSOR):
-        return Levels(spec=Dynamic(whole.activations))
-    return Levels(whole.activation.name, Observed(whole.method or "mse"))
+        return QuantizedAs(spec=Dynamic(whole.activations))
+    return QuantizedAs(whole.activation.name, Observed(whole.method or "mse"))
 
 
-def _kept(config: Setting | None) -> Levels | None:
+def _kept(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of an output for all its readers; ``None`` for float and for dynamic quantization."""
     levels = _activation(config)
     return None if levels is None or isinstance(levels.spec, Dynamic) else levels

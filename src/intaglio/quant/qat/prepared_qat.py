@@ -235,8 +235,11 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
     refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
     nodes = {node.name: node for node in annotations.module.graph.nodes}
-    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.alone]
-    refused += [(nodes[reader or value], "levels that an observer writes itself") for value, reader in annotations.own]
+    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.weight_only]
+    refused += [
+        (nodes[reader or value], "levels that an observer writes itself")
+        for value, reader in annotations.custom_observers
+    ]
     for site in annotations.sites:
         if site.dtype in FLOAT8:
             raise UnsupportedError(

@@ -17,7 +17,7 @@ from intaglio.quant.annotate.int8_buffers import quantize_buffers
 from intaglio.quant.annotate.recurrent_sites import recurrent_qparams
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.weight_only import store_weights
-from intaglio.quant.calibrate.custom_observer import write_own
+from intaglio.quant.calibrate.custom_observer import convert_custom_observers
 from intaglio.quant.calibrate.prepare import Prepared, whole
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.apply_equalization import equalized
@@ -110,9 +110,9 @@ def convert(
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
     signature, computed = quantize_buffers(module, prepared.signature, held, qparams)
     remarks += computed
-    write_own(module, annotations.own, prepared.module, prepared.watch.shown)
+    convert_custom_observers(module, annotations.custom_observers, prepared.module, prepared.watch.shown)
     dequantize = quantized_decomposed().dequantize_per_channel.default
-    if stored := store_weights(module, annotations.alone, dequantize):
+    if stored := store_weights(module, annotations.weight_only, dequantize):
         remarks += stored
         module.graph.eliminate_dead_code()
     drop_unused_constants(module)

@@ -20,7 +20,7 @@ from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
-from intaglio.quant.annotate.node_annotations import is_apart
+from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.per_token import quantize_at_run_time
 from intaglio.quant.annotate.recurrent_sites import quantize_recurrent
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -87,7 +87,7 @@ class Rewriter:
                 self._attention(self.nodes[region.anchor.name])
         for table in (table for table in self.annotations.tables if table.reason is None):
             quantize_table(self.nodes[table.node.name], self._get)
-        for node in filter(is_apart, list(self.graph.nodes)):
+        for node in filter(is_reader_alias, list(self.graph.nodes)):
             node.replace_all_uses_with(node.args[0])
         self.graph.eliminate_dead_code()
         drop_unused_constants(self.module)
