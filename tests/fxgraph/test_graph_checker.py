@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
+from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import set_info, tensor_type, update_info
 from intaglio.fxgraph.unique_names import add_constant
@@ -139,7 +139,7 @@ def test_dead_code_and_constants_without_reader_are_removed(captured):
 def test_graphs_for_other_engines_need_no_records_but_what_records_say_is_checked(captured):
     module = copy_graph(captured)
     no_record(module)
-    finish_pass(module, "no_record", FOR_ENGINES)
+    finish_pass(module, "no_record", BACKEND_GRAPH)
     a_constant_of_another_shape(module)
     with pytest.raises(VerifyError, match=re.escape("after wrong_shape: %a_weight (get_attr) has the shape [3, 4]")):
-        finish_pass(module, "wrong_shape", FOR_ENGINES)
+        finish_pass(module, "wrong_shape", BACKEND_GRAPH)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import INFO, NOTHING, NodeInfo
+from intaglio.fxgraph.node_info import EMPTY_INFO, INFO, NodeInfo
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType, VerifyError
 from intaglio.signature import DTYPES
@@ -16,7 +16,7 @@ from intaglio.torch_private import buffers_of
 
 
 @dataclass(frozen=True)
-class Promises:
+class GraphInvariants:
     """Invariants that `finish_pass` checks for a stage, in addition to the form of a torch.fx graph.
 
     Attributes:
@@ -30,13 +30,13 @@ class Promises:
     single_constants: bool
 
 
-CANONICAL = Promises(types=True, origins=True, single_constants=True)
+CANONICAL_GRAPH = GraphInvariants(types=True, origins=True, single_constants=True)
 """Captured graphs and all later graphs up to the reference model."""
-FOR_ENGINES = Promises(types=False, origins=False, single_constants=False)
+BACKEND_GRAPH = GraphInvariants(types=False, origins=False, single_constants=False)
 """Graphs for other engines, whose passes insert operators and constants without annotations."""
 
 
-def finish_pass(module: fx.GraphModule, after: str, promises: Promises = CANONICAL) -> None:
+def finish_pass(module: fx.GraphModule, after: str, invariants: GraphInvariants = CANONICAL_GRAPH) -> None:
     """Remove dead code and check the graph.
 
     A graph has one output, which is its last node. Names are unique, every node comes after its operands, and operands
@@ -58,7 +58,7 @@ def finish_pass(module: fx.GraphModule, after: str, promises: Promises = CANONIC
         module.graph.eliminate_dead_code()  # begins with graph.lint()
     except (RuntimeError, ValueError) as error:
         raise VerifyError(f"after {after}: {str(error).splitlines()[0]}") from error
-    _check_records(module, after, promises)
+    _check_records(module, after, invariants)
 
 
 def _broken(after: str, node: fx.Node, problem: str) -> VerifyError:
@@ -83,23 +83,23 @@ def _check_users(graph: fx.Graph, after: str) -> None:
     raise VerifyError(f"after {after}: a node outside of the graph reads one inside")
 
 
-def _check_records(module: fx.GraphModule, after: str, promises: Promises) -> None:
+def _check_records(module: fx.GraphModule, after: str, invariants: GraphInvariants) -> None:
     """Check the records of all nodes against the promises, and their types against tensors and example values."""
     tensors, first = buffers_of(module), dict[str, fx.Node]()
     for node in module.graph.nodes:
         if node.op == "output":
             continue
-        known: NodeInfo = node.meta.get(INFO, NOTHING)
+        known: NodeInfo = node.meta.get(INFO, EMPTY_INFO)
         kind, value = known.type, node.meta.get("val")
-        if kind is None and known.dim is None and promises.types and not _is_tuple(node):
+        if kind is None and known.dim is None and invariants.types and not _is_tuple(node):
             raise _broken(after, node, "has neither a type nor a dimension")
         if node.op == "get_attr":
             value = tensors[node.target]
-            if known.path is None and promises.origins:
+            if known.path is None and invariants.origins:
                 raise _broken(after, node, "has no path")
-            if promises.single_constants and first.setdefault(node.target, node) is not node:
+            if invariants.single_constants and first.setdefault(node.target, node) is not node:
                 raise _broken(after, node, f"reads the constant that %{first[node.target].name} reads already")
-        elif known.origin is None and promises.origins and node.op == "call_function":
+        elif known.origin is None and invariants.origins and node.op == "call_function":
             raise _broken(after, node, "has no origin")
         if kind is not None and isinstance(value, torch.Tensor) and (problem := _wrong_type(value, kind)) is not None:
             raise _broken(after, node, problem)

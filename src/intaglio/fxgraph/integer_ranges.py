@@ -26,7 +26,7 @@ RESHAPING_TARGETS = (
 
 
 @dataclass(frozen=True)
-class Ramp:
+class IotaRange:
     """The values ``start``, ``start + 1``, ... along one axis, repeated along all others."""
 
     start: int
@@ -39,29 +39,29 @@ class Ramp:
         return self.start + self.length - 1 if isinstance(self.length, int) else None
 
 
-def ramp_of(node: fx.Node, ramps: Mapping[fx.Node, Ramp]) -> Ramp | None:
-    """Return the range that a node computes, or ``None``; `ramps` holds those of earlier nodes."""
+def iota_range_of(node: fx.Node, ranges: Mapping[fx.Node, IotaRange]) -> IotaRange | None:
+    """Return the range that a node computes, or ``None``; `ranges` holds those of earlier nodes."""
     name, shape = operator(node), known_type(node).shape
     if name in ARANGES:
         given = arguments(node)
         start, step = given.get("start", 0), given.get("step", 1)
-        return Ramp(start, 0, shape[0]) if isinstance(start, int) and step == 1 else None
-    source = ramps.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        return IotaRange(start, 0, shape[0]) if isinstance(start, int) and step == 1 else None
+    source = ranges.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
     if source is None:
         return None
     if name in ADDITION_TARGETS:
-        number = _added(node)
+        number = _added_integer(node)
         return None if number is None else replace(source, start=source.start + number)
     if name == "aten.unsqueeze.default":
         axis = node.args[1] % len(shape)
         return replace(source, axis=source.axis + (axis <= source.axis))
     if name in ("aten.expand.default", "aten.reshape.default"):
-        return _viewed(source, known_type(node.args[0]).shape, shape)
+        return _reshaped_range(source, known_type(node.args[0]).shape, shape)
     whole = name == "aten._to_copy.default" and known_type(node).dtype in (DType.I64, DType.I32)
     return source if whole else None
 
 
-def _added(node: fx.Node) -> int | None:
+def _added_integer(node: fx.Node) -> int | None:
     """Return the integer that an addition or subtraction adds to a tensor."""
     number = node.args[1]
     if not isinstance(number, int) or arguments(node).get("alpha", 1) != 1:
@@ -69,20 +69,23 @@ def _added(node: fx.Node) -> int | None:
     return number if "add" in operator(node) else -number
 
 
-def _viewed(ramp: Ramp, old: Shape, new: Shape) -> Ramp | None:
+def _reshaped_range(iota: IotaRange, old: Shape, new: Shape) -> IotaRange | None:
     """Return the range after a reshape or expand, or ``None``.
 
     Its axis is the one with the same length and the same number of elements after it. Other axes repeat it.
     """
-    behind = numel(old[ramp.axis + 1 :])
+    behind = numel(old[iota.axis + 1 :])
     for axis, size in enumerate(new):
-        if size == ramp.length and numel(new[axis + 1 :]) == behind:
-            return replace(ramp, axis=axis)
+        if size == iota.length and numel(new[axis + 1 :]) == behind:
+            return replace(iota, axis=axis)
     return None
 
 
-def alike(
-    node: fx.Node, ramps: Mapping[fx.Node, Ramp], numbers: Mapping[fx.Node, int], always: Mapping[fx.Node, bool]
+def uniform_value(
+    node: fx.Node,
+    ranges: Mapping[fx.Node, IotaRange],
+    uniform_values: Mapping[fx.Node, int],
+    constant_conditions: Mapping[fx.Node, bool],
 ) -> int | None:
     """Return the value of all elements of an int64 tensor, or ``None`` if it is unknown.
 
@@ -93,24 +96,28 @@ def alike(
     if known_type(node).dtype is not DType.I64:
         return None
     if name in (*RESHAPING_TARGETS, "aten.index.Tensor"):
-        return numbers.get(node.args[0])
+        return uniform_values.get(node.args[0])
     if name == "aten.cumsum.default":
-        return 0 if always.get(node.args[0]) is False else None
+        return 0 if constant_conditions.get(node.args[0]) is False else None
     if name != "aten.diff.default":
         return None
     given = arguments(node)
-    ramp, rank = ramps.get(given["self"]), len(known_type(node).shape)
-    if ramp is None or given["dim"] % rank != ramp.axis or given["n"] != 1 or given["append"] is not None:
+    iota, rank = ranges.get(given["self"]), len(known_type(node).shape)
+    if iota is None or given["dim"] % rank != iota.axis or given["n"] != 1 or given["append"] is not None:
         return None
-    return 1 if _precedes(given["prepend"], given["self"], ramp) else None
+    return 1 if _precedes(given["prepend"], given["self"], iota) else None
 
 
-def _precedes(node: fx.Node | None, value: fx.Node, ramp: Ramp) -> bool:
+def _precedes(node: fx.Node | None, value: fx.Node, iota: IotaRange) -> bool:
     """Return whether `node` is ``None`` or the first element of a range minus 1."""
     if node is None:
         return True
-    if operator(node) not in ADDITION_TARGETS or _added(node) != -1 or operator(node.args[0]) != "aten.slice.Tensor":
+    if (
+        operator(node) not in ADDITION_TARGETS
+        or _added_integer(node) != -1
+        or operator(node.args[0]) != "aten.slice.Tensor"
+    ):
         return False
     given = arguments(node.args[0])
     place = given["dim"] % len(known_type(value).shape), given["start"] or 0, given["end"], given["step"]
-    return given["self"] is value and place == (ramp.axis, 0, 1, 1)
+    return given["self"] is value and place == (iota.axis, 0, 1, 1)

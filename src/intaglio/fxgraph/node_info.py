@@ -24,7 +24,7 @@ TAG = "quantization_tag"
 
 
 @dataclass(frozen=True)
-class Turn:
+class LoopIteration:
     """Position of a node in an unrolled loop.
 
     Attributes:
@@ -36,7 +36,7 @@ class Turn:
     operator: str = ""
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def position_in_body(self) -> tuple[str, ...]:
         """Return the position in the loop body, which all iterations share."""
         return (*[loop for loop, _ in self.loops], self.operator)
 
@@ -54,7 +54,7 @@ class NodeInfo:
     """The size that a node with a symbolic integer represents."""
     origin: Origin | None = None
     """Module path, operator as exported and source line."""
-    turn: Turn | None = None
+    iteration: LoopIteration | None = None
     """Iteration of the unrolled loop that contains the node."""
     event: int | None = None
     """Index of the operator in a recording of the eager frontend."""
@@ -92,7 +92,7 @@ class NodeInfo:
     """True if a constant of an ONNX model holds 4-bit integers."""
 
 
-NOTHING = NodeInfo()
+EMPTY_INFO = NodeInfo()
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def size_in_example(size: Dim, node: fx.Node) -> int:
 
 def info(node: fx.Node) -> NodeInfo:
     """Return the record of a node, or an empty one."""
-    found: NodeInfo = node.meta.get(INFO, NOTHING)
+    found: NodeInfo = node.meta.get(INFO, EMPTY_INFO)
     return found
 
 
@@ -154,7 +154,7 @@ def inherit_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
 
 def adopt_origin(node: fx.Node, source: fx.Node) -> None:
     """Copy the origin of another node, and its loop iteration and tag if it has them."""
-    update_info(node, origin=origin(source), turn=info(source).turn or info(node).turn)
+    update_info(node, origin=origin(source), iteration=info(source).iteration or info(node).iteration)
     if TAG in source.meta:
         node.meta[TAG] = source.meta[TAG]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from intaglio.fxgraph.graph_passes import Pass
-from intaglio.fxgraph.passes.attention_masks import resolve_masks
+from intaglio.fxgraph.passes.attention_masks import simplify_attention_masks
 from intaglio.fxgraph.passes.half_precision import widen_halves
 from intaglio.fxgraph.passes.identities import drop_checks, drop_identity, free_views
 
@@ -12,6 +12,6 @@ CAPTURE_PASSES: tuple[Pass, ...] = (
     free_views,  # before copies are removed: without them a view may read a tensor that is not contiguous
     widen_halves,  # before `drop_identity`: casts from half to float32 become identities
     drop_identity,
-    resolve_masks,  # last: its patterns do not match across copies
+    simplify_attention_masks,  # last: its patterns do not match across copies
 )
 """Passes for inference and training. Constants are not folded here, because weights change in training."""

@@ -45,7 +45,7 @@ def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: 
         update_info(copied, dim=dim_of(value, names))
     if copied.op == "call_function":
         update_info(copied, origin=Origin(path_of(node, program), str(node.target), source_of(node)))
-        update_info(copied, turn=info(node).turn or info(copied).turn)
+        update_info(copied, iteration=info(node).iteration or info(copied).iteration)
 
 
 def path_of(node: fx.Node, program: ExportedProgram) -> str:
@@ -56,11 +56,11 @@ def path_of(node: fx.Node, program: ExportedProgram) -> str:
     inside loop bodies.
     """
     key, path = _innermost(node)
-    if not path or info(node).turn is not None:
+    if not path or info(node).iteration is not None:
         owners = [program.graph_signature.inputs_to_parameters.get(n.name, "") for n in node.all_input_nodes]
         path = next((owner.rpartition(".")[0] for owner in owners if owner), path)
-    if info(node).turn is not None:
-        return f"{path}@{info(node).turn}"
+    if info(node).iteration is not None:
+        return f"{path}@{info(node).iteration}"
     return f"{path}@{key.rpartition('@')[2]}" if "@" in key and path else path
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.node_info import Turn, info, update_info
+from intaglio.fxgraph.node_info import LoopIteration, info, update_info
 
 SCAN, MAP = "scan", "map_impl"
 MOST_OPERATORS = 2048
@@ -117,7 +117,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
     """Copy the operators of the body in front of the loop, and return their results."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     copies = dict(zip(inputs, given, strict=True))
-    outer = info(loop).turn or Turn()
+    outer = info(loop).iteration or LoopIteration()
     for node in body.graph.nodes:
         if node.op == "output":
             return [copies.get(value, value) for value in node.args[0]]
@@ -129,7 +129,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
             copied.target = _hold(loop.graph.owning_module, body.get_submodule(str(node.target)))
             continue
         copied.meta["nn_module_stack"] = loop.meta.get("nn_module_stack", {})
-        update_info(copied, turn=Turn((*outer.loops, (outer.operator or loop.name, index)), node.name))
+        update_info(copied, iteration=LoopIteration((*outer.loops, (outer.operator or loop.name, index)), node.name))
     raise AssertionError(f"{loop} has a body without results")
 
 

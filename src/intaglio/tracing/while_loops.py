@@ -181,7 +181,7 @@ def _describe(
         own = origin(copied)
         owners = [constant_path(one) for one in copied.all_input_nodes if info(one).trained is not None]
         path = owners[0].partition("@")[0].rpartition(".")[0] if owners else module_around(loop)
-        update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).turn or ''}", own.operator, own.source))
+        update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).iteration or ''}", own.operator, own.source))
 
 
 def _refused(loop: fx.Node, program: ExportedProgram, problem: str) -> CaptureError:

@@ -104,7 +104,7 @@ def operators(module) -> list[str]:
 def test_written_out_attention_is_one_operator(name):
     body, mask = JOINED[name]
     _, module, counts = passed(body, X, *(() if mask is None else (mask,)))
-    assert counts["join_attention"] == 1
+    assert counts["fuse_attention"] == 1
     assert not {"softmax", "matmul", "div", "masked_fill", "where"}.intersection(operators(module))
 
 
@@ -112,7 +112,7 @@ def test_written_out_attention_is_one_operator(name):
 def test_what_is_no_attention_stays_as_it_is(name):
     body, mask = LEFT[name]
     _, module, counts = passed(body, X, *(() if mask is None else (mask,)))
-    assert counts["join_attention"] == 0
+    assert counts["fuse_attention"] == 0
     assert operators(module).count("matmul") == 2
 
 
@@ -121,7 +121,7 @@ def test_probabilities_that_are_returned_stay():
         p = torch.softmax(split(m.q(x)) @ split(m.k(x)).mT, -1)
         return p @ split(m.v(x)), p
 
-    assert passed(body, X)[2]["join_attention"] == 0
+    assert passed(body, X)[2]["fuse_attention"] == 0
 
 
 @pytest.mark.case("backend 12")
@@ -134,7 +134,7 @@ def test_products_of_matrices_of_all_heads_keep_their_rank():
         return torch.bmm(F.dropout(p.softmax(-1, dtype=torch.float32).to(q.dtype), 0.1, False), v)
 
     _, module, counts = passed(body, X, ADDED[0, 0])
-    assert counts["join_attention"] == 1
+    assert counts["fuse_attention"] == 1
     (attention,) = [node for node in module.graph.nodes if "attention" in operator(node)]
     assert len(info(attention).type.shape) == 3
 

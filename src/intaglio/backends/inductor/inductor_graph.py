@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from intaglio.backends.channel_zero_points import image_of, one_zero_point, take_bytes
-from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
+from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
 from intaglio.fxgraph.nodes import is_constant, operator
@@ -55,7 +55,7 @@ def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     module = fx.GraphModule(reference.module, reference.module.graph.__deepcopy__())
     for rewrite in INDUCTOR_PASSES:
         rewrite(module)
-        finish_pass(module, rewrite.__name__, FOR_ENGINES)
+        finish_pass(module, rewrite.__name__, BACKEND_GRAPH)
     return _labelled(module)
 
 

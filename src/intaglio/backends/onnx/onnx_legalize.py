@@ -14,7 +14,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
-from intaglio.fxgraph.graph_checker import FOR_ENGINES, finish_pass
+from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, known_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
@@ -41,7 +41,7 @@ def legalize(module: fx.GraphModule) -> fx.GraphModule:
     for rewrite in ONNX_PASSES:
         for node in list(copied.graph.nodes):
             rewrite(copied, node)
-        finish_pass(copied, rewrite.__name__, FOR_ENGINES)
+        finish_pass(copied, rewrite.__name__, BACKEND_GRAPH)
     copied.recompile()
     return copied
 

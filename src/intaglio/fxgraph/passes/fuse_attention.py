@@ -44,7 +44,7 @@ class Scores:
     """Factor applied after the mask."""
 
 
-def join_attention(module: fx.GraphModule) -> int:
+def fuse_attention(module: fx.GraphModule) -> int:
     """Fuse ``softmax(q @ k.T * scale + mask) @ v`` to ``scaled_dot_product_attention(q, k, v, mask)``.
 
     Factors may come before or after the product, masks may be added or filled in, and keys may be transposed in any

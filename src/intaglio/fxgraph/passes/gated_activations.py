@@ -10,7 +10,7 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.nodes import overload_of, replace_node
 
 
-def join_gates(module: fx.GraphModule) -> int:
+def fuse_gated_activations(module: fx.GraphModule) -> int:
     """Replace the operators of every match by the function that its row names."""
     view = FxGraphView(module.graph)
 

@@ -148,11 +148,11 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
     first: dict[Any, str] = {}
     for site in list(sites.values()):
         node = nodes[site.value]
-        turn, kind = info(node).turn, operator(node)
-        if site.role != Role.ACTIVATION or turn is None:
+        iteration, kind = info(node).iteration, operator(node)
+        if site.role != Role.ACTIVATION or iteration is None:
             continue
-        number = seen[turn, kind] = seen[turn, kind] + 1  # A pass may replace one operator by several.
-        partner = first.setdefault((turn.place, kind, number), site.name)
+        number = seen[iteration, kind] = seen[iteration, kind] + 1  # A pass may replace one operator by several.
+        partner = first.setdefault((iteration.position_in_body, kind, number), site.name)
         owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
         alike = {(one.spec, one.dtype, one.qmin, one.qmax, one.axis) for one in owners}
         if len(alike) == 1 and isinstance(owners[0].spec, Observed) and not _selects(site):

@@ -21,8 +21,8 @@ from intaglio.fxgraph.passes.decompositions import (
     splits_as_slices,
     stacks_as_concatenations,
 )
-from intaglio.fxgraph.passes.fuse_attention import join_attention
-from intaglio.fxgraph.passes.gated_activations import join_gates
+from intaglio.fxgraph.passes.fuse_attention import fuse_attention
+from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
@@ -91,18 +91,18 @@ class PassLists:
 PTQ_PASSES = PassLists(
     recipe=(
         *CONSTANT_PASSES,
-        join_attention,  # before `products_as_matmul`, which takes all products that are not part of attention
+        fuse_attention,  # before `products_as_matmul`, which takes all products that are not part of attention
         *LAYER_PASSES,
         fold_batch_norm_before,
         *OPERATOR_PASSES,
-        join_gates,  # last: the fusion table has a row for the fused function
+        fuse_gated_activations,  # last: the fusion table has a row for the fused function
     ),
-    patterns=(*CONSTANT_PASSES, join_attention, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
+    patterns=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
     annotator=(*CONSTANT_PASSES, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
 )
 QAT_PASSES = PassLists(
-    recipe=(*CONSTANT_PASSES, join_attention, *LAYER_PASSES, *OPERATOR_PASSES, join_gates),
-    patterns=(*CONSTANT_PASSES, join_attention, *LAYER_PASSES, *OPERATOR_PASSES),
+    recipe=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, *OPERATOR_PASSES, fuse_gated_activations),
+    patterns=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, *OPERATOR_PASSES),
     annotator=(*CONSTANT_PASSES, *LAYER_PASSES, *OPERATOR_PASSES),
 )
 """Pass lists for training. A batch norm in front of a layer stays an operator: the weights behind it would otherwise
