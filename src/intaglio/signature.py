@@ -141,7 +141,7 @@ def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collec
                 remedy += "; a model quantized with input=intaglio.Image(mean, std) takes images as bytes"
             expected = " or ".join(map(str, allowed))
             raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
-        if (problem := unfit(value)) is not None:
+        if (problem := unsupported_reason(value)) is not None:
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
 
 
@@ -157,7 +157,7 @@ def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
     return None
 
 
-def unfit(tensor: torch.Tensor) -> str | None:
+def unsupported_reason(tensor: torch.Tensor) -> str | None:
     """Return why a compiled model cannot read this tensor, whatever its shape and element type, or ``None`` if it
     can."""
     if tensor.is_nested:

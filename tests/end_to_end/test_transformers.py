@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from intaglio import Recipe, Setting, quantize
 from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import operator
-from intaglio.fxgraph.passes.canonicalize_matmul import parts_as_layers, products_as_linear
+from intaglio.fxgraph.passes.canonicalize_matmul import constant_matmul_to_linear, split_linear_by_slices
 from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
 from intaglio.plan import plan_graph
@@ -248,7 +248,11 @@ def test_products_with_a_constant_matrix_are_linear_layers():
         torch.testing.assert_close(found, wanted)
     kinds = [operator(node) for node in prepared.annotations.module.graph.nodes if operator(node)]
     assert "aten.linear.default" in kinds
-    assert products_as_linear(prepared.annotations.module) == parts_as_layers(prepared.annotations.module) == 0
+    assert (
+        constant_matmul_to_linear(prepared.annotations.module)
+        == split_linear_by_slices(prepared.annotations.module)
+        == 0
+    )
 
 
 def test_sizes_divide_or_do_not():

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.nodes import operator
-from intaglio.fxgraph.passes.decompositions import mean_as_pool
+from intaglio.fxgraph.passes.decompositions import mean_to_adaptive_avg_pool
 from intaglio.quant.calibrate.prepare import annotate
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
@@ -193,38 +193,38 @@ def test_the_captured_graph_is_not_changed():
 def test_means_over_rows_and_columns_are_pools(axes, keep, count):
     model = Body(lambda m, x: m.c(x).mean(axes, keepdim=keep), c=conv())
     module, counts = passed(model, X)
-    assert counts["mean_as_pool"] == count
+    assert counts["mean_to_adaptive_avg_pool"] == count
     assert module(X)[0].shape == model.eval()(X).shape
 
 
 def test_a_mean_in_another_type_is_left():
     module = copy_graph(capture(Body(lambda m, x: x.mean((2, 3), dtype=torch.float64)).eval(), X).module)
-    assert mean_as_pool(module) == 0
+    assert mean_to_adaptive_avg_pool(module) == 0
 
 
 SPELLED = {
-    "select": (lambda m, x: m.c(x)[:, 1] + m.c(x)[:, -2], "selects_as_slices", 2),
-    "select a row": (lambda m, x: m.c(x).select(2, 3), "selects_as_slices", 1),
-    "select an item of the batch": (lambda m, x: m.c(x)[0], "selects_as_slices", 1),
-    "unbind": (lambda m, x: m.c(x).unbind(1)[2] * m.c(x).unbind(1)[0], "selects_as_slices", 2),
-    "stack": (lambda m, x: torch.stack([m.c(x), x[:, :6]], -1), "stacks_as_concatenations", 1),
-    "repeat": (lambda m, x: m.c(x).repeat(1, 1, 3, 1), "repeats_as_concatenations", 1),
-    "repeat one element": (lambda m, x: m.c(x)[:, :, :1].repeat(1, 1, 3, 1), "repeats_as_concatenations", 1),
-    "repeat two axes": (lambda m, x: m.c(x).repeat(1, 1, 3, 2), "repeats_as_concatenations", 0),
-    "repeat with an axis more": (lambda m, x: m.c(x).repeat(2, 1, 1, 1, 1), "repeats_as_concatenations", 0),
-    "roll": (lambda m, x: m.c(x).roll((2, -3), (2, 3)), "rolls_as_concatenations", 1),
-    "roll by all and by nothing": (lambda m, x: m.c(x).roll((9, 1), (2, 3)), "rolls_as_concatenations", 1),
-    "roll flattened": (lambda m, x: m.c(x).roll(5), "rolls_as_concatenations", 0),
-    "roll the batch": (lambda m, x: m.c(x).roll(1, 0), "rolls_as_concatenations", 0),
-    "constant": (lambda m, x: m.c(x) * torch.tensor(3.0) - torch.tensor([[[2.0]]]), "constants_as_numbers", 2),
-    "constant first": (lambda m, x: torch.tensor(3.0) - torch.tensor(2.0) * m.c(x), "constants_as_numbers", 2),
-    "constant divided": (lambda m, x: torch.tensor(3.0) / m.c(x), "constants_as_numbers", 0),
-    "constant of more axes": (lambda m, x: m.c(x) + torch.ones(1, 1, 1, 1, 1), "constants_as_numbers", 0),
-    "channels": (lambda m, x: m.c(x) * m.channels, "constants_as_affine", 1),
-    "channels scaled": (lambda m, x: torch.add(m.channels, m.c(x), alpha=-2), "constants_as_affine", 1),
-    "columns": (lambda m, x: torch.sub(m.c(x), m.columns, alpha=2), "constants_as_affine", 1),
-    "rows": (lambda m, x: m.c(x) + m.columns[:, None], "constants_as_affine", 0),
-    "wider": (lambda m, x: m.c(x)[:, :1] + m.channels, "constants_as_affine", 0),
+    "select": (lambda m, x: m.c(x)[:, 1] + m.c(x)[:, -2], "decompose_select", 2),
+    "select a row": (lambda m, x: m.c(x).select(2, 3), "decompose_select", 1),
+    "select an item of the batch": (lambda m, x: m.c(x)[0], "decompose_select", 1),
+    "unbind": (lambda m, x: m.c(x).unbind(1)[2] * m.c(x).unbind(1)[0], "decompose_select", 2),
+    "stack": (lambda m, x: torch.stack([m.c(x), x[:, :6]], -1), "decompose_stack", 1),
+    "repeat": (lambda m, x: m.c(x).repeat(1, 1, 3, 1), "decompose_repeat", 1),
+    "repeat one element": (lambda m, x: m.c(x)[:, :, :1].repeat(1, 1, 3, 1), "decompose_repeat", 1),
+    "repeat two axes": (lambda m, x: m.c(x).repeat(1, 1, 3, 2), "decompose_repeat", 0),
+    "repeat with an axis more": (lambda m, x: m.c(x).repeat(2, 1, 1, 1, 1), "decompose_repeat", 0),
+    "roll": (lambda m, x: m.c(x).roll((2, -3), (2, 3)), "decompose_roll", 1),
+    "roll by all and by nothing": (lambda m, x: m.c(x).roll((9, 1), (2, 3)), "decompose_roll", 1),
+    "roll flattened": (lambda m, x: m.c(x).roll(5), "decompose_roll", 0),
+    "roll the batch": (lambda m, x: m.c(x).roll(1, 0), "decompose_roll", 0),
+    "constant": (lambda m, x: m.c(x) * torch.tensor(3.0) - torch.tensor([[[2.0]]]), "scalar_constants_to_numbers", 2),
+    "constant first": (lambda m, x: torch.tensor(3.0) - torch.tensor(2.0) * m.c(x), "scalar_constants_to_numbers", 2),
+    "constant divided": (lambda m, x: torch.tensor(3.0) / m.c(x), "scalar_constants_to_numbers", 0),
+    "constant of more axes": (lambda m, x: m.c(x) + torch.ones(1, 1, 1, 1, 1), "scalar_constants_to_numbers", 0),
+    "channels": (lambda m, x: m.c(x) * m.channels, "channel_constants_to_affine", 1),
+    "channels scaled": (lambda m, x: torch.add(m.channels, m.c(x), alpha=-2), "channel_constants_to_affine", 1),
+    "columns": (lambda m, x: torch.sub(m.c(x), m.columns, alpha=2), "channel_constants_to_affine", 1),
+    "rows": (lambda m, x: m.c(x) + m.columns[:, None], "channel_constants_to_affine", 0),
+    "wider": (lambda m, x: m.c(x)[:, :1] + m.channels, "channel_constants_to_affine", 0),
 }
 
 

@@ -60,7 +60,7 @@ class NodeInfo:
     """Index of the operator in a recording of the eager frontend."""
     path: str | None = None
     """Dotted name of a constant in the float model."""
-    trained: bool | None = None
+    requires_grad: bool | None = None
     """True if a parameter requires a gradient; ``None`` for anything that is not a parameter."""
     buffer: str | None = None
     """Dotted name of the buffer that a graph input carries into a call."""
@@ -72,7 +72,7 @@ class NodeInfo:
     """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
     takes_bytes: bool = False
     """True if the image input is passed as uint8."""
-    smooths: bool = False
+    divides_by_smoothing: bool = False
     """True if the node divides a value by smoothing factors; its site has the name of that value."""
     separates_reader: bool = False
     """True if the node only separates a value from a reader with other quantization parameters."""
@@ -84,7 +84,7 @@ class NodeInfo:
     """Name before conversion of the node that this one replaced."""
     observer: Any = None
     """Edge on which a custom observer is called; ``True`` for nodes that the observer wrote."""
-    unfit: str | None = None
+    unsupported_reason: str | None = None
     """Reason why no kernel supports the quantized values that the node reads or returns."""
     marks: tuple[Any, ...] = ()
     """Batch norms and dropouts that training applies to the value, in order (`quant.qat.eval_graph`)."""

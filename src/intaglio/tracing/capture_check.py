@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
-from intaglio.fxgraph.passes.half_precision import WIDENED
+from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 from intaglio.signature import bind, dims_of
 from intaglio.torch_private import pytree
@@ -71,7 +71,7 @@ def _differs(
         got = captured(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
         return f"at {label} the graph fails: {error}"
-    near = HALF if WIDENED in captured.notes else SINGLE
+    near = HALF if UPCAST_NOTE in captured.notes else SINGLE
     difference = _difference(got, expected, ANY_RANGE if _draws(captured) else near)
     return difference and f"at {label} {difference}"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from intaglio.fxgraph.graph_passes import Pass
 from intaglio.fxgraph.passes.attention_masks import simplify_attention_masks
-from intaglio.fxgraph.passes.half_precision import widen_halves
-from intaglio.fxgraph.passes.identities import drop_checks, drop_identity, free_views
+from intaglio.fxgraph.passes.half_precision import upcast_half_precision
+from intaglio.fxgraph.passes.identities import drop_assertions, drop_identity, view_to_reshape
 
 CAPTURE_PASSES: tuple[Pass, ...] = (
-    drop_checks,  # first: each assertion would count as a reader of its value
-    free_views,  # before copies are removed: without them a view may read a tensor that is not contiguous
-    widen_halves,  # before `drop_identity`: casts from half to float32 become identities
+    drop_assertions,  # first: each assertion would count as a reader of its value
+    view_to_reshape,  # before copies are removed: without them a view may read a tensor that is not contiguous
+    upcast_half_precision,  # before `drop_identity`: casts from half to float32 become identities
     drop_identity,
     simplify_attention_masks,  # last: its patterns do not match across copies
 )

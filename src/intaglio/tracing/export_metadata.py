@@ -27,7 +27,7 @@ def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target:
     copy_ = graph.get_attr(add_constant(root, target.replace(".", "_"), tensor.detach()))
     set_info(copy_, type=type_of(tensor, {}), path=target)
     if isinstance(tensor, nn.Parameter):
-        update_info(copy_, trained=tensor.requires_grad)
+        update_info(copy_, requires_grad=tensor.requires_grad)
     return copy_
 
 

@@ -24,7 +24,7 @@ from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import known_type, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
-from intaglio.fxgraph.passes.half_precision import WIDENED
+from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
 from intaglio.torch_private import (
     buffers_of,
@@ -205,10 +205,10 @@ def _finished(
     types = {name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in model.named_modules()}
     for part in (module, *(node.target.body.module for node in loops_of(module))):
         update_graph_info(part, sizes=sizes, module_types=types)
-    widened = run(module, CAPTURE_PASSES)["widen_halves"]
+    upcast = run(module, CAPTURE_PASSES)["upcast_half_precision"]
     tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    about = About(type(model).__name__, size, (*notes, *[WIDENED] * bool(widened)))
+    about = About(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
     return Captured(module, signature, module_classes(model), about, training)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.export import Dim as TorchDim
 
 from intaglio.errors import CaptureError
-from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unfit
+from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
 from intaglio.torch_private import pytree
 from intaglio.tracing.capture_check import disagreement, free_symbols, with_least_lengths
 from intaglio.tracing.captured import Captured
@@ -67,7 +67,7 @@ def _with_padding(captured: Captured, own: nn.Module, args: tuple[Any, ...], kwa
 
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
-        if isinstance(leaf, torch.Tensor) and (problem := unfit(leaf)) is not None:
+        if isinstance(leaf, torch.Tensor) and (problem := unsupported_reason(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
 
 

@@ -179,7 +179,7 @@ def _describe(
     describe(copied, node, names, program)
     if copied.op == "call_function":
         own = origin(copied)
-        owners = [constant_path(one) for one in copied.all_input_nodes if info(one).trained is not None]
+        owners = [constant_path(one) for one in copied.all_input_nodes if info(one).requires_grad is not None]
         path = owners[0].partition("@")[0].rpartition(".")[0] if owners else module_around(loop)
         update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).iteration or ''}", own.operator, own.source))
 

@@ -9,7 +9,7 @@ from torch import fx, nn
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
-from intaglio.fxgraph.passes.batch_first import batch_first
+from intaglio.fxgraph.passes.batch_first import keep_batch_first
 from intaglio.ir import DType, Origin, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
@@ -21,10 +21,10 @@ X = torch.randn(3, 7, 24, generator=torch.Generator().manual_seed(1))
 
 
 def passed(model: nn.Module, *args: torch.Tensor, **settings) -> tuple[fx.GraphModule, int]:
-    """The graph after the passes of `prepare`, checked to compute the same, and how often `batch_first` rewrote."""
+    """The graph after the passes of `prepare`, checked to compute the same, and rewrites of `keep_batch_first`."""
     captured = capture(model.eval(), args, **settings)
     module = copy_graph(captured.module)
-    count = run(module, PTQ_PASSES.patterns)["batch_first"]
+    count = run(module, PTQ_PASSES.patterns)["keep_batch_first"]
     for wanted, found in zip(captured.module(*args), module(*args), strict=True):
         torch.testing.assert_close(found, wanted)
     assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
@@ -142,6 +142,6 @@ def test_any_chain_of_moves_and_linear_layers_computes_the_same(data):
     drawn.add(ATEN.neg.default)
     drawn.graph.output((drawn.node,))
     module = fx.GraphModule(drawn.root, drawn.graph)
-    run(module, (batch_first,))
+    run(module, (keep_batch_first,))
     torch.testing.assert_close(module(drawn.x)[0], drawn.value)
-    assert batch_first(module) == 0
+    assert keep_batch_first(module) == 0

@@ -267,7 +267,7 @@ def test_places_and_kinds_of_words_are_one_part_of_one_constant():
 def test_a_constant_that_would_be_large_is_not_made(monkeypatch):
     from intaglio.fxgraph.passes import lift_slices as slices
 
-    monkeypatch.setattr(slices, "MOST_BYTES", 16 * 8 * 4 - 1)
+    monkeypatch.setattr(slices, "MAX_CONSTANT_BYTES", 16 * 8 * 4 - 1)
     module = copy_graph(capture(Embeddings().eval(), torch.randint(50, (2, 7))).module)
     run(module, PTQ_PASSES.patterns)
     assert operators(module).count("embedding") == 3

@@ -28,7 +28,7 @@ PERMUTING_TARGETS = (*RESHAPES, "aten.transpose.int", "aten.permute.default", SL
 
 
 @dataclass(eq=False)
-class Atom:
+class AxisFactor:
     """A factor of a source axis that no reshape splits further.
 
     Attributes:
@@ -57,65 +57,65 @@ class AxisOrder:
         roams: whether the batch left the first position at some step.
     """
 
-    source: list[list[Atom]]
-    axes: list[list[Atom]] = field(default_factory=list)
-    roams: bool = False
+    source: list[list[AxisFactor]]
+    axes: list[list[AxisFactor]] = field(default_factory=list)
+    batch_ever_moved: bool = False
 
-    def moved(self) -> bool:
+    def batch_moved(self) -> bool:
         """Return whether the first axis no longer starts with the source's first axis."""
-        batch = any(atom.count != 1 for atom in self.source[0])
+        batch = any(factor.count != 1 for factor in self.source[0])
         return batch and next(axis[0] for axis in self.axes if axis).axis != 0
 
 
-def batch_first(module: fx.GraphModule) -> int:
+def keep_batch_first(module: fx.GraphModule) -> int:
     """Keep the batch first in linear layers and shorten the data movement around them.
 
     ``torch.nn.MultiheadAttention`` permutes the sequence to the front: [n, s, c] -> [s, n, c] -> linear -> ... -> [n,
     heads, s, d]. A linear layer commutes with every permutation of the axes before its last.
     """
-    hits = sum(_hoist(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_TARGET)
+    hits = sum(_sink_permutation(node) for node in list(module.graph.nodes) if operator(node) == LINEAR_TARGET)
     ends = [
         n
         for n in module.graph.nodes
         if operator(n) in PERMUTING_TARGETS and any(operator(u) not in PERMUTING_TARGETS for u in n.users)
     ]
-    return hits + sum(_shorten(node) for node in ends)
+    return hits + sum(_shorten_movement(node) for node in ends)
 
 
 # ---- layout after a chain of data movement ---------------------------------------------------------------------------
 
 
-def _chain(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
+def _movement_source(end: fx.Node) -> tuple[fx.Node, AxisOrder] | None:
     """Return the farthest source of the data movement that ends here, and the resulting axis order."""
     moves: list[fx.Node] = []
     while operator(end) in PERMUTING_TARGETS:
         moves.insert(0, end)
         end = end.args[0]
     for start, first in enumerate(moves):
-        if (layout := _follow(moves[start:])) is not None:
-            return first.args[0], layout
+        if (axis_order := _axis_order_after(moves[start:])) is not None:
+            return first.args[0], axis_order
     return None
 
 
-def _follow(moves: Sequence[fx.Node]) -> AxisOrder | None:
+def _axis_order_after(moves: Sequence[fx.Node]) -> AxisOrder | None:
     """Return the axis order of the last node relative to the input of the first; ``None`` if it is unknown."""
     shape = known_type(moves[0].args[0]).shape
-    source = [[Atom(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
-    layout = AxisOrder(source, [list(axis) for axis in source])
+    source = [[AxisFactor(axis, size)] if size != 1 else [] for axis, size in enumerate(shape)]
+    axis_order = AxisOrder(source, [list(axis) for axis in source])
     for node in moves:
-        name, rank = operator(node), len(layout.axes)
+        name, rank = operator(node), len(axis_order.axes)
         if name in RESHAPES:
-            fits = _reshape(layout, known_type(node).shape)
+            fits = _reshape(axis_order, known_type(node).shape)
         elif name == SLICE_TARGET:
-            fits = _slice(layout, node)
+            fits = _slice(axis_order, node)
         else:
             given = node.args[1] if name == "aten.permute.default" else _swapped(rank, *node.args[1:3])
-            layout.axes = [layout.axes[axis % rank] for axis in given]
+            axis_order.axes = [axis_order.axes[axis % rank] for axis in given]
             fits = True
         if not fits:
             return None
-        layout.roams |= layout.moved()
-    return layout
+        axis_order.batch_ever_moved |= axis_order.batch_moved()
+    return axis_order
 
 
 def _swapped(rank: int, a: int, b: int) -> list[int]:
@@ -124,54 +124,54 @@ def _swapped(rank: int, a: int, b: int) -> list[int]:
     return order
 
 
-def _slice(layout: AxisOrder, node: fx.Node) -> bool:
+def _slice(axis_order: AxisOrder, node: fx.Node) -> bool:
     given = arguments(node)
-    axis = layout.axes[given["dim"] % len(layout.axes)]
+    axis = axis_order.axes[given["dim"] % len(axis_order.axes)]
     start, stop = given["start"] or 0, given["end"]
     if len(axis) != 1 or given["step"] != 1 or not isinstance(start, int) or not isinstance(stop, int):
         return False
-    (atom,) = axis
-    if not isinstance(atom.size, int) or atom.count != atom.size:
+    (factor,) = axis
+    if not isinstance(factor.size, int) or factor.count != factor.size:
         return False
-    start, stop, _ = slice(start, stop).indices(atom.size)
-    atom.start, atom.count = start, stop - start
-    if atom.count == 1:
+    start, stop, _ = slice(start, stop).indices(factor.size)
+    factor.start, factor.count = start, stop - start
+    if factor.count == 1:
         axis.clear()
-    return atom.count > 0
+    return factor.count > 0
 
 
-def _reshape(layout: AxisOrder, shape: Shape) -> bool:
+def _reshape(axis_order: AxisOrder, shape: Shape) -> bool:
     """Distribute the atoms over a new shape, and split those that are too large for an axis."""
-    waiting = [atom for axis in layout.axes for atom in axis]
-    axes: list[list[Atom]] = []
+    waiting = [factor for axis in axis_order.axes for factor in axis]
+    axes: list[list[AxisFactor]] = []
     for size in shape:
-        taken: list[Atom] = []
+        taken: list[AxisFactor] = []
         rest: Dim = size
         while rest != 1:
             if not waiting:
                 return False
-            atom = waiting[0]
-            smaller = divide(rest, atom.count) or None
+            factor = waiting[0]
+            smaller = divide(rest, factor.count) or None
             if smaller is None:
-                if not _split(layout, waiting, rest):
+                if not _split(axis_order, waiting, rest):
                     return False
                 continue
             taken.append(waiting.pop(0))
             rest = smaller
         axes.append(taken)
-    layout.axes = axes
+    axis_order.axes = axes
     return not waiting
 
 
-def _split(layout: AxisOrder, waiting: list[Atom], outer: Dim) -> bool:
+def _split(axis_order: AxisOrder, waiting: list[AxisFactor], outer: Dim) -> bool:
     """Split the first waiting atom in two, with an outer one of size `outer`."""
-    atom = waiting[0]
-    inner = divide(atom.size, outer) or None
-    if inner is None or atom.count != atom.size:
+    factor = waiting[0]
+    inner = divide(factor.size, outer) or None
+    if inner is None or factor.count != factor.size:
         return False
-    parts = [Atom(atom.axis, outer), Atom(atom.axis, inner)]
-    own = layout.source[atom.axis]
-    place = own.index(atom)
+    parts = [AxisFactor(factor.axis, outer), AxisFactor(factor.axis, inner)]
+    own = axis_order.source[factor.axis]
+    place = own.index(factor)
     own[place : place + 1] = parts
     waiting[:1] = parts
     return True
@@ -180,7 +180,9 @@ def _split(layout: AxisOrder, waiting: list[Atom], outer: Dim) -> bool:
 # ---- shortest chain to a layout -------------------------------------------------------------------------------------
 
 
-def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
+def _shortest_movement(
+    axis_order: AxisOrder, source: Shape, shape: Shape
+) -> list[tuple[Any, Shape, tuple[Any, ...]]] | None:
     """Return the shortest data movement to an axis order: slices, a reshape, a permutation and a reshape.
 
     Returns:
@@ -188,29 +190,31 @@ def _steps(layout: AxisOrder, source: Shape, shape: Shape) -> list[tuple[Any, Sh
     """
     steps: list[tuple[Any, Shape, tuple[Any, ...]]] = []
     current = list(source)
-    for axis, atoms in enumerate(layout.source):
-        cut = [place for place, atom in enumerate(atoms) if atom.count != atom.size]
-        if cut and (cut != [0] or not all(isinstance(atom.size, int) for atom in atoms)):
+    for axis, factors in enumerate(axis_order.source):
+        cut = [place for place, factor in enumerate(factors) if factor.count != factor.size]
+        if cut and (cut != [0] or not all(isinstance(factor.size, int) for factor in factors)):
             return None
         if cut:
             inner = 1
-            for atom in atoms[1:]:
-                inner *= evaluate(atom.size, {})
-            bounds = atoms[0].start * inner, (atoms[0].start + evaluate(atoms[0].count, {})) * inner
+            for factor in factors[1:]:
+                inner *= evaluate(factor.size, {})
+            bounds = factors[0].start * inner, (factors[0].start + evaluate(factors[0].count, {})) * inner
             current[axis] = bounds[1] - bounds[0]
             steps.append((aten.slice.Tensor, tuple(current), (axis, *bounds)))
-    there = [atom for atoms in layout.source for atom in atoms if atom.count != 1]
-    wanted = [atom for axis in layout.axes for atom in axis]
-    order = [there.index(atom) for atom in wanted]
-    if order == sorted(order):
+    there = [factor for factors in axis_order.source for factor in factors if factor.count != 1]
+    wanted = [factor for axis in axis_order.axes for factor in axis]
+    permutation = [there.index(factor) for factor in wanted]
+    if permutation == sorted(permutation):
         return steps if tuple(current) == shape else [*steps, (aten.reshape.default, shape, ())]
-    if tuple(current) != (split := tuple(atom.count for atom in there)):
+    if tuple(current) != (split := tuple(factor.count for factor in there)):
         steps.append((aten.reshape.default, split, ()))
-    steps.append((aten.permute.default, tuple(atom.count for atom in wanted), (order,)))
+    steps.append((aten.permute.default, tuple(factor.count for factor in wanted), (permutation,)))
     return steps if steps[-1][1] == shape else [*steps, (aten.reshape.default, shape, ())]
 
 
-def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tuple[Any, ...]]]) -> fx.Node | None:
+def _insert_movement(
+    before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tuple[Any, ...]]]
+) -> fx.Node | None:
     dtype = known_type(value).dtype
     for target, shape, given in steps:
         if target is aten.reshape.default:
@@ -223,58 +227,58 @@ def _emit(before: fx.Node, value: fx.Node, steps: Sequence[tuple[Any, Shape, tup
     return value
 
 
-def _shorten(end: fx.Node) -> bool:
+def _shorten_movement(end: fx.Node) -> bool:
     """Replace data movement that moves the batch away and back by the shortest equivalent."""
-    found = _chain(end)
-    if found is None or not found[1].roams or found[1].moved():
+    found = _movement_source(end)
+    if found is None or not found[1].batch_ever_moved or found[1].batch_moved():
         return False
-    source, layout = found
-    steps = _steps(layout, known_type(source).shape, known_type(end).shape)
-    value = None if steps is None else _emit(end, source, steps)
+    source, axis_order = found
+    steps = _shortest_movement(axis_order, known_type(source).shape, known_type(end).shape)
+    value = None if steps is None else _insert_movement(end, source, steps)
     if value is None:
         return False
     replace_node(end, value)
     return True
 
 
-def _hoist(linear: fx.Node) -> bool:
+def _sink_permutation(linear: fx.Node) -> bool:
     """Move permutations of the batch from the input of a linear layer to its output."""
-    found, shape = _chain(linear.args[0]), known_type(linear).shape
-    if found is None or not found[1].moved() or not found[1].axes[-1]:
+    found, shape = _movement_source(linear.args[0]), known_type(linear).shape
+    if found is None or not found[1].batch_moved() or not found[1].axes[-1]:
         return False
-    source, layout = found
-    leading = {id(atom) for axis in layout.axes[:-1] for atom in axis}
-    ahead = [[atom for atom in atoms if id(atom) in leading] for atoms in layout.source]
-    ahead = [atoms for atoms in ahead if atoms]
-    base = AxisOrder(layout.source, [*ahead, layout.axes[-1]])
-    if base.moved():  # the source's first axis is among the layer's input channels
+    source, axis_order = found
+    leading = {id(factor) for axis in axis_order.axes[:-1] for factor in axis}
+    ahead = [[factor for factor in factors if id(factor) in leading] for factors in axis_order.source]
+    ahead = [factors for factors in ahead if factors]
+    base = AxisOrder(axis_order.source, [*ahead, axis_order.axes[-1]])
+    if base.batch_moved():  # the source's first axis is among the layer's input channels
         return False
-    sizes = tuple(_product(atoms) for atoms in base.axes)
-    steps = _steps(base, known_type(source).shape, sizes)
-    x = None if steps is None else _emit(linear, source, steps)
+    sizes = tuple(_product(factors) for factors in base.axes)
+    steps = _shortest_movement(base, known_type(source).shape, sizes)
+    x = None if steps is None else _insert_movement(linear, source, steps)
     if x is None:
         return False
     kind = TensorType((*sizes[:-1], shape[-1]), known_type(linear).dtype)
     y = call_before(linear, kind, linear.target, x, *linear.args[1:], **linear.kwargs)
     copy_info(y, linear, type=kind)
-    behind = _steps(_behind(layout, ahead, shape[-1]), kind.shape, shape)
-    z = None if behind is None else _emit(linear, y, behind)
+    behind = _shortest_movement(_order_after_layer(axis_order, ahead, shape[-1]), kind.shape, shape)
+    z = None if behind is None else _insert_movement(linear, y, behind)
     if z is None:
         return False
     replace_node(linear, z)
     return True
 
 
-def _behind(layout: AxisOrder, ahead: Sequence[Sequence[Atom]], channels: Dim) -> AxisOrder:
+def _order_after_layer(axis_order: AxisOrder, ahead: Sequence[Sequence[AxisFactor]], channels: Dim) -> AxisOrder:
     """Return the axis order behind a layer that reads its input in the order of the source."""
-    anew = {id(atom): Atom(axis, atom.count) for axis, atoms in enumerate(ahead) for atom in atoms}
-    last = [Atom(len(ahead), channels)] if channels != 1 else []
-    axes = [[anew[id(atom)] for atom in axis] for axis in layout.axes[:-1]]
-    return AxisOrder([*[[anew[id(atom)] for atom in atoms] for atoms in ahead], last], [*axes, last])
+    anew = {id(factor): AxisFactor(axis, factor.count) for axis, factors in enumerate(ahead) for factor in factors}
+    last = [AxisFactor(len(ahead), channels)] if channels != 1 else []
+    axes = [[anew[id(factor)] for factor in axis] for axis in axis_order.axes[:-1]]
+    return AxisOrder([*[[anew[id(factor)] for factor in factors] for factors in ahead], last], [*axes, last])
 
 
-def _product(atoms: Sequence[Atom]) -> Dim:
+def _product(factors: Sequence[AxisFactor]) -> Dim:
     total: Dim = 1
-    for atom in atoms:
-        total = total * atom.count
+    for factor in factors:
+        total = total * factor.count
     return total

@@ -59,7 +59,7 @@ def fold_batch_norm_before(module: fx.GraphModule) -> int:
     return folds
 
 
-def norm_as_affine(module: fx.GraphModule) -> int:
+def batch_norm_to_affine(module: fx.GraphModule) -> int:
     """Replace batch norms that were not folded by ``shift + x * scale`` per channel (addcmul)."""
     hits = [norm for norm in _batch_norms(module) if _constants(norm)]
     for index, norm in enumerate(hits):
@@ -79,7 +79,7 @@ def norm_as_affine(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def read_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift: torch.Tensor) -> fx.Node:
+def insert_affine(module: fx.GraphModule, node: fx.Node, gain: torch.Tensor, shift: torch.Tensor) -> fx.Node:
     """Insert ``shift + x * gain`` per channel behind `node`, let its convolutions read it, and return the new node.
 
     The inverse is folded into weights and biases of the convolutions. Padding is not changed: zeros then represent

@@ -16,7 +16,7 @@ SAMPLE_SIZE = 7
 """Size of dynamic dimensions while data movement is evaluated on sample tensors."""
 
 
-def products_as_linear(module: fx.GraphModule) -> int:
+def constant_matmul_to_linear(module: fx.GraphModule) -> int:
     """Replace addmm and mm with a constant matrix by linear layers with the transposed matrix as weight."""
     count = 0
     for node in list(module.graph.nodes):
@@ -36,9 +36,9 @@ def products_as_linear(module: fx.GraphModule) -> int:
     return count
 
 
-def products_as_matmul(module: fx.GraphModule) -> int:
+def bmm_to_matmul(module: fx.GraphModule) -> int:
     """Replace bmm, mm and baddbmm of computed operands by matmul, a factor ``alpha`` and an addition."""
-    hits = [node for node in module.graph.nodes if _computed(node)]
+    hits = [node for node in module.graph.nodes if _is_computed(node)]
     for node in hits:
         given, kind = arguments(node), known_type(node)
         *added, a, b = node.args[:3]
@@ -51,7 +51,7 @@ def products_as_matmul(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def _computed(node: fx.Node) -> bool:
+def _is_computed(node: fx.Node) -> bool:
     name = operator(node)
     if name not in ("aten.bmm.default", "aten.mm.default", "aten.baddbmm.default"):
         return False
@@ -76,7 +76,7 @@ def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     return x, matrix, bias[0] if bias else None
 
 
-def parts_as_layers(module: fx.GraphModule) -> int:
+def split_linear_by_slices(module: fx.GraphModule) -> int:
     """Split linear layers whose output is only read in slices of channels, one layer per slice.
 
     Queries, keys and values from a combined projection then get separate quantization parameters, and no copy.
@@ -85,7 +85,7 @@ def parts_as_layers(module: fx.GraphModule) -> int:
     hits = [node for node in hits if all(is_constant(value) for value in _constants(node))]
     count = 0
     for node in hits:
-        parts = _parts(node)
+        parts = _output_slices(node)
         if not parts:
             continue
         for leaf, (first, last) in parts.items():
@@ -110,13 +110,13 @@ def _constants(node: fx.Node) -> list[fx.Node]:
     return [value for value in node.all_input_nodes if value is not node.args[0]]
 
 
-def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
+def _output_slices(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
     """Return the values that are slices of a layer's channels, each with its first and one past its last channel.
 
     Returns:
         An empty dictionary if anything but data movement reads the layer.
     """
-    sizes = _Sizes(layer)
+    sizes = _MovementEvaluator(layer)
     shape = sizes.of(layer)
     whole = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
     found: dict[fx.Node, tuple[int, int]] = {}
@@ -129,14 +129,14 @@ def _parts(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
             if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in VIEW_NAMES:
                 return {}
             moved = sizes.run(user, node, value)
-            if (span := _span(moved, whole)) is not None:
+            if (span := _channel_range(moved, whole)) is not None:
                 found[user] = span
             else:
                 pending.append((user, moved))
     return found if all(last - first < shape[-1] for first, last in found.values()) else {}
 
 
-def _span(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
+def _channel_range(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
     """Return the range of channels of `whole` that `part` equals, or ``None``."""
     if part.dim() != whole.dim() or part.shape[:-1] != whole.shape[:-1] or part.shape == whole.shape:
         return None
@@ -145,7 +145,7 @@ def _span(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
     return (first, last) if last <= whole.shape[-1] and torch.equal(part, whole[..., first:last]) else None
 
 
-class _Sizes:
+class _MovementEvaluator:
     """Evaluates data movement on sample tensors, with a distinct size for each dynamic dimension."""
 
     def __init__(self, layer: fx.Node) -> None:

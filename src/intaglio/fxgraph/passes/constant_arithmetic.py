@@ -12,7 +12,7 @@ from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops.channels import channel_axis
 
 
-def constants_as_affine(module: fx.GraphModule) -> int:
+def channel_constants_to_affine(module: fx.GraphModule) -> int:
     """Replace arithmetic with a constant per channel by ``shift + x * scale`` (addcmul)."""
     hits = [
         node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_channels(module, node)
@@ -69,7 +69,7 @@ def _as_affine(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, torch.Te
     return (x, alpha * one, constant) if node.args[0] is c else (x, one, alpha * constant)
 
 
-def constants_as_numbers(module: fx.GraphModule) -> int:
+def scalar_constants_to_numbers(module: fx.GraphModule) -> int:
     """Replace constants with one element in arithmetic by numbers."""
     hits = [node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_number(module, node)]
     for node in hits:

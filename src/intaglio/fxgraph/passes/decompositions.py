@@ -22,7 +22,7 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     return call_before(old, TensorType(shape, known_type(old).dtype), target, *args)
 
 
-def group_norms_as_layer_norms(module: fx.GraphModule) -> int:
+def decompose_group_norm(module: fx.GraphModule) -> int:
     """Decompose group_norm into a layer norm with groups as rows, and a factor and offset per channel."""
     norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
     hits = [node for node in norms if _groups_are_rows(node)]
@@ -54,7 +54,7 @@ def _groups_are_rows(node: fx.Node) -> bool:
     return all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
 
 
-def splits_as_slices(module: fx.GraphModule) -> int:
+def decompose_split(module: fx.GraphModule) -> int:
     """Replace each used part of a split by a slice."""
     hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]
     for node in hits:
@@ -83,7 +83,7 @@ def _split_sizes(node: fx.Node) -> list[int]:
     return [min(step, total - at) for at in range(0, total, step)]
 
 
-def selects_as_slices(module: fx.GraphModule) -> int:
+def decompose_select(module: fx.GraphModule) -> int:
     """Replace ``x[:, 3]`` and parts of unbind by a slice of one element and a squeeze."""
     count = 0
     for node in list(module.graph.nodes):
@@ -113,7 +113,7 @@ def _selected(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     return source, axis, index % size if isinstance(size, int) else index
 
 
-def stacks_as_concatenations(module: fx.GraphModule) -> int:
+def decompose_stack(module: fx.GraphModule) -> int:
     """Decompose stack into unsqueezes and a concatenation."""
     hits = [node for node in module.graph.nodes if operator(node) == "aten.stack.default"]
     for node in hits:
@@ -125,7 +125,7 @@ def stacks_as_concatenations(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def repeats_as_concatenations(module: fx.GraphModule) -> int:
+def decompose_repeat(module: fx.GraphModule) -> int:
     """Replace repeat along one axis by a concatenation, or by an expand if the axis has size 1."""
     hits = [(node, found) for node in module.graph.nodes if (found := _repeated(node)) is not None]
     for node, (axis, count) in hits:
@@ -149,7 +149,7 @@ def _repeated(node: fx.Node) -> tuple[int, int] | None:
     return (axes[0], counts[axes[0]]) if counts[axes[0]] > 1 and isinstance(source[axes[0]], int) else None
 
 
-def rolls_as_concatenations(module: fx.GraphModule) -> int:
+def decompose_roll(module: fx.GraphModule) -> int:
     """Decompose roll along static axes into slices and concatenations."""
     hits = [(node, found) for node in module.graph.nodes if (found := _rolls(node)) is not None]
     for node, moves in hits:
@@ -176,7 +176,7 @@ def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
     return [(axis, cut) for axis, cut in found if cut]
 
 
-def shuffles(module: fx.GraphModule) -> int:
+def fuse_channel_shuffle(module: fx.GraphModule) -> int:
     """Fuse a view as [n, groups, c / groups, h, w], a transpose of axes 1 and 2 and a view back to channel_shuffle."""
     count = 0
     for last in list(module.graph.nodes):
@@ -196,9 +196,9 @@ def shuffles(module: fx.GraphModule) -> int:
     return count
 
 
-def mean_as_pool(module: fx.GraphModule) -> int:
+def mean_to_adaptive_avg_pool(module: fx.GraphModule) -> int:
     """Replace the mean over height and width by adaptive average pooling, with a flatten if the axes are dropped."""
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _over_image(node)]
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.mean.dim" and _reduces_image(node)]
     for node in hits:
         given, source = arguments(node), known_type(node.args[0])
         kept = TensorType((*source.shape[:2], 1, 1), source.dtype)
@@ -213,19 +213,19 @@ def mean_as_pool(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def _over_image(node: fx.Node) -> bool:
+def _reduces_image(node: fx.Node) -> bool:
     source, given = tensor_type(node.args[0]), arguments(node)
     if source is None or len(source.shape) != 4 or given["dim"] is None or given.get("dtype") is not None:
         return False
     return sorted(axis % 4 for axis in given["dim"]) == [2, 3]
 
 
-def numbers_as_functions(module: fx.GraphModule) -> int:
+def use_scalar_overloads(module: fx.GraphModule) -> int:
     """Replace arithmetic with a number (``x + 3``, ``2 * x``, ``1 - x``) by its Scalar overload, a unary function.
 
     ``x + 0``, ``x - 0``, ``x * 1`` and ``x / 1`` are removed.
     """
-    hits = [node for node in module.graph.nodes if operator(node) in WITH_NUMBER and _number(node) is not None]
+    hits = [node for node in module.graph.nodes if operator(node) in SCALAR_OVERLOADS and _number(node) is not None]
     for node in hits:
         number = _number(node)
         name = operator(node).split(".")[1]
@@ -233,7 +233,7 @@ def numbers_as_functions(module: fx.GraphModule) -> int:
         if idle and tensor_type(node) == tensor_type(node.args[0]):
             replace_node(node, node.args[0])
             continue
-        node.target = WITH_NUMBER[operator(node)]
+        node.target = SCALAR_OVERLOADS[operator(node)]
     return len(hits)
 
 
@@ -243,7 +243,7 @@ def _number(node: fx.Node) -> int | float | None:
     return other if isinstance(other, (int, float)) and not isinstance(other, bool) else None
 
 
-WITH_NUMBER = {
+SCALAR_OVERLOADS = {
     "aten.add.Tensor": torch.ops.aten.add.Scalar,
     "aten.sub.Tensor": torch.ops.aten.sub.Scalar,
     "aten.mul.Tensor": torch.ops.aten.mul.Scalar,

@@ -16,14 +16,14 @@ from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator
 from intaglio.ir import DType, TensorType
 
 aten = torch.ops.aten
-TIMES = ("aten.mul.Tensor", "aten.mul.Scalar")
-OVER = ("aten.div.Tensor", "aten.div.Scalar")
-PLUS = ("aten.add.Tensor", "aten.add.Scalar")
-FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
-WHERES = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+MUL_TARGETS = ("aten.mul.Tensor", "aten.mul.Scalar")
+DIV_TARGETS = ("aten.div.Tensor", "aten.div.Scalar")
+ADD_TARGETS = ("aten.add.Tensor", "aten.add.Scalar")
+MASKED_FILL_TARGETS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+WHERE_TARGETS = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
 MASKED_SCORE = -1e4
 """Scores at or below this value, added or filled in, count as minus infinity."""
-MADE: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+NUMBER_OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.zeros.default": lambda given: 0,
     "aten.full.default": lambda given: given["fill_value"],
     "aten.scalar_tensor.default": lambda given: given["s"],
@@ -32,15 +32,15 @@ MADE: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 @dataclass
-class Scores:
+class ScoreOperators:
     """Operators found between the softmax and the product of queries and keys."""
 
     product: fx.Node | None = None
     scale: float = 1.0
     mask: fx.Node | None = None
-    keeps: bool = True
+    true_keeps: bool = True
     """True if a boolean mask is true where scores are kept, false if where they are masked."""
-    outer: float = 1.0
+    scale_after_mask: float = 1.0
     """Factor applied after the mask."""
 
 
@@ -54,32 +54,36 @@ def fuse_attention(module: fx.GraphModule) -> int:
     hits, view = 0, FxGraphView(module.graph)
     for node in list(module.graph.nodes):
         match = next(ATTENTION_FUSION.find(node, view), None)
-        found = None if match is None else _scores(module, match["probabilities"])
-        if found is not None and found.product is not None and _joined(module, node, found, found.product):
+        found = None if match is None else _match_scores(module, match["probabilities"])
+        if (
+            found is not None
+            and found.product is not None
+            and _replace_by_attention(module, node, found, found.product)
+        ):
             hits += 1
     return hits
 
 
-def _scores(module: fx.GraphModule, softmax: fx.Node) -> Scores | None:
+def _match_scores(module: fx.GraphModule, softmax: fx.Node) -> ScoreOperators | None:
     """Walk from the softmax back to the product, and collect factors and one mask."""
     rank, dim = len(known_type(softmax).shape), softmax.args[1]
     if dim % rank != rank - 1 or tensor_type(softmax) != tensor_type(softmax.args[0]):
         return None
-    found, value = Scores(), softmax.args[0]
+    found, value = ScoreOperators(), softmax.args[0]
     while value is not None and found.product is None:
         if len(value.users) != 1 or tensor_type(value) != tensor_type(softmax):
             return None
-        value = _inwards(module, value, found)
+        value = _match_score_operator(module, value, found)
     return found if found.product is not None else None
 
 
-def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
+def _match_score_operator(module: fx.GraphModule, node: fx.Node, found: ScoreOperators) -> fx.Node | None:
     """Record an operator on the scores in `found` and return the scores it reads; ``None`` if this is not attention."""
     name = operator(node)
     if name in MATMUL_TARGETS:
         found.product = node
         return node
-    if name == "aten.baddbmm.default" and found.mask is None and found.outer == 1:
+    if name == "aten.baddbmm.default" and found.mask is None and found.scale_after_mask == 1:
         given = arguments(node)
         if given["beta"] == 1:
             found.product, found.mask, found.scale = node, node.args[0], found.scale * given["alpha"]
@@ -88,16 +92,16 @@ def _inwards(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | 
     factor = _factor(module, node)
     if factor is not None:
         found.scale *= factor[1]
-        found.outer *= factor[1] if found.mask is None else 1
+        found.scale_after_mask *= factor[1] if found.mask is None else 1
         return factor[0]
-    return _through_mask(module, node, found)
+    return _match_mask_operator(module, node, found)
 
 
-def _through_mask(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.Node | None:
+def _match_mask_operator(module: fx.GraphModule, node: fx.Node, found: ScoreOperators) -> fx.Node | None:
     """Match an operator that masks the scores, record it, and return the scores it reads; ``None`` for no match."""
     name = operator(node)
-    if name in PLUS:
-        scores, other = _leads_to_product(module, node)
+    if name in ADD_TARGETS:
+        scores, other = _scores_and_other(module, node)
         if scores is None:
             return None
         if _number(module, other) == 0:
@@ -105,31 +109,31 @@ def _through_mask(module: fx.GraphModule, node: fx.Node, found: Scores) -> fx.No
         if found.mask is not None or not isinstance(other, fx.Node) or arguments(node)["alpha"] != 1:
             return None
         condition = _as_condition(module, other)
-        if condition is None and found.outer != 1:
+        if condition is None and found.scale_after_mask != 1:
             return None
         found.mask = other if condition is None else condition
         return scores
     if found.mask is not None:
         return None
-    if name in FILLS and _far(module, node.args[2]):
-        found.mask, found.keeps = node.args[1], False
+    if name in MASKED_FILL_TARGETS and _is_minus_infinity(module, node.args[2]):
+        found.mask, found.true_keeps = node.args[1], False
         return node.args[0]
-    if name in WHERES and _far(module, node.args[2]):
+    if name in WHERE_TARGETS and _is_minus_infinity(module, node.args[2]):
         found.mask = node.args[0]
         return node.args[1]
-    if name in WHERES and _far(module, node.args[1]):
-        found.mask, found.keeps = node.args[0], False
+    if name in WHERE_TARGETS and _is_minus_infinity(module, node.args[1]):
+        found.mask, found.true_keeps = node.args[0], False
         return node.args[2]
     return None
 
 
-def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
+def _scores_and_other(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
     """Return the operand of an addition that holds the scores, and the other operand."""
     for value, other in (node.args[:2], node.args[1::-1]):
         inner = value
         while isinstance(inner, fx.Node) and operator(inner) not in (*MATMUL_TARGETS, "aten.baddbmm.default"):
             factor = _factor(module, inner)
-            steps = operator(inner) in (*FILLS, *PLUS)
+            steps = operator(inner) in (*MASKED_FILL_TARGETS, *ADD_TARGETS)
             inner = factor[0] if factor else inner.args[0] if steps else None
         if isinstance(inner, fx.Node) and tensor_type(value) == tensor_type(node):
             return value, other
@@ -138,7 +142,11 @@ def _leads_to_product(module: fx.GraphModule, node: fx.Node) -> tuple[Any, Any]:
 
 def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
     """Return the condition of a mask ``where(condition, 0, -inf)`` that is added to the scores."""
-    if operator(mask) not in WHERES or _number(module, mask.args[1]) != 0 or not _far(module, mask.args[2]):
+    if (
+        operator(mask) not in WHERE_TARGETS
+        or _number(module, mask.args[1]) != 0
+        or not _is_minus_infinity(module, mask.args[2])
+    ):
         return None
     return mask.args[0] if known_type(mask.args[0]).shape == known_type(mask).shape else None
 
@@ -146,34 +154,34 @@ def _as_condition(module: fx.GraphModule, mask: fx.Node) -> fx.Node | None:
 def _factor(module: fx.GraphModule, node: Any) -> tuple[fx.Node, float] | None:
     """Match ``x * number`` and ``x / number``, and return x and the factor."""
     name = operator(node) if isinstance(node, fx.Node) else ""
-    if name not in (*TIMES, *OVER):
+    if name not in (*MUL_TARGETS, *DIV_TARGETS):
         return None
     a, b = node.args[:2]
     left, right = _number(module, a), _number(module, b)
-    if right is not None and isinstance(a, fx.Node) and name in TIMES:
+    if right is not None and isinstance(a, fx.Node) and name in MUL_TARGETS:
         return a, right
-    if right and isinstance(a, fx.Node) and name in OVER:
+    if right and isinstance(a, fx.Node) and name in DIV_TARGETS:
         return a, 1 / right
-    return (b, left) if left is not None and isinstance(b, fx.Node) and name in TIMES else None
+    return (b, left) if left is not None and isinstance(b, fx.Node) and name in MUL_TARGETS else None
 
 
 def _number(module: fx.GraphModule, value: Any) -> float | None:
     """Return the value of a number or of a constant with one element, else ``None``."""
     if isinstance(value, fx.Node):
-        if operator(value) in MADE and not known_type(value).shape:
-            return float(MADE[operator(value)](arguments(value)))
+        if operator(value) in NUMBER_OPERATORS and not known_type(value).shape:
+            return float(NUMBER_OPERATORS[operator(value)](arguments(value)))
         if not is_constant(value) or getattr(module, value.target).numel() != 1:
             return None
         return float(getattr(module, value.target).item())
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _far(module: fx.GraphModule, value: Any) -> bool:
+def _is_minus_infinity(module: fx.GraphModule, value: Any) -> bool:
     number = _number(module, value)
     return number is not None and number <= MASKED_SCORE
 
 
-def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.Node) -> bool:
+def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOperators, product: fx.Node) -> bool:
     """Replace the second product by attention; return false if the shapes are not those of attention."""
     q, k_t = product.args[-2:] if operator(product) in MATMUL_TARGETS else product.args[1:3]
     v, leading = node.args[1], set()
@@ -183,11 +191,11 @@ def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.No
         leading.add(kind.shape[:-2])
     if len(leading) != 1:
         return False
-    q, scale = _unscaled(module, q, found.scale)
-    k_t, scale = _unscaled(module, k_t, scale)
-    k, scale = _unscaled(module, _transposed(node, k_t), scale)
+    q, scale = _skip_factors(module, q, found.scale)
+    k_t, scale = _skip_factors(module, k_t, scale)
+    k, scale = _skip_factors(module, _transposed(node, k_t), scale)
     mask = found.mask
-    if mask is not None and known_type(mask).dtype is DType.BOOL and not found.keeps:
+    if mask is not None and known_type(mask).dtype is DType.BOOL and not found.true_keeps:
         inverted = operator(mask) == "aten.logical_not.default" and known_type(mask.args[0]).dtype is DType.BOOL
         mask = mask.args[0] if inverted else call_before(node, known_type(mask), aten.logical_not.default, mask)
     replace_node(
@@ -199,7 +207,7 @@ def _joined(module: fx.GraphModule, node: fx.Node, found: Scores, product: fx.No
     return True
 
 
-def _unscaled(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.Node, float]:
+def _skip_factors(module: fx.GraphModule, value: fx.Node, scale: float) -> tuple[fx.Node, float]:
     """Skip factors in front of an operand that only this product reads, and return the operand and the new scale."""
     factor = _factor(module, value)
     while factor is not None and len(value.users) <= 1 and tensor_type(factor[0]) == tensor_type(value):

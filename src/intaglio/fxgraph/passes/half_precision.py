@@ -14,22 +14,22 @@ from intaglio.ops import BY_TARGET
 from intaglio.torch_private import pytree
 
 HALF_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16}
-WIDENED = "values in bfloat16 or float16 are computed as float32; inputs and results keep their element type"
+UPCAST_NOTE = "values in bfloat16 or float16 are computed as float32; inputs and results keep their element type"
 
 
-def widen_halves(module: fx.GraphModule) -> int:
+def upcast_half_precision(module: fx.GraphModule) -> int:
     """Convert a graph whose matrix products use bfloat16 or float16 to float32, with casts at its inputs and outputs.
 
     Weights keep their values exactly, but intermediate results are not rounded to half precision any more. A graph that
     reinterprets bits is not changed.
     """
     graph = module.graph
-    if not any(_is_product_of_halves(node) for node in graph.nodes) or any(map(_reads_bits, graph.nodes)):
+    if not any(_is_half_product(node) for node in graph.nodes) or any(map(_reinterprets_bits, graph.nodes)):
         return 0
-    given = [node for node in graph.nodes if node.op == "placeholder" and _half(node) is not None]
+    given = [node for node in graph.nodes if node.op == "placeholder" and _half_dtype(node) is not None]
     end = next(node for node in graph.nodes if node.op == "output")
-    results = [(place, _half(node)) for place, node in enumerate(end.args[0])]
-    hits = [node for node in graph.nodes if node.op in ("get_attr", "call_function") and _widen(node, module)]
+    results = [(place, _half_dtype(node)) for place, node in enumerate(end.args[0])]
+    hits = [node for node in graph.nodes if node.op in ("get_attr", "call_function") and _upcast(node, module)]
     first = [node for node in graph.nodes if node.op == "placeholder"][-1].next
     for node in given:
         if node.users:
@@ -43,22 +43,22 @@ def widen_halves(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def _half(node: fx.Node) -> DType | None:
+def _half_dtype(node: fx.Node) -> DType | None:
     kind = tensor_type(node)
     return kind.dtype if kind is not None and kind.dtype in HALF_DTYPES else None
 
 
-def _is_product_of_halves(node: fx.Node) -> bool:
+def _is_half_product(node: fx.Node) -> bool:
     record = BY_TARGET.get(operator(node))
-    return record is not None and record.widens_halves and _half(node) is not None
+    return record is not None and record.widens_halves and _half_dtype(node) is not None
 
 
-def _reads_bits(node: fx.Node) -> bool:
+def _reinterprets_bits(node: fx.Node) -> bool:
     """Return whether a node reinterprets the bits of a value, which widening would change."""
     return operator(node) == "aten.view.dtype"
 
 
-def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
+def _upcast(node: fx.Node, module: fx.GraphModule) -> bool:
     """Convert a constant to float32, or half types in an operator's arguments; return whether the result was half."""
     halves = tuple(HALF_DTYPES.values())
     if node.op == "get_attr":
@@ -66,9 +66,11 @@ def _widen(node: fx.Node, module: fx.GraphModule) -> bool:
         if tensor.dtype in halves:
             module.register_buffer(str(node.target), tensor.float())
     else:
-        told = pytree.tree_map(lambda leaf: torch.float32 if leaf in halves else leaf, (node.args, dict(node.kwargs)))
-        node.args, node.kwargs = told
-    if _half(node) is None:
+        converted = pytree.tree_map(
+            lambda leaf: torch.float32 if leaf in halves else leaf, (node.args, dict(node.kwargs))
+        )
+        node.args, node.kwargs = converted
+    if _half_dtype(node) is None:
         return False
     update_info(node, type=dataclasses.replace(known_type(node), dtype=DType.F32))
     return True

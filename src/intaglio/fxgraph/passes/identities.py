@@ -27,7 +27,7 @@ VIEW_TARGETS = ("aten.view.default", "aten._unsafe_view.default")
 SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.default", "aten.to.dtype")
 
 
-def drop_checks(module: fx.GraphModule) -> int:
+def drop_assertions(module: fx.GraphModule) -> int:
     """Remove assertions on types and sizes, which tracing inserts (for ``x.float()``, among others).
 
     Intaglio checks types itself, and each assertion would count as a reader of its value.
@@ -38,7 +38,7 @@ def drop_checks(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def free_views(module: fx.GraphModule) -> int:
+def view_to_reshape(module: fx.GraphModule) -> int:
     """Replace view by reshape: once copies are removed, the operand may no longer be contiguous."""
     hits = [node for node in module.graph.nodes if operator(node) in VIEW_TARGETS]
     for node in hits:

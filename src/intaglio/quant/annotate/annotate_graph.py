@@ -83,7 +83,9 @@ def annotations_of_changed(
         return annotate_graph(module, quantizer, classes)
     graph = module.graph
     nodes, known = {node.name: node for node in graph.nodes}, {node.name for node in before.module.graph.nodes}
-    divisions = {node.args[1]: node for node in graph.nodes if info(node).smooths and node.name not in known}
+    divisions = {
+        node.args[1]: node for node in graph.nodes if info(node).divides_by_smoothing and node.name not in known
+    }
     regions = tuple(_of_changed(region, nodes, divisions) for region in before.regions)
     inside = {node for region in regions for node in region.nodes}
     reasons = {n: refusal(n, quantizer.recipe.setting(origin(n), classes)) for n in divisions.values()}

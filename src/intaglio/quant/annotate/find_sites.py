@@ -305,7 +305,7 @@ class Names:
 
 def _source(node: fx.Node) -> fx.Node:
     """Return the original value of a node that holds image pixels, or a value divided by factors."""
-    return node.args[1] if info(node).zero_points is not None or info(node).smooths else node
+    return node.args[1] if info(node).zero_points is not None or info(node).divides_by_smoothing else node
 
 
 def _stem(node: fx.Node) -> str:

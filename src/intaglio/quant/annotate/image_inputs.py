@@ -10,7 +10,7 @@ from torch import fx
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.node_info import info, origin, update_info
 from intaglio.fxgraph.nodes import operator, record_of
-from intaglio.fxgraph.passes.batch_norm_folding import read_affine
+from intaglio.fxgraph.passes.batch_norm_folding import insert_affine
 from intaglio.ir import DType, Signature
 from intaglio.quant.annotate.refusals import refusal
 from intaglio.quant.recipes.image import Image
@@ -40,7 +40,7 @@ def declare_images(
         if entry.leaf in signature.written:
             reason = "the model writes into it"
         if reason is None:
-            value = read_affine(module, node, pixels.gain, pixels.shift)
+            value = insert_affine(module, node, pixels.gain, pixels.shift)
             update_info(value, zero_points=pixels.zero_points, takes_bytes=True)
         else:
             notes.append(f"input '{name}', declared an Image, takes no bytes and its range is observed: {reason}")

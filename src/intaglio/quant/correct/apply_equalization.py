@@ -23,7 +23,7 @@ from intaglio.fxgraph.nodes import (
     operator,
     record_of,
 )
-from intaglio.fxgraph.passes.batch_norm_folding import read_affine
+from intaglio.fxgraph.passes.batch_norm_folding import insert_affine
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, again, whole
@@ -95,7 +95,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
     for name, pixels in found.inputs.items():
         if name not in inputs:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")
-        value = read_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
+        value = insert_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
         update_info(value, zero_points=pixels.zero_points)
     return again(prepared, module)
 

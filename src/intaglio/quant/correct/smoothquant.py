@@ -123,7 +123,7 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
         with module.graph.inserting_after(node):
             divided = module.graph.call_function(torch.ops.aten.addcmul.default, (constants[0], node, constants[1]))
         kind = TensorType(known_type(node).shape, known_type(node).dtype)
-        inherit_info(divided, node, type=kind, smooths=True)
+        inherit_info(divided, node, type=kind, divides_by_smoothing=True)
         for user in value.users:
             nodes[user.name].replace_input_with(node, divided)
         for reader in value.readers:

@@ -77,8 +77,10 @@ def _reason(node: fx.Node) -> str:
     if kind is None or kind.dtype is not DType.F32:
         return "not a float32 tensor"
     weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
-    for unfit in (value for value in (node, weight) if value is not None and info(value).unfit is not None):
-        return str(info(unfit).unfit)
+    for unsupported_reason in (
+        value for value in (node, weight) if value is not None and info(value).unsupported_reason is not None
+    ):
+        return str(info(unsupported_reason).unsupported_reason)
     if weight is not None and not dequantizes(weight):
         return "its weight is not quantized"
     if not all(value is not None and dequantizes(value) for value in activations(node)):

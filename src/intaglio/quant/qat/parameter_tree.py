@@ -61,9 +61,11 @@ class Tree:
         self.quantizers = self.free("quantizers")
 
     def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        path, trained = info(node).path or str(node.target), info(node).trained
+        path, requires_grad = info(node).path or str(node.target), info(node).requires_grad
         self.paths[str(node.target)] = path
-        self.place(path, tensor.clone() if trained is None else nn.Parameter(tensor.clone(), requires_grad=trained))
+        self.place(
+            path, tensor.clone() if requires_grad is None else nn.Parameter(tensor.clone(), requires_grad=requires_grad)
+        )
 
     def place(self, path: str, value: nn.Module | torch.Tensor, persistent: bool = True) -> None:
         """Register a module, parameter or buffer at a dotted path, and add the containers on the way."""

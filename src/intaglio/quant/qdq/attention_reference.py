@@ -12,16 +12,16 @@ from intaglio.fxgraph.nodes import call_of, known_record, operands
 from intaglio.ir import DType, QParams, Shape, TensorType
 from intaglio.quant.recipes.user_patterns import CompositeMatch
 
-PROBABILITIES = QParams((1 / 255,), (0,), 0, 255)
+PROBABILITY_QPARAMS = QParams((1 / 255,), (0,), 0, 255)
 """Fixed parameters of `exp(x - row maximum)` before the division by the row sum. The range is [0, 1] by definition, so
 it needs no calibration."""
 
 
-def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
+def decompose_attention(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     """Decompose an attention node into matmul, exp and sum, and return the node of the result.
 
-    The exponentials are quantized to u8 with `PROBABILITIES` before the second product, as the kernel does it. All new
-    nodes are marked as one `CompositeMatch`. Queries that attend to no key give 0, as in PyTorch.
+    The exponentials are quantized to u8 with `PROBABILITY_QPARAMS` before the second product, as the kernel does it.
+    All new nodes are marked as one `CompositeMatch`. Queries that attend to no key give 0, as in PyTorch.
 
     Args:
         node: call of `scaled_dot_product_attention`.
@@ -30,7 +30,7 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     """
     record, values = known_record(node), operands(node)
     attrs = record.bind(call_of(node, record))
-    spell = _Speller(node)
+    insert = _OperatorInserter(node)
     q, k, v, mask = values
     (n, heads, queries, _), (_, groups, keys, depth), width = (
         known_type(q).shape,
@@ -41,33 +41,39 @@ def written_out(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Node:
     scores, results = (n, heads, queries, keys), (n, heads, queries, width)
     if groups != heads:
         repeats = fixed_size(q, 1) // fixed_size(k, 1)
-        k = spell(aten.repeat_interleave.self_int, (k, repeats, 1), (n, heads, keys, depth))
-        v = spell(aten.repeat_interleave.self_int, (v, repeats, 1), (n, heads, keys, width))
-    turned = spell(aten.transpose.int, (k, -2, -1), (n, heads, depth, keys))
-    x = spell(aten.matmul.default, (q, turned), scores)
-    x = spell(aten.mul.Scalar, (x, attrs["scale"]), scores)
+        k = insert(aten.repeat_interleave.self_int, (k, repeats, 1), (n, heads, keys, depth))
+        v = insert(aten.repeat_interleave.self_int, (v, repeats, 1), (n, heads, keys, width))
+    k_transposed = insert(aten.transpose.int, (k, -2, -1), (n, heads, depth, keys))
+    x = insert(aten.matmul.default, (q, k_transposed), scores)
+    x = insert(aten.mul.Scalar, (x, attrs["scale"]), scores)
     if attrs["causal"]:
-        mask = spell.causal(x)
+        mask = insert.causal(x)
     if mask is not None and known_type(mask).dtype is DType.BOOL:
-        x = spell(aten.where.ScalarOther, (mask, x, float("-inf")), scores)
+        x = insert(aten.where.ScalarOther, (mask, x, float("-inf")), scores)
     elif mask is not None:
-        x = spell(aten.add.Tensor, (x, mask), scores)
+        x = insert(aten.add.Tensor, (x, mask), scores)
     row = (n, heads, queries, 1)
-    top = spell(aten.amax.default, (x, [-1], True), row)
+    row_max = insert(aten.amax.default, (x, [-1], True), row)
     # Keep the maximum finite, because -inf - (-inf) is NaN.
-    top = spell(aten.clamp.default, (top, torch.finfo(torch.float32).min), row)
-    powers = spell(aten.exp.default, (spell(aten.sub.Tensor, (x, top), scores),), scores)
-    parameters = (PROBABILITIES.step, PROBABILITIES.zero, PROBABILITIES.qmin, PROBABILITIES.qmax, torch.uint8)
-    levels = spell(quantize, (powers, *parameters), scores, TensorType(scores, DType.U8, PROBABILITIES))
-    powers = spell(dequantize, (levels, *parameters), scores)
-    total = spell(aten.sum.dim_IntList, (powers, [-1], True), row)
-    total = spell(aten.clamp.default, (total, 1.0), row)  # the maximum of a row is 1; a row without keys gives 0 / 1
-    result = spell(aten.div.Tensor, (spell(aten.matmul.default, (powers, v), results), total), results)
-    spell.mark(CompositeMatch(record, spell.reads([value for value in values if value is not None]), attrs))
+    row_max = insert(aten.clamp.default, (row_max, torch.finfo(torch.float32).min), row)
+    exponentials = insert(aten.exp.default, (insert(aten.sub.Tensor, (x, row_max), scores),), scores)
+    parameters = (
+        PROBABILITY_QPARAMS.step,
+        PROBABILITY_QPARAMS.zero,
+        PROBABILITY_QPARAMS.qmin,
+        PROBABILITY_QPARAMS.qmax,
+        torch.uint8,
+    )
+    levels = insert(quantize, (exponentials, *parameters), scores, TensorType(scores, DType.U8, PROBABILITY_QPARAMS))
+    exponentials = insert(dequantize, (levels, *parameters), scores)
+    total = insert(aten.sum.dim_IntList, (exponentials, [-1], True), row)
+    total = insert(aten.clamp.default, (total, 1.0), row)  # the maximum of a row is 1; a row without keys gives 0 / 1
+    result = insert(aten.div.Tensor, (insert(aten.matmul.default, (exponentials, v), results), total), results)
+    insert.mark(CompositeMatch(record, insert.first_readers([value for value in values if value is not None]), attrs))
     return result
 
 
-class _Speller:
+class _OperatorInserter:
     """Inserts float operators in front of `node` and collects them in `made`."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -97,7 +103,7 @@ class _Speller:
         shape = queries, keys
         return self(aten.ge.Tensor, (rows, columns), shape, TensorType(shape, DType.BOOL))
 
-    def reads(self, values: list[fx.Node]) -> tuple[tuple[str, int], ...]:
+    def first_readers(self, values: list[fx.Node]) -> tuple[tuple[str, int], ...]:
         """Return for each value the first new node that reads it, by name, and the value's index among its inputs."""
         places: dict[fx.Node, tuple[str, int]] = {}
         for made in self.made:

@@ -5,21 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from intaglio.fxgraph.graph_passes import Pass
-from intaglio.fxgraph.passes.batch_first import batch_first
-from intaglio.fxgraph.passes.batch_norm_folding import fold_batch_norm_after, fold_batch_norm_before, norm_as_affine
-from intaglio.fxgraph.passes.canonicalize_matmul import parts_as_layers, products_as_linear, products_as_matmul
-from intaglio.fxgraph.passes.constant_arithmetic import constants_as_affine, constants_as_numbers
+from intaglio.fxgraph.passes.batch_first import keep_batch_first
+from intaglio.fxgraph.passes.batch_norm_folding import (
+    batch_norm_to_affine,
+    fold_batch_norm_after,
+    fold_batch_norm_before,
+)
+from intaglio.fxgraph.passes.canonicalize_matmul import bmm_to_matmul, constant_matmul_to_linear, split_linear_by_slices
+from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_affine, scalar_constants_to_numbers
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
-    group_norms_as_layer_norms,
-    mean_as_pool,
-    numbers_as_functions,
-    repeats_as_concatenations,
-    rolls_as_concatenations,
-    selects_as_slices,
-    shuffles,
-    splits_as_slices,
-    stacks_as_concatenations,
+    decompose_group_norm,
+    decompose_repeat,
+    decompose_roll,
+    decompose_select,
+    decompose_split,
+    decompose_stack,
+    fuse_channel_shuffle,
+    mean_to_adaptive_avg_pool,
+    use_scalar_overloads,
 )
 from intaglio.fxgraph.passes.fuse_attention import fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations
@@ -47,28 +51,28 @@ QDQ_PASSES: tuple[Pass, ...] = (
 
 CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
-    products_as_linear,  # needs constant matrices
+    constant_matmul_to_linear,  # needs constant matrices
     lift_slices,  # after folding, which already replaces operators on whole constants
 )
 LAYER_PASSES: tuple[Pass, ...] = (
-    products_as_matmul,  # after attention, whose matcher accepts every form of product
+    bmm_to_matmul,  # after attention, whose matcher accepts every form of product
     fold_batch_norm_after,  # before folding forward: folding backward needs no condition on padding
 )
 OPERATOR_PASSES: tuple[Pass, ...] = (
-    norm_as_affine,  # after folding: only batch norms that no layer absorbed
-    group_norms_as_layer_norms,  # before `constants_as_affine`, which takes the per-channel factors it leaves
-    constants_as_affine,
-    splits_as_slices,  # the next two look at slices
-    selects_as_slices,
-    batch_first,
-    parts_as_layers,  # after `batch_first`: slices of a layer must run along its output channels
-    stacks_as_concatenations,  # after selects: stacked elements are slices by now
-    repeats_as_concatenations,
-    rolls_as_concatenations,
-    shuffles,
-    mean_as_pool,
-    constants_as_numbers,  # after `constants_as_affine`, which handles constants with several elements
-    numbers_as_functions,  # last: other passes look for the tensor overloads
+    batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
+    decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
+    channel_constants_to_affine,
+    decompose_split,  # the next two look at slices
+    decompose_select,
+    keep_batch_first,
+    split_linear_by_slices,  # after `keep_batch_first`: slices of a layer must run along its output channels
+    decompose_stack,  # after selects: stacked elements are slices by now
+    decompose_repeat,
+    decompose_roll,
+    fuse_channel_shuffle,
+    mean_to_adaptive_avg_pool,
+    scalar_constants_to_numbers,  # after `channel_constants_to_affine`, which handles constants with several elements
+    use_scalar_overloads,  # last: other passes look for the tensor overloads
     *QDQ_PASSES,  # operators have their final form: propagation goes by their records
 )
 
@@ -91,7 +95,7 @@ class PassLists:
 PTQ_PASSES = PassLists(
     recipe=(
         *CONSTANT_PASSES,
-        fuse_attention,  # before `products_as_matmul`, which takes all products that are not part of attention
+        fuse_attention,  # before `bmm_to_matmul`, which takes all products that are not part of attention
         *LAYER_PASSES,
         fold_batch_norm_before,
         *OPERATOR_PASSES,

@@ -82,7 +82,7 @@ def _evaluate(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 def _convert_to_float(module: fx.GraphModule, node: fx.Node, reason: str | None = None) -> bool:
     made = add_constant_like(module, f"{node.args[0].target}_f32", _evaluate(module, node), node.args[0])
-    update_info(made, unfit=reason)
+    update_info(made, unsupported_reason=reason)
     replace_node(node, made)
     return True
 

@@ -195,7 +195,9 @@ def decompose_unsupported_rhs(module: fx.GraphModule) -> int:
             if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} around {q.zero}"
-            update_info(node, unfit=f"its second factor has levels {found}; kernels read 1..255 around 128")
+            update_info(
+                node, unsupported_reason=f"its second factor has levels {found}; kernels read 1..255 around 128"
+            )
             real = _decompose_dequantize(value, _decompose_quantize(value.args[0]))
             replace_node(value, real)
             hits += 1
@@ -317,7 +319,7 @@ def _decompose_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.No
 
 def _insert_unsupported(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     made = call_before(node, kind, target, *args, **kwargs)
-    update_info(made, unfit="part of quantize or dequantize with levels that no kernel has")
+    update_info(made, unsupported_reason="part of quantize or dequantize with levels that no kernel has")
     return made
 
 

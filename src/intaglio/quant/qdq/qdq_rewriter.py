@@ -26,7 +26,7 @@ from intaglio.quant.annotate.recurrent_sites import quantize_recurrent
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.qdq.attention_reference import PROBABILITIES, written_out
+from intaglio.quant.qdq.attention_reference import PROBABILITY_QPARAMS, decompose_attention
 from intaglio.quant.qdq.float8 import float8
 from intaglio.quant.qdq.qparams import (
     anchor_sites,
@@ -192,7 +192,7 @@ class Rewriter:
             self._constant(anchor, read.bias, b_site, steps, self.qparams[b_site.name])
 
     def _attention(self, node: fx.Node) -> None:
-        result = written_out(node, *quantizing(PROBABILITIES, DType.U8))
+        result = decompose_attention(node, *quantizing(PROBABILITY_QPARAMS, DType.U8))
         overlay_info(result, node, replaces=node.name)
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
