@@ -57,7 +57,13 @@ ACCURACY = {
     "intaglio_accurate": '**intaglio**, `recipe="accurate"`',
     **INT8,
 }
-VERSIONS = {"torch": "PyTorch", "openvino": "OpenVINO", "onnxruntime": "ONNX Runtime", "torchao": "torchao"}
+PACKAGES = {
+    "intaglio": ("torch", "PyTorch"),
+    "openvino_int8": ("openvino", "OpenVINO"),
+    "onnxruntime_int8": ("onnxruntime", "ONNX Runtime"),
+    "torchao": ("torchao", "torchao"),
+}
+"""Package of an engine, and its name; intaglio runs in PyTorch."""
 CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5"}
 """Microarchitecture by family and model of the processor."""
 NOT_MEASURED = "–"
@@ -191,12 +197,12 @@ def source(runs: Iterable[Run], what: str = "Recorded") -> str:
 
 
 def versions(runs: Iterable[Run]) -> str:
-    """Versions of the engines; several where runs differ."""
-    found: dict[str, set[str]] = {title: set() for title in VERSIONS.values()}
+    """Versions of the engines that were measured; several where runs differ."""
+    found: dict[str, set[str]] = {}
     for run in runs:
-        for name, title in VERSIONS.items():
-            found[title] |= {run.versions[name].partition("+")[0]} if name in run.versions else set()
-    return ", ".join(f"{title} {' and '.join(sorted(numbers))}" for title, numbers in found.items() if numbers)
+        for package, title in (PACKAGES[engine] for engine in PACKAGES if engine in run.best_ms):
+            found.setdefault(title, set()).add(run.versions[package].partition("+")[0])
+    return ", ".join(f"{title} {' and '.join(sorted(numbers))}" for title, numbers in found.items())
 
 
 def speed_table(runs: list[Run]) -> str:
