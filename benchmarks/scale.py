@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import intaglio
-from intaglio.runtime.threads import shares, stretches
+from intaglio.runtime.threads import segment_costs, thread_counts
 
 CALL = 12e-6
 """Seconds from Python into the program and back."""
@@ -63,9 +63,9 @@ def measure(name: str, batches: list[int], threads: list[int], rounds: int, seco
     for batch in batches:
         x, symbols = torch.randn(batch, *shape), {"n": batch}
         for allowed in threads:
-            chosen = shares(program, symbols, allowed)
-            parts = zip(stretches(program, symbols), chosen, strict=True)
-            predicted = CALL + sum(stretch.time(count) for stretch, count in parts)
+            chosen = thread_counts(program, symbols, allowed)
+            parts = zip(segment_costs(program, symbols), chosen, strict=True)
+            predicted = CALL + sum(cost.time(count) for cost, count in parts)
             rows.append(
                 {
                     "network": name,

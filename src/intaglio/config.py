@@ -28,9 +28,12 @@ def cache_limit_bytes() -> int:
     return _number("INTAGLIO_CACHE_MB", 1024) << 20
 
 
-def plans() -> int:
-    """Return the number of call shapes whose plans a model caches: ``INTAGLIO_PLANS``, 256 by default. The least
-    recently used plan is dropped first. A plan takes some kilobytes; all plans share the memory of activations."""
+def max_plans() -> int:
+    """Return the maximum number of call shapes whose plans a model caches: ``INTAGLIO_PLANS``, 256 by default.
+
+    The least recently used plan is dropped first. A plan takes some kilobytes; all plans share the memory of
+    activations.
+    """
     return max(1, _number("INTAGLIO_PLANS", 256))
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from intaglio.errors import ArtifactError
 
-FILE = "choose a file in a folder that exists, can be written and has room"
-FOLDER = "choose a folder that can be made and has room"
+FILE_REMEDY = "choose a file in a folder that exists, can be written and has room"
+FOLDER_REMEDY = "choose a folder that can be made and has room"
 
 
-def unwritable(path: str | Path, reason: object, remedy: str) -> ArtifactError:
+def unwritable_error(path: str | Path, reason: object, remedy: str) -> ArtifactError:
     """Return the error for a path that cannot be written.
 
     Args:
         path: the path that the user gave.
         reason: a text, or an ``OSError``, whose message is used without the path of the temporary file.
-        remedy: `FILE` or `FOLDER`.
+        remedy: `FILE_REMEDY` or `FOLDER_REMEDY`.
     """
     said = getattr(reason, "strerror", None) or reason
     return ArtifactError(str(path), None, f"cannot be written: {said}", remedy=remedy)
@@ -28,20 +28,20 @@ def check_file(path: str | Path) -> None:
     """Raise `ArtifactError` if no file can be created or replaced at ``path``."""
     folder = Path(os.path.realpath(path)).parent
     if os.path.isdir(path):
-        raise unwritable(path, "it is a folder", FILE)
-    if (reason := _closed(folder)) is not None:
-        raise unwritable(path, reason, FILE)
+        raise unwritable_error(path, "it is a folder", FILE_REMEDY)
+    if (reason := _unwritable_reason(folder)) is not None:
+        raise unwritable_error(path, reason, FILE_REMEDY)
 
 
 def check_folder(path: str | Path) -> None:
     """Raise `ArtifactError` if no folder can be created at ``path``, or if it cannot be written into."""
     folder = Path(os.path.realpath(path))
     existing = next(place for place in (folder, *folder.parents) if place.exists())
-    if (reason := _closed(existing)) is not None:
-        raise unwritable(path, reason, FOLDER)
+    if (reason := _unwritable_reason(existing)) is not None:
+        raise unwritable_error(path, reason, FOLDER_REMEDY)
 
 
-def _closed(folder: Path) -> str | None:
+def _unwritable_reason(folder: Path) -> str | None:
     """Return why files cannot be created in ``folder``, or ``None`` if they can."""
     if not folder.is_dir():
         return f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
@@ -54,4 +54,4 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise unwritable(path, error, FILE) from error
+        raise unwritable_error(path, error, FILE_REMEDY) from error

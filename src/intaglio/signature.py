@@ -109,12 +109,12 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
     Raises:
         InputError: a tensor does not fit its captured type, or a dynamic dimension is out of its range.
     """
-    check_kinds(signature, leaves, byte_inputs)
+    check_tensors(signature, leaves, byte_inputs)
     symbols: dict[str, int] = {}
     for entry, value in zip(signature.inputs, leaves, strict=True):
         shape, where = entry.type.shape, f"input '{entry.name}'"
         sizes = zip(shape, value.shape, strict=False)
-        if value.dim() != len(shape) or not all(settles(dim, size, symbols) for dim, size in sizes):
+        if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
             raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
         if (limits := _beyond(signature, symbols)) is not None:
             raise InputError(
@@ -126,7 +126,7 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
     return symbols
 
 
-def check_kinds(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
+def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> None:
     """Raise `InputError` unless every leaf is a dense CPU tensor of the captured element type. Shapes are not
     checked."""
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
@@ -172,7 +172,7 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
 TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 
-def settles(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
+def match_size(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
     """Return whether an axis may have this size. If exactly one symbol of ``dim`` is unknown, solve for it and add its
     value to ``symbols``."""
     unknown = symbols_of(dim) - symbols.keys()
@@ -189,7 +189,7 @@ def initial_state(signature: Signature) -> list[torch.Tensor]:
     return [torch.from_numpy(entry.initial.copy()) for entry in signature.state]
 
 
-def kept_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def updated_state(signature: Signature, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of the new values of mutable buffers, which are the last results of a call."""
     return [value.clone() for value in results[len(results) - len(signature.state) :]]
 
@@ -219,7 +219,7 @@ class Integers(NamedTuple):
         return (self.values.to(torch.int32) - self.zero_point).to(torch.float32) * self.scale
 
 
-def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
+def unflatten_result(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
     """Return the model's result in its original structure.
 
     Args:
@@ -239,7 +239,7 @@ def rebuild(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str
     return pytree.tree_unflatten(leaves, signature.out_tree)
 
 
-def repeated(
+def run_while_loop(
     condition: Callable[..., Sequence[torch.Tensor]],
     body: Callable[..., Sequence[torch.Tensor]],
     carried: int,

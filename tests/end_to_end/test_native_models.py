@@ -284,10 +284,10 @@ def test_one_plan_for_each_set_of_shapes_however_many_ask():
     model, inputs = stages.compile(lowered), [nets.example(nets.Residual(), 1 + i % 3, i) for i in range(60)]
     for x in inputs[:3]:
         model(x)
-    plans = dict(model._shapes)
+    plans = dict(model._plans)
     with ThreadPoolExecutor(CALLERS) as pool:
         assert_same(list(pool.map(model, inputs)), [lowered(x) for x in inputs])
-    assert dict(model._shapes) == plans
+    assert dict(model._plans) == plans
     assert len({frame.arena.data_ptr() for frame in model._frames}) == len(model._frames) <= CALLERS
 
 

@@ -178,7 +178,7 @@ def test_the_entry_just_built_survives_a_limit_of_zero(fresh_cache, monkeypatch)
 
 @pytest.mark.parametrize("value", ["1 GB", "-1", "1.5"])
 @pytest.mark.parametrize(
-    ("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes), ("INTAGLIO_PLANS", config.plans)]
+    ("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes), ("INTAGLIO_PLANS", config.max_plans)]
 )
 def test_a_setting_that_is_no_number_is_named(variable, read, value, monkeypatch):
     monkeypatch.setenv(variable, value)

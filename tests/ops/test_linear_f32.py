@@ -17,7 +17,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
 from intaglio.numerics import float_math
 from intaglio.ops import check_graph
-from intaglio.runtime.threads import stretches
+from intaglio.runtime.threads import segment_costs
 from support.float_loops import Sample, equal
 from support.lowering import kinds, quantized
 from support.matmul_library import HERE
@@ -268,8 +268,8 @@ def test_a_state_dict_puts_other_weights_in():
 def test_threads_share_what_it_takes_to_read_weights(recipe):
     """Of one row there is hardly any arithmetic."""
     compiled = stages.compile(quantized(nn.Linear(1024, 1024), torch.randn(2, 1024), recipe=recipe)[1])
-    (stretch,) = stretches(compiled.artifact.program, {"n": 1})
-    assert stretch.threads(2) == 2
+    (cost,) = segment_costs(compiled.artifact.program, {"n": 1})
+    assert cost.threads(2) == 2
 
 
 # ---- refused

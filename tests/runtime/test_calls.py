@@ -64,7 +64,7 @@ def test_the_program_reads_the_memory_of_the_caller(form):
     model, x = of_images(), form(picture())
     model(x)
     frame = model._frames[-1]
-    (entry,) = model._reads
+    (entry,) = model._external_inputs
     assert frame.external[entry.index] == x.data_ptr()
     assert tuple(frame.strides[5 * entry.index : 5 * entry.index + 4]) == x.stride()
 

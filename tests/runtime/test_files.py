@@ -28,10 +28,10 @@ from intaglio.ir import DType, Groups, PerRow, QParams, Ref, TensorType, symbol
 from intaglio.kernels import ISAS
 from intaglio.native import compile as compile_module
 from intaglio.native import cpu as machine
-from intaglio.runtime.float_islands import FloatCalls, function_of
+from intaglio.runtime.float_islands import FloatIsland, function_of
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
-    Numbers,
+    ParameterTable,
     decode,
     decode_dim,
     decode_type,
@@ -144,7 +144,7 @@ def test_float_parts_come_back(name, tmp_path):
     body, size = FLOAT_PARTS[name], 3 if name == "texts" else 12
     model, lowered = built(body, picture(size=size))
     loaded = through(model, tmp_path / "m")
-    assert all(isinstance(part, FloatCalls) for part in loaded.islands.values())
+    assert all(isinstance(part, FloatIsland) for part in loaded.islands.values())
     assert len(loaded.islands) >= 1
     for found in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         assert_same(found(picture(5, size=size)), lowered(picture(5, size=size)))
@@ -685,9 +685,9 @@ def test_types_come_back(scales, zero, axis, shape):
     zeros = tuple(min(255, zero + i * (len(scales) % 2)) for i in range(len(scales)))
     kind = TensorType(tuple(shape), DType.U8, QParams(tuple(scales), zeros, 0, 255, axis))
     held = TensorType(tuple(shape), DType.S8, QParams(Ref("s"), Ref("z"), -128, 127, PerRow()))
-    numbers = Numbers()
+    numbers = ParameterTable()
     entries = [by_text(encode_type(one, numbers)) for one in (kind, held, kind)]
-    read = Numbers(numbers.array())
+    read = ParameterTable(numbers.array())
     assert [decode_type(entry, read) for entry in entries] == [kind, held, kind]
 
 

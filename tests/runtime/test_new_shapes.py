@@ -42,7 +42,7 @@ def test_all_shapes_share_one_arena_as_large_as_the_largest(model):
     for length in range(1, 65):
         model(tokens(length))
     (frame,) = model._frames
-    plans = [shapes.layout.bytes for shapes in model._shapes.values()]
+    plans = [shapes.layout.bytes for shapes in model._plans.values()]
     assert len(plans) == 64
     assert max(plans) <= frame.arena.numel() < 1.5 * max(plans)
 
@@ -53,7 +53,7 @@ def test_calls_at_once_never_share_memory(model, lowered):
     expected = [lowered(x) for x in inputs[:20]] * 8
     with ThreadPoolExecutor(8) as pool:
         assert_same(list(pool.map(model, inputs)), expected)
-    assert len(model._shapes) == 20
+    assert len(model._plans) == 20
     assert len({frame.arena.data_ptr() for frame in model._frames}) == len(model._frames) <= 8
 
 
@@ -62,7 +62,7 @@ def test_the_number_of_plans_is_bounded_as_asked(lowered, monkeypatch):
     model = stages.compile(lowered)
     for length in range(1, 9):
         assert_same(model(tokens(length)), lowered(tokens(length)))
-    assert len(model._shapes) == 3
+    assert len(model._plans) == 3
 
 
 def test_an_empty_batch_has_the_float_models_shape(model):

@@ -12,7 +12,7 @@ from intaglio.errors import BuildError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
 from intaglio.runtime import quantized_model as runtime_model
-from intaglio.runtime.profile import COLUMNS, Profile, ProfiledStep
+from intaglio.runtime.profile import MAX_LINE_LENGTH, Profile, ProfiledStep
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 
@@ -166,7 +166,7 @@ def test_the_text_has_one_line_a_part_slowest_first_that_fits_a_screen(profile):
     assert left.startswith(f"{len(profile.parts)} steps")
     assert names.split() == ["us", "share", "GMAC/s", "limit", "tile", "kernel", "step"]
     assert [line.split()[0] for line in lines] == [f"{part.microseconds:.1f}" for part in profile.worst()]
-    assert max(map(len, (head, left, names, *lines))) <= COLUMNS
+    assert max(map(len, (head, left, names, *lines))) <= MAX_LINE_LENGTH
 
 
 def test_long_names_are_cut_and_columns_stay_in_line():
@@ -177,7 +177,7 @@ def test_long_names_are_cut_and_columns_stay_in_line():
     *_, first, second = text.splitlines()
     assert first == "      2.0   66.7     2.0   50 %  6x64     tile_6x4_u8  a: conv2d, "
     assert second.startswith("      1.0   33.3                          p01_bbbbbb…  bbb")
-    assert len(second) == COLUMNS
+    assert len(second) == MAX_LINE_LENGTH
 
 
 def test_rows_are_dictionaries_of_every_part(profile):

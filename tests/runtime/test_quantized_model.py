@@ -90,14 +90,14 @@ def test_a_copy_computes_the_same(copied, net):
 def test_plans_kept_are_bounded_and_the_most_used_stay():
     model, lowered = compiled(nets.Linears)
     model = copy.deepcopy(model)
-    model.plans = 16
+    model.max_plans = 16
     x = torch.randn(1, 16)
-    kept = model._shapes_of([x])
-    for batch in range(2, 3 * model.plans):
+    kept = model._plan_for([x])
+    for batch in range(2, 3 * model.max_plans):
         model(torch.randn(batch, 16))
         assert_same(model(x), lowered(x))
-        assert len(model._shapes) <= model.plans
-    assert model._shapes_of([x]) is kept
+        assert len(model._plans) <= model.max_plans
+    assert model._plan_for([x]) is kept
 
 
 def test_an_unknown_instruction_set_is_refused():

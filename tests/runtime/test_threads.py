@@ -13,7 +13,7 @@ from intaglio import stages
 from intaglio.ir import Work, evaluate, symbol
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.runtime import Artifact
-from intaglio.runtime.threads import MACS_PER_SECOND, SegmentCost, shares, stretches
+from intaglio.runtime.threads import MACS_PER_SECOND, SegmentCost, segment_costs, thread_counts
 from support import nets
 from support.int8_models import assert_same, compiled, picture
 
@@ -24,7 +24,7 @@ def cores(monkeypatch):
     return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(count)))
 
 
-def stretch(*seconds: float, units: float = 1000, barriers: int = 0) -> SegmentCost:
+def cost(*seconds: float, units: float = 1000, barriers: int = 0) -> SegmentCost:
     return SegmentCost(np.array(seconds), np.full(len(seconds), units), barriers)
 
 
@@ -33,20 +33,20 @@ def test_there_is_a_rate_for_every_instruction_set():
 
 
 def test_microseconds_are_left_to_one_thread_and_milliseconds_to_all():
-    assert stretch(3e-6).threads(64) == 1
-    assert stretch(1e-3, 1e-3).threads(4) == 4
+    assert cost(3e-6).threads(64) == 1
+    assert cost(1e-3, 1e-3).threads(4) == 4
 
 
 def test_threads_end_where_barriers_begin():
     """More work, or fewer barriers, is worth more threads."""
-    few = stretch(*[2e-6] * 50, barriers=49).threads(64)
-    assert 1 < few < stretch(*[20e-6] * 50, barriers=49).threads(64) <= 64
-    assert few < stretch(100e-6).threads(64)
+    few = cost(*[2e-6] * 50, barriers=49).threads(64)
+    assert 1 < few < cost(*[20e-6] * 50, barriers=49).threads(64) <= 64
+    assert few < cost(100e-6).threads(64)
 
 
 @pytest.mark.parametrize(("units", "threads"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6)])
 def test_work_is_not_divided_further_than_it_comes_in_units(units, threads):
-    assert stretch(1e-3, units=units).threads(8) == threads
+    assert cost(1e-3, units=units).threads(8) == threads
 
 
 def test_work_grows_with_the_free_sizes():
@@ -57,13 +57,13 @@ def test_work_grows_with_the_free_sizes():
         assert evaluate(step.work.macs, {"n": 7}) == 7 * evaluate(step.work.macs, {"n": 1}) > 0
         assert evaluate(step.work.bytes, {"n": 7}) == 7 * evaluate(step.work.bytes, {"n": 1})
         assert 1 <= evaluate(step.work.units, {"n": 1}) <= evaluate(step.work.units, {"n": 7})
-    one, many = (sum(s.time(1) for s in stretches(program, {"n": n})) for n in (1, 7))
+    one, many = (sum(s.time(1) for s in segment_costs(program, {"n": n})) for n in (1, 7))
     assert one < many < 7 * one
 
 
 def test_an_empty_batch_has_no_work():
     program = compiled(nets.Residual)[0].artifact.program
-    assert all(stretch.threads(64) == 1 for stretch in stretches(program, {"n": 0}))
+    assert all(cost.threads(64) == 1 for cost in segment_costs(program, {"n": 0}))
 
 
 def test_every_segment_has_its_own_number(cores):
@@ -74,22 +74,22 @@ def test_every_segment_has_its_own_number(cores):
     assert first < last
     second = Work(symbol("n") * 10**12, 1000, 0, 0, first)
     slow = replace(program, steps=(replace(program.steps[0], work=second), *program.steps))
-    found = shares(slow, {"n": 1}, 4)
+    found = thread_counts(slow, {"n": 1}, 4)
     assert (found[first], found[last]) == (4, 1)
 
 
 def test_no_more_threads_than_allowed_and_than_cores(cores):
     cores(3)
     program = compiled(nets.Residual)[0].artifact.program
-    assert [max(shares(program, {"n": 10**6}, allowed)) for allowed in (1, 2, 3, 64)] == [1, 2, 3, 3]
+    assert [max(thread_counts(program, {"n": 10**6}, allowed)) for allowed in (1, 2, 3, 64)] == [1, 2, 3, 3]
     cores(1)
-    assert set(shares(program, {"n": 10**6}, 64)) == {1}
+    assert set(thread_counts(program, {"n": 10**6}, 64)) == {1}
 
 
 @pytest.mark.case("backend 34")
 def test_calls_run_on_the_number_chosen(monkeypatch, cores, many_threads):
     cores(2)
-    monkeypatch.setattr("intaglio.runtime.threads.shares", shares)
+    monkeypatch.setattr("intaglio.runtime.threads.thread_counts", thread_counts)
     found, run = [], Artifact.run
 
     def noted(self, frame, segment, threads):

@@ -91,8 +91,8 @@ def test_nested_results_keep_structure_bits_and_strides(backend):
 def test_the_operator_is_what_its_fake_says():
     model = compiled(nets.ConvBnRelu)[0]
     for x in (picture(), picture().contiguous(memory_format=torch.channels_last)):
-        torch.library.opcheck(torch.ops.intaglio.call.default, ([x], model._number))
-    torch.library.opcheck(torch.ops.intaglio.call.default, ([picture(4)], nested()._number))
+        torch.library.opcheck(torch.ops.intaglio.call.default, ([x], model._model_id))
+    torch.library.opcheck(torch.ops.intaglio.call.default, ([picture(4)], nested()._model_id))
 
 
 def test_gradients_end_at_the_model_as_in_a_plain_call():
@@ -104,7 +104,7 @@ def test_gradients_end_at_the_model_as_in_a_plain_call():
 def test_two_models_copies_and_pickles_each_run_their_own_program():
     first, second = compiled(nets.ConvBnRelu)[0], compiled(nets.Residual)[0]
     models = [first, second, copy.deepcopy(first), pickle.loads(pickle.dumps(second))]
-    assert len({model._number for model in models}) == 4
+    assert len({model._model_id for model in models}) == 4
     fast = torch.compile(lambda x: [model(x) for model in models], fullgraph=True, backend="eager")
     assert_same(fast(picture()), [model(picture()) for model in models])
 

@@ -15,7 +15,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
-from intaglio.runtime.saved.json_codec import Numbers
+from intaglio.runtime.saved.json_codec import ParameterTable
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.tracing import Captured, capture, run
 from support import torchvision_stub as beside
@@ -204,10 +204,10 @@ def test_a_sentence_transformer_takes_and_returns_a_dictionary(library):
 
 def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     signature = captured_encoder(library, "Bert", "sdpa", 1)[1].signature
-    numbers = Numbers()
+    numbers = ParameterTable()
     entry = encode_signature(signature, numbers, {})
-    again = decode_signature(entry, Numbers(numbers.array()), {})
+    again = decode_signature(entry, ParameterTable(numbers.array()), {})
     assert again == signature
     monkeypatch.delitem(sys.modules, "transformers.modeling_outputs")
-    plain = decode_signature(entry, Numbers(numbers.array()), {})
+    plain = decode_signature(entry, ParameterTable(numbers.array()), {})
     assert plain.out_tree.type is OrderedDict

@@ -30,8 +30,8 @@ from intaglio.runtime import (
     Saved,
     build_artifact,
     build_library,
-    float_calls,
     host_names,
+    island_of,
     load_saved,
     loops_in,
     open_artifact,
@@ -39,7 +39,7 @@ from intaglio.runtime import (
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.saved.model_file import Library
-from intaglio.runtime.saved.state_dict_io import with_levels_of
+from intaglio.runtime.saved.state_dict_io import with_state_parameters_of
 
 logger = logging.getLogger("intaglio")
 
@@ -94,7 +94,7 @@ def _compiled(
     lowered = planned.lowered
     bodies = {name: compile(body, isa=isa) for name, body in lowered.bodies.items()}
     islands = {
-        key: (float_calls(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
+        key: (island_of(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
         for key, island in lowered.islands.items()
     }
     saved = Saved(
@@ -105,7 +105,7 @@ def _compiled(
 
 def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, HostLoop]:
     return {
-        name: HostLoop(carried, float_calls(condition), bodies[name])
+        name: HostLoop(carried, island_of(condition), bodies[name])
         for name, (carried, condition) in island.loops.items()
     }
 
@@ -243,7 +243,7 @@ def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, 
         about,
         saved.example,
         others,
-        remake,
+        recompile,
         saved.schedules,
         hosts,
         emit_for,
@@ -255,7 +255,7 @@ def emit_for(model: QuantizedModel, isa: str) -> Program:
     return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.about.name)
 
 
-def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
+def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     """Return the model with another graph (other weights and scales) for the same instruction sets.
 
     The reference text and the example are dropped, as they no longer apply.
@@ -272,7 +272,7 @@ def remake(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)
-    signature = with_levels_of(model.signature, graph)
+    signature = with_state_parameters_of(model.signature, graph)
     saved = Saved(graph, signature, islands, model.coverage, about, libraries, schedules=model.schedules)
     return _model(saved, planned, artifact, hosts)
 

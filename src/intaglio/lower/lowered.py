@@ -14,7 +14,7 @@ from torch import fx
 from intaglio.ir import About, Dim, DType, Graph, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.annotate.sites import Skip
-from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Lowered:
         arrays = [_array(leaf.detach()) for leaf in (*leaves, *self.state)]
         found = interpret(self.graph, arrays, records, self.runner(symbols))
         results = tuple(map(self._tensor, self.graph.outputs, found))
-        self.state[:] = kept_state(self.signature, results)
-        return rebuild(self.signature, results, symbols)
+        self.state[:] = updated_state(self.signature, results)
+        return unflatten_result(self.signature, results, symbols)
 
     @cached_property
     def state(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.float_islands import HostLoop, float_calls, host_names, loops_in
+from intaglio.runtime.float_islands import HostLoop, host_names, island_of, loops_in
 from intaglio.runtime.quantized_model import QuantizedModel
 from intaglio.runtime.saved.model_file import Library, Saved, build_library, example_of
 from intaglio.runtime.saved.model_file import load as load_saved
@@ -18,8 +18,8 @@ __all__ = [
     "build_artifact",
     "build_library",
     "example_of",
-    "float_calls",
     "host_names",
+    "island_of",
     "load_saved",
     "loops_in",
     "open_artifact",

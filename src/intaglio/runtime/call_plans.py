@@ -21,7 +21,7 @@ from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
 from intaglio.signature import TORCH_DTYPES
 
-FRAMES = 16
+MAX_IDLE_FRAMES = 16
 """Maximum number of idle frames that a model keeps for reuse."""
 ARENA_GROWTH = 1.25
 """Factor by which an arena that is too small grows at least, so that increasing shapes do not allocate in every
@@ -51,11 +51,11 @@ class Frame:
         self.strides = (ctypes.c_int64 * (5 * count))()
         self.bytes = (ctypes.c_uint8 * count)()
         self.layout: CallLayout | None = None
-        self.skipped = 0
-        self.outside = ctypes.c_int32(0)
+        self.alignment_offset = 0
+        self.out_of_range = ctypes.c_int32(0)
         constants = artifact.constants.ctypes.data
         self.run = RunArguments(None, None, None, constants, self.external, self.strides, None, self.bytes)
-        self.run.outside = ctypes.pointer(self.outside)
+        self.run.outside = ctypes.pointer(self.out_of_range)
 
     def fit(self, layout: CallLayout) -> None:
         """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""
@@ -65,15 +65,15 @@ class Frame:
             self.arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old arena before allocating
             self.arena = torch.empty(size, dtype=torch.uint8, device="cpu")
             start = self.arena.data_ptr()
-            self.skipped = -start % 64
-            self.run.arena = start + self.skipped
+            self.alignment_offset = -start % 64
+            self.run.arena = start + self.alignment_offset
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
 
-    def levels(self) -> np.ndarray:
+    def arena_bytes(self) -> np.ndarray:
         """Return the arena as bytes, from the 64-byte boundary that buffer offsets are relative to."""
-        return self.arena.numpy()[self.skipped :]
+        return self.arena.numpy()[self.alignment_offset :]
 
-    def read(self, index: int, tensor: torch.Tensor) -> None:
+    def set_input(self, index: int, tensor: torch.Tensor) -> None:
         """Set entry ``index`` of the table of external tensors to a tensor that the program reads."""
         first, axes = 5 * index, min(tensor.dim(), 5)
         self.external[index] = tensor.data_ptr()
@@ -81,7 +81,7 @@ class Frame:
         self.strides[first : first + axes] = [*tensor.stride()[-5:]]
 
 
-class Sizes:
+class SizeEvaluator:
     """Evaluates all symbolic sizes that the runtime needs at once: shape requirements of operators, shapes of external
     tensors and the size arguments of float islands."""
 
@@ -89,17 +89,19 @@ class Sizes:
         self.artifact, self.needs = artifact, needs(graph)
         self.externals, self.islands = artifact.program.externals, tuple(islands)
         groups = [tuple(need.value for need in self.needs), *(e.shape for e in self.externals), *islands.values()]
-        self.ends = list(accumulate(map(len, groups), initial=0))
+        self.group_ends = list(accumulate(map(len, groups), initial=0))
         self.evaluate = evaluator([dim for group in groups for dim in group], artifact.program.symbols)
 
-    def of(self, symbols: Mapping[str, int]) -> list[tuple[int, ...]]:
+    def shapes(self, symbols: Mapping[str, int]) -> list[tuple[int, ...]]:
         """Return the shape of every external tensor, then the size arguments of every float island.
 
         Raises:
             InputError: an operator is not defined for these sizes.
         """
         found = self.evaluate(*[symbols[name] for name in self.artifact.program.symbols])
-        checked, *groups = [found[first:last] for first, last in zip(self.ends, self.ends[1:], strict=False)]
+        checked, *groups = [
+            found[first:last] for first, last in zip(self.group_ends, self.group_ends[1:], strict=False)
+        ]
         if checked and min(checked) < 0:
             need = self.needs[next(index for index, value in enumerate(checked) if value < 0)]
             given = ", ".join(f"{name} = {size}" for name, size in symbols.items())
@@ -107,7 +109,7 @@ class Sizes:
         return groups
 
 
-class Shapes:
+class CallPlan:
     """Plan of a call: everything that depends only on its shapes.
 
     Attributes:
@@ -115,29 +117,29 @@ class Shapes:
         symbols: sizes of the dynamic dimensions.
         layout: buffer offsets and the size of the arena.
         island_dims: size arguments of every float island.
-        written: name, shape and strides of every external tensor that the program writes.
-        read: shape of every external tensor that the program reads.
+        outputs: name, shape and strides of every external tensor that the program writes.
+        input_shapes: shape of every external tensor that the program reads.
     """
 
-    def __init__(self, sizes: Sizes, symbols: dict[str, int]) -> None:
-        found = sizes.of(symbols)
+    def __init__(self, sizes: SizeEvaluator, symbols: dict[str, int]) -> None:
+        found = sizes.shapes(symbols)
         externals, count = sizes.externals, len(sizes.externals)
         self.artifact, self.symbols = sizes.artifact, symbols
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
-        self._shares: dict[int, tuple[int, ...]] = {}
-        self.written = [(e.value, s, lies(e, s)) for e, s in zip(externals, found, strict=False) if e.written]
-        self.read = {e.value: s for e, s in zip(externals, found, strict=False) if not e.written}
+        self._thread_counts: dict[int, tuple[int, ...]] = {}
+        self.outputs = [(e.value, s, result_strides(e, s)) for e, s in zip(externals, found, strict=False) if e.written]
+        self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.written}
 
-    def shares(self, allowed: int) -> tuple[int, ...]:
+    def thread_counts(self, allowed: int) -> tuple[int, ...]:
         """Return the number of threads for every segment if at most ``allowed`` may be used."""
-        found = self._shares.get(allowed)
+        found = self._thread_counts.get(allowed)
         if found is None:
-            found = self._shares[allowed] = threads.shares(self.artifact.program, self.symbols, allowed)
+            found = self._thread_counts[allowed] = threads.thread_counts(self.artifact.program, self.symbols, allowed)
         return found
 
 
-def lies(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
+def result_strides(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the strides to allocate for an external tensor: dense, with channels last for images."""
     order = [0, *range(2, len(sizes)), 1] if is_image(external) else range(len(sizes))
     steps, step = [0] * len(sizes), 1
@@ -152,14 +154,14 @@ def is_image(external: External) -> bool:
     return len(external.shape) in (3, 4, 5) and not external.rows
 
 
-class Read:
+class ExternalInput:
     """An entry of the table of external tensors that the program reads."""
 
-    def __init__(self, index: int, external: External, bytes_too: bool) -> None:
-        self.index, self.external, self.bytes_too = index, external, bytes_too
+    def __init__(self, index: int, external: External, accepts_bytes: bool) -> None:
+        self.index, self.external, self.accepts_bytes = index, external, accepts_bytes
         self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
 
-    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+    def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that the program can read in place of ``tensor``.
 
         The program reads some entries with any strides; for others the result is contiguous in the layout of the entry.
@@ -167,7 +169,7 @@ class Read:
         Raises:
             InputError: the element type differs from the one the program was compiled for.
         """
-        known = tensor.dtype is self.dtype or self.dtype is None or (self.bytes_too and tensor.dtype is torch.uint8)
+        known = tensor.dtype is self.dtype or self.dtype is None or (self.accepts_bytes and tensor.dtype is torch.uint8)
         if not known:
             problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
             raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")

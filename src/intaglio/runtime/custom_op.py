@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from intaglio.ir import evaluate
-from intaglio.runtime.call_plans import lies
+from intaglio.runtime.call_plans import result_strides
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 
@@ -34,7 +34,7 @@ def call(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
     held = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     results = []
     for tensor, strides in zip(found.results(inputs), _strides(found, inputs, _symbols(found, inputs)), strict=True):
-        if tensor.untyped_storage().data_ptr() in held or not _lies_so(tensor, strides):
+        if tensor.untyped_storage().data_ptr() in held or not _has_strides(tensor, strides):
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu").copy_(tensor)
         held.add(tensor.untyped_storage().data_ptr())
         results.append(tensor)
@@ -63,12 +63,12 @@ def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict
     """Return the strides of every result, as a call of the model returns it. Results of the program have their own
     layout, but images are contiguous unless an input is channels-last. All other results are dense."""
     made = {external.value: external for external in model.artifact.program.externals if external.written}
-    last = any(came_channels_last(tensor) for tensor in inputs)
+    last = any(is_channels_last(tensor) for tensor in inputs)
     found = []
     for name in model.graph.outputs:
         sizes = [evaluate(dim, symbols) for dim in model.graph.types[name].shape]
         if name in made and (len(sizes) != 4 or last):
-            found.append(lies(made[name], sizes))
+            found.append(result_strides(made[name], sizes))
         else:
             found.append(_dense(sizes))
     return found
@@ -81,12 +81,12 @@ def _dense(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(steps[: len(sizes)]))
 
 
-def _lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+def _has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     """Return whether the tensor has these strides, ignoring axes of size 1."""
     return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), strides, tensor.shape, strict=True))
 
 
-def came_channels_last(tensor: torch.Tensor) -> bool:
+def is_channels_last(tensor: torch.Tensor) -> bool:
     """Return whether a 4-d tensor is in channels-last format and not contiguous."""
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()

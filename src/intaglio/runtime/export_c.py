@@ -18,7 +18,7 @@ from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
-from intaglio.output_paths import FOLDER, check_folder, unwritable
+from intaglio.output_paths import FOLDER_REMEDY, check_folder, unwritable_error
 from intaglio.runtime.coverage import SHOWN_ISLANDS
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
 from intaglio.runtime.export_weights import weights_file
@@ -213,4 +213,4 @@ def _write(folder: Path, members: Mapping[str, bytes]) -> None:
         for path, content in members.items():
             (folder / path).write_bytes(content)
     except OSError as error:
-        raise unwritable(folder, error, FOLDER) from error
+        raise unwritable_error(folder, error, FOLDER_REMEDY) from error

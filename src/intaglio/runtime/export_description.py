@@ -9,7 +9,7 @@ from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import needs
 from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image
-from intaglio.runtime.export_weights import HEADER, WEIGHTS_VERSION, starts_of
+from intaglio.runtime.export_weights import HEADER, WEIGHTS_VERSION, array_offsets
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
@@ -59,12 +59,12 @@ def description(model: CompiledModel, programs: Sequence[Program], weights: byte
         "kSteps": max(len(program.steps) for program in programs),
     }
     constants = {
-        "kStep": threads.STEP,
-        "kStart": threads.START,
-        "kBarrier": threads.BARRIER,
-        "kBarrierThread": threads.BARRIER_THREAD,
+        "kStep": threads.STEP_SECONDS,
+        "kStart": threads.START_SECONDS,
+        "kBarrier": threads.BARRIER_SECONDS,
+        "kBarrierThread": threads.BARRIER_SECONDS_PER_THREAD,
         "kBytesPerSecond": threads.BYTES_PER_SECOND,
-        "kClose": threads.CLOSE,
+        "kClose": threads.TIME_TOLERANCE,
     }
     blocks = [
         f"// What {name}.cpp must know of the network.",
@@ -203,7 +203,7 @@ def _runs_here(isa: str) -> str:
 def _program_table(programs: Sequence[Program], name: str) -> str:
     """Return the C table of the programs of all instruction sets, best first."""
     declared, rows = [], []
-    starts = starts_of([program.constants for program in programs])
+    starts = array_offsets([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):
         isa, groups = program.isa, {step.work.barrier_group for step in program.steps}
         declared += [

@@ -14,23 +14,23 @@ BLOB_ALIGNMENT = 64
 HEADER = struct.Struct("<8s4Q24x")
 """``Header`` in net.cpp: magic, version, key of the export, size of the file in bytes, checksum of the rest."""
 
-SLACK = 64
+PADDING_BYTES = 64
 """Bytes after the last constant that vector loads may read."""
 
 
-def starts_of(arrays: Sequence[np.ndarray]) -> list[int]:
+def array_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
     """Return the offset of each array in the file, and the end of the last one."""
-    return list(accumulate((_round(array.nbytes) for array in arrays), initial=_round(HEADER.size)))
+    return list(accumulate((_aligned_size(array.nbytes) for array in arrays), initial=_aligned_size(HEADER.size)))
 
 
-def _round(size: int) -> int:
+def _aligned_size(size: int) -> int:
     return -(-size // BLOB_ALIGNMENT) * BLOB_ALIGNMENT
 
 
 def weights_file(arrays: Sequence[np.ndarray]) -> bytes:
     """Return the contents of weights.bin: the header with key and checksum, then the arrays at aligned offsets."""
-    starts = starts_of(arrays)
-    content = bytearray(starts[-1] + SLACK)
+    starts = array_offsets(arrays)
+    content = bytearray(starts[-1] + PADDING_BYTES)
     for start, array in zip(starts, arrays, strict=False):
         content[start : start + array.nbytes] = array.tobytes()
     words = np.frombuffer(content, "<u8")[HEADER.size // 8 :]

@@ -16,18 +16,18 @@ from torch import fx, nn
 
 from intaglio.errors import ArtifactError, InputError
 from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
-from intaglio.runtime.saved.json_codec import NotStorableError, decode, encode, identifier
-from intaglio.signature import repeated
+from intaglio.runtime.saved.json_codec import NotStorableError, checked_identifier, decode, encode
+from intaglio.signature import run_while_loop
 from intaglio.torch_private import OpOverloadPacket, quantized_decomposed, schema_of
 
-PYTHON_CALLS: Mapping[str, Callable[..., Any]] = {
+PYTHON_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     f"operator.{f.__name__}": f
     for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv)
 }
 """Python functions that islands may call besides ATen operators: arithmetic on sizes, and ``getitem`` for tuple
 results."""
 
-REFUSED = frozenset({"from_file", "set_data", "record_stream"})
+REFUSED_OPERATORS = frozenset({"from_file", "set_data", "record_stream"})
 """ATen operators that access more than their arguments or bypass their checks."""
 
 _NAME = re.compile(r"(aten|quantized_decomposed)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
@@ -43,8 +43,8 @@ def function_of(name: str) -> Callable[..., Any]:
     Raises:
         ArtifactError: the name is any other one.
     """
-    if name in PYTHON_CALLS:
-        return PYTHON_CALLS[name]
+    if name in PYTHON_FUNCTIONS:
+        return PYTHON_FUNCTIONS[name]
     parts = _NAME.fullmatch(name)
     if parts is None:
         problem = "not an operator of ATen, nor one of levels; float parts of a file are lists of those"
@@ -61,7 +61,7 @@ def function_of(name: str) -> Callable[..., Any]:
     schema = schema_of(found)
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     in_place = packet_name.endswith("_") and not packet_name.endswith("__")  # __and__ is the operator &
-    if packet_name in REFUSED or in_place or writes or not schema.returns:
+    if packet_name in REFUSED_OPERATORS or in_place or writes or not schema.returns:
         raise ArtifactError(name, None, "an operator that changes its arguments or reaches beyond them")
     return found
 
@@ -102,10 +102,10 @@ class IslandProgram:
         }
 
     @staticmethod
-    def of_json(entry: Any) -> IslandProgram:
+    def from_json(entry: Any) -> IslandProgram:
         """Return the program that `to_json` wrote. Raise `ValueError` if a call uses a value before it is computed."""
-        names = {identifier(name) for name in entry["inputs"]}
-        constants = tuple((identifier(name), identifier(target)) for name, target in entry["constants"])
+        names = {checked_identifier(name) for name in entry["inputs"]}
+        constants = tuple((checked_identifier(name), checked_identifier(target)) for name, target in entry["constants"])
         names.update(name for name, _ in constants)
         calls = []
         for name, function, arguments, keywords in entry["calls"]:
@@ -113,7 +113,12 @@ class IslandProgram:
             if missing:
                 raise ValueError(f"{function} reads {', '.join(sorted(missing))} before it is made")
             calls.append(
-                TensorCall(identifier(name), str(function), arguments, {identifier(k): keywords[k] for k in keywords})
+                TensorCall(
+                    checked_identifier(name),
+                    str(function),
+                    arguments,
+                    {checked_identifier(k): keywords[k] for k in keywords},
+                )
             )
             names.add(name)
         if missing := set(entry["outputs"]) - names:
@@ -124,10 +129,10 @@ class IslandProgram:
 class HostLoop(nn.Module):
     """Runs a compiled body as long as a condition, a float island, is true."""
 
-    condition: FloatCalls
+    condition: FloatIsland
     body: Any
 
-    def __init__(self, carried: int, condition: FloatCalls, body: nn.Module | None = None) -> None:
+    def __init__(self, carried: int, condition: FloatIsland, body: nn.Module | None = None) -> None:
         """Create a loop.
 
         Args:
@@ -139,12 +144,12 @@ class HostLoop(nn.Module):
         self.carried, self.condition, self.body = carried, condition, body
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return repeated(self.condition, self.body, self.carried, values)
+        return run_while_loop(self.condition, self.body, self.carried, values)
 
 
 def loops_in(module: nn.Module) -> dict[str, HostLoop]:
     """Return the loops of a float island by name."""
-    inner = module.loops.items() if isinstance(module, FloatCalls) else ()
+    inner = module.loops.items() if isinstance(module, FloatIsland) else ()
     return {name: loop for name, loop in inner if isinstance(loop, HostLoop)}
 
 
@@ -152,7 +157,7 @@ LOOP_PREFIX = "loop."
 """Prefix of a loop's name in a call, in the place of an operator's name."""
 
 
-class FloatCalls(nn.Module):
+class FloatIsland(nn.Module):
     """Runs an `IslandProgram`. Its tensors are buffers with their names in the float model's graph, and ``loops`` holds
     compiled loops by name."""
 
@@ -242,18 +247,18 @@ def _filled(value: Any, held: Mapping[str, Any]) -> Any:
 # ---- torch.fx -> calls --------------------------------------------------------------------------------------------
 
 
-def float_calls(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingProxyType({})) -> FloatCalls:
+def island_of(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingProxyType({})) -> FloatIsland:
     """Return a float island cut out by lowering in the form that a loaded island has."""
-    return FloatCalls(calls_of(module), dict(module.named_buffers()), loops)
+    return FloatIsland(island_program(module), dict(module.named_buffers()), loops)
 
 
-def calls_of(module: nn.Module) -> IslandProgram:
+def island_program(module: nn.Module) -> IslandProgram:
     """Return the list of calls of a float island, from its torch.fx module or from a loaded island.
 
     Raises:
         ArtifactError: an operator is not allowed in files, or an argument cannot be written as JSON.
     """
-    if isinstance(module, FloatCalls):
+    if isinstance(module, FloatIsland):
         return module.calls
     if not isinstance(module, fx.GraphModule):
         raise ArtifactError(type(module).__name__, None, "a float part that was replaced by hand cannot be saved")
@@ -275,7 +280,7 @@ def calls_of(module: nn.Module) -> IslandProgram:
 
 def _call(node: fx.Node) -> TensorCall:
     """Return the stored form of a node's call. Raise `ArtifactError` if it cannot be saved."""
-    python = next((name for name, function in PYTHON_CALLS.items() if function is node.target), None)
+    python = next((name for name, function in PYTHON_FUNCTIONS.items() if function is node.target), None)
     name = python or str(node.target)
     where = node.name
     try:
@@ -307,7 +312,7 @@ def _encoded(value: Any) -> Any:
 
 # ---- host operators -----------------------------------------------------------------------------------------------
 
-Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Any]
+ReferenceFunction = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Any]
 
 
 class Offsets(Protocol):
@@ -316,11 +321,11 @@ class Offsets(Protocol):
     def __getitem__(self, index: int, /) -> int: ...
 
 
-class Host(Protocol):
+class HostOperator(Protocol):
     """The part of a host operator's record that running it needs."""
 
     @property
-    def meaning(self) -> Meaning | None: ...
+    def meaning(self) -> ReferenceFunction | None: ...
 
 
 def host_names(graph: Graph) -> tuple[str, ...]:
@@ -329,7 +334,7 @@ def host_names(graph: Graph) -> tuple[str, ...]:
 
 
 def run_host(
-    call: HostCall, host: Host, graph: Graph, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
+    call: HostCall, host: HostOperator, graph: Graph, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
 ) -> None:
     """Run a user-defined operator: read quantized values from the arena, call its meaning and write the result back.
 
@@ -342,11 +347,11 @@ def run_host(
         raise ValueError(f"{call.op.attrs['operator']} has no meaning in NumPy")
     op, arrays = call.op, []
     for name, place in zip(call.op.inputs, call.inputs, strict=True):
-        array = graph.constants[name] if place is None else _levels(place, arena, offsets, symbols)
+        array = graph.constants[name] if place is None else _quantized_view(place, arena, offsets, symbols)
         arrays.append(array.view())
         arrays[-1].flags.writeable = False
     result = np.asarray(host.meaning(op, arrays, [graph.types[name] for name in op.inputs], graph.types[op.output]))
-    levels = _levels(call.output, arena, offsets, symbols)
+    levels = _quantized_view(call.output, arena, offsets, symbols)
     if result.dtype != np.uint8 or result.shape != levels.shape:
         raise InputError(
             op.origin.path or op.output,
@@ -360,7 +365,7 @@ def run_host(
     levels[...] = result
 
 
-def _levels(place: Place, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]) -> np.ndarray:
+def _quantized_view(place: Place, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]) -> np.ndarray:
     """Return a view of a buffer's quantized values with their logical shape."""
     shape, strides = ([evaluate(dim, symbols) for dim in dims] for dims in (place.shape, place.strides))
     start = offsets[place.at] + evaluate(place.start, symbols)

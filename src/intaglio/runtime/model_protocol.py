@@ -11,7 +11,7 @@ from torch import nn
 from intaglio.ir import About, Graph, Program, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
-from intaglio.runtime.float_islands import Host
+from intaglio.runtime.float_islands import HostOperator
 
 
 class CompiledModel(Protocol):
@@ -23,7 +23,7 @@ class CompiledModel(Protocol):
     coverage: Coverage
     about: About
     islands: nn.ModuleDict
-    hosts: dict[str, Host]
+    hosts: dict[str, HostOperator]
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors for the input tensors of a call."""

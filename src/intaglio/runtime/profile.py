@@ -10,9 +10,9 @@ from typing import Any
 
 from intaglio.ir import Program, evaluate
 
-COLUMNS = 120
+MAX_LINE_LENGTH = 120
 """Maximum length of a printed line; longer lines are cut."""
-KERNEL_COLUMNS = 20
+KERNEL_COLUMN_WIDTH = 20
 """Width of the kernel column if no step has a microkernel."""
 
 
@@ -23,7 +23,7 @@ class Clock:
         self.steps = (ctypes.c_int64 * (steps + 1))()
         self.islands = dict.fromkeys(islands, 0)
 
-    def spent(self, program: Program) -> list[int]:
+    def step_times(self, program: Program) -> list[int]:
         """Return the nanoseconds of every step of the program, float islands included."""
         ends = zip(program.steps, self.steps, strict=False)
         return [self.islands[step.island] if step.island else taken for step, taken in ends]
@@ -117,11 +117,11 @@ class Profile:
     def __str__(self) -> str:
         """Format a heading, then the parts, slowest first: microseconds, share of the total, 10⁹ multiply-accumulates
         per second, share of the limit, tile, kernel and name."""
-        whole = max(self.microseconds, 1e-9)
-        wide = max((len(part.kernel) for part in self.parts if part.tile), default=KERNEL_COLUMNS)
+        total = max(self.microseconds, 1e-9)
+        wide = max((len(part.kernel) for part in self.parts if part.tile), default=KERNEL_COLUMN_WIDTH)
         names = f"{'us':>9}  share  GMAC/s  limit  {'tile':7}  {'kernel':{wide}}  step"
-        lines = [*self._head(), names, *(_line(part, whole, wide) for part in self.worst())]
-        return "\n".join(line if len(line) <= COLUMNS else line[: COLUMNS - 1] + "…" for line in lines)
+        lines = [*self._head(), names, *(_line(part, total, wide) for part in self.worst())]
+        return "\n".join(line if len(line) <= MAX_LINE_LENGTH else line[: MAX_LINE_LENGTH - 1] + "…" for line in lines)
 
     def _head(self) -> list[str]:
         """Return the lines about the whole call, its parts and the peak throughput."""
@@ -141,13 +141,13 @@ def _rate(macs: int, microseconds: float) -> float:
     return macs / max(microseconds, 1e-9) / 1e3
 
 
-def _line(part: ProfiledStep, whole: float, wide: int) -> str:
-    """Return the printed line of a part, for a total of ``whole`` microseconds and a kernel column of width
+def _line(part: ProfiledStep, total: float, wide: int) -> str:
+    """Return the printed line of a part, for a total of ``total`` microseconds and a kernel column of width
     ``wide``."""
     tile = "x".join(map(str, part.tile or ()))
     limit = "" if part.of_limit is None else f"{100 * part.of_limit:.0f} %"
     rate = f"{part.gmacs:.1f}" if part.macs else ""
-    share = f"{100 * part.microseconds / whole:.1f}"
+    share = f"{100 * part.microseconds / total:.1f}"
     kernel = "float part" if part.island else part.kernel
     kernel = kernel if len(kernel) <= wide else kernel[: wide - 1] + "…"
     numbers = f"{part.microseconds:9.1f}  {share:>5}  {rate:>6}  {limit:>5}  {tile:7}  {kernel:{wide}}"
@@ -174,8 +174,8 @@ def profile_of(
     """
     limit = sum(rates) or None
     parts = []
-    for step, *spent in zip(program.steps, *(clock.spent(program) for clock in clocks), strict=True):
-        microseconds, macs = median(spent) / 1e3, evaluate(step.work.macs, symbols)
+    for step, *step_times in zip(program.steps, *(clock.step_times(program) for clock in clocks), strict=True):
+        microseconds, macs = median(step_times) / 1e3, evaluate(step.work.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         about = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
         parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *about))

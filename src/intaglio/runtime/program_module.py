@@ -16,13 +16,21 @@ from intaglio import config
 from intaglio.errors import InputError
 from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
-from intaglio.runtime.call_plans import FRAMES, Frame, NewShapePolicy, Read, Shapes, Sizes
+from intaglio.runtime.call_plans import MAX_IDLE_FRAMES, CallPlan, ExternalInput, Frame, NewShapePolicy, SizeEvaluator
 from intaglio.runtime.coverage import Coverage
-from intaglio.runtime.custom_op import came_channels_last, register
-from intaglio.runtime.float_islands import Host, run_host
+from intaglio.runtime.custom_op import is_channels_last, register
+from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.profile import Clock
 from intaglio.runtime.saved.model_file import Example, Library, leaves_of
-from intaglio.signature import TORCH_DTYPES, bind, check_kinds, dims_of, initial_state, kept_state, rebuild
+from intaglio.signature import (
+    TORCH_DTYPES,
+    bind,
+    check_tensors,
+    dims_of,
+    initial_state,
+    unflatten_result,
+    updated_state,
+)
 
 logger = logging.getLogger("intaglio")
 
@@ -40,9 +48,9 @@ class ProgramModule(nn.Module):
         about: About,
         example: Example | None = None,
         libraries: Mapping[str, Library] | None = None,
-        remake: Callable[[Any, Graph], Any] | None = None,
+        recompile: Callable[[Any, Graph], Any] | None = None,
         schedules: Mapping[str, Mapping[str, Schedule]] | None = None,
-        hosts: Mapping[str, Host] | None = None,
+        hosts: Mapping[str, HostOperator] | None = None,
         emit: Callable[[Any, str], Program] | None = None,
     ) -> None:
         """Wrap a compiled program.
@@ -56,13 +64,13 @@ class ProgramModule(nn.Module):
             about: name, notes and stage texts of the model.
             example: a call and the digest of its results.
             libraries: compiled programs for other instruction sets.
-            remake: makes a model like this one around a graph with other weights and scales.
+            recompile: compiles a model like this one for a graph with other weights and scales.
             schedules: schedules that a search chose, by instruction set and output value.
             hosts: records of user-defined operators, by name.
             emit: generates the program of a model for another instruction set.
         """
         super().__init__()
-        self._emit, self._remake = emit, remake
+        self._emit, self._recompile = emit, recompile
         self.schedules, self.hosts = dict(schedules or {}), dict(hosts or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
         self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
@@ -71,21 +79,23 @@ class ProgramModule(nn.Module):
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self._byte_inputs = graph.byte_inputs()
         self._results = sum(output.value is not None for output in signature.outputs)
-        self._overwritten = [[entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.written]
+        self._updated_inputs = [[entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.written]
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
-        self._reads = [Read(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written]
+        self._external_inputs = [
+            ExternalInput(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written
+        ]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
-        self.plans = config.plans()
-        self._shapes: OrderedDict[Any, Shapes] = OrderedDict()
+        self.max_plans = config.max_plans()
+        self._plans: OrderedDict[Any, CallPlan] = OrderedDict()
         self._frames: list[Frame] = []
-        self._sizes: Sizes | None = None
-        self._float: tuple[nn.Module, ...] = ()  # in a tuple, so that it does not become a submodule
-        self._warm: set[Any] = set()
-        self._fell_back = False
-        self._plain = _plain_tensors(signature)
-        self._number = register(self)
+        self._size_evaluator: SizeEvaluator | None = None
+        self._fallback_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it does not become a submodule
+        self._planned_calls: set[Any] = set()
+        self._warned_of_fallback = False
+        self._positional_inputs = _count_positional_inputs(signature)
+        self._model_id = register(self)
         alone = signature.out_tree is not None and signature.out_tree.is_leaf()
         self._returns_tensor = alone and self._results == 1 and signature.outputs[0].levels is None
         for index, tensor in enumerate(initial_state(signature)):
@@ -95,73 +105,77 @@ class ProgramModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program, update mutable buffers and inputs that the float model updates in place, and return the
         result."""
-        if torch.compiler.is_compiling() and not self._opaque:
+        if torch.compiler.is_compiling() and not self._has_side_effects:
             return self._traced(args, kwargs)
-        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
-        if self._float and not self._takes(leaves):
+        leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
+        if self._fallback_model and not self._is_planned(leaves):
             with torch.no_grad():
-                return self._float[0](*args, **kwargs)
-        shapes = self._shapes_of(leaves)
+                return self._fallback_model[0](*args, **kwargs)
+        plan = self._plan_for(leaves)
         with torch.no_grad():
-            values = self._run([*leaves, *self._state()], shapes, torch.get_num_threads())
-            results = [self._returned(values[name], leaves) for name in self._outputs]
-            for index, value in enumerate(kept_state(self.signature, results)):
+            values = self._run([*leaves, *self._state()], plan, torch.get_num_threads())
+            results = [self._in_memory_format(values[name], leaves) for name in self._outputs]
+            for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
-            for position, result in zip(self._overwritten, results[self._results :], strict=False):
+            for position, result in zip(self._updated_inputs, results[self._results :], strict=False):
                 leaves[position].copy_(result)
-        if self._plain and self._returns_tensor:
+        if self._positional_inputs and self._returns_tensor:
             return results[0]
-        return rebuild(self.signature, tuple(results[: self._results]), shapes.symbols)
+        return unflatten_result(self.signature, tuple(results[: self._results]), plan.symbols)
 
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call as one custom operator while `torch.compile` traces it."""
         if torch.compiler.is_exporting():
             raise InputError("call", None, "this part is quantized already; native code cannot be traced")
-        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
-        results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._number)
-        if self._plain and self._results == 1 and self.signature.out_tree.is_leaf():
+        leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
+        results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._model_id)
+        if self._positional_inputs and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
-        return rebuild(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
+        return unflatten_result(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors for the input tensors of a call."""
         with torch.no_grad():
-            values = self._run(leaves, self._shapes_of(leaves), torch.get_num_threads())
-            return [self._returned(values[name], leaves) for name in self._outputs]
+            values = self._run(leaves, self._plan_for(leaves), torch.get_num_threads())
+            return [self._in_memory_format(values[name], leaves) for name in self._outputs]
 
     @property
-    def _opaque(self) -> bool:
+    def _has_side_effects(self) -> bool:
         """Return whether a call has effects that its custom operator cannot express: in-place updates, mutable buffers
         or a float fallback."""
-        return bool(self._float or self.signature.state or self.signature.written)
+        return bool(self._fallback_model or self.signature.state or self.signature.written)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
 
-    def _is_plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def _is_positional_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call is just the expected number of positional tensors, for which `bind` can be skipped."""
-        return 0 < len(args) == self._plain and not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        return (
+            0 < len(args) == self._positional_inputs
+            and not kwargs
+            and all(isinstance(arg, torch.Tensor) for arg in args)
+        )
 
-    def _shapes_of(self, leaves: Sequence[torch.Tensor]) -> Shapes:
+    def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
         key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
-        found = self._shapes.get(key)
+        found = self._plans.get(key)
         if found is None:
-            found = self._planned(dims_of(self.signature, list(leaves), self._byte_inputs))
+            found = self._new_plan(dims_of(self.signature, list(leaves), self._byte_inputs))
         # No lock, because a forked child could inherit it in the locked state. Each of these steps is atomic.
-        self._shapes[key] = found
-        if len(self._shapes) > 1:
+        self._plans[key] = found
+        if len(self._plans) > 1:
             with contextlib.suppress(KeyError):
-                self._shapes.move_to_end(key)
-                while len(self._shapes) > self.plans:
-                    self._shapes.popitem(last=False)
+                self._plans.move_to_end(key)
+                while len(self._plans) > self.max_plans:
+                    self._plans.popitem(last=False)
         return found
 
     @property
     def on_new_shape(self) -> str:
         """Return the policy for calls of new shapes: "plan" their memory and run in int8, or "fallback" to the float
         model."""
-        return (NewShapePolicy.FALLBACK if self._float else NewShapePolicy.PLAN).value
+        return (NewShapePolicy.FALLBACK if self._fallback_model else NewShapePolicy.PLAN).value
 
     def fall_back_to(self, float_model: nn.Module) -> Self:
         """Run calls whose shapes were not planned with this float model, without gradients.
@@ -170,7 +184,7 @@ class ProgramModule(nn.Module):
         strides, element type and device of every tensor. Inputs of a wrong element type or device are still refused.
         The model is kept by reference and is not saved in files.
         """
-        self._float = (float_model,)
+        self._fallback_model = (float_model,)
         return self
 
     def warm(self, *calls: Any) -> None:
@@ -182,14 +196,14 @@ class ProgramModule(nn.Module):
         """
         frame = Frame(self.artifact)
         for call in calls:
-            leaves = self._made_up(call)
-            shapes = self._shapes_of(leaves)
-            shapes.shares(torch.get_num_threads())
-            frame.fit(shapes.layout)
-            self._warm.add(_guard(leaves))
+            leaves = self._leaves_of_call(call)
+            plan = self._plan_for(leaves)
+            plan.thread_counts(torch.get_num_threads())
+            frame.fit(plan.layout)
+            self._planned_calls.add(_call_key(leaves))
         self._frames.append(frame)
 
-    def _made_up(self, call: Any) -> Sequence[torch.Tensor]:
+    def _leaves_of_call(self, call: Any) -> Sequence[torch.Tensor]:
         """Return the tensors of a call. Where only shapes are given, the tensors are uninitialized."""
         inputs = self.signature.inputs
         sizes = [call] if _is_shape(call) else list(call) if isinstance(call, (tuple, list)) else []
@@ -198,33 +212,33 @@ class ProgramModule(nn.Module):
             return [torch.empty(size, dtype=kind, device="cpu") for size, kind in zip(sizes, kinds, strict=True)]
         return leaves_of(self.signature, call, self._byte_inputs)
 
-    def _takes(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def _is_planned(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Return whether a call was planned. If nothing was planned yet, plan this call."""
-        check_kinds(self.signature, leaves, self._byte_inputs)
-        guard = _guard(leaves)
-        if not self._warm:
+        check_tensors(self.signature, leaves, self._byte_inputs)
+        key = _call_key(leaves)
+        if not self._planned_calls:
             with contextlib.suppress(InputError):
-                self._shapes_of(leaves)
-                self._warm.add(guard)
-        if guard not in self._warm and not self._fell_back:
-            self._fell_back = True
+                self._plan_for(leaves)
+                self._planned_calls.add(key)
+        if key not in self._planned_calls and not self._warned_of_fallback:
+            self._warned_of_fallback = True
             logger.warning("%s: shapes that were not planned run in float (on_new_shape)", self.about.name)
-        return guard in self._warm
+        return key in self._planned_calls
 
-    def _planned(self, symbols: dict[str, int]) -> Shapes:
+    def _new_plan(self, symbols: dict[str, int]) -> CallPlan:
         """Return the plan for these sizes of the dynamic dimensions."""
-        if self._sizes is None:
-            self._sizes = Sizes(self.artifact, self.graph, self.island_dims)
-        return Shapes(self._sizes, symbols)
+        if self._size_evaluator is None:
+            self._size_evaluator = SizeEvaluator(self.artifact, self.graph, self.island_dims)
+        return CallPlan(self._size_evaluator, symbols)
 
     def _run(
-        self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int, clock: Clock | None = None
+        self, leaves: Sequence[torch.Tensor], plan: CallPlan, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:
         """Run all segments and islands in order.
 
         Args:
             leaves: the graph's input tensors, state included.
-            shapes: the plan of the call.
+            plan: the plan of the call.
             allowed: the largest number of threads.
             clock: collects the time of steps and islands, if given.
 
@@ -235,56 +249,60 @@ class ProgramModule(nn.Module):
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = Frame(shapes.artifact)
-        if frame.layout is not shapes.layout:
-            frame.fit(shapes.layout)
+            frame = Frame(plan.artifact)
+        if frame.layout is not plan.layout:
+            frame.fit(plan.layout)
         frame.run.times = clock.steps if clock else None
-        kept, shares = [], shapes.shares(allowed)
+        alive, thread_counts = [], plan.thread_counts(allowed)
         for segment, calls in self._calls.items():
             if calls:
                 for call in calls:
                     if isinstance(call, HostCall):
-                        self._host(call, frame, shapes, clock)
+                        self._host(call, frame, plan, clock)
                         continue
-                    dims = shapes.island_dims[call.key]
+                    dims = plan.island_dims[call.key]
                     with torch.autocast("cpu", enabled=False):  # islands and later segments read float32
                         begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
                         if clock:
                             clock.islands[call.key] += time.perf_counter_ns() - begin
                     for name, result in zip(call.outputs, results, strict=True):
-                        if name in shapes.read and (result.shape != shapes.read[name] or result.device.type != "cpu"):
-                            problem = f"{result.device} {list(result.shape)}; the program reads {shapes.read[name]}"
+                        if name in plan.input_shapes and (
+                            result.shape != plan.input_shapes[name] or result.device.type != "cpu"
+                        ):
+                            problem = (
+                                f"{result.device} {list(result.shape)}; the program reads {plan.input_shapes[name]}"
+                            )
                             raise InputError(f"%{name}", None, problem, remedy="leave its float parts as they are")
                     values.update(zip(call.outputs, results, strict=True))
                 continue
-            for name, sizes, strides in shapes.written:
+            for name, sizes, strides in plan.outputs:
                 if name not in values:
                     made = torch.empty_strided(sizes, strides, dtype=self._written[name], device="cpu")
                     frame.external[self._index[name]] = made.data_ptr()
                     values[name] = made
-            for entry in self._reads:
+            for entry in self._external_inputs:
                 if entry.value in values:
-                    tensor = entry.readable(values[entry.value])
-                    frame.read(entry.index, tensor)
-                    kept.append(tensor)
-            shapes.artifact.run(frame.run, segment, shares[segment])
-            if frame.outside.value:  # the frame is dropped, not reused
+                    tensor = entry.prepared(values[entry.value])
+                    frame.set_input(entry.index, tensor)
+                    alive.append(tensor)
+            plan.artifact.run(frame.run, segment, thread_counts[segment])
+            if frame.out_of_range.value:  # the frame is dropped, not reused
                 raise IndexError("index out of range in self")
-        if len(self._frames) < FRAMES:
+        if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         return values
 
-    def _host(self, call: HostCall, frame: Frame, shapes: Shapes, clock: Clock | None) -> None:
+    def _host(self, call: HostCall, frame: Frame, plan: CallPlan, clock: Clock | None) -> None:
         """Run a user-defined operator on quantized values in the arena."""
         begin, host = time.perf_counter_ns(), self.hosts[call.op.attrs["operator"]]
-        run_host(call, host, self.graph, frame.levels(), shapes.layout.offsets, shapes.symbols)
+        run_host(call, host, self.graph, frame.arena_bytes(), plan.layout.offsets, plan.symbols)
         if clock:
             clock.islands[call.key] += time.perf_counter_ns() - begin
 
-    def _returned(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _in_memory_format(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return an image result contiguous, unless an input was channels-last."""
-        if value.dim() == 4 and not value.is_contiguous() and not any(map(came_channels_last, leaves)):
+        if value.dim() == 4 and not value.is_contiguous() and not any(map(is_channels_last, leaves)):
             return value.contiguous()
         return value
 
@@ -295,12 +313,12 @@ class ProgramModule(nn.Module):
         assert self._emit is not None
         return self._emit(self, isa)
 
-    def _clocked(self, leaves: Sequence[torch.Tensor], shapes: Shapes, allowed: int) -> Clock:
+    def _timed_call(self, leaves: Sequence[torch.Tensor], plan: CallPlan, allowed: int) -> Clock:
         """Run one call and return the time of every step."""
         program = self.artifact.program
         clock = Clock(len(program.steps), [step.island for step in program.steps if step.island])
         with torch.no_grad():
-            self._run([*leaves, *self._state()], shapes, allowed, clock)
+            self._run([*leaves, *self._state()], plan, allowed, clock)
         return clock
 
 
@@ -308,12 +326,12 @@ def _is_shape(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
 
 
-def _guard(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def _call_key(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Return the key of a planned call: shape, strides, element type and device of every tensor."""
     return tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
 
 
-def _plain_tensors(signature: Signature) -> int:
+def _count_positional_inputs(signature: Signature) -> int:
     """Return the number of inputs if a call consists of positional tensors only, else 0."""
     tree, count = signature.in_tree, len(signature.inputs)
     if tree is None or signature.fixed or tree.num_leaves != count:

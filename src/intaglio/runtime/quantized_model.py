@@ -34,10 +34,10 @@ from intaglio.runtime.saved.model_file import (
 )
 from intaglio.signature import bind, initial_state
 
-LIMIT_SECONDS = 0.002
+PEAK_SECONDS = 0.002
 """Seconds per repeat of the measurement of peak int8 throughput."""
 
-STAYS = "leave the int8 model as it is, and convert what goes in and what comes out"
+CPU_FLOAT32_REMEDY = "leave the int8 model as it is, and convert what goes in and what comes out"
 
 
 class QuantizedModel(ProgramModule):
@@ -86,26 +86,28 @@ class QuantizedModel(ProgramModule):
         """
         if self.signature.written:  # a call updates its inputs in place; profiling must not
             args, kwargs = copy.deepcopy((args, kwargs))
-        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
+        leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         self(*args, **kwargs)
-        shapes, allowed, program = self._shapes_of(leaves), torch.get_num_threads(), self.artifact.program
-        used = max(shapes.shares(allowed), default=1)
+        plan, allowed, program = self._plan_for(leaves), torch.get_num_threads(), self.artifact.program
+        used = max(plan.thread_counts(allowed), default=1)
         before = _int8_rates(program.isa, used)
-        clocks, whole = [], []
+        clocks, call_times = [], []
         for _ in range(calls):
             begin = time.perf_counter_ns()
             self(*args, **kwargs)
-            whole.append(time.perf_counter_ns() - begin)
-            clocks.append(self._clocked(leaves, shapes, allowed))
+            call_times.append(time.perf_counter_ns() - begin)
+            clocks.append(self._timed_call(leaves, plan, allowed))
         rates = max(before, _int8_rates(program.isa, used), key=sum)
-        return profile_of(program, shapes.symbols, clocks, whole, used, rates)
+        return profile_of(program, plan.symbols, clocks, call_times, used, rates)
 
     def step_times(self, *args: Any, **kwargs: Any) -> list[int]:
         """Return the nanoseconds of every step of one call in execution order. The schedule search uses it."""
         if self.signature.written:  # a call updates its inputs in place; timing must not
             args, kwargs = copy.deepcopy((args, kwargs))
-        leaves = args if self._is_plain(args, kwargs) else bind(self.signature, args, kwargs)
-        return self._clocked(leaves, self._shapes_of(leaves), torch.get_num_threads()).spent(self.artifact.program)
+        leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
+        return self._timed_call(leaves, self._plan_for(leaves), torch.get_num_threads()).step_times(
+            self.artifact.program
+        )
 
     def reset(self) -> None:
         """Reset mutable buffers to the values that they had when the float model was captured."""
@@ -115,8 +117,8 @@ class QuantizedModel(ProgramModule):
     def assert_int8(self, macs: float = 1.0) -> None:
         """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
         if self.coverage.macs < macs:
-            shares = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
-            raise AssertionError(f"{shares}\n{self.coverage}")
+            share = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
+            raise AssertionError(f"{share}\n{self.coverage}")
 
     def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
         """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is
@@ -211,7 +213,7 @@ class QuantizedModel(ProgramModule):
         leaves = [tensor.clone() for tensor in tensors]
         with torch.no_grad():
             tensors = [*leaves, *initial_state(self.signature)]
-            values = self._run(tensors, self._shapes_of(leaves), torch.get_num_threads())
+            values = self._run(tensors, self._plan_for(leaves), torch.get_num_threads())
         exact = exact_values(self.graph)
         names = [*self._written, *self._outputs]
         return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
@@ -245,23 +247,23 @@ class QuantizedModel(ProgramModule):
         own = {key.removeprefix(prefix): state_dict[key] for key in state_dict if f"{key}.".startswith(f"{start}.")}
         rest = {key: value for key, value in state_dict.items() if key.removeprefix(prefix) not in own}
         if own:
-            self._take_numbers(own)
+            self._load_graph(own)
         else:
             missing_keys.append(start)
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _take_numbers(self, tensors: Mapping[str, Any]) -> None:
+    def _load_graph(self, tensors: Mapping[str, Any]) -> None:
         """Replace weights and scales by those of a state dictionary, and compile the program for them if they
         differ."""
         graph = state_dict_io.graph_of(tensors, self.graph)
         here, there = state_dict_io.tensors_of(self.graph), state_dict_io.tensors_of(graph)
         if all(torch.equal(here[key], there[key]) for key in here):
             return
-        assert self._remake is not None
-        made = self._remake(self, graph)
+        assert self._recompile is not None
+        made = self._recompile(self, graph)
         self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
-        self.about, self.coverage, self.example, self._shapes = made.about, made.coverage, None, OrderedDict()
-        self._frames, self._sizes = [], None
+        self.about, self.coverage, self.example, self._plans = made.about, made.coverage, None, OrderedDict()
+        self._frames, self._size_evaluator = [], None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
         """Apply `to`, `cuda`, `half` and similar methods. Raise `InputError` if tensors would leave the CPU or
@@ -269,11 +271,15 @@ class QuantizedModel(ProgramModule):
         try:
             moved = fn(torch.zeros(1, device="cpu"))
         except (RuntimeError, AssertionError) as error:
-            raise InputError("to", None, str(error), remedy=STAYS) from error
+            raise InputError("to", None, str(error), remedy=CPU_FLOAT32_REMEDY) from error
         if moved.device.type != "cpu":
-            raise InputError("to", None, f"device {moved.device}; an int8 model runs on the CPU", remedy=STAYS)
+            raise InputError(
+                "to", None, f"device {moved.device}; an int8 model runs on the CPU", remedy=CPU_FLOAT32_REMEDY
+            )
         if moved.dtype is not torch.float32:
-            raise InputError("to", None, f"element type {moved.dtype}; its float parts are float32", remedy=STAYS)
+            raise InputError(
+                "to", None, f"element type {moved.dtype}; its float parts are float32", remedy=CPU_FLOAT32_REMEDY
+            )
         super()._apply(fn, recurse)
         return self
 
@@ -285,11 +291,17 @@ class QuantizedModel(ProgramModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without plans and arenas."""
-        return {**self.__dict__, "_shapes": OrderedDict(), "_frames": [], "_sizes": None, "_warm": set()}
+        return {
+            **self.__dict__,
+            "_plans": OrderedDict(),
+            "_frames": [],
+            "_size_evaluator": None,
+            "_planned_calls": set(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = register(self)
+        self._model_id = register(self)
 
     def __repr__(self) -> str:
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
@@ -306,6 +318,6 @@ def _int8_rates(isa: str, threads: int) -> list[float]:
     """Return the peak multiply-accumulates per second of each thread, or nothing if the measuring program cannot be
     built."""
     try:
-        return int8_rates(isa, threads, LIMIT_SECONDS)
+        return int8_rates(isa, threads, PEAK_SECONDS)
     except BuildError:
         return []

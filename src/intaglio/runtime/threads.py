@@ -29,18 +29,18 @@ BYTES_PER_SECOND = 24e9
 """Rate at which one thread reads and writes activations in addition. Quantize reaches 44e9, max_pool 80e9, and the
 whole MobileNetV2 this rate."""
 
-STEP = 0.1e-6
+STEP_SECONDS = 0.1e-6
 """Seconds of a step before its first tile."""
 
-START = 5e-6
+START_SECONDS = 5e-6
 """Seconds until the other threads work: 0.2e-6 while they still spin for the next call, 30e-6 to 200e-6 once they
 sleep."""
 
-BARRIER, BARRIER_THREAD = 0.08e-6, 0.04e-6
+BARRIER_SECONDS, BARRIER_SECONDS_PER_THREAD = 0.08e-6, 0.04e-6
 """Seconds of a barrier, and for each thread that waits at it. Two threads were measured (0.05e-6 without work in
 between, 0.15e-6 for cache line transfer and late arrival); the increase is an estimate for cores of one socket."""
 
-CLOSE = 1.02
+TIME_TOLERANCE = 1.02
 """More threads are used only if they save more than 2 % of the time, because they take cores from other work."""
 
 
@@ -62,8 +62,8 @@ class SegmentCost:
         """Return the predicted seconds with 1 to ``most`` threads, f64[most]."""
         counts = np.arange(1, most + 1)
         largest = np.ceil(self.units / counts[:, None]) / self.units
-        shared = (self.seconds * largest).sum(1) + STEP * len(self.seconds)
-        others = START + self.barriers * (BARRIER + BARRIER_THREAD * counts)
+        shared = (self.seconds * largest).sum(1) + STEP_SECONDS * len(self.seconds)
+        others = START_SECONDS + self.barriers * (BARRIER_SECONDS + BARRIER_SECONDS_PER_THREAD * counts)
         return shared + np.where(counts > 1, others, 0)
 
     def time(self, threads: int) -> float:
@@ -73,11 +73,11 @@ class SegmentCost:
     def threads(self, most: int) -> int:
         """Return the fewest threads, up to ``most``, whose time is close to the best."""
         times = self.times(most)
-        return int(np.argmax(times <= CLOSE * times.min())) + 1
+        return int(np.argmax(times <= TIME_TOLERANCE * times.min())) + 1
 
 
 @dataclass(frozen=True)
-class _Table:
+class _CostExpressions:
     """Compiled cost expressions of a program.
 
     Attributes:
@@ -91,13 +91,13 @@ class _Table:
     barriers: tuple[int, ...]
 
 
-_TABLES: WeakKeyDictionary[Program, _Table] = WeakKeyDictionary()
+_EXPRESSIONS: WeakKeyDictionary[Program, _CostExpressions] = WeakKeyDictionary()
 """Cost expressions by program, compiled once."""
 
 
-def _table(program: Program) -> _Table:
+def _expressions_of(program: Program) -> _CostExpressions:
     """Return the cost expressions of a program, compiled at the first call."""
-    found = _TABLES.get(program)
+    found = _EXPRESSIONS.get(program)
     if found is None:
         works = [step.work for step in program.steps]
         evaluate = evaluator([dim for w in works for dim in (w.macs, w.bytes, w.units)], program.symbols)
@@ -106,13 +106,15 @@ def _table(program: Program) -> _Table:
             for segment in range(program.segments)
         )
         groups = [len({works[i].barrier_group for i in steps}) for steps in segments]
-        found = _TABLES[program] = _Table(evaluate, segments, tuple(max(count - 1, 0) for count in groups))
+        found = _EXPRESSIONS[program] = _CostExpressions(
+            evaluate, segments, tuple(max(count - 1, 0) for count in groups)
+        )
     return found
 
 
-def stretches(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]:
+def segment_costs(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]:
     """Return the cost of every segment."""
-    table = _table(program)
+    table = _expressions_of(program)
     found = table.evaluate(*[symbols[name] for name in program.symbols])
     macs, moved, units = np.array(found, np.float64).reshape(-1, 3).T
     seconds = macs / MACS_PER_SECOND[program.isa] + moved / BYTES_PER_SECOND
@@ -123,10 +125,10 @@ def stretches(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]
     ]
 
 
-def shares(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:
+def thread_counts(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:
     """Return the number of threads for every segment, at most ``allowed`` and at most the cores this process may
     use."""
     most = min(allowed, len(os.sched_getaffinity(0)))
     if most <= 1:
         return (1,) * program.segments
-    return tuple(stretch.threads(most) for stretch in stretches(program, symbols))
+    return tuple(cost.threads(most) for cost in segment_costs(program, symbols))

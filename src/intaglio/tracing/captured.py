@@ -16,7 +16,7 @@ from intaglio.errors import ArtifactError, InputError
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import About, Signature
-from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
 
 
 class GraphStage:
@@ -32,8 +32,8 @@ class GraphStage:
         symbols = dims_of(self.signature, leaves)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self.module(*leaves, *self.state)
-            self.state[:] = kept_state(self.signature, results)
-        return rebuild(self.signature, results, symbols)
+            self.state[:] = updated_state(self.signature, results)
+        return unflatten_result(self.signature, results, symbols)
 
     def as_module(self) -> nn.Module:
         """Return the stage as a module for a float model, visible to `torch.export` and `stages.capture`.
@@ -88,7 +88,7 @@ class _StageModule(nn.Module):
         traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         symbols = {} if traced else dims_of(self.signature, leaves)
         with torch.no_grad():
-            return rebuild(self.signature, self.operators(*leaves), symbols)
+            return unflatten_result(self.signature, self.operators(*leaves), symbols)
 
 
 @dataclass(frozen=True)

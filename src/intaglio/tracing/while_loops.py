@@ -14,7 +14,7 @@ from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
 from intaglio.ir import About, Input, Origin, Output, Signature
-from intaglio.signature import repeated
+from intaglio.signature import run_while_loop
 from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
@@ -50,7 +50,7 @@ class WhileLoop:
     __name__, __module__ = WHILE, __name__
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return repeated(self.condition.module, self.run, self.carried, values)
+        return run_while_loop(self.condition.module, self.run, self.carried, values)
 
     def __str__(self) -> str:
         return f"loop.{self.name}"

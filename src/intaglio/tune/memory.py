@@ -18,7 +18,7 @@ from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.plan import GENERATOR, Geometry, misfit
-from intaglio.runtime.saved.json_codec import whole
+from intaglio.runtime.saved.json_codec import checked_integer
 
 ENTRY_BYTES = 4096
 """Disk space of an entry, one block of the file system."""
@@ -57,7 +57,7 @@ class Memory:
         path = self.path(geometry)
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
-            schedule = Schedule(**{name: whole(value) for name, value in entry["schedule"].items()})
+            schedule = Schedule(**{name: checked_integer(value) for name, value in entry["schedule"].items()})
             problem = misfit(schedule, ISAS[self.isa]) if entry["key"] == self.key(geometry) else "another layer's"
         except FileNotFoundError:
             return None

@@ -35,7 +35,7 @@ from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.per_token import decompositions
 from intaglio.quant.qdq.convert import Reference
-from intaglio.signature import bind, dims_of, initial_state, kept_state, rebuild
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
 from intaglio.torch_private import FakeTensorMode, pytree
 
 SETTINGS = {
@@ -92,12 +92,12 @@ class InductorModel(nn.Module):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph has explicit element types
             inputs = [leaf.contiguous() for leaf in (*leaves, *self._state())]
             results = self._program(inputs).call(*inputs)
-            for index, value in enumerate(kept_state(self.signature, results)):
+            for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
             written = results[sum(output.value is not None for output in self.signature.outputs) :]
             for leaf, value in zip(self.signature.written, written, strict=False):
                 leaves[[entry.leaf for entry in self.signature.inputs].index(leaf)].copy_(value)
-        return rebuild(self.signature, tuple(results), symbols)
+        return unflatten_result(self.signature, tuple(results), symbols)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]
@@ -273,7 +273,7 @@ class _AsModel(nn.Module):
         tensors = [leaves[entry.leaf] for entry in self.signature.inputs]
         with torch.fx.traceback.preserve_node_meta():  # keeps the labels that the report needs
             results = fx.Interpreter(self.model).run(*tensors)
-        return rebuild(self.signature, tuple(results), _free_sizes(self.signature, tensors))
+        return unflatten_result(self.signature, tuple(results), _free_sizes(self.signature, tensors))
 
 
 @contextmanager

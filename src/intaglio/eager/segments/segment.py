@@ -31,7 +31,7 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.signature import settles
+from intaglio.signature import match_size
 from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
@@ -174,7 +174,7 @@ class Segment:
         shape = self.shapes.get(number)
         if shape is None or tensor.dim() != len(shape):
             return shape is None
-        return all(settles(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
+        return all(match_size(dim, size, symbols) for dim, size in zip(shape, tensor.shape, strict=True))
 
     def sizes(self, symbols: dict[str, int]) -> list[torch.Size | None]:
         """Return the shape of each value, or None where the dynamic sizes known so far do not determine it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
-from intaglio.output_paths import FILE, unwritable
+from intaglio.output_paths import FILE_REMEDY, unwritable_error
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
@@ -58,7 +58,7 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
             with contextlib.suppress(FileNotFoundError):
                 draft.unlink()
     except OSError as error:
-        raise unwritable(path, error, FILE) from error
+        raise unwritable_error(path, error, FILE_REMEDY) from error
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -34,13 +34,13 @@ from intaglio.ir import (
 from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.saved.bit_packing import pack, unpack
 
-LEVELS, MULTIPLES_SUFFIX = " levels", " multiples"
+QUANTIZED_SUFFIX, MULTIPLES_SUFFIX = " levels", " multiples"
 """Suffixes of the keys of a packed constant. Their space keeps them distinct from the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHORT_ARRAY = 4
 """Maximum number of parameters per channel that are written in the JSON text. Longer arrays are stored in a tensor."""
 
-ARRAYS: Mapping[DType, Any] = {
+NUMPY_DTYPES: Mapping[DType, Any] = {
     DType.U8: np.uint8,
     DType.S8: np.int8,
     DType.I16: np.int16,
@@ -52,8 +52,8 @@ ARRAYS: Mapping[DType, Any] = {
     DType.BOOL: np.bool_,
 }
 INTEGER_BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
-TORCH_KINDS: Mapping[str, Any] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
-NUMPY_KINDS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
+TORCH_TYPES: Mapping[str, Any] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
+NUMPY_SCALARS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
 
 
 class NotStorableError(ValueError):
@@ -76,9 +76,9 @@ def encode(value: Any) -> Any:
         return [encode(item) for item in value]
     if isinstance(value, Expression):
         return {"dim": encode_dim(value)}
-    if isinstance(value, np.generic) and value.dtype.name in NUMPY_KINDS:
+    if isinstance(value, np.generic) and value.dtype.name in NUMPY_SCALARS:
         return {"numpy": [value.dtype.name, encode(value.item())]}
-    for name, kind in TORCH_KINDS.items():
+    for name, kind in TORCH_TYPES.items():
         if type(value) is kind:
             return {name: str(value).removeprefix("torch.")}
     if isinstance(value, torch.device) and value.type == "cpu":
@@ -102,24 +102,24 @@ def decode(value: Any) -> Any:
             return decode_dim(held)
         case "numpy":
             name, number = held
-            return np.dtype(NUMPY_KINDS[NUMPY_KINDS.index(name)]).type(decode(number))
+            return np.dtype(NUMPY_SCALARS[NUMPY_SCALARS.index(name)]).type(decode(number))
         case "device":
             return torch.device({"cpu": "cpu"}[held])
         case "dtype" | "memory_format" | "layout":
-            found = getattr(torch, identifier(held))
-            if type(found) is TORCH_KINDS[tag]:
+            found = getattr(torch, checked_identifier(held))
+            if type(found) is TORCH_TYPES[tag]:
                 return found
     raise ValueError(f"no value is a {tag!r}")
 
 
-def identifier(text: Any) -> str:
+def checked_identifier(text: Any) -> str:
     """Return ``text`` if it is a valid name in C and Python. Raise `ValueError` otherwise."""
     if not isinstance(text, str) or not IDENTIFIER.fullmatch(text):
         raise ValueError(f"not a name: {text!r:.60}")
     return text
 
 
-def value_name(text: Any) -> str:
+def checked_value_name(text: Any) -> str:
     """Return ``text`` if it is a valid name of a value, made of letters and digits of any script and ``_``. Raise
     `ValueError` otherwise."""
     if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
@@ -127,7 +127,7 @@ def value_name(text: Any) -> str:
     return text
 
 
-def one_line(text: Any) -> str:
+def checked_line(text: Any) -> str:
     """Return ``text`` if it cannot end a C++ comment, that is, if it has no line break and no backslash. Raise
     `ValueError` otherwise."""
     if not isinstance(text, str) or not text.isprintable() or "\\" in text:
@@ -135,7 +135,7 @@ def one_line(text: Any) -> str:
     return text
 
 
-def whole(value: Any) -> int:
+def checked_integer(value: Any) -> int:
     """Return ``value`` if it is an integer. Raise `TypeError` otherwise."""
     if type(value) is not int:
         raise TypeError(f"not an integer: {value!r:.60}")
@@ -159,19 +159,19 @@ def _encode_atom(atom: str | FloorDiv) -> Any:
 def decode_dim(value: Any) -> Dim:
     if type(value) is int:
         return value
-    return Expression(tuple((tuple(map(_decode_atom, atoms)), whole(factor)) for atoms, factor in value))
+    return Expression(tuple((tuple(map(_decode_atom, atoms)), checked_integer(factor)) for atoms, factor in value))
 
 
 def _decode_atom(value: Any) -> str | FloorDiv:
     if isinstance(value, str):
-        return identifier(value)
-    numerator, divisor = decode_dim(value[0]), whole(value[1])
+        return checked_identifier(value)
+    numerator, divisor = decode_dim(value[0]), checked_integer(value[1])
     if isinstance(numerator, int) or divisor < 1:
         raise ValueError(f"not a floor division: {value!r:.60}")
     return FloorDiv(numerator, divisor)
 
 
-class Numbers:
+class ParameterTable:
     """Parameters per channel, concatenated in one float64 tensor. Equal arrays are stored once."""
 
     def __init__(self, values: np.ndarray | None = None) -> None:
@@ -194,7 +194,7 @@ class Numbers:
         """Return the tuple that `put` stored. Raise `ValueError` if the position is invalid."""
         if isinstance(entry, list):
             return tuple(float(value) for value in entry)
-        start, count = whole(entry["at"]), whole(entry["count"])
+        start, count = checked_integer(entry["at"]), checked_integer(entry["count"])
         found = self.values[start : start + count]
         if start < 0 or len(found) != count:
             raise ValueError(f"no {count} numbers at {start}")
@@ -204,24 +204,24 @@ class Numbers:
         return np.concatenate(self.parts) if self.parts else np.zeros(0)
 
 
-def encode_type(kind: TensorType, numbers: Numbers) -> Any:
+def encode_type(kind: TensorType, parameters: ParameterTable) -> Any:
     """Return an element type, shape and quantization parameters as JSON."""
     entry: dict[str, Any] = {"shape": [encode_dim(dim) for dim in kind.shape], "dtype": kind.dtype.value}
     if kind.q is not None:
-        entry["q"] = _encode_q(kind.q, numbers)
+        entry["q"] = _encode_q(kind.q, parameters)
     if kind.packing is not None:
         entry["packing"] = asdict(kind.packing)
     return entry
 
 
-def decode_type(entry: Any, numbers: Numbers) -> TensorType:
+def decode_type(entry: Any, parameters: ParameterTable) -> TensorType:
     """Return the type that `encode_type` wrote. Raise `ValueError` if sizes or the range of quantized values are
     invalid."""
     shape = tuple(decode_dim(dim) for dim in entry["shape"])
     if any(isinstance(dim, int) and dim < 0 for dim in shape):
         raise ValueError(f"a negative size in {shape}")
     dtype = DType(entry["dtype"])
-    q = _decode_q(entry["q"], numbers) if "q" in entry else None
+    q = _decode_q(entry["q"], parameters) if "q" in entry else None
     if q is not None and dtype in INTEGER_BOUNDS:
         low, high = INTEGER_BOUNDS[dtype]
         if not low <= q.qmin < q.qmax <= high:
@@ -230,15 +230,15 @@ def decode_type(entry: Any, numbers: Numbers) -> TensorType:
 
 
 def _decode_packing(entry: Any) -> Packing:
-    packing = Packing(**{identifier(key): whole(value) for key, value in entry.items()})
+    packing = Packing(**{checked_identifier(key): checked_integer(value) for key, value in entry.items()})
     if not (0 < packing.bits < 8 and -128 <= packing.low <= 0 <= packing.group):
         raise ValueError(f"no packing is {packing}")
     return packing
 
 
-def _encode_q(q: QParams, numbers: Numbers) -> Any:
+def _encode_q(q: QParams, parameters: ParameterTable) -> Any:
     """Return quantization parameters as JSON. A zero point that all channels share is written once."""
-    scale = {"value": q.scale.value} if isinstance(q.scale, Ref) else numbers.put(q.scale)
+    scale = {"value": q.scale.value} if isinstance(q.scale, Ref) else parameters.put(q.scale)
     zeros: Any
     if isinstance(q.zero_point, Ref):
         zeros = {"value": q.zero_point.value}
@@ -249,19 +249,23 @@ def _encode_q(q: QParams, numbers: Numbers) -> Any:
     return {"scale": scale, "zero_point": zeros, "qmin": q.qmin, "qmax": q.qmax, "axis": axis}
 
 
-def _decode_q(entry: Any, numbers: Numbers) -> QParams:
+def _decode_q(entry: Any, parameters: ParameterTable) -> QParams:
     scale, zeros, axis = entry["scale"], entry["zero_point"], entry["axis"]
-    scales = Ref(value_name(scale["value"])) if "value" in scale else numbers.get(scale)
+    scales = Ref(checked_value_name(scale["value"])) if "value" in scale else parameters.get(scale)
     points: Ref | tuple[int, ...]
     if isinstance(zeros, dict):
-        points = Ref(value_name(zeros["value"])) if "value" in zeros else (whole(zeros["all"]),) * _count(scales)
+        points = (
+            Ref(checked_value_name(zeros["value"]))
+            if "value" in zeros
+            else (checked_integer(zeros["all"]),) * _count(scales)
+        )
     else:
-        points = tuple(map(whole, zeros))
+        points = tuple(map(checked_integer, zeros))
     if isinstance(axis, dict):
-        axis = Groups(whole(axis["groups"]))
+        axis = Groups(checked_integer(axis["groups"]))
     elif axis is not None:
-        axis = PerRow() if axis == "rows" else whole(axis)
-    return QParams(scales, points, whole(entry["qmin"]), whole(entry["qmax"]), axis)
+        axis = PerRow() if axis == "rows" else checked_integer(axis)
+    return QParams(scales, points, checked_integer(entry["qmin"]), checked_integer(entry["qmax"]), axis)
 
 
 def _count(scales: Ref | tuple[float, ...]) -> int:
@@ -271,12 +275,12 @@ def _count(scales: Ref | tuple[float, ...]) -> int:
 # ---- graphs -------------------------------------------------------------------------------------------------------
 
 
-def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
+def encode_graph(graph: Graph, parameters: ParameterTable, arrays: dict[str, np.ndarray], prefix: str = "") -> Any:
     """Return the graph as JSON.
 
     Args:
         graph: the integer graph.
-        numbers: collects parameters per channel.
+        parameters: collects parameters per channel.
         arrays: gets the constants.
         prefix: prefix of the keys of constants. Those of a loop body start with the index of its operator.
     """
@@ -286,8 +290,8 @@ def encode_graph(graph: Graph, numbers: Numbers, arrays: dict[str, np.ndarray], 
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "constants": list(graph.constants),
-        "types": {name: encode_type(kind, numbers) for name, kind in graph.types.items()},
-        "ops": [_encode_op(op, numbers, arrays, f"{prefix}{index}/") for index, op in enumerate(graph.ops)],
+        "types": {name: encode_type(kind, parameters) for name, kind in graph.types.items()},
+        "ops": [_encode_op(op, parameters, arrays, f"{prefix}{index}/") for index, op in enumerate(graph.ops)],
     }
 
 
@@ -298,51 +302,53 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     if packed is None:
         return {key: np.asarray(array, order="C")}  # ascontiguousarray would turn a scalar into a 1-d array
     levels, multiples = packed
-    return {key + LEVELS: levels} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
+    return {key + QUANTIZED_SUFFIX: levels} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
 
 
 def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-    if kind.packing is None or key + LEVELS not in arrays:
+    if kind.packing is None or key + QUANTIZED_SUFFIX not in arrays:
         return arrays[key]
-    shape = tuple(map(whole, kind.shape))
-    return unpack(arrays[key + LEVELS], arrays.get(key + MULTIPLES_SUFFIX, np.zeros(0, np.uint8)), kind.packing, shape)
+    shape = tuple(map(checked_integer, kind.shape))
+    return unpack(
+        arrays[key + QUANTIZED_SUFFIX], arrays.get(key + MULTIPLES_SUFFIX, np.zeros(0, np.uint8)), kind.packing, shape
+    )
 
 
-def _encode_op(op: Op, numbers: Numbers, arrays: dict[str, np.ndarray], prefix: str) -> Any:
+def _encode_op(op: Op, parameters: ParameterTable, arrays: dict[str, np.ndarray], prefix: str) -> Any:
     entry: dict[str, Any] = {"kind": op.kind, "inputs": list(op.inputs), "outputs": list(op.outputs)}
     if op.attrs:
         entry["attrs"] = {key: encode(value) for key, value in op.attrs.items()}
     if op.body is not None:
-        entry["body"] = encode_graph(op.body, numbers, arrays, prefix)
+        entry["body"] = encode_graph(op.body, parameters, arrays, prefix)
     if op.origin != Origin():
         entry["origin"] = [op.origin.path, op.origin.operator, op.origin.source]
     return entry
 
 
-def decode_graph(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
+def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
     """Return the graph that `encode_graph` wrote. Raise `ValueError` if a constant does not have its declared type."""
-    types = {value_name(name): decode_type(kind, numbers) for name, kind in entry["types"].items()}
-    constants = {value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
+    types = {checked_value_name(name): decode_type(kind, parameters) for name, kind in entry["types"].items()}
+    constants = {checked_value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
     for name, array in constants.items():
-        if array.dtype != ARRAYS.get(types[name].dtype):
+        if array.dtype != NUMPY_DTYPES.get(types[name].dtype):
             raise ValueError(f"constant %{name} holds {array.dtype}, not {types[name].dtype}")
-    ops = [_decode_op(op, numbers, arrays, f"{prefix}{index}/") for index, op in enumerate(entry["ops"])]
+    ops = [_decode_op(op, parameters, arrays, f"{prefix}{index}/") for index, op in enumerate(entry["ops"])]
     return Graph(_names(entry["inputs"]), _names(entry["outputs"]), types, tuple(ops), constants)
 
 
-def _decode_op(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray], prefix: str) -> Op:
-    attrs = {identifier(key): _plain_attr(decode(value)) for key, value in entry.get("attrs", {}).items()}
-    body = decode_graph(entry["body"], numbers, arrays, prefix) if "body" in entry else None
-    path, operator, source = map(one_line, entry.get("origin", ("", "", "")))
-    kind = identifier(entry["kind"])
+def _decode_op(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray], prefix: str) -> Op:
+    attrs = {checked_identifier(key): _plain_attr(decode(value)) for key, value in entry.get("attrs", {}).items()}
+    body = decode_graph(entry["body"], parameters, arrays, prefix) if "body" in entry else None
+    path, operator, source = map(checked_line, entry.get("origin", ("", "", "")))
+    kind = checked_identifier(entry["kind"])
     return Op(kind, _names(entry["inputs"]), _names(entry["outputs"]), attrs, body, Origin(path, operator, source))
 
 
 def _plain_attr(value: Any) -> Any:
     """Return an attribute value whose text is a single line, because attributes are printed into C++ comments."""
-    one_line(str(value))
+    checked_line(str(value))
     return value
 
 
 def _names(entry: Any) -> tuple[str, ...]:
-    return tuple(map(value_name, entry))
+    return tuple(map(checked_value_name, entry))

@@ -21,22 +21,22 @@ from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.coverage import Coverage, FloatPart
-from intaglio.runtime.float_islands import FloatCalls, HostLoop, IslandProgram, calls_of, loops_in
+from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
-    Numbers,
+    ParameterTable,
+    checked_identifier,
+    checked_integer,
     decode_dim,
     decode_graph,
     encode_dim,
     encode_graph,
-    identifier,
-    whole,
 )
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.signature import bind, dims_of
 
-REBUILT = ("integer", "plan", "program")
+REBUILT_STAGES = ("integer", "plan", "program")
 """Stages whose text is not stored because it follows from the graph."""
 
 SCALES_MEMBER = "scales of channels"
@@ -113,11 +113,11 @@ def save(saved: Saved, path: str | Path, version: str) -> None:
 
 def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the manifest and the members by name. Members of a loop body have the name of the loop as a prefix."""
-    numbers, arrays = Numbers(), dict[str, np.ndarray]()
-    calls = {key: calls_of(module) for key, (module, _) in saved.islands.items()}
+    parameters, arrays = ParameterTable(), dict[str, np.ndarray]()
+    calls = {key: island_program(module) for key, (module, _) in saved.islands.items()}
     try:
-        graph = encode_graph(saved.graph, numbers, arrays)
-        signature = encode_signature(saved.signature, numbers, arrays)
+        graph = encode_graph(saved.graph, parameters, arrays)
+        signature = encode_signature(saved.signature, parameters, arrays)
     except NotStorableError as error:
         raise ArtifactError(
             str(path),
@@ -126,17 +126,17 @@ def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, An
             "lists and dictionaries of them",
             remedy="quantize a module that takes and returns those, and convert outside of it",
         ) from error
-    arrays[SCALES_MEMBER] = numbers.array()
+    arrays[SCALES_MEMBER] = parameters.array()
     tensors, islands = _island_members(saved.islands, calls)
     members = {
         "graph.json": to_json(graph),
         "weights.safetensors": _safetensors(path, safetensors.numpy.save, arrays),
         "islands.json": to_json(islands),
         "islands.safetensors": _safetensors(path, safetensors.torch.save, tensors),
-        "texts.json": to_json({stage: text for stage, text in saved.about.texts.items() if stage not in REBUILT}),
+        "texts.json": to_json({key: text for key, text in saved.about.texts.items() if key not in REBUILT_STAGES}),
     }
     if saved.example is not None:
-        inputs = {f"input{i}": _stored(tensor) for i, tensor in enumerate(saved.example.tensors)}
+        inputs = {f"input{i}": _plain_tensor(tensor) for i, tensor in enumerate(saved.example.tensors)}
         members["example.safetensors"] = _safetensors(path, safetensors.torch.save, inputs)
     members.update({f"program-{isa}.so": library.content for isa, library in saved.libraries.items()})
     coverage = {key: value for key, value in asdict(saved.coverage).items() if key not in ("bytes_after", "notes")}
@@ -176,7 +176,7 @@ def _island_members(
             same = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
             if same not in keys or not tensor.numel():
                 keys[same] = f"{key}/{name}"
-                tensors[f"{key}/{name}"] = _stored(tensor)
+                tensors[f"{key}/{name}"] = _plain_tensor(tensor)
             own[name] = keys[same]
         return {"tensors": own, **calls.to_json()}
 
@@ -190,7 +190,7 @@ def _island_members(
     return tensors, entries
 
 
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
 
 
@@ -242,14 +242,16 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
     """Decode a manifest and its members. Members are removed from ``members`` as they are read, to free memory
     early."""
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
-    numbers = Numbers(arrays.pop(SCALES_MEMBER))
-    graph = verify(decode_graph(from_json(_take(members, "graph.json")), numbers, arrays), "load")
-    signature = decode_signature(manifest["signature"], numbers, arrays)
+    parameters = ParameterTable(arrays.pop(SCALES_MEMBER))
+    graph = verify(decode_graph(from_json(_take(members, "graph.json")), parameters, arrays), "load")
+    signature = decode_signature(manifest["signature"], parameters, arrays)
     islands = _islands(
         from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
     )
     texts = {_text(stage): _text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
-    about = About(_text(manifest["name"]), whole(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts)
+    about = About(
+        _text(manifest["name"]), checked_integer(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts
+    )
     example = None
     if manifest["example"] is not None:
         inputs = safetensors.torch.load(_take(members, "example.safetensors"))
@@ -257,7 +259,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         example = Example(tensors, _text(manifest["example"]))
     bodies = {}
     for name, inner in manifest.get("bodies", {}).items():
-        parts = [member for member in members if member.startswith(f"{identifier(name)}/")]
+        parts = [member for member in members if member.startswith(f"{checked_identifier(name)}/")]
         bodies[name] = _decoded(inner, {member.partition("/")[2]: members.pop(member) for member in parts})
     libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
     chosen = {_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
@@ -288,25 +290,27 @@ def _take(members: dict[str, bytes], name: str) -> bytes:
     return members.pop(name)
 
 
-def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatCalls, tuple[Dim, ...]]]:
+def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatIsland, tuple[Dim, ...]]]:
     """Return every float island and its size arguments by key. Loops inside have no bodies yet."""
-    islands: dict[str, tuple[FloatCalls, tuple[Dim, ...]]] = {}
+    islands: dict[str, tuple[FloatIsland, tuple[Dim, ...]]] = {}
     for key, entry in entries.items():
         loops = {
-            identifier(name): HostLoop(whole(loop["carried"]), _float_part(name, loop, tensors, {}))
+            checked_identifier(name): HostLoop(checked_integer(loop["carried"]), _float_part(name, loop, tensors, {}))
             for name, loop in entry.get("loops", {}).items()
         }
         part = _float_part(key, entry, tensors, loops)
-        islands[identifier(key)] = part, tuple(decode_dim(dim) for dim in entry["dims"])
+        islands[checked_identifier(key)] = part, tuple(decode_dim(dim) for dim in entry["dims"])
     return islands
 
 
-def _float_part(key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]) -> FloatCalls:
-    calls = IslandProgram.of_json(entry)
-    own = {identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
+def _float_part(
+    key: str, entry: Any, tensors: Mapping[str, torch.Tensor], loops: Mapping[str, HostLoop]
+) -> FloatIsland:
+    calls = IslandProgram.from_json(entry)
+    own = {checked_identifier(name): tensors[stored] for name, stored in entry["tensors"].items()}
     if missing := {target for _, target in calls.constants} - set(own):
         raise ValueError(f"{key} has no tensor {', '.join(sorted(missing))}")
-    return FloatCalls(calls, own, loops)
+    return FloatIsland(calls, own, loops)
 
 
 def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, Any]) -> None:
@@ -329,23 +333,23 @@ def _library(content: bytes, entry: Any) -> Library:
 
 def _schedules(entries: Any) -> dict[str, Schedule]:
     return {
-        _text(name): Schedule(**{identifier(key): whole(value) for key, value in numbers.items()})
-        for name, numbers in entries.items()
+        _text(name): Schedule(**{checked_identifier(key): checked_integer(value) for key, value in fields.items()})
+        for name, fields in entries.items()
     }
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
-    floats, hosts, loops = (tuple(FloatPart(**_checked_part(part)) for part in entry.get(key, ())) for key in PARTS)
-    numbers = {key: whole(value) for key, value in entry.items() if key not in PARTS}
-    return Coverage(**numbers, floats=floats, bytes_after=0, notes=notes, hosts=hosts, loops=loops)
+    floats, hosts, loops = (tuple(FloatPart(**_checked_part(p)) for p in entry.get(key, ())) for key in OPERATOR_LISTS)
+    counts = {key: checked_integer(value) for key, value in entry.items() if key not in OPERATOR_LISTS}
+    return Coverage(**counts, floats=floats, bytes_after=0, notes=notes, hosts=hosts, loops=loops)
 
 
-PARTS = ("floats", "hosts", "loops")
+OPERATOR_LISTS = ("floats", "hosts", "loops")
 """Fields of `Coverage` that are lists of operators, not counts."""
 
 
 def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: whole(value) if key == "macs" else _text(value) for key, value in part.items()}
+    return {key: checked_integer(value) if key == "macs" else _text(value) for key, value in part.items()}
 
 
 def _text(value: Any) -> str:

@@ -12,17 +12,17 @@ import numpy as np
 
 from intaglio.ir import Input, Output, QParams, Signature, State
 from intaglio.runtime.saved.json_codec import (
-    ARRAYS,
+    NUMPY_DTYPES,
     NotStorableError,
-    Numbers,
+    ParameterTable,
+    checked_identifier,
+    checked_integer,
+    checked_line,
+    checked_value_name,
     decode,
     decode_type,
     encode,
     encode_type,
-    identifier,
-    one_line,
-    value_name,
-    whole,
 )
 from intaglio.torch_private import pytree
 
@@ -30,12 +30,12 @@ STATE = "state "
 """Prefix of the keys of mutable buffers' initial values. Its space keeps them distinct from the names of values."""
 
 
-def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, np.ndarray]) -> Any:
+def encode_signature(signature: Signature, parameters: ParameterTable, arrays: dict[str, np.ndarray]) -> Any:
     """Return the signature as JSON.
 
     Args:
         signature: the signature.
-        numbers: collects parameters per channel.
+        parameters: collects parameters per channel.
         arrays: gets the initial values of mutable buffers.
 
     Raises:
@@ -43,9 +43,9 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
     """
     arrays.update({STATE + entry.name: entry.initial for entry in signature.state})
     return {
-        "inputs": [[entry.name, entry.leaf, encode_type(entry.type, numbers)] for entry in signature.inputs],
+        "inputs": [[entry.name, entry.leaf, encode_type(entry.type, parameters)] for entry in signature.inputs],
         "outputs": [
-            {"value": output.value, **_encode_levels(output.levels)}
+            {"value": output.value, **_encode_output_parameters(output.levels)}
             if output.value is not None
             else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
             for index, output in enumerate(signature.outputs)
@@ -55,45 +55,60 @@ def encode_signature(signature: Signature, numbers: Numbers, arrays: dict[str, n
         "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
         "written": [[leaf, name] for leaf, name in signature.written.items()],
         "names": list(signature.names),
-        "state": [[entry.name, entry.value, entry.path, encode_type(entry.type, numbers)] for entry in signature.state],
+        "state": [
+            [entry.name, entry.value, entry.path, encode_type(entry.type, parameters)] for entry in signature.state
+        ],
         "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
     }
 
 
-def decode_signature(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> Signature:
+def decode_signature(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray]) -> Signature:
     """Return the signature that `encode_signature` wrote."""
-    inputs = [Input(str(name), whole(leaf), decode_type(kind, numbers)) for name, leaf, kind in entry["inputs"]]
+    inputs = [
+        Input(str(name), checked_integer(leaf), decode_type(kind, parameters)) for name, leaf, kind in entry["inputs"]
+    ]
     outputs = [
-        Output(value_name(o["value"]), None, _decode_levels(o)) if "value" in o else Output(None, decode(o["constant"]))
+        Output(checked_value_name(o["value"]), None, _decode_output_parameters(o))
+        if "value" in o
+        else Output(None, decode(o["constant"]))
         for o in entry["outputs"]
     ]
-    fixed = {whole(leaf): decode(value) for leaf, value in entry["fixed"]}
-    written = {whole(leaf): value_name(name) for leaf, name in entry["written"]}
+    fixed = {checked_integer(leaf): decode(value) for leaf, value in entry["fixed"]}
+    written = {checked_integer(leaf): checked_value_name(name) for leaf, name in entry["written"]}
     in_tree, out_tree = decode_tree(entry["in_tree"]), decode_tree(entry["out_tree"])
-    ranges = {identifier(n): (whole(low), high and whole(high)) for n, low, high in entry.get("ranges", ())}
+    ranges = {
+        checked_identifier(n): (checked_integer(low), high and checked_integer(high))
+        for n, low, high in entry.get("ranges", ())
+    }
     names = tuple(map(str, entry["names"]))
-    state = tuple(_decode_state(kept, numbers, arrays) for kept in entry.get("state", ()))
+    state = tuple(_decode_state(kept, parameters, arrays) for kept in entry.get("state", ()))
     return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
 
 
-def _decode_state(entry: Any, numbers: Numbers, arrays: Mapping[str, np.ndarray]) -> State:
+def _decode_state(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray]) -> State:
     """Return a mutable buffer. Raise `ValueError` if its initial value does not have its declared type."""
     name, value, path, kind = entry
-    found = State(value_name(name), value_name(value), one_line(path), decode_type(kind, numbers), arrays[STATE + name])
-    if found.initial.shape != found.type.shape or found.initial.dtype != ARRAYS.get(found.type.dtype):
+    found = State(
+        checked_value_name(name),
+        checked_value_name(value),
+        checked_line(path),
+        decode_type(kind, parameters),
+        arrays[STATE + name],
+    )
+    if found.initial.shape != found.type.shape or found.initial.dtype != NUMPY_DTYPES.get(found.type.dtype):
         raise ValueError(f"state %{name} holds {found.initial.dtype}{list(found.initial.shape)}, not {found.type}")
     return found
 
 
-def _encode_levels(q: QParams | None) -> dict[str, Any]:
+def _encode_output_parameters(q: QParams | None) -> dict[str, Any]:
     return {} if q is None else {"levels": [q.step.hex(), q.zero, q.qmin, q.qmax]}
 
 
-def _decode_levels(entry: Mapping[str, Any]) -> QParams | None:
+def _decode_output_parameters(entry: Mapping[str, Any]) -> QParams | None:
     if "levels" not in entry:
         return None
     scale, zero_point, low, high = entry["levels"]
-    return QParams((float.fromhex(scale),), (whole(zero_point),), whole(low), whole(high))
+    return QParams((float.fromhex(scale),), (checked_integer(zero_point),), checked_integer(low), checked_integer(high))
 
 
 def _leaf(where: str, value: Any) -> Any:
@@ -153,7 +168,7 @@ def _decode_structure(entry: Any) -> Any:
         case ["OrderedDict", keys, items]:
             return OrderedDict(zip(keys, map(_decode_structure, items), strict=True))
         case ["record", name, keys, items]:
-            fields = OrderedDict(zip(map(identifier, keys), map(_decode_structure, items), strict=True))
+            fields = OrderedDict(zip(map(checked_identifier, keys), map(_decode_structure, items), strict=True))
             kind = _imported(name)
             return fields if kind is None else kind(**fields)
     raise ValueError(f"no structure is {entry!r:.60}")

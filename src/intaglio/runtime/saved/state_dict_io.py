@@ -14,7 +14,7 @@ from intaglio.errors import ArtifactError
 from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.saved.archive import from_json, to_json
-from intaglio.runtime.saved.json_codec import Numbers, decode_graph, encode_graph
+from intaglio.runtime.saved.json_codec import ParameterTable, decode_graph, encode_graph
 from intaglio.runtime.saved.model_file import SCALES_MEMBER
 
 GRAPH = "graph"
@@ -28,9 +28,9 @@ LOAD_SAME_MODEL = "load it into a model of the same float model and recipe; inta
 
 def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
     """Return copies of the graph's text, constants and scales as tensors by key."""
-    numbers, arrays = Numbers(), dict[str, np.ndarray]()
-    text = to_json(encode_graph(graph, numbers, arrays))
-    arrays[SCALES_MEMBER] = numbers.array()
+    parameters, arrays = ParameterTable(), dict[str, np.ndarray]()
+    text = to_json(encode_graph(graph, parameters, arrays))
+    arrays[SCALES_MEMBER] = parameters.array()
     constants = {f"{GRAPH}.{name}": torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     return {GRAPH: torch.frombuffer(bytearray(text), dtype=torch.uint8), **constants}
 
@@ -43,8 +43,8 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
     """
     try:
         arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
-        text, numbers = arrays.pop(GRAPH).tobytes(), Numbers(arrays.pop(SCALES_MEMBER))
-        graph = verify(decode_graph(from_json(text), numbers, arrays), "load_state_dict")
+        text, parameters = arrays.pop(GRAPH).tobytes(), ParameterTable(arrays.pop(SCALES_MEMBER))
+        graph = verify(decode_graph(from_json(text), parameters, arrays), "load_state_dict")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, VerifyError) as error:
         problem = f"this state holds no integer graph: {type(error).__name__}: {error}"
         raise ArtifactError("load_state_dict", None, problem, remedy=LOAD_SAME_MODEL) from error
@@ -53,13 +53,13 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
     return graph
 
 
-def with_levels_of(signature: Signature, graph: Graph) -> Signature:
+def with_state_parameters_of(signature: Signature, graph: Graph) -> Signature:
     """Return the signature with the quantization parameters of mutable buffers from ``graph``. Their initial values are
     requantized."""
-    return replace(signature, state=tuple(_in_levels(kept, graph.types[kept.name]) for kept in signature.state))
+    return replace(signature, state=tuple(_requantized(kept, graph.types[kept.name]) for kept in signature.state))
 
 
-def _in_levels(kept: State, kind: TensorType) -> State:
+def _requantized(kept: State, kind: TensorType) -> State:
     """Return a mutable buffer requantized to the type ``kind``, or unchanged if it is not quantized."""
     if kept.type.q is None or kept.type == kind:
         return kept
