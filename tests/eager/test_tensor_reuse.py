@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from intaglio import eager
-from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS
+from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS
 
 
 class Keeping(nn.Module):
@@ -59,6 +59,6 @@ def test_parts_that_calibration_used_are_compiled_by_convert(converted):
 
 
 def test_questions_are_known_by_function():
-    assert torch.Tensor.shape.__get__ in QUESTION_FUNCTIONS
-    assert {torch.Tensor.size, torch.Tensor.dim, torch.is_tensor} <= QUESTION_FUNCTIONS
-    assert torch.relu not in QUESTION_FUNCTIONS
+    assert torch.Tensor.shape.__get__ in METADATA_FUNCTIONS
+    assert {torch.Tensor.size, torch.Tensor.dim, torch.is_tensor} <= METADATA_FUNCTIONS
+    assert torch.relu not in METADATA_FUNCTIONS

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from intaglio.eager.call_log import Intercepted, calls
-from intaglio.eager.model_copies import bare
+from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, session_of
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
-from intaglio.eager.segments.fused_operators import fused
+from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session, unchanged
 from intaglio.eager.torchscript import scriptable
@@ -59,7 +59,7 @@ def prepare(
         leaf_classes: Modules of these classes, and everything inside them, stay in float.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    prepared = bare(model).eval()
+    prepared = copy_without_attachments(model).eval()
     quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session)
@@ -89,10 +89,10 @@ def convert(
     """
     before = session_of(prepared)
     given = _given(before, parameters)
-    converted = bare(prepared)
+    converted = copy_without_attachments(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
     made = [segment.converted(own, session.origin) for segment, own in zip(before.segments, given, strict=True)]
-    session.follow(before, made)
+    session.take_over(before, made)
     attach(session)
     return converted
 
@@ -165,7 +165,7 @@ def fusions(
     example inputs; it is not changed, and nothing is calibrated.
     """
     found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).segments
-    return list(dict.fromkeys(names for segment in found for names in fused(segment)))
+    return list(dict.fromkeys(names for segment in found for names in fused_groups(segment)))
 
 
 def is_session(model: Any) -> bool:

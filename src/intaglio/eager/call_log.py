@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from intaglio.eager.intercepted_run import InterceptedRun, current
-from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS, plain_name
+from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, plain_name
 from intaglio.eager.session import Session
 
 
@@ -40,7 +40,7 @@ def calls() -> Iterator[list[Intercepted]]:
     Calls that only query metadata, such as `Tensor.shape`, are not logged.
     """
     log: list[Intercepted] = []
-    with current.made_as(lambda session, path: LoggedRun(session, path, log)):
+    with current.runs_made_by(lambda session, path: LoggedRun(session, path, log)):
         yield log
 
 
@@ -49,7 +49,7 @@ class LoggedRun(InterceptedRun):
 
     def __init__(self, session: Session, path: str, log: list[Intercepted]) -> None:
         super().__init__(session, path)
-        self.watches, self.log = True, log
+        self.tracks_modules, self.log = True, log
         self.leaves_alone = getattr(session.model.get_submodule(path), "_auto_quant_state", None) is None
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ class LoggedRun(InterceptedRun):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in QUESTION_FUNCTIONS:
+        if func in METADATA_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         path, name = self.path, plain_name(func)
         self._say(path, name, "start")
@@ -82,9 +82,9 @@ class LoggedRun(InterceptedRun):
         self._say(path, name, "end")
         return result
 
-    def leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._say(path, None, "start")
-        result = super().leaf(module, path, args, kwargs)
+        result = super().run_leaf(module, path, args, kwargs)
         self._say(path, None, "end")
         return result
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from intaglio.eager.interception import InterceptionMode, uninterrupted
-from intaglio.eager.recording.events import Event, Length, fill, tensors
-from intaglio.eager.recording.recorder import UNROLLED, Recorder, source_line
-from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS, plain_name, works_in_place
-from intaglio.eager.segments.inplace import is_private, prepare_write, reshape, targets
+from intaglio.eager.recording.events import Event, RecordedSize, fill, tensors
+from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line
+from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, plain_name, works_in_place
+from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.session import Session
@@ -34,7 +34,7 @@ class _Current(threading.local):
     make: Callable[[Session, str], InterceptedRun] | None = None
 
     @contextlib.contextmanager
-    def made_as(self, make: Callable[[Session, str], InterceptedRun]) -> Iterator[None]:
+    def runs_made_by(self, make: Callable[[Session, str], InterceptedRun]) -> Iterator[None]:
         """Construct runs with `make` inside the `with` block."""
         outer, self.make = self.make, make
         try:
@@ -55,7 +55,7 @@ def call_intercepted(
     run, outer = (current.make or InterceptedRun)(session, path), current.run
     if outer is not None:
         with DisableTorchFunction():
-            outer.settle()
+            outer.compute_referenced()
     current.run = run
     counts = session.all_or_nothing() if session.records else contextlib.nullcontext()
     try:
@@ -63,8 +63,8 @@ def call_intercepted(
             run.begin(args, kwargs)
             result = forward(*args, **kwargs)
             result = run.end(result)
-            if run.at is not None:
-                run.at.leave()
+            if run.frame is not None:
+                run.frame.recycle_tensors()
             return result
     finally:
         current.run = outer
@@ -76,22 +76,22 @@ class InterceptedRun(InterceptionMode):
     Attributes:
         path: Path of the module that is running.
         entry: Path of the module that was called.
-        at: Position in the segment that is followed, or None.
+        frame: Position in the segment that is followed, or None.
         recorder: Recorder of new operators, or None while a segment is followed.
         frames: All frames with values that may still be read.
-        last: Operator that ran before those of `at` and `recorder`.
+        last_operator: Operator that ran before those of `frame` and `recorder`.
     """
 
     def __init__(self, session: Session, path: str) -> None:
         super().__init__()
         self.session, self.path, self.entry = session, path, path
-        self.at: TraceFrame | None = None
+        self.frame: TraceFrame | None = None
         self.frames: weakref.WeakSet[TraceFrame] = weakref.WeakSet()
         self.recorder: Recorder | None = None
-        self.last: Event | None = None
-        self.watches = session.records
+        self.last_operator: Event | None = None
+        self.tracks_modules = session.records
         self.calls: dict[str, int] = {path: 1}
-        self.inside: list[str] = [path]
+        self.module_stack: list[str] = [path]
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -99,11 +99,11 @@ class InterceptedRun(InterceptionMode):
         """Start to follow the first segment, or to record if there is none."""
         session = self.session
         if session.records and not session.segments:
-            self.recorder = Recorder(session.known)
+            self.recorder = Recorder(session.path_of_id)
             with DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
         elif session.segments and session.segments[0].refused is None and self.entry == "":
-            self._move(session.entered(args, kwargs))
+            self._set_frame(session.start_frame(args, kwargs))
 
     def end(self, result: Any) -> Any:
         """Finish the recording, compute deferred values, and return the result of the call."""
@@ -111,127 +111,140 @@ class InterceptedRun(InterceptionMode):
             with DisableTorchFunction():
                 self.recorder.end(result)
                 self.close()
-        self._turn(self.place, None, self.at)
+        self._note_transition(self.last_recorded, None, self.frame)
         with DisableTorchFunction():
-            self.settle()
-        return self.session.finished(result)
+            self.compute_referenced()
+        return self.session.finish_call(result)
 
-    def settle(self) -> None:
+    def compute_referenced(self) -> None:
         """Compute all deferred values that are still referenced."""
         for frame in list(self.frames):
-            frame.settle()
+            frame.compute_referenced()
 
     @property
-    def place(self) -> Event | None:
+    def last_recorded(self) -> Event | None:
         """Return the last operator that is part of a recording."""
         if self.recorder is not None and self.recorder.recording.events:
             return self.recorder.recording.events[-1]
-        return self.at.events[self.at.next - 1] if self.at is not None and self.at.next > 0 else self.last
+        return (
+            self.frame.events[self.frame.next - 1]
+            if self.frame is not None and self.frame.next > 0
+            else self.last_operator
+        )
 
-    def _turn(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
+    def _note_transition(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         if self.entry == "":
-            self.session.turn(before, after, at)
+            self.session.note_transition(before, after, at)
 
-    def _move(self, at: TraceFrame) -> None:
-        self.at = at
-        self.frames.add(at)
+    def _set_frame(self, frame: TraceFrame) -> None:
+        self.frame = frame
+        self.frames.add(frame)
 
     def enter(self, path: str) -> None:
         """Note the start of a call of the module at `path`."""
         self.calls[path] = self.calls.get(path, 0) + 1
-        self.inside.append(path)
+        self.module_stack.append(path)
 
     def leave(self, path: str) -> None:
         """Note the end of that call."""
-        self.inside.pop()
+        self.module_stack.pop()
 
     # -- what is intercepted --------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        at, kwargs = self.at, kwargs or {}
+        at, kwargs = self.frame, kwargs or {}
         if at is not None and at.next < at.count:
             event = at.events[at.next]
-            if event.function is func and event.path == self.path and at.follows(event, args, kwargs):
-                return at.defer(event, args) if event.changed is None else self._change(at, event, args, kwargs, func)
-        if func in QUESTION_FUNCTIONS:
-            return self._answer(func, args, kwargs)
-        return self._elsewhere(func, self.path, args, kwargs, func)
+            if event.function is func and event.path == self.path and at.matches(event, args, kwargs):
+                return (
+                    at.defer(event, args)
+                    if event.changed is None
+                    else self._run_in_place(at, event, args, kwargs, func)
+                )
+        if func in METADATA_FUNCTIONS:
+            return self._answer_query(func, args, kwargs)
+        return self._find_or_record(func, self.path, args, kwargs, func)
 
-    def leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle the call of a leaf module, which counts as one operator."""
-        at = self.at
+        at = self.frame
         if at is not None and at.next < at.count:
             event = at.events[at.next]
-            if event.path == path and event.function is None and at.follows(event, args, kwargs):
+            if event.path == path and event.function is None and at.matches(event, args, kwargs):
                 if event.changed is None:
                     return at.defer(event, args)
-                return self._change(at, event, args, kwargs, type(module).forward.__get__(module))
-        return self._elsewhere(None, path, args, kwargs, type(module).forward.__get__(module))
+                return self._run_in_place(at, event, args, kwargs, type(module).forward.__get__(module))
+        return self._find_or_record(None, path, args, kwargs, type(module).forward.__get__(module))
 
-    def opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module that stays in float, with computed tensors and without interception."""
         with DisableTorchFunction():
             self.close()
-            self.settle()
+            self.compute_referenced()
             return forward(*fill(args, plain), **fill(kwargs, plain))
 
     # -- other operators ------------------------------------------------------------------------------------------
 
-    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer_query(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a metadata query about a tensor without computing its contents."""
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        return result if self.recorder is None else _lengths(plain_name(func), args, result)
+        return result if self.recorder is None else _with_origins(plain_name(func), args, result)
 
-    def _elsewhere(
+    def _find_or_record(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """Handle an operator that the current segment does not expect: find it in a recording, or treat it as new."""
         with DisableTorchFunction():
-            if self.recorder is not None and self._rolls(func, path):
+            if self.recorder is not None and self._begins_iteration(func, path):
                 self.close()
-            found = self.session.find(self.at, func, path, args, kwargs)
+            found = self.session.find_recorded(self.frame, func, path, args, kwargs)
             if found is not None:
                 self.close()
                 event = found.events[found.next]
-                self._turn(self.place, event, self.at)
-                self._move(found)
+                self._note_transition(self.last_recorded, event, self.frame)
+                self._set_frame(found)
                 if event.changed is None:
                     return found.defer(event, args)
-                return self._change(found, event, args, kwargs, compute)
+                return self._run_in_place(found, event, args, kwargs, compute)
             return self._new(func, path, args, kwargs, compute)
 
-    def _change(
+    def _run_in_place(
         self, at: TraceFrame, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """Run an expected in-place operator: defer it if its target is private, otherwise run it at once."""
         if is_private(args[0], self.frames):
             return at.defer(event, args)
         with DisableTorchFunction():
-            result = self._write(args, kwargs, compute)
+            result = self._run_write(args, kwargs, compute)
             at.skip(event, args[0])
             return result
 
-    def _write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
+    def _run_write(self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]) -> Any:
         """Run an operator that writes to memory which other tensors may share."""
-        written = targets(args, kwargs)
-        places = prepare_write(written, self.frames)
-        if self.session.written(places, self.recorder) and self.at is not None and self.at.segment.refused is not None:
-            self.last, self.at = self.place, None
+        written = written_tensors(args, kwargs)
+        places = isolate_written(written, self.frames)
+        if (
+            self.session.disable_written(places, self.recorder)
+            and self.frame is not None
+            and self.frame.segment.refused is not None
+        ):
+            self.last_operator, self.frame = self.last_recorded, None
         self.close()
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
         given = {id(plain(tensor)): tensor for tensor in tensors((args, kwargs)) if type(tensor) is QTensor}
         result = compute(*real, **options)
-        reshape(written)
+        update_shapes(written)
         return fill(result, lambda leaf: given.get(id(leaf), leaf))
 
-    def _rolls(self, func: Any, path: str) -> bool:
+    def _begins_iteration(self, func: Any, path: str) -> bool:
         """Return whether this operator begins another iteration of a loop, so that the recording ends before it.
 
         Iterations then share one segment and its parameters. The operator has run on the same source line before, and
-        the call is recursive, tensor contents were read since (a data-dependent loop), or it has run `UNROLLED` times.
+        the call is recursive, tensor contents were read since (a data-dependent loop), or it has run `MAX_UNROLLED`
+        times.
         """
         assert self.recorder is not None
         events = [event for event in self.recorder.recording.events if event.key == (path, func)]
@@ -239,44 +252,44 @@ class InterceptedRun(InterceptionMode):
             return False
         line = source_line()
         same = [event for event in events if event.source == line]
-        recursive = len(set(self.inside)) < len(self.inside)
-        return bool(same) and (recursive or self.recorder.read > same[-1].index or len(same) >= UNROLLED)
+        recursive = len(set(self.module_stack)) < len(self.module_stack)
+        return bool(same) and (recursive or self.recorder.last_read > same[-1].index or len(same) >= MAX_UNROLLED)
 
     def _new(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """Run an operator that no recording has at this position, and record it if possible."""
         session, recorder = self.session, self.recorder
-        known_float = (path, func) in session.floats or isinstance(func, torch.ScriptMethod)
-        in_place = works_in_place(func, kwargs) if func is not None else self._leaf_in_place(path)
+        known_float = (path, func) in session.float_operators or isinstance(func, torch.ScriptMethod)
+        in_place = works_in_place(func, kwargs) if func is not None else self._is_in_place_leaf(path)
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
         if session.records and not known_float and recorder is None:
-            recorder = Recorder(session.known)
-        if recorder is None or known_float or not recorder.takes(real, kwargs, in_place):
+            recorder = Recorder(session.path_of_id)
+        if recorder is None or known_float or not recorder.can_record(real, kwargs, in_place):
             if in_place or "out" in kwargs:
-                session.apart(func, path, self.at, (args, kwargs))
-                return self._write(args, kwargs, compute)
+                session.report_unrecorded(func, path, self.frame, (args, kwargs))
+                return self._run_write(args, kwargs, compute)
             if self.recorder is not None:
-                self.recorder.look(tensors((real, options)))
+                self.recorder.note_read(tensors((real, options)))
             self.close()
             result = compute(*real, **options)
             if not known_float and tensors(result):
-                session.apart(func, path, self.at, (args, kwargs))
+                session.report_unrecorded(func, path, self.frame, (args, kwargs))
             return result
         if self.recorder is None:
-            self.last, self.at, self.recorder = self.place, None, recorder
+            self.last_operator, self.frame, self.recorder = self.last_recorded, None, recorder
         given = recorder.arguments(real, options)
         result = compute(*real, **options)
         if not tensors(result) and not in_place:
-            recorder.look(tensors((real, options)))
+            recorder.note_read(tensors((real, options)))
             return result
         owner = path if func is not None else path.rpartition(".")[0]
         event = recorder.record(func, path, self.calls.get(owner, 1) - 1, given, real, options, result, in_place)
         if event.index == 0:
-            self._turn(self.last, event, None)
+            self._note_transition(self.last_operator, event, None)
         return result
 
-    def _leaf_in_place(self, path: str) -> bool:
+    def _is_in_place_leaf(self, path: str) -> bool:
         module = self.session.model.get_submodule(path)
         return bool(getattr(module, "inplace", False)) and not isinstance(module, FeatureDropout)
 
@@ -286,15 +299,15 @@ class InterceptedRun(InterceptionMode):
         if recorder is not None and recorder.recording.events:
             recorder.close()
             with uninterrupted():
-                segment = self.session.recorded(recorder.recording)
+                segment = self.session.add_recording(recorder.recording)
             if segment.refused is None:
-                self.last = recorder.recording.events[-1]
+                self.last_operator = recorder.recording.events[-1]
 
 
-def _lengths(name: str, args: tuple[Any, ...], result: Any) -> Any:
-    """Wrap sizes in `Length`, which remembers the tensor and axis they come from."""
+def _with_origins(name: str, args: tuple[Any, ...], result: Any) -> Any:
+    """Wrap sizes in `RecordedSize`, which remembers the tensor and axis they come from."""
     if name in ("shape", "size") and isinstance(result, tuple):
-        return tuple(Length.of(size, "size", args[0], axis) for axis, size in enumerate(result))
+        return tuple(RecordedSize.of(size, "size", args[0], axis) for axis, size in enumerate(result))
     if name == "size" and len(args) > 1:
-        return Length.of(result, "size", args[0], args[1])
-    return Length.of(result, "size", args[0], 0) if name == "__len__" else result
+        return RecordedSize.of(result, "size", args[0], args[1])
+    return RecordedSize.of(result, "size", args[0], 0) if name == "__len__" else result

@@ -21,7 +21,7 @@ NO_ATTRIBUTE = object()
 """Placeholder that a copy holds for an attachment until the attribute is deleted."""
 
 
-def bare(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn.Module:
+def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn.Module:
     """Copy a model without the attachments of its own preparation.
 
     Submodules that were prepared separately stay prepared.
@@ -46,7 +46,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     The copy has no submodules that export cannot trace (ScriptModules, compiled models, separately prepared modules),
     and no module of it works in place.
     """
-    copied = bare(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    copied = copy_without_attachments(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(copied.modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
@@ -64,7 +64,7 @@ def is_prepared(module: nn.Module) -> bool:
     return isinstance(state, Attachment) and cast("Any", state)._session.model is module
 
 
-def parts_prepared(model: nn.Module) -> set[int]:
+def ids_prepared_separately(model: nn.Module) -> set[int]:
     """Return the ids of all modules inside `model` that belong to a separate preparation."""
     roots = [module for module in model.modules() if module is not model and is_prepared(module)]
     return {id(inner) for root in roots for inner in root.modules()}
@@ -72,7 +72,7 @@ def parts_prepared(model: nn.Module) -> set[int]:
 
 def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
     """Yield the dictionaries that hold attachments: attributes and state dictionary hooks of each module."""
-    others = parts_prepared(model)
+    others = ids_prepared_separately(model)
     for module in model.modules():
         if id(module) not in others:
             yield from (vars(module), state_dict_hooks(module), load_state_dict_pre_hooks(module))

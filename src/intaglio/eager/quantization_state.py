@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from intaglio.eager.intercepted_run import call_intercepted, current
-from intaglio.eager.model_copies import Attachment, parts_prepared
+from intaglio.eager.model_copies import Attachment, ids_prepared_separately
 from intaglio.eager.seen_operators import SeenOpInfo, SeenRecording
 from intaglio.eager.session import Session
-from intaglio.eager.state_dict_hooks import STATE_KEY, Loading, Saving
+from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
@@ -102,13 +102,13 @@ class InterceptedCall(Attachment):
             return call_intercepted(self.session, self.path, self._forward, args, kwargs)
         outer = run.path
         run.path = self.path
-        if run.watches:
+        if run.tracks_modules:
             run.enter(self.path)
         try:
             return self.function(self.module, *args, **kwargs)
         finally:
             run.path = outer
-            if run.watches:
+            if run.tracks_modules:
                 run.leave(self.path)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class LeafCall(InterceptedCall):
         run = current.run
         if run is None or run.session is not self.session:
             return call_intercepted(self.session, self.path, self, args, kwargs)
-        return run.leaf(self.module, self.path, args, kwargs)
+        return run.run_leaf(self.module, self.path, args, kwargs)
 
 
 class OpaqueCall(InterceptedCall):
@@ -132,7 +132,7 @@ class OpaqueCall(InterceptedCall):
         run = current.run
         if run is None or run.session is not self.session:
             return self._forward(*args, **kwargs)
-        return run.opaque(self._forward, args, kwargs)
+        return run.run_opaque(self._forward, args, kwargs)
 
 
 def attach(session: Session) -> None:
@@ -142,12 +142,12 @@ def attach(session: Session) -> None:
         CaptureError: A module has an instance attribute named `forward`.
     """
     inside: set[int] = set()
-    others = parts_prepared(session.model)
-    state_dict_hooks(session.model)[STATE_KEY] = Saving(session)
+    others = ids_prepared_separately(session.model)
+    state_dict_hooks(session.model)[STATE_KEY] = SaveHook(session)
     for path, module in session.model.named_modules():
         if id(module) in others:
             continue
-        load_state_dict_pre_hooks(module)[STATE_KEY] = Loading(session, module is session.model)
+        load_state_dict_pre_hooks(module)[STATE_KEY] = LoadHook(session, module is session.model)
         if id(module) in inside or isinstance(module, torch.jit.ScriptModule):  # code inside these is not intercepted
             continue
         if "forward" in vars(module):

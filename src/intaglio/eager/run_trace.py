@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from intaglio.eager.intercepted_run import InterceptedRun, current
-from intaglio.eager.model_copies import bare, plain_copy
+from intaglio.eager.model_copies import copy_without_attachments, plain_copy
 from intaglio.eager.quantization_state import attach, session_of
 from intaglio.eager.recording.replay import replay, trimmed
 from intaglio.eager.segments.qtensor import plain
@@ -41,7 +41,7 @@ class ExecutedSpan:
     given: Mapping[str, torch.Tensor]
 
     @property
-    def extent(self) -> tuple[int, int, int]:
+    def bounds(self) -> tuple[int, int, int]:
         """Return recording, first operator and end, without the tensors."""
         return self.number, self.first, self.end
 
@@ -51,40 +51,40 @@ class TracedRun(InterceptedRun):
 
     def __init__(self, session: Session, path: str, found: list[ExecutedSpan]) -> None:
         super().__init__(session, path)
-        self.taken: list[tuple[TraceFrame, int]] = []
+        self.followed: list[tuple[TraceFrame, int]] = []
         self.found = found
 
-    def _move(self, at: TraceFrame) -> None:
-        super()._move(at)
-        self.taken.append((at, at.next))
+    def _set_frame(self, frame: TraceFrame) -> None:
+        super()._set_frame(frame)
+        self.followed.append((frame, frame.next))
 
     def end(self, result: Any) -> Any:
         returned = super().end(result)
-        for at, first in self.taken:
-            if at.next > first and at.segment.refused is None:
-                places = at.segment.places
-                given = {places[number]: plain(tensor) for number, tensor in at.bound.items() if number in places}
-                self.found.append(ExecutedSpan(self.session.segments.index(at.segment), first, at.next, given))
+        for frame, first in self.followed:
+            if frame.next > first and frame.segment.refused is None:
+                places = frame.segment.node_names
+                given = {places[number]: plain(tensor) for number, tensor in frame.bound.items() if number in places}
+                self.found.append(ExecutedSpan(self.session.segments.index(frame.segment), first, frame.next, given))
         return returned
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[ExecutedSpan]]:
+def run_traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, list[ExecutedSpan]]:
     """Call a converted model; return its result and the spans of recorded operators that ran."""
     session, found = session_of(model), list[ExecutedSpan]()
-    with current.made_as(
+    with current.runs_made_by(
         lambda own, path: TracedRun(own, path, found) if own is session else InterceptedRun(own, path)
     ):
         return model(*args, **kwargs), found
 
 
-def exact_twin(converted: nn.Module) -> nn.Module:
+def float_counterpart(converted: nn.Module) -> nn.Module:
     """Return a float model that follows the recordings of a converted model, on the graphs before quantization."""
     before = session_of(converted)
     if before.records:
         raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
-    twin = bare(converted)
+    twin = copy_without_attachments(converted)
     session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
-    session.follow(before, [segment.exact(session.origin) for segment in before.segments])
+    session.take_over(before, [segment.with_float_graph(session.origin) for segment in before.segments])
     session.warned = before.warned  # both models report an unseen source line only once
     attach(session)
     return twin
@@ -92,10 +92,10 @@ def exact_twin(converted: nn.Module) -> nn.Module:
 
 def float_copy(model: nn.Module) -> nn.Module:
     """Return a float copy of a model, which may be prepared, in evaluation mode and with tensors of its own."""
-    return bare(model).eval()
+    return copy_without_attachments(model).eval()
 
 
-def captures(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
+def captured_by_number(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
     """Return the captured float graph of `model` and the reference model, by index of the recording."""
     plain_model, found = plain_copy(model), {}
     for number, segment in enumerate(session_of(converted).segments):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from intaglio.eager.recording.events import Event, RecordedTensor, leaves
-from intaglio.eager.segments.fused_operators import computing, regions_of, spelled
+from intaglio.eager.segments.fused_operators import computing_operators, display_name, regions_of
 from intaglio.eager.segments.segment import Segment
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Site
@@ -76,19 +76,19 @@ class SeenRecording:
         self.sites: dict[int, Site] = {}
         self.instead: dict[int, str] = {}
         self.levels: dict[int, torch.dtype] = {}
-        self.computing: set[int] = {event.index for event in segment.events}
+        self.computing_operators: set[int] = {event.index for event in segment.events}
         if segment.prepared is not None:
             self._annotated()
 
     def _annotated(self) -> None:
         assert self.segment.prepared is not None
         annotations = self.segment.prepared.annotations
-        self.computing = computing(self.segment)
+        self.computing_operators = computing_operators(self.segment)
         roots = {region.root.name for region in annotations.regions}
         for region, events in regions_of(self.segment):
-            names = ", ".join(map(spelled, events))
+            names = ", ".join(map(display_name, events))
             self.instead.update({event.index: f"{region.name} in int8 of {names}" for event in events})
-        for number, name in self.segment.places.items():
+        for number, name in self.segment.node_names.items():
             site = annotations.by_value.get((name, Role.ACTIVATION))
             if site is not None:
                 self.sites[number] = site
@@ -104,7 +104,7 @@ class SeenRecording:
 
     def _info(self, event: Event, results: set[int]) -> SeenOpInfo:
         read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, RecordedTensor)]
-        alone = "in float" if event.index in self.computing else "handed on"
+        alone = "in float" if event.index in self.computing_operators else "handed on"
         inside = alone == "handed on" or event.index in self.instead
         quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.levels]
         real = [n for n in dict.fromkeys(read) if not inside and n in self.levels]

@@ -25,7 +25,7 @@ from intaglio.quant.qdq.parameters import Parameters
 
 logger = logging.getLogger("intaglio")
 
-FLOW = "flow"
+FLOW_ENTRY = "flow"
 """Key of the entry that holds the transitions between recordings."""
 STATE_VERSION = 2
 """Version of the entry format."""
@@ -33,16 +33,16 @@ Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Stored:
+class SerializedSession:
     """Recordings of a session and their entries.
 
     Attributes:
         recordings: One `Recording` per segment.
-        entries: One entry per recording, under its index as text, and one under `FLOW`. The entry of a recording has
-            "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with the
-            index of the next "batch", or "parameters" (JSON). The `FLOW` entry has "runs", "follows" (transitions by
-            index), and for strict models "turns" (pairs of consecutive operators) and "outside" (operators outside
-            recordings).
+        entries: One entry per recording, under its index as text, and one under `FLOW_ENTRY`. The entry of a recording
+            has "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with
+            the index of the next "batch", or "parameters" (JSON). The `FLOW_ENTRY` entry has "runs", "follows"
+            (transitions by index), and for strict models "turns" (pairs of consecutive operators) and "outside"
+            (operators outside recordings).
     """
 
     recordings: tuple[Recording, ...]
@@ -52,24 +52,24 @@ class Stored:
 # -- store ------------------------------------------------------------------------------------------------------------
 
 
-def store(session: RecordedState) -> Stored:
+def store(session: RecordedState) -> SerializedSession:
     """Return the recordings of a session with their statistics or parameters."""
     weights = digest(session.origin)
     numbers = {segment: number for number, segment in enumerate(session.segments)}
     entries = {str(number): _entry(segment, weights) for segment, number in numbers.items()}
     follows = [
         [*((-1, 0) if place is None else (numbers[place[0]], place[1])), numbers[segment], index]
-        for place, ends in session.edges.items()
+        for place, ends in session.successors.items()
         for segment, index in ends
     ]
-    entries[FLOW] = {
+    entries[FLOW_ENTRY] = {
         "version": STATE_VERSION,
         "runs": session.runs,
         "follows": follows,
-        "turns": sorted(session.turns, key=str),
-        "outside": sorted(session.outside),
+        "turns": sorted(session.transitions, key=str),
+        "outside": sorted(session.unrecorded),
     }
-    return Stored(tuple(segment.recording for segment in session.segments), entries)
+    return SerializedSession(tuple(segment.recording for segment in session.segments), entries)
 
 
 def _entry(segment: Segment, weights: str) -> Entry:
@@ -104,7 +104,7 @@ def digest(model: nn.Module) -> str:
 # -- restore ----------------------------------------------------------------------------------------------------------
 
 
-def restore(session: RecordedState, stored: Stored) -> None:
+def restore(session: RecordedState, stored: SerializedSession) -> None:
     """Rebuild the segments of a session from its recordings, with the weights that the model has now.
 
     If the weights have changed, activation parameters are kept and weight scales are chosen again, but statistics are
@@ -124,17 +124,17 @@ def restore(session: RecordedState, stored: Stored) -> None:
         elif same:
             _count(segment, entry)
         else:
-            dropped = dropped or bool(stored.entries[FLOW]["runs"])
+            dropped = dropped or bool(stored.entries[FLOW_ENTRY]["runs"])
         session.add(segment)
         for event in segment.events:
-            session.place(event)
-    session.runs = 0 if dropped else stored.entries[FLOW]["runs"]
-    turns = stored.entries[FLOW]["turns"]
-    session.turns = {(first and tuple(first), second and tuple(second)) for first, second in turns}
-    session.outside = {(path, name, function) for path, name, function in stored.entries[FLOW]["outside"]}
-    for start, index, end, event in stored.entries[FLOW]["follows"]:
+            session.location(event)
+    session.runs = 0 if dropped else stored.entries[FLOW_ENTRY]["runs"]
+    turns = stored.entries[FLOW_ENTRY]["turns"]
+    session.transitions = {(first and tuple(first), second and tuple(second)) for first, second in turns}
+    session.unrecorded = {(path, name, function) for path, name, function in stored.entries[FLOW_ENTRY]["outside"]}
+    for start, index, end, event in stored.entries[FLOW_ENTRY]["follows"]:
         place = None if start < 0 else (session.segments[start], index)
-        session.edges.setdefault(place, []).append((session.segments[end], event))
+        session.successors.setdefault(place, []).append((session.segments[end], event))
     if dropped:
         logger.warning("the weights changed since calibration: what was counted is dropped; calibrate again")
 

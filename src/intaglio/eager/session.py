@@ -16,16 +16,15 @@ from torch import nn
 from intaglio.eager.interception import uninterrupted
 from intaglio.eager.model_copies import plain_copy
 from intaglio.eager.recording.events import Event, operator_name, tensors
-from intaglio.eager.recording.recorder import Recorder, Recording, in_file, source_line
-from intaglio.eager.segments.inplace import memory
+from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.segments.trace_frame import TraceFrame
-from intaglio.eager.serialization import Stored, restore, store
+from intaglio.eager.serialization import SerializedSession, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.torch_private import buffers_of, parameters_of, pytree, submodules_of
+from intaglio.torch_private import buffers_of, parameters_of, pytree, storage_key, submodules_of
 
 logger = logging.getLogger("intaglio")
 
@@ -47,7 +46,7 @@ class Session:
         self.leaf_classes = leaf_classes
         self.model, self.quantizer, self.strict = model, quantizer, strict
         self.records = True
-        self.stored: Stored | None = None
+        self.stored: SerializedSession | None = None
         self.lock = threading.RLock()
         self._empty()
 
@@ -55,28 +54,28 @@ class Session:
         """Reset the session to one without recordings, with the tensors that the model has now."""
         self.origin, self.runs = plain_copy(self.model), 0
         self.segments: list[Segment] = []
-        self.held = dict(_tensors_of(self.model))
-        self.known = {id(tensor): path for path, tensor in self.held.items()}
+        self.model_tensors = dict(_tensors_of(self.model))
+        self.path_of_id = {id(tensor): path for path, tensor in self.model_tensors.items()}
         self.index: dict[Any, list[tuple[Segment, Event]]] = {}
-        self.edges: dict[Any, list[tuple[Segment, int]]] = {}
-        self.turns: set[tuple[Any, Any]] = set()
-        """Pairs of `place`s of operators that followed each other in calibration. None begins and ends a call."""
-        self.lines: dict[tuple[str, str], list[str]] = {}
+        self.successors: dict[Any, list[tuple[Segment, int]]] = {}
+        self.transitions: set[tuple[Any, Any]] = set()
+        """Pairs of `location`s of operators that followed each other in calibration. None begins and ends a call."""
+        self.source_lines: dict[tuple[str, str], list[str]] = {}
         """Source lines that an operator was recorded on, by its path and name."""
-        self.outside: set[tuple[str, str, str]] = set()
+        self.unrecorded: set[tuple[str, str, str]] = set()
         """Path, name and calling function of operators that were seen but cannot be part of a recording."""
         self.modules = dict(self.model.named_modules())
-        self.floats: set[Any] = set()
+        self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()
 
     # -- serialization and copies ---------------------------------------------------------------------------------
 
-    def kept(self) -> Stored:
+    def serialized_state(self) -> SerializedSession:
         """Return the serializable state: recordings and their entries, without graphs."""
         with self.lock:
             return store(self) if self.stored is None else self.stored
 
-    def suspend(self, stored: Stored) -> None:
+    def suspend(self, stored: SerializedSession) -> None:
         """Replace the graphs by their serialized state; the next call rebuilds them."""
         self.stored = stored
 
@@ -90,7 +89,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "quantizer", "strict", "leaf_classes", "records")
-        return {**{name: getattr(self, name) for name in names}, "stored": self.kept()}
+        return {**{name: getattr(self, name) for name in names}, "stored": self.serialized_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=threading.RLock())
@@ -110,7 +109,7 @@ class Session:
 
     # -- recordings -----------------------------------------------------------------------------------------------
 
-    def finished(self, result: Any) -> Any:
+    def finish_call(self, result: Any) -> Any:
         """Return the result of a call with all deferred values computed. While calibrating, begin the next batch."""
         found = plain_results(result)
         if self.records:
@@ -120,26 +119,26 @@ class Session:
             self.runs += 1
         return found
 
-    def recorded(self, recording: Recording) -> Segment:
+    def add_recording(self, recording: Recording) -> Segment:
         """Add a segment for a finished recording, and collect statistics of the recorded tensors."""
         segment = Segment(recording, self.origin, self.quantizer)
         self.add(segment)
-        self.turns.update(itertools.pairwise(map(self.place, segment.events)))
+        self.transitions.update(itertools.pairwise(map(self.location, segment.events)))
         if segment.prepared is not None:
             segment.observe()
         return segment
 
-    def written(self, places: set[int], recorder: Recorder | None) -> bool:
+    def disable_written(self, places: set[int], recorder: Recorder | None) -> bool:
         """Disable recordings that use tensors in this memory, which is about to be written to, as constants.
 
         Return True if a recording was disabled. `places` holds storage keys.
         """
-        changed = {path: tensor for path, tensor in self.held.items() if memory(tensor) in places}
+        changed = {path: tensor for path, tensor in self.model_tensors.items() if storage_key(tensor) in places}
         for path, tensor in changed.items():
             if recorder is not None:
                 recorder.release(path, tensor)
-            del self.held[path]
-            self.known.pop(id(tensor), None)
+            del self.model_tensors[path]
+            self.path_of_id.pop(id(tensor), None)
         followed = [segment for segment in self.segments if segment.refused is None]
         retired = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
         for segment in retired:
@@ -150,7 +149,7 @@ class Session:
             self.index[key] = [entry for entry in entries if entry[0] not in retired]
         return bool(retired)
 
-    def turn(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
+    def note_transition(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         """Note that operator `after` follows `before`; None is the beginning or end of a call.
 
         Raises:
@@ -158,10 +157,10 @@ class Session:
         """
         if not self.records and not self.strict:
             return
-        pair = before and self.place(before), after and self.place(after)
+        pair = before and self.location(before), after and self.location(after)
         if self.records:
-            self.turns.add(pair)
-        elif pair not in self.turns:
+            self.transitions.add(pair)
+        elif pair not in self.transitions:
             seen = "the call ended" if after is None else f"{after} runs"
             behind = before or "the beginning"
             text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected(at)}"
@@ -169,9 +168,9 @@ class Session:
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
 
-    def place(self, event: Event) -> tuple[str, str, int]:
+    def location(self, event: Event) -> tuple[str, str, int]:
         """Return path, name and ordinal of the source line of an operator, which do not depend on the file's folder."""
-        lines = self.lines.setdefault((event.path, event.name), [])
+        lines = self.source_lines.setdefault((event.path, event.name), [])
         if event.source not in lines:
             lines.append(event.source)
         return event.path, event.name, lines.index(event.source)
@@ -188,12 +187,12 @@ class Session:
         """Append a segment. Its operators can be found from now on, unless it is refused."""
         if segment.refused is not None:
             logger.info("recording %d stays in float: %s", len(self.segments), segment.refused)
-            self.floats.update(event.key for event in segment.events)
+            self.float_operators.update(event.key for event in segment.events)
         else:
-            self.enter(segment)
+            self.index_operators(segment)
         self.segments.append(segment)
 
-    def follow(self, before: Session, made: Sequence[Segment]) -> None:
+    def take_over(self, before: Session, made: Sequence[Segment]) -> None:
         """Take over the recordings and transitions of another session, which is not recorded any further.
 
         Args:
@@ -201,21 +200,21 @@ class Session:
             made: Segments of this session, in the order of those of `before`.
         """
         self.records = False
-        self.turns, self.outside = set(before.turns), set(before.outside)
-        self.lines = {key: list(lines) for key, lines in before.lines.items()}
+        self.transitions, self.unrecorded = set(before.transitions), set(before.unrecorded)
+        self.source_lines = {key: list(lines) for key, lines in before.source_lines.items()}
         pairs = dict(zip(before.segments, made, strict=True))
         for segment in made:
             self.add(segment)
-        for place, ends in before.edges.items():
+        for place, ends in before.successors.items():
             key = None if place is None else (pairs[place[0]], place[1])
-            self.edges[key] = [(pairs[segment], index) for segment, index in ends]
+            self.successors[key] = [(pairs[segment], index) for segment, index in ends]
 
-    def enter(self, segment: Segment) -> None:
+    def index_operators(self, segment: Segment) -> None:
         """Index the operators of a segment by path and function."""
         for event in segment.events:
             self.index.setdefault(event.key, []).append((segment, event))
 
-    def entered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceFrame:
+    def start_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceFrame:
         """Return a frame at the beginning of the first segment, with the arguments of the model bound.
 
         Raises:
@@ -228,19 +227,19 @@ class Session:
             raise InputError(
                 "arguments",
                 None,
-                f"nested as {nested}, calibrated as {first.call_tree}",
+                f"nested as {nested}, calibrated as {first.argument_tree}",
                 remedy="call it as in calibration, or convert without strict=True",
             )
-        if made.misfits and self.records and self._widened(first, made):
+        if made.mismatched_axes and self.records and self._make_dynamic(first, made):
             made = TraceFrame(self, first)
             made.begin(args, kwargs)
         return made
 
-    def _widened(self, segment: Segment, made: TraceFrame) -> bool:
+    def _make_dynamic(self, segment: Segment, made: TraceFrame) -> bool:
         with uninterrupted():
-            return segment.widen(made.misfits)
+            return segment.make_dynamic(made.mismatched_axes)
 
-    def find(
+    def find_recorded(
         self, at: TraceFrame | None, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> TraceFrame | None:
         """Find where this operator was recorded, and return a frame there with its operands bound.
@@ -252,8 +251,8 @@ class Session:
         if not candidates:
             return None
         place = (at.segment, at.next) if at is not None else None
-        known = self.edges.get(place, [])
-        line = in_file(source_line()) if len(candidates) > 1 else ""
+        known = self.successors.get(place, [])
+        line = without_folder(source_line()) if len(candidates) > 1 else ""
 
         def order(candidate: tuple[Segment, Event]) -> tuple[bool, bool, bool, bool, int]:
             segment, event = candidate
@@ -261,7 +260,7 @@ class Session:
             behind = same and at is not None and event.index >= at.next
             return (
                 (segment, event.index) not in known,
-                in_file(event.source) != line,
+                without_folder(event.source) != line,
                 not same,
                 not behind,
                 event.index if behind or at is None else -event.index,
@@ -270,14 +269,14 @@ class Session:
         candidates = sorted(candidates, key=order)
         for widens in (False, True) if self.records else (False,):
             for segment, event in candidates:
-                found = self._started(segment, event, args, kwargs, widens)
+                found = self._frame_at(segment, event, args, kwargs, widens)
                 if found is not None:
                     if self.records and (segment, event.index) not in known:
-                        self.edges.setdefault(place, []).append((segment, event.index))
+                        self.successors.setdefault(place, []).append((segment, event.index))
                     return found
         return None
 
-    def _started(
+    def _frame_at(
         self, segment: Segment, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], widens: bool
     ) -> TraceFrame | None:
         """Return a frame that begins with this operator on these operands, or None if they do not fit.
@@ -285,13 +284,13 @@ class Session:
         With `widens`, axes of the segment become dynamic where only their sizes differ from the recording.
         """
         found = TraceFrame(self, segment, event.index)
-        if found.follows(event, args, kwargs):
+        if found.matches(event, args, kwargs):
             return found
-        if widens and found.misfits and self._widened(segment, found):
-            return self._started(segment, event, args, kwargs, False)
+        if widens and found.mismatched_axes and self._make_dynamic(segment, found):
+            return self._frame_at(segment, event, args, kwargs, False)
         return None
 
-    def apart(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
+    def report_unrecorded(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
         """Report an operator that no recording has, because recordings cannot contain it or calibration has not seen
         it.
 
@@ -299,11 +298,11 @@ class Session:
         """
         place = path, operator_name(func), source_line().rpartition(", in ")[2]
         if self.records:
-            self.outside.add(place)
-        elif place not in self.outside and tensors(given):
-            self._unseen(func, path, at, given)
+            self.unrecorded.add(place)
+        elif place not in self.unrecorded and tensors(given):
+            self._report_unseen(func, path, at, given)
 
-    def _unseen(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
+    def _report_unseen(self, func: Any, path: str, at: TraceFrame | None, given: Any) -> None:
         self.check_modules()
         name, line = operator_name(func), source_line()
         if (path, func, line) in self.warned:
@@ -361,16 +360,16 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def plain_results(result: Any) -> Any:
     """Replace deferred tensors in the result of a model by computed ones, in all containers and objects."""
     if type(result) is QTensor:
-        return result.numbers()
+        return result.compute()
     if isinstance(result, torch.Tensor):
         return result
-    return pytree.tree_map(lambda leaf: leaf.numbers() if type(leaf) is QTensor else _plain_object(leaf, {}), result)
+    return pytree.tree_map(lambda leaf: leaf.compute() if type(leaf) is QTensor else _plain_object(leaf, {}), result)
 
 
 def _plain_object(thing: Any, known: dict[int, Any]) -> Any:
     """Replace deferred tensors in attributes and entries of an object that is not a pytree container, in place."""
     if type(thing) is QTensor:
-        return thing.numbers()
+        return thing.compute()
     if id(thing) in known or isinstance(thing, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(thing):
         return thing
     known[id(thing)] = thing

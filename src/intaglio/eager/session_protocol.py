@@ -20,14 +20,14 @@ class RecordedState(Protocol):
     runs: int
     segments: list[Segment]
     index: dict[Any, list[tuple[Segment, Event]]]
-    edges: dict[Any, list[tuple[Segment, int]]]
-    lines: dict[tuple[str, str], list[str]]
-    turns: set[tuple[Any, Any]]
-    outside: set[tuple[str, str, str]]
-    floats: set[Any]
+    successors: dict[Any, list[tuple[Segment, int]]]
+    source_lines: dict[tuple[str, str], list[str]]
+    transitions: set[tuple[Any, Any]]
+    unrecorded: set[tuple[str, str, str]]
+    float_operators: set[Any]
 
     def add(self, segment: Segment) -> None:
         """Append a segment and index its operators."""
 
-    def place(self, event: Event) -> tuple[str, str, int]:
+    def location(self, event: Event) -> tuple[str, str, int]:
         """Return path, operator name and line of code of an operator."""

@@ -16,9 +16,11 @@ class Snapshot:
         self.session = session
         self.segments = list(session.segments)
         self.index = {key: list(entries) for key, entries in session.index.items()}
-        self.edges = {place: list(ends) for place, ends in session.edges.items()}
-        self.lines = {key: list(lines) for key, lines in session.lines.items()}
-        self.sets = [(found, set(found)) for found in (session.turns, session.outside, session.floats)]
+        self.successors = {place: list(ends) for place, ends in session.successors.items()}
+        self.source_lines = {key: list(lines) for key, lines in session.source_lines.items()}
+        self.sets = [
+            (found, set(found)) for found in (session.transitions, session.unrecorded, session.float_operators)
+        ]
         prepared = [(segment, segment.prepared) for segment in self.segments if segment.prepared is not None]
         self.batches = {segment: one.watch.batch for segment, one in prepared}
         self.statistics = {
@@ -32,7 +34,7 @@ class Snapshot:
         session.index = {
             key: [entry for entry in entries if entry[0].refused is None] for key, entries in self.index.items()
         }
-        session.edges, session.lines = self.edges, self.lines
+        session.successors, session.source_lines = self.successors, self.source_lines
         for found, before in self.sets:
             found.intersection_update(before)
         for segment, statistics in self.statistics.items():

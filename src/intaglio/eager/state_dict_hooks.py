@@ -10,27 +10,27 @@ import torch
 from torch import nn
 
 from intaglio.eager.model_copies import Attachment
-from intaglio.eager.serialization import FLOW, STATE_VERSION, Entry, Stored
+from intaglio.eager.serialization import FLOW_ENTRY, STATE_VERSION, Entry, SerializedSession
 from intaglio.eager.session import Session
 from intaglio.errors import ArtifactError, InputError
 
 STATE_KEY = "_auto_quant_state"
-"""First part of our keys in a state dictionary. The number of a recording, or `FLOW`, follows it."""
+"""First part of our keys in a state dictionary. The number of a recording, or `FLOW_ENTRY`, follows it."""
 
 
-class Saving(Attachment):
+class SaveHook(Attachment):
     """State dictionary hook that adds one uint8 tensor per entry to the model's own tensors."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name, entry in self.session.kept().entries.items():
+        for name, entry in self.session.serialized_state().entries.items():
             text = bytearray(json.dumps(entry, sort_keys=True), "utf-8")
             state[f"{prefix}{STATE_KEY}.{name}"] = torch.frombuffer(text, dtype=torch.uint8)
 
 
-class Loading(Attachment):
+class LoadHook(Attachment):
     """Hook that runs before a state dictionary is loaded into a module. The next call rebuilds the graphs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Loading(Attachment):
         errors: list[str],
     ) -> None:
         session = self.session
-        stored, head = session.kept(), f"{prefix}{STATE_KEY}."
+        stored, head = session.serialized_state(), f"{prefix}{STATE_KEY}."
         given: dict[str, Entry] = {}
         if self.whole:
             for key in [key for key in state if key.startswith(head)]:
@@ -78,14 +78,14 @@ def read(key: str, tensor: Any) -> Entry:
     return dict(entry)
 
 
-def _fitting(key: str, name: str, entry: Entry, session: Session, stored: Stored) -> Entry:
+def _fitting(key: str, name: str, entry: Entry, session: Session, stored: SerializedSession) -> Entry:
     """Return the entry if it fits a recording of this model.
 
     Raises:
         InputError: The model has no such recording, its operators differ, or statistics are loaded into a converted
             model.
     """
-    if name == FLOW:
+    if name == FLOW_ENTRY:
         return entry
     remedy = "prepare the model with the same example inputs, and let it run the same ways once"
     if name not in stored.entries:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from intaglio import eager
-from intaglio.eager.run_trace import binder_of, captures, exact_twin, float_copy, traced
+from intaglio.eager.run_trace import binder_of, captured_by_number, float_copy, float_counterpart, run_traced
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.lower import Lowered, requantize
@@ -118,9 +118,9 @@ class SegmentComparison:
 
     def __init__(self, exact: nn.Module, quantized: nn.Module) -> None:
         self.exact, self.quantized = float_copy(exact), quantized
-        self.twin, self.binder, self.parted = exact_twin(quantized), binder_of(quantized), 0
+        self.twin, self.binder, self.parted = float_counterpart(quantized), binder_of(quantized), 0
         self.by_number: dict[int, Pair] = {}
-        for number, (stage, reference) in captures(quantized, self.exact).items():
+        for number, (stage, reference) in captured_by_number(quantized, self.exact).items():
             self.by_number[number] = Pair(_float_graph(stage, reference), reference, number)
 
     @property
@@ -132,8 +132,8 @@ class SegmentComparison:
         another path in int8, the calls are counted in ``parted``, and the list is empty if shapes differ."""
         with torch.no_grad():
             expected = self.exact(*clone_tensors(args), **clone_tensors(kwargs))
-        _, exactly = traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
-        found, roughly = traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
+        _, exactly = run_traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
+        found, roughly = run_traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
         for mine, its in zip(exactly, roughly, strict=False):
             if (mine.number, mine.first) != (its.number, its.first):
                 break
@@ -141,7 +141,7 @@ class SegmentComparison:
                 self.by_number[mine.number].add(mine.given, its.given, range(mine.first, min(mine.end, its.end)))
             if mine.end != its.end:
                 break
-        parted = [s.extent for s in exactly] != [s.extent for s in roughly]
+        parted = [s.bounds for s in exactly] != [s.bounds for s in roughly]
         self.parted += parted
         pairs = list(zip(_tensors(expected), _tensors(found), strict=not parted))
         return pairs if all(a.shape == b.shape for a, b in pairs) else []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.recording.torch_functions import named, spelling
+from intaglio.eager.recording.torch_functions import attribute_path, named
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RecordedTensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelTensor:
     """A parameter, buffer or other tensor attribute of the model, identified by its dotted name."""
 
     path: str
@@ -34,11 +34,11 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Extent:
+class SizeExpression:
     """A number computed from sizes of tensors: the size of an axis, or an arithmetic operator on such numbers.
 
     Attributes:
-        operation: "size", or a key of `SIGNS`.
+        operation: "size", or a key of `SIZE_OPERATORS`.
         operands: (tensor, axis) of a size, otherwise the two operands.
     """
 
@@ -48,53 +48,53 @@ class Extent:
     def __str__(self) -> str:
         if self.operation == "size":
             return f"{self.operands[0]}.size({self.operands[1]})"
-        return f"({f' {SIGNS[self.operation]} '.join(map(str, self.operands))})"
+        return f"({f' {SIZE_OPERATORS[self.operation]} '.join(map(str, self.operands))})"
 
     def evaluate(self, size: Callable[[RecordedTensor, int], Any]) -> Any:
         """Compute the number; `size` returns the size of an axis of a value."""
         if self.operation == "size":
             return size(*self.operands)
-        numbers = [o.evaluate(size) if isinstance(o, Extent) else o for o in self.operands]
+        numbers = [o.evaluate(size) if isinstance(o, SizeExpression) else o for o in self.operands]
         return getattr(python_operator, self.operation)(*numbers)
 
 
-SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
-"""Operators whose result on a `Length` is a `Length`, with their signs."""
+SIZE_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
+"""Operators whose result on a `RecordedSize` is a `RecordedSize`, with their signs."""
 
 
-class Length(int):
+class RecordedSize(int):
     """An int read from a tensor's shape while recording, which remembers where it came from."""
 
     origin: tuple[Any, ...]
     """("size", tensor, axis) or (operator, operand, operand)."""
 
     @classmethod
-    def of(cls, number: int, *origin: Any) -> Length:
-        """Return a `Length` with this value and origin."""
+    def of(cls, number: int, *origin: Any) -> RecordedSize:
+        """Return a `RecordedSize` with this value and origin."""
         made = cls(number)
         made.origin = origin
         return made
 
 
-def _arithmetic(name: str, swapped: bool) -> Callable[[Length, Any], Any]:
+def _arithmetic(name: str, swapped: bool) -> Callable[[RecordedSize, Any], Any]:
     operation = getattr(python_operator, name)
 
-    def compute(self: Length, other: Any) -> Any:
-        if type(other) is not int and not isinstance(other, Length):
+    def compute(self: RecordedSize, other: Any) -> Any:
+        if type(other) is not int and not isinstance(other, RecordedSize):
             return NotImplemented if not isinstance(other, (float, bool)) else _plain(operation, self, other, swapped)
         a, b = (other, self) if swapped else (self, other)
-        return Length.of(operation(int(a), int(b)), name, a, b)
+        return RecordedSize.of(operation(int(a), int(b)), name, a, b)
 
     return compute
 
 
-def _plain(operation: Callable[[Any, Any], Any], length: Length, other: Any, swapped: bool) -> Any:
+def _plain(operation: Callable[[Any, Any], Any], length: RecordedSize, other: Any, swapped: bool) -> Any:
     return operation(other, int(length)) if swapped else operation(int(length), other)
 
 
-for _name in SIGNS:
-    setattr(Length, f"__{_name}__", _arithmetic(_name, False))
-    setattr(Length, f"__r{_name}__", _arithmetic(_name, True))
+for _name in SIZE_OPERATORS:
+    setattr(RecordedSize, f"__{_name}__", _arithmetic(_name, False))
+    setattr(RecordedSize, f"__r{_name}__", _arithmetic(_name, True))
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Event:
         function: Function that was called, or None for a call of the leaf module at `path`.
         path: Path of the leaf module, or of the module whose code called the function.
         call: Number of earlier calls of the module whose code runs the operator.
-        args: Positional arguments, with `RecordedTensor`, `Held` and `Extent` for tensors and sizes.
+        args: Positional arguments, with `RecordedTensor`, `ModelTensor` and `SizeExpression` for tensors and sizes.
         kwargs: Keyword arguments, in the same form.
         result: Result, in the same form.
         changed: For an in-place operator, the value that its first argument represents afterwards.
@@ -122,7 +122,7 @@ class Event:
     kwargs: dict[str, Any]
     result: Any
     changed: int | None = None
-    views: tuple[tuple[int, RecordedTensor | Held], ...] = ()
+    views: tuple[tuple[int, RecordedTensor | ModelTensor], ...] = ()
     source: str = ""
     slots: tuple[int, ...] = ()
     """Value numbers of `args`, with -1 for arguments that are not tensors; speeds up comparisons."""
@@ -136,7 +136,7 @@ class Event:
 
     def __getstate__(self) -> dict[str, Any]:
         """Store functions of PyTorch by name, because most of them cannot be pickled."""
-        parts = None if self.function is None else spelling(self.function)
+        parts = None if self.function is None else attribute_path(self.function)
         return vars(self) if parts is None else {**vars(self), "function": parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Event:
 
 
 def leaves(spec: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers, including the operands of an `Extent`."""
+    """Yield the leaves of nested containers, including the operands of an `SizeExpression`."""
     if isinstance(spec, (tuple, list)):
         for entry in spec:
             yield from leaves(entry)
@@ -183,7 +183,7 @@ def leaves(spec: Any) -> Iterator[Any]:
             yield from leaves(entry)
     elif isinstance(spec, slice):
         yield from leaves((spec.start, spec.stop, spec.step))
-    elif isinstance(spec, Extent):
+    elif isinstance(spec, SizeExpression):
         yield from leaves(spec.operands)
     else:
         yield spec
@@ -221,7 +221,7 @@ def operator_name(function: Any) -> str:
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
 
 
-def held(model: nn.Module, path: str) -> torch.Tensor:
+def model_tensor(model: nn.Module, path: str) -> torch.Tensor:
     """Return the tensor with this dotted name in the model."""
     owner, _, name = path.rpartition(".")
     found: torch.Tensor = getattr(model.get_submodule(owner), name)

@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
-from intaglio.eager.recording.events import Event, Extent, Held, Length, RecordedTensor, fill, tensors
+from intaglio.eager.recording.events import (
+    Event,
+    ModelTensor,
+    RecordedSize,
+    RecordedTensor,
+    SizeExpression,
+    fill,
+    tensors,
+)
 from intaglio.torch_private import pytree, storage_key
 
-UNROLLED = 64
+MAX_UNROLLED = 64
 """Number of iterations of a source line that get their own parameters. Later ones share those of the last."""
 
 
@@ -60,16 +68,16 @@ class Recorder:
         """Begin a recording; `known` holds the dotted name of each tensor of the model, by id."""
         self.recording, self.known = Recording(), known
         self.slots: dict[int, int] = {}
-        self.kept: list[torch.Tensor] = []  # keeps tensors alive, so that ids are not reused
-        self.read = -1
+        self.alive: list[torch.Tensor] = []  # keeps tensors alive, so that ids are not reused
+        self.last_read = -1
         """Number of operators that were recorded before the contents of a tensor were last read."""
-        self.looked_at: dict[RecordedTensor, None] = {}
+        self.read_values: dict[RecordedTensor, None] = {}
 
-    def look(self, tensors_: list[torch.Tensor]) -> None:
+    def note_read(self, tensors_: list[torch.Tensor]) -> None:
         """Note that the model reads the contents of these tensors, on which its control flow may depend."""
         made = {number for event in self.recording.events for number in event.outputs}
-        self.read = len(self.recording.events)
-        self.looked_at.update(
+        self.last_read = len(self.recording.events)
+        self.read_values.update(
             {RecordedTensor(self.slots[id(t)]): None for t in tensors_ if self.slots.get(id(t)) in made}
         )
 
@@ -92,12 +100,12 @@ class Recorder:
         """Finish the recording. If it has no result, its results are the values that are still referenced."""
         if self.recording.results is None:
             made = {number for event in self.recording.events for number in event.outputs}
-            alive = [t for t in self.kept if self.slots.get(id(t)) in made and _alive(t)]
+            alive = [t for t in self.alive if self.slots.get(id(t)) in made and _alive(t)]
             entries, tree = pytree.tree_flatten(tuple(dict.fromkeys(map(self._leaf, alive))))
             self.recording.results = tree, entries
-        if self.looked_at:
+        if self.read_values:
             tree, entries = self.recording.results
-            both = pytree.tree_unflatten(entries, tree), tuple(self.looked_at)
+            both = pytree.tree_unflatten(entries, tree), tuple(self.read_values)
             entries, tree = pytree.tree_flatten(both)
             self.recording.results = tree, entries
 
@@ -108,7 +116,7 @@ class Recorder:
         self.recording.inputs[number] = tensor.clone()
 
         def swap(leaf: Any) -> Any:
-            return RecordedTensor(number) if isinstance(leaf, Held) and leaf.path == path else leaf
+            return RecordedTensor(number) if isinstance(leaf, ModelTensor) and leaf.path == path else leaf
 
         for event in self.recording.events:
             event.args, event.kwargs = fill(event.args, swap), fill(event.kwargs, swap)
@@ -117,11 +125,11 @@ class Recorder:
     def value(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor. A tensor that is seen for the first time becomes an input."""
         if id(tensor) not in self.slots:
-            self._read_elsewhere()
+            self._keep_unread_values()
             self.recording.inputs[self._new(tensor)] = tensor
         return self.slots[id(tensor)]
 
-    def _read_elsewhere(self) -> None:
+    def _keep_unread_values(self) -> None:
         """Add values that no operator reads to the results.
 
         A new input comes from code that is not intercepted, such as TorchScript, which may have computed it from these
@@ -129,32 +137,32 @@ class Recorder:
         """
         read = {number for event in self.recording.events for number in event.inputs}
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
-        self.looked_at.update(dict.fromkeys(map(RecordedTensor, made)))
+        self.read_values.update(dict.fromkeys(map(RecordedTensor, made)))
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)
         self.recording.types[number] = tensor.dtype
         self.slots[id(tensor)] = number
-        self.kept.append(tensor)
+        self.alive.append(tensor)
         return number
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             path = self.known.get(id(leaf))
-            return Held(path) if path is not None else RecordedTensor(self.value(leaf))
-        if isinstance(leaf, Length):
+            return ModelTensor(path) if path is not None else RecordedTensor(self.value(leaf))
+        if isinstance(leaf, RecordedSize):
             return self._extent(leaf)
         return leaf
 
     def _extent(self, length: Any) -> Any:
-        if not isinstance(length, Length):
+        if not isinstance(length, RecordedSize):
             return length
         operation, *operands = length.origin
         if operation == "size":
-            return Extent("size", (self._leaf(operands[0]), operands[1]))
-        return Extent(operation, tuple(map(self._extent, operands)))
+            return SizeExpression("size", (self._leaf(operands[0]), operands[1]))
+        return SizeExpression(operation, tuple(map(self._extent, operands)))
 
-    def takes(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:
+    def can_record(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:
         """Return whether an operator can be part of a recording.
 
         It must not write to memory that other tensors share, and autocast must be off, so that its inputs determine its
@@ -165,15 +173,15 @@ class Recorder:
         if not in_place:
             return True
         target = args[0] if args else None
-        return isinstance(target, torch.Tensor) and self._owned(target)
+        return isinstance(target, torch.Tensor) and self._is_unshared(target)
 
-    def _owned(self, tensor: torch.Tensor) -> bool:
+    def _is_unshared(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor was made in this recording and shares memory with no other live tensor."""
         number = self.slots.get(id(tensor))
         if number is None or number in self.recording.inputs:
             return False
         place = storage_key(tensor)
-        return not any(t is not tensor and storage_key(t) == place and _alive(t) for t in self.kept)
+        return not any(t is not tensor and storage_key(t) == place and _alive(t) for t in self.alive)
 
     def arguments(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments in the form that an event stores. Must be called before the operator runs."""
@@ -216,12 +224,12 @@ class Recorder:
     def _result(self, tensor: torch.Tensor) -> Any:
         path = self.known.get(id(tensor))
         if path is not None:
-            return Held(path)
+            return ModelTensor(path)
         return RecordedTensor(self.slots[id(tensor)] if id(tensor) in self.slots else self._new(tensor))
 
     def _views(
         self, taken: list[torch.Tensor], made: list[torch.Tensor]
-    ) -> tuple[tuple[int, RecordedTensor | Held], ...]:
+    ) -> tuple[tuple[int, RecordedTensor | ModelTensor], ...]:
         """Return the value numbers of results that share memory with an operand, each with that operand."""
         bases: dict[int, torch.Tensor] = {}
         for tensor in taken:
@@ -252,6 +260,6 @@ def source_line() -> str:
     return ""
 
 
-def in_file(source: str) -> str:
+def without_folder(source: str) -> str:
     """Return a source line without the folder of the file."""
     return source.replace("\\", "/").rpartition("/")[2]

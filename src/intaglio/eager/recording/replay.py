@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, held, leaves
+from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, leaves, model_tensor
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.node_info import known_type, origin, update_info
@@ -30,8 +30,8 @@ from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 def replay(recording: Recording, model: nn.Module) -> Captured:
     """Return the graph that `capture` makes of a recording, with the module path and source line of each operator.
 
-    The outputs of the graph are the results of the recording followed by all values that its operators make; `places`
-    needs the latter.
+    The outputs of the graph are the results of the recording followed by all values that its operators make, which
+    `map_values` needs.
 
     Args:
         recording: Operators to replay.
@@ -96,7 +96,7 @@ class _Writer:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.names: dict[str, Any] = {"torch": torch, "held": held}
+        self.names: dict[str, Any] = {"torch": torch, "held": model_tensor}
 
     def signature(self, parameters: Sequence[str]) -> str:
         """Return two lines: the signature, and assignments of the tensors in its arguments to value names."""
@@ -138,7 +138,7 @@ class _Writer:
 
     def _call(self, event: Event, function: Any, args: list[str], options: Mapping[str, Any]) -> str:
         given = ", ".join([*args, *[f"{key}={self._text(entry)}" for key, entry in options.items()]])
-        if function is not None and event.args and isinstance(event.args[0], (int, float, Extent)):
+        if function is not None and event.args and isinstance(event.args[0], (int, float, SizeExpression)):
             function = getattr(python_operator, plain_name(function), function)  # ``2 * x`` calls x's method on (2, x)
         called = f"self.get_submodule({event.path!r})" if function is None else self._function(function)
         return f"{called}({given})"
@@ -154,13 +154,17 @@ class _Writer:
 
     def _named(self, stem: str, thing: Any) -> str:
         for index in itertools.count():
-            name = f"{stem}_{index}" if index else stem + ("_" if stem in KEYWORDS else "")
+            name = f"{stem}_{index}" if index else stem + ("_" if stem in RESERVED_NAMES else "")
             if self.names.setdefault(name, thing) is thing:
                 return name
         raise AssertionError
 
     def _text(self, spec: Any) -> str:
-        if isinstance(spec, (RecordedTensor, Held, Extent, bool, int, str, torch.dtype)) or spec is None or spec is ...:
+        if (
+            isinstance(spec, (RecordedTensor, ModelTensor, SizeExpression, bool, int, str, torch.dtype))
+            or spec is None
+            or spec is ...
+        ):
             return "..." if spec is ... else repr(spec) if isinstance(spec, str) else str(spec)
         if isinstance(spec, float) and spec == spec and abs(spec) != float("inf"):
             return repr(spec)
@@ -189,7 +193,7 @@ class _Writer:
         return f"unflatten([{', '.join(map(self._text, entries))}], {self._named('structure', tree)})"
 
 
-KEYWORDS = ("and", "or", "not", "self", "run", "torch", "held", "structure", "unflatten", "constant")
+RESERVED_NAMES = ("and", "or", "not", "self", "run", "torch", "held", "structure", "unflatten", "constant")
 """Names that generated functions and constants must not take."""
 
 
@@ -211,10 +215,12 @@ def event_of(node: fx.Node, events: list[Event], file: str) -> Event | None:
     if node.op != "call_function" or not origin(node).source.startswith(f"{file}:"):
         return None
     line = int(origin(node).source.removeprefix(f"{file}:").partition(",")[0])
-    return events[line - HEAD] if HEAD <= line < HEAD + len(events) else None
+    return (
+        events[line - FIRST_OPERATOR_LINE] if FIRST_OPERATOR_LINE <= line < FIRST_OPERATOR_LINE + len(events) else None
+    )
 
 
-HEAD = 3
+FIRST_OPERATOR_LINE = 3
 """Line number of the first operator in the generated code; lines are counted from 1."""
 
 

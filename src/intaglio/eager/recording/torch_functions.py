@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-QUESTIONS = frozenset(
+METADATA_QUERIES = frozenset(
     {
         "shape",
         "dtype",
@@ -56,10 +56,10 @@ QUESTIONS = frozenset(
     }
 )
 """Names of functions and properties that do not read the contents of a tensor."""
-QUESTION_FUNCTIONS = frozenset(
+METADATA_FUNCTIONS = frozenset(
     getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found
     for home in (torch.Tensor, torch)
-    for found in (getattr(home, name, None) for name in QUESTIONS)
+    for found in (getattr(home, name, None) for name in METADATA_QUERIES)
     if callable(found) or inspect.isdatadescriptor(found)
 )
 """The functions with these names. A property is represented by its getter."""
@@ -100,7 +100,7 @@ def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
     return getattr(home, other, None) or getattr(torch.nn.functional, other, None)
 
 
-def spelling(function: Callable[..., Any]) -> tuple[str, ...] | None:
+def attribute_path(function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Return the attribute names that lead from `torch` to the function, or None if it is not a PyTorch function."""
     name = torch.overrides.resolve_name(function)
     if name is not None and name.startswith("torch."):

@@ -16,7 +16,7 @@ It is above the error of folding a batch norm, and far below the difference to a
 """
 
 
-def places(
+def map_values(
     before: fx.GraphModule, after: fx.GraphModule, nodes: Mapping[int, str], inputs: Sequence[torch.Tensor]
 ) -> dict[int, str]:
     """Map recorded values to nodes of a rewritten graph.

@@ -17,10 +17,10 @@ def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
     belong to no region.
     """
     assert segment.prepared is not None
-    captured = computing(segment)
+    captured = computing_operators(segment)
     made_by = {number: event.index for event in segment.events for number in event.outputs if event.index in captured}
     at: dict[str, set[int]] = {}
-    for number, name in segment.places.items():
+    for number, name in segment.node_names.items():
         if number in made_by:
             at.setdefault(name, set()).add(made_by[number])
     found = []
@@ -31,19 +31,19 @@ def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
     return found
 
 
-def computing(segment: Segment) -> set[int]:
+def computing_operators(segment: Segment) -> set[int]:
     """Return the indices of operators that have a node in the graph. All others only pass on their inputs."""
     return {event for node in segment.captured.module.graph.nodes if (event := info(node).event) is not None}
 
 
-def fused(segment: Segment) -> list[tuple[str, ...]]:
-    """Return the groups of operators that are fused with others, in execution order, named by `spelled`."""
+def fused_groups(segment: Segment) -> list[tuple[str, ...]]:
+    """Return the groups of operators that are fused with others, in execution order, named by `display_name`."""
     if segment.prepared is None:
         return []
-    return [tuple(map(spelled, events)) for _, events in regions_of(segment) if len(events) > 1]
+    return [tuple(map(display_name, events)) for _, events in regions_of(segment) if len(events) > 1]
 
 
-def spelled(event: Event) -> str:
+def display_name(event: Event) -> str:
     """Return the name of an operator in the model.
 
     It is `layer1.0.conv1` for a module and `layer1.0::add` for a function that a module calls.

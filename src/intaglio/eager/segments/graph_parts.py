@@ -48,8 +48,10 @@ def part_of(
     """
     nodes = {name_of(node): node for node in module.graph.nodes}
     known = [name for name in given if name in nodes]
-    ends = [_as_read(nodes, name) for name in wanted]
-    needed = _reach([source for segment in ends for source in _sources(segment)], {nodes[name] for name in known})
+    ends = [_nodes_read(nodes, name) for name in wanted]
+    needed = _needed_nodes(
+        [source for segment in ends for source in _sources(segment)], {nodes[name] for name in known}
+    )
     graph, copies = fx.Graph(), {}
     inputs = tuple(name for name in known if nodes[name] in needed)
     for name in inputs:
@@ -57,22 +59,22 @@ def part_of(
         copies[nodes[name]].meta = dict(nodes[name].meta)
     for node in module.graph.nodes:
         if node in needed and node not in copies:
-            if node.op == "call_module" and node.args[0] in copies and _counted(module, node, observed):
+            if node.op == "call_module" and node.args[0] in copies and _is_counted_observer(module, node, observed):
                 copies[node] = copies[node.args[0]]
                 continue
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = dict(node.meta)
-    graph.output(tuple(_last(graph, copies, segment) for segment in ends))
+    graph.output(tuple(_copied_end(graph, copies, segment) for segment in ends))
     made = fx.GraphModule(module, graph)
     made.meta = dict(module.meta)
     return GraphPart(made, inputs)
 
 
-def _counted(module: fx.GraphModule, node: fx.Node, observed: Collection[str]) -> bool:
+def _is_counted_observer(module: fx.GraphModule, node: fx.Node, observed: Collection[str]) -> bool:
     return node.args[0].name in observed and isinstance(module.get_submodule(str(node.target)), Observer)
 
 
-def _as_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
+def _nodes_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
     """Return the node that consumers of a value read: the value or its observer.
 
     For a quantized value, return its quantize node and one of its dequantize nodes.
@@ -94,7 +96,7 @@ def _sources(segment: tuple[fx.Node, ...]) -> list[fx.Node]:
     return [segment[0]] if len(segment) == 1 else segment[1].all_input_nodes
 
 
-def _last(graph: fx.Graph, copies: dict[fx.Node, fx.Node], segment: tuple[fx.Node, ...]) -> fx.Node:
+def _copied_end(graph: fx.Graph, copies: dict[fx.Node, fx.Node], segment: tuple[fx.Node, ...]) -> fx.Node:
     if len(segment) == 1:
         return copies[segment[0]]
     made = graph.node_copy(segment[1], copies.__getitem__)
@@ -102,7 +104,7 @@ def _last(graph: fx.Graph, copies: dict[fx.Node, fx.Node], segment: tuple[fx.Nod
     return made
 
 
-def _reach(ends: Sequence[fx.Node], given: Collection[fx.Node]) -> set[fx.Node]:
+def _needed_nodes(ends: Sequence[fx.Node], given: Collection[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     todo = list(ends)
     while todo:
@@ -119,8 +121,10 @@ def _reach(ends: Sequence[fx.Node], given: Collection[fx.Node]) -> set[fx.Node]:
 
 def has_integers(module: fx.GraphModule) -> bool:
     """Return whether part of a reference model contains quantized operators."""
-    return any("quantized_decomposed" in (operator(node) or "") or _rows(node) for node in module.graph.nodes)
+    return any(
+        "quantized_decomposed" in (operator(node) or "") or _is_intaglio_operator(node) for node in module.graph.nodes
+    )
 
 
-def _rows(node: fx.Node) -> bool:
+def _is_intaglio_operator(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "intaglio"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from intaglio.eager.recording.events import fill
-from intaglio.eager.recording.torch_functions import QUESTION_FUNCTIONS
+from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS
 from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, make_wrapper_subclass
 
 
@@ -41,7 +41,7 @@ class QTensor(torch.Tensor):
     slot: int
     content: torch.Tensor | None
 
-    def numbers(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         """Return the value as a plain tensor, and compute it first if necessary."""
         if self.content is None:
             assert self.frame is not None
@@ -53,7 +53,7 @@ class QTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in QUESTION_FUNCTIONS:
+        if func in METADATA_FUNCTIONS:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
@@ -65,20 +65,20 @@ class QTensor(torch.Tensor):
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.numbers().__reduce_ex__(protocol)
+        return self.compute().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.numbers().clone()
+        return self.compute().clone()
 
 
-def pending(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, slot: int) -> QTensor:
+def deferred_tensor(size: tuple[int, ...], dtype: torch.dtype, frame: DeferredValues, slot: int) -> QTensor:
     """Return a deferred tensor for value `slot` of a frame."""
     made: QTensor = make_wrapper_subclass(QTensor, size, dtype=dtype)
     made.frame, made.slot, made.content = frame, slot, None
     return made
 
 
-def become(tensor: QTensor, size: tuple[int, ...]) -> None:
+def set_shape(tensor: QTensor, size: tuple[int, ...]) -> None:
     """Change the shape of a deferred tensor, in place."""
     with DisableTorchFunction():
         tensor.data = make_wrapper_subclass(QTensor, size, dtype=tensor.dtype)
@@ -86,4 +86,4 @@ def become(tensor: QTensor, size: tuple[int, ...]) -> None:
 
 def plain(value: Any) -> Any:
     """Return the computed tensor of a `QTensor`, and any other value unchanged."""
-    return value.numbers() if type(value) is QTensor else value
+    return value.compute() if type(value) is QTensor else value

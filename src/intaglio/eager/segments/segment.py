@@ -14,11 +14,19 @@ import torch
 from torch import nn
 
 from intaglio import build
-from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, fill, held, leaves
+from intaglio.eager.recording.events import (
+    Event,
+    ModelTensor,
+    RecordedTensor,
+    SizeExpression,
+    fill,
+    leaves,
+    model_tensor,
+)
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.replay import example_of, replay, trimmed
 from intaglio.eager.recording.torch_functions import is_factory
-from intaglio.eager.recording.value_mapping import places
+from intaglio.eager.recording.value_mapping import map_values
 from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, has_integers, part_of
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
@@ -35,7 +43,7 @@ from intaglio.signature import match_size
 from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
-Made = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
+Computation = tuple[Sequence[int], Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]]
 """Numbers of the values that a part reads, and the function that computes the wanted values from them."""
 
 
@@ -59,12 +67,12 @@ class Segment:
         self.prepared: Prepared | None = None
         self.reference: Reference | None = None
         self.lock = threading.Lock()
-        self.parts: dict[Any, Made] = {}
-        self.programs: dict[Any, Made] = {}
+        self.parts: dict[Any, Computation] = {}
+        self.programs: dict[Any, Computation] = {}
         """Parts with different given values can share one program."""
         self._sizes: dict[Any, list[torch.Size | None]] = {}
-        self.spare: dict[Any, dict[int, QTensor]] = {}
-        self.last_use = self._last_uses()
+        self.reusable: dict[Any, dict[int, QTensor]] = {}
+        self.last_reads = self._find_last_reads()
         self.changed = frozenset(event.changed for event in self.events)
         self._build()
 
@@ -79,14 +87,14 @@ class Segment:
         given = pytree.tree_leaves(example_of(recording))
         inputs = [given[entry.leaf] for entry in self.captured.signature.inputs]
         after = self.prepared.annotations.module
-        self.places = places(self.captured.module, after, nodes, inputs)
+        self.node_names = map_values(self.captured.module, after, nodes, inputs)
 
-    def widen(self, misfits: Mapping[int, Collection[int]]) -> bool:
+    def make_dynamic(self, free_axes: Mapping[int, Collection[int]]) -> bool:
         """Rebuild the graph with these axes of inputs dynamic, and keep the statistics.
 
         Return False if nothing changes or the model's code does not allow it.
         """
-        inputs = {number: axes for number, axes in misfits.items() if number in self.recording.inputs}
+        inputs = {number: axes for number, axes in free_axes.items() if number in self.recording.inputs}
         known = self.recording.free
         if self.prepared is None or all(set(axes) <= known.get(number, set()) for number, axes in inputs.items()):
             return False
@@ -98,18 +106,18 @@ class Segment:
             if name in before.observers:
                 observer.statistics = before.observers[name].statistics
         self.prepared.watch.batch = before.watch.batch
-        for kept in (self.parts, self.programs, self.spare):
+        for kept in (self.parts, self.programs, self.reusable):
             kept.clear()
         self._sizes.clear()
         return self.refused is None
 
     @cached_property
-    def call_leaves(self) -> list[Any] | None:
+    def argument_leaves(self) -> list[Any] | None:
         """Return the recorded leaves of the model's arguments, or None if the recording begins inside the model."""
         return None if self.recording.call is None else pytree.tree_leaves(self.recording.call)
 
     @cached_property
-    def call_tree(self) -> Any:
+    def argument_tree(self) -> Any:
         """Return the recorded pytree structure of the model's arguments, or None."""
         return None if self.recording.call is None else pytree.tree_structure(self.recording.call)
 
@@ -119,11 +127,11 @@ class Segment:
         specs = (leaf for event in self.events for leaf in leaves((event.args, event.kwargs)))
         modules = tuple(f"{event.path}." if event.path else "" for event in self.events if event.function is None)
         names = {path for path, _ in (*self.model.named_parameters(), *self.model.named_buffers())}
-        read = {leaf.path for leaf in specs if isinstance(leaf, Held)}
+        read = {leaf.path for leaf in specs if isinstance(leaf, ModelTensor)}
         return frozenset(read | {name for name in names if name.startswith(modules)})
 
     @cached_property
-    def folded(self) -> frozenset[int]:
+    def constant_values(self) -> frozenset[int]:
         """Return the values that do not depend on the contents of inputs.
 
         The graph holds them as constants, so that no other tensor may replace one.
@@ -135,7 +143,7 @@ class Segment:
         return frozenset(found)
 
     @cached_property
-    def roots(self) -> dict[int, int | str]:
+    def view_bases(self) -> dict[int, int | str]:
         """Return, for each view, the value number or the name of the model's tensor that owns its memory."""
         found: dict[int, int | str] = {}
         for event in self.events:
@@ -144,20 +152,20 @@ class Segment:
         return found
 
     @cached_property
-    def kin(self) -> dict[int, tuple[int | str, ...]]:
+    def memory_groups(self) -> dict[int, tuple[int | str, ...]]:
         """Return, for each value that shares memory with views, all values of that memory, with the root first."""
         families: dict[int | str, tuple[int | str, ...]] = {}
-        for number, root in self.roots.items():
+        for number, root in self.view_bases.items():
             families[root] = (*families.get(root, (root,)), number)
         return {number: family for family in families.values() for number in family if isinstance(number, int)}
 
-    def _last_uses(self) -> dict[int, int]:
+    def _find_last_reads(self) -> dict[int, int]:
         """Return the index of the last operator that reads each value; the number of operators for results."""
         found = {number: event.index for event in self.events for number in event.inputs}
         results = [leaf.index for leaf in leaves(self.recording.results[1]) if isinstance(leaf, RecordedTensor)]
         return {**found, **dict.fromkeys(results, len(self.events))}
 
-    def misfit(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
+    def size_mismatch(self, number: int, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the axes along which a tensor differs in size from the recorded value, if nothing else differs."""
         shape = self.shapes.get(number, ())
         if tensor.dtype is not self.recording.types[number] or tensor.dim() != len(shape):
@@ -233,9 +241,9 @@ class Segment:
         def leaf(spec: Any) -> Any:
             if type(spec) is RecordedTensor:
                 return value(spec.index)
-            if type(spec) is Held:
-                return held(model, spec.path)
-            return spec.evaluate(lambda v, axis: size(v.index, axis)) if type(spec) is Extent else spec
+            if type(spec) is ModelTensor:
+                return model_tensor(model, spec.path)
+            return spec.evaluate(lambda v, axis: size(v.index, axis)) if type(spec) is SizeExpression else spec
 
         args, kwargs = fill(list(event.args), leaf), fill(event.kwargs, leaf)
         if event.changed is not None:
@@ -246,29 +254,29 @@ class Segment:
 
     def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
         """Return the quantized segment for `model`, with the given parameters or those chosen from the statistics."""
-        made = self._of(model)
+        made = self._for_model(model)
         if self.prepared is not None:
             if parameters is None:
-                self._complete()
+                self._observe_unreached()
             made.reference = convert(self.prepared, parameters)
             made.compile_parts(dict.fromkeys((given, wanted) for given, wanted, _ in self.parts))
         return made
 
-    def exact(self, model: nn.Module) -> Segment:
+    def with_float_graph(self, model: nn.Module) -> Segment:
         """Return the segment for `model` with the float graph that was quantized."""
-        made = self._of(model)
+        made = self._for_model(model)
         made.reference = None
         if self.prepared is not None:
             made.prepared = dataclasses.replace(self.prepared, module=self.prepared.annotations.module)
         return made
 
-    def _of(self, model: nn.Module) -> Segment:
+    def _for_model(self, model: nn.Module) -> Segment:
         made = Segment.__new__(Segment)
         made.__dict__.update(self.__dict__, model=model, given=None)
-        made.lock, made.parts, made.programs, made.spare = threading.Lock(), {}, {}, {}
+        made.lock, made.parts, made.programs, made.reusable = threading.Lock(), {}, {}, {}
         return made
 
-    def _complete(self) -> None:
+    def _observe_unreached(self) -> None:
         """Collect statistics of the recorded tensors for sites that calibration calls have not reached."""
         assert self.prepared is not None
         observers = self.prepared.observers.values()
@@ -283,9 +291,9 @@ class Segment:
         """Compile the parts that calls of the prepared model used, ahead of the first call."""
         for given, wanted in asked:
             with contextlib.suppress(UnavailableError):
-                self.part(given, wanted, frozenset())
+                self.computation(given, wanted, frozenset())
 
-    def part(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
+    def computation(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Computation:
         """Return the computation of `wanted` from `given`: the values that it reads, and a function.
 
         Args:
@@ -302,15 +310,15 @@ class Segment:
             with self.lock:
                 found = self.parts.get(key)
                 if found is None:
-                    found = self.parts[key] = self._made(given, wanted, counted)
+                    found = self.parts[key] = self._new_computation(given, wanted, counted)
         return found
 
-    def _made(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Made:
-        if self.prepared is None or any(number not in self.places for number in wanted):
+    def _new_computation(self, given: frozenset[int], wanted: tuple[int, ...], counted: frozenset[int]) -> Computation:
+        if self.prepared is None or any(number not in self.node_names for number in wanted):
             raise UnavailableError
-        names = {self.places[number]: number for number in sorted(given) if number in self.places}
-        ends = [self.places[number] for number in wanted]
-        seen = {self.places[number] for number in counted if number in self.places}
+        names = {self.node_names[number]: number for number in sorted(given) if number in self.node_names}
+        ends = [self.node_names[number] for number in wanted]
+        seen = {self.node_names[number] for number in counted if number in self.node_names}
         part = part_of((self.reference or self.prepared).module, list(names), ends, seen)
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
@@ -320,7 +328,7 @@ class Segment:
             self.programs[key] = self._compiled(part, reads)
         return self.programs[key]
 
-    def _compiled(self, part: GraphPart, reads: list[int]) -> Made:
+    def _compiled(self, part: GraphPart, reads: list[int]) -> Computation:
         assert self.reference is not None
         nodes = {node.name: node for node in part.module.graph.nodes}
         (output,) = [node for node in part.module.graph.nodes if node.op == "output"]

@@ -10,27 +10,27 @@ from weakref import getweakrefcount
 
 import torch
 
-from intaglio.eager.recording.events import Event, Extent, Held, RecordedTensor, fill, leaves
+from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, fill, leaves
 from intaglio.eager.segments.graph_parts import UnavailableError
-from intaglio.eager.segments.qtensor import QTensor, become, pending, plain
+from intaglio.eager.segments.qtensor import QTensor, deferred_tensor, plain, set_shape
 from intaglio.eager.segments.segment import Segment
 from intaglio.torch_private import DisableTorchFunction, pytree
 
-HELD_HERE = 3
+UNREFERENCED_COUNT = 3
 """Reference count of an otherwise unreferenced tensor in a loop over a dictionary.
 
 One reference each is held by the dictionary, the loop variable and the argument of getrefcount.
 """
-RECENT_VALUES = 8
+MAX_SPARE_SETS = 8
 """Number of size assignments for which a segment keeps tensors for reuse."""
-ATTRIBUTES = 3
+QTENSOR_ATTRIBUTES = 3
 """Number of attributes of a `QTensor` to which user code has added none."""
 
 
 class TensorHolder(Protocol):
     """Protocol for the part of a session that a frame reads."""
 
-    held: dict[str, torch.Tensor]
+    model_tensors: dict[str, torch.Tensor]
     """Parameters, buffers and tensor attributes of the model by dotted name."""
 
 
@@ -44,7 +44,7 @@ class TraceFrame:
         symbols: Dynamic sizes that operands have determined.
         replaced: For values written in place to a tensor, the value that the tensor first represented.
         sizes: Shape of each value, or None while unknown.
-        misfits: Axes in whose size the operands of a failed `bind` differ from the recording.
+        mismatched_axes: Axes in whose size the operands of a failed `bind` differ from the recording.
         spare: Tensors of an earlier call, by value number, for reuse.
         counted: Values that observers have already counted.
         computed: Values of `made` with contents.
@@ -59,16 +59,16 @@ class TraceFrame:
         self.symbols: dict[str, int] = {}
         self.replaced: dict[int, int] = {}
         self.sizes: list[torch.Size | None] = []
-        self.misfits: dict[int, tuple[int, ...]] = {}
-        self.spare: dict[int, QTensor] = {}
+        self.mismatched_axes: dict[int, tuple[int, ...]] = {}
+        self.reusable: dict[int, QTensor] = {}
         self.counted: set[int] = set()
         self.computed: set[int] = set()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Bind the arguments of the model; return whether they are nested as in the recording."""
         given, tree = pytree.tree_flatten((args, kwargs))
-        spec = self.segment.call_leaves
-        if spec is None or self.segment.call_tree != tree:
+        spec = self.segment.argument_leaves
+        if spec is None or self.segment.argument_tree != tree:
             return spec is None
         pairs = [(s.index, v) for s, v in zip(spec, given, strict=True) if type(s) is RecordedTensor]
         if all(isinstance(value, torch.Tensor) for _, value in pairs):
@@ -77,7 +77,7 @@ class TraceFrame:
 
     # -- following ------------------------------------------------------------------------------------------------
 
-    def follows(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def matches(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a call is this operator on these values, and bind the operands if so."""
         slots = event.slots
         if len(args) != len(slots) or len(kwargs) != len(event.kwargs):
@@ -95,14 +95,14 @@ class TraceFrame:
             if slot >= 0 and type(value) is QTensor and value.frame is self:
                 if value.slot != slot:
                     return False
-            elif value is not spec and not self._stands_for(
+            elif value is not spec and not self._matches_spec(
                 spec, value, trial
             ):  # constants in code are identical objects
                 return False
         if kwargs:
             for key, spec in event.kwargs.items():
                 value = kwargs.get(key, self)
-                if value is not spec and (value is self or not self._stands_for(spec, value, trial)):
+                if value is not spec and (value is self or not self._matches_spec(spec, value, trial)):
                     return False
         return not trial or self.bind(trial)
 
@@ -112,38 +112,38 @@ class TraceFrame:
         with DisableTorchFunction():
             segment = self.segment
             if segment.refused is None and not all(segment.fits(n, t, symbols) for n, t in trial.items()):
-                self.misfits = {n: axes for n, t in trial.items() if (axes := segment.misfit(n, t))}
+                self.mismatched_axes = {n: axes for n, t in trial.items() if (axes := segment.size_mismatch(n, t))}
                 return False
         self.bound.update(trial)
         if not self.sizes or symbols != self.symbols:
             self.symbols = symbols
             self.sizes = self.segment.sizes(symbols) if self.segment.refused is None else []
-            self.spare = self.segment.spare.pop(tuple(symbols.items()), {})
+            self.reusable = self.segment.reusable.pop(tuple(symbols.items()), {})
         return True
 
-    def _stands_for(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
+    def _matches_spec(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
         kind = type(spec)
         if kind is RecordedTensor:
             return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
-        if kind is Held:
-            return value is self.session.held.get(spec.path)
-        if kind is Extent:
+        if kind is ModelTensor:
+            return value is self.session.model_tensors.get(spec.path)
+        if kind is SizeExpression:
             return isinstance(value, int) and value == self._extent(spec, trial)
         if kind is tuple or kind is list or isinstance(spec, tuple):
             return (
                 isinstance(value, (tuple, list))
                 and len(value) == len(spec)
-                and all(self._stands_for(s, v, trial) for s, v in zip(spec, value, strict=True))
+                and all(self._matches_spec(s, v, trial) for s, v in zip(spec, value, strict=True))
             )
         if kind is dict:
             return (
                 type(value) is dict
                 and value.keys() == spec.keys()
-                and all(self._stands_for(entry, value[key], trial) for key, entry in spec.items())
+                and all(self._matches_spec(entry, value[key], trial) for key, entry in spec.items())
             )
         if kind is slice:
             return type(value) is slice and all(
-                self._stands_for(s, v, trial)
+                self._matches_spec(s, v, trial)
                 for s, v in zip((spec.start, spec.stop, spec.step), (value.start, value.stop, value.step), strict=True)
             )
         return value is spec or (not isinstance(value, torch.Tensor) and type(value) is kind and bool(value == spec))
@@ -155,13 +155,13 @@ class TraceFrame:
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
-            if number in self.segment.folded and not self._is_of_segment(value, number):
+            if number in self.segment.constant_values and not self._is_from_other_run(value, number):
                 return False
             trial[number] = value
             return True
         return known is value
 
-    def _is_of_segment(self, value: torch.Tensor, number: int) -> bool:
+    def _is_from_other_run(self, value: torch.Tensor, number: int) -> bool:
         """Return whether a tensor is this value from another run along the same segment."""
         return (
             type(value) is QTensor
@@ -170,7 +170,7 @@ class TraceFrame:
             and value.frame.segment is self.segment
         )
 
-    def _extent(self, spec: Extent, trial: dict[int, torch.Tensor]) -> int | None:
+    def _extent(self, spec: SizeExpression, trial: dict[int, torch.Tensor]) -> int | None:
         try:
             return int(spec.evaluate(lambda value, axis: self.size(value.index, axis, trial)))
         except LookupError:
@@ -198,14 +198,14 @@ class TraceFrame:
         result = event.result
         if event.changed is not None:
             assert type(args[0]) is QTensor
-            self._change(args[0], event.changed)
+            self._assign_value(args[0], event.changed)
             if self.segment.shapes.get(event.slots[0]) != self.segment.shapes.get(event.changed):
                 size = self.sizes[event.changed] if self.sizes else None
-                become(args[0], self._inferred(event.changed) if size is None else size)
+                set_shape(args[0], self._computed_shape(event.changed) if size is None else size)
             return args[0] if type(result) is RecordedTensor else fill(result, self._result)
         return fill(result, self._result)
 
-    def _change(self, tensor: QTensor, number: int) -> None:
+    def _assign_value(self, tensor: QTensor, number: int) -> None:
         """Make the caller's private tensor represent another value, as an in-place operator does."""
         if tensor.frame is self and tensor.content is None:
             old = tensor.slot
@@ -216,7 +216,7 @@ class TraceFrame:
         places = [at for at, known in self.bound.items() if known is tensor]
         before, slot = tensor.frame, tensor.slot
         assert before is not None
-        twin = pending(tensor.shape, tensor.dtype, before, slot)
+        twin = deferred_tensor(tensor.shape, tensor.dtype, before, slot)
         twin.content = tensor.content
         if before.made.get(slot) is tensor:
             before.made[slot] = twin
@@ -227,7 +227,7 @@ class TraceFrame:
     def _result(self, leaf: Any) -> Any:
         if type(leaf) is RecordedTensor:
             return self._pending(leaf.index)
-        return self.session.held[leaf.path] if type(leaf) is Held else leaf
+        return self.session.model_tensors[leaf.path] if type(leaf) is ModelTensor else leaf
 
     def _pending(self, number: int) -> Any:
         known: torch.Tensor | None = self.made.get(number)
@@ -235,20 +235,20 @@ class TraceFrame:
             known = self.bound.get(number)
         if known is not None:
             return known
-        spare = self.spare.pop(number, None)
+        spare = self.reusable.pop(number, None)
         if spare is not None:
             spare.frame, spare.slot = self, number
             self.made[number] = spare
             return spare
         size = self.sizes[number] if self.sizes else None
         if size is None:
-            size = self._inferred(number)
-        made = self.made[number] = pending(size, self.segment.recording.types[number], self, number)
+            size = self._computed_shape(number)
+        made = self.made[number] = deferred_tensor(size, self.segment.recording.types[number], self, number)
         return made
 
-    def _inferred(self, number: int) -> torch.Size:
+    def _computed_shape(self, number: int) -> torch.Size:
         """Return a shape that the known dynamic sizes do not determine, by computing the value."""
-        real = self._replayed(number)
+        real = self._float_value(number)
         self.bound[number] = real
         return real.shape
 
@@ -258,7 +258,7 @@ class TraceFrame:
         assert event.changed is not None
         self.bound[event.changed] = changed
 
-    def leave(self) -> None:
+    def recycle_tensors(self) -> None:
         """Keep deferred tensors without other references for the next call with the same sizes.
 
         Creating a tensor costs more than all other work of deferring an operator.
@@ -267,7 +267,11 @@ class TraceFrame:
             return
         spare, changed, first = {}, self.segment.changed, self.replaced
         for q in self.made.values():
-            if getrefcount(q) == HELD_HERE and len(q.__dict__) == ATTRIBUTES and not getweakrefcount(q):
+            if (
+                getrefcount(q) == UNREFERENCED_COUNT
+                and len(q.__dict__) == QTENSOR_ATTRIBUTES
+                and not getweakrefcount(q)
+            ):
                 slot = first.get(q.slot, q.slot)
                 if slot not in changed and (slot == q.slot or q.shape == self.sizes[slot]):
                     spare[slot] = q
@@ -277,15 +281,15 @@ class TraceFrame:
         for q in spare.values():
             q.content = None
             del q.frame
-        if len(self.segment.spare) >= RECENT_VALUES:
-            self.segment.spare.clear()
-        self.segment.spare[tuple(self.symbols.items())] = spare
+        if len(self.segment.reusable) >= MAX_SPARE_SETS:
+            self.segment.reusable.clear()
+        self.segment.reusable[tuple(self.symbols.items())] = spare
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def compute_referenced(self) -> None:
         """Compute every deferred value that is still referenced."""
-        wanted = [q for q in self.made.values() if q.content is None and getrefcount(q) > HELD_HERE]
+        wanted = [q for q in self.made.values() if q.content is None and getrefcount(q) > UNREFERENCED_COUNT]
         if wanted:
             self.compute(wanted)
 
@@ -293,9 +297,9 @@ class TraceFrame:
         """Compute these values, together with other referenced ones that later operators read."""
         with DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
-            later = self.segment.last_use
+            later = self.segment.last_reads
             for q in self.made.values():
-                if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > HELD_HERE:
+                if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > UNREFERENCED_COUNT:
                     chosen[q.slot] = q
             order = tuple(sorted(chosen))
             given = frozenset([*self.bound, *self.computed])
@@ -303,32 +307,32 @@ class TraceFrame:
                 self._run(given, order, chosen)
             except UnavailableError:
                 for number, q in chosen.items():
-                    self._one_by_one(number, q)
+                    self._compute_single(number, q)
 
     def _run(self, given: frozenset[int], order: tuple[int, ...], chosen: dict[int, QTensor]) -> None:
-        reads, runner = self.segment.part(given, order, frozenset(self.counted))
-        results = runner([self._known(number) for number in reads])
+        reads, runner = self.segment.computation(given, order, frozenset(self.counted))
+        results = runner([self._computed(number) for number in reads])
         self.counted.update(reads, order)
         for number, result in zip(order, results, strict=True):
             chosen[number].content = result
             self.computed.add(number)
 
-    def _one_by_one(self, number: int, q: QTensor) -> None:
+    def _compute_single(self, number: int, q: QTensor) -> None:
         """Compute a value by itself, with its float operator if the graph does not hold it."""
         try:
             self._run(frozenset([*self.bound, *self.computed]), (number,), {number: q})
         except UnavailableError:
-            q.content = self._replayed(number)
+            q.content = self._float_value(number)
             self.computed.add(number)
 
-    def _known(self, number: int) -> torch.Tensor:
+    def _computed(self, number: int) -> torch.Tensor:
         found = self.bound.get(number)
         return plain(self.made[number] if found is None else found)
 
-    def _replayed(self, number: int) -> torch.Tensor:
+    def _float_value(self, number: int) -> torch.Tensor:
         """Return a value, computed by its float operator if necessary."""
         if number in self.bound or number in self.computed:
-            return self._known(number)
+            return self._computed(number)
         event = next(event for event in self.events if number in event.outputs)
         with DisableTorchFunction(), torch.no_grad():
             result = self.segment.run_event(event, self.operand, self.size)
@@ -342,9 +346,9 @@ class TraceFrame:
         known = self.bound.get(number)
         if known is not None:
             return plain(known)
-        made = self.made[number] if number in self.made else pending((0,), torch.float32, self, number)
+        made = self.made[number] if number in self.made else deferred_tensor((0,), torch.float32, self, number)
         if made.content is None:
-            self._one_by_one(number, made)
+            self._compute_single(number, made)
         if number not in self.made:
             self.bound[number] = plain(made)
         return plain(made)
