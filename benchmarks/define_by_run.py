@@ -141,7 +141,7 @@ def chains(operators: int, blocks: int) -> list[dict]:
     rows, x = [], torch.randn(1, 16)
     for name, model in (("functions", Functions(operators)), ("modules", modules(operators))):
         own = converted(model.eval(), [x])
-        count = sum(len(chain.events) for chain in eager.session_of(own).chains) - 1
+        count = sum(len(segment.events) for segment in eager.session_of(own).segments) - 1
         found = times({"converted": own, "program": program_of(own, x), "float": model}, x, blocks, 20, min)
         cost = {kind: (found["converted"][kind] - found["program"][kind]) / count for kind in ("best", "median")}
         rows.append({"case": f"chain of {name}", "operators": count, "each": cost, "microseconds": found})

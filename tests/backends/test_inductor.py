@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import intaglio
 from intaglio import stages
 from intaglio.backends.channel_zero_points import byte_inputs
-from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_of_bytes, is_int8_layer
-from intaglio.backends.inductor.inductor_model import SETTINGS, lowering
+from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_with_byte_inputs, is_int8_layer
+from intaglio.backends.inductor.inductor_model import SETTINGS, configured_inductor
 from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import levels_of_rows
@@ -114,7 +114,7 @@ def test_settings_are_those_of_inductor():
 
 def test_errors_of_inductor_are_build_errors_and_settings_come_back():
     freezing = inductor_config.freezing
-    with pytest.raises(BuildError, match="no such thing"), lowering():
+    with pytest.raises(BuildError, match="no such thing"), configured_inductor():
         raise RuntimeError("no such thing\nand a long trace")
     assert inductor_config.freezing is freezing
 
@@ -286,7 +286,7 @@ def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
     x = image.normalize(bytes_)
     handed = graph(Stem(), x, image=image)
     assert sum(map(is_int8_layer, handed.graph.nodes)) == 3
-    taken = graph_of_bytes(handed, byte_inputs(handed))
+    taken = graph_with_byte_inputs(handed, byte_inputs(handed))
     with torch.no_grad():
         np.testing.assert_array_equal(taken(bytes_)[0], handed(x)[0])
     assert not any("addcmul" in target for target in targets(taken))

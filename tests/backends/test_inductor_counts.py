@@ -30,11 +30,11 @@ def lowered(model, x, monkeypatch, free=()):
         raise Lowered
 
     @contextmanager
-    def lowering():
+    def configured_inductor():
         with torch.no_grad(), inductor_config.patch({**inductor_model.SETTINGS, "post_grad_custom_post_pass": stop}):
             yield []
 
-    monkeypatch.setattr(inductor_model, "lowering", lowering)
+    monkeypatch.setattr(inductor_model, "configured_inductor", configured_inductor)
     sizes = dict.fromkeys(free, Dim.AUTO)
     shapes = ((sizes,),) if isinstance(model, Body) else (sizes,)
     prepared = stages.prepare(stages.capture(model.eval(), x, dynamic_shapes=shapes))

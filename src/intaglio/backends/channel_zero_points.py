@@ -34,14 +34,14 @@ def image_of(node: fx.Node) -> fx.Node | None:
     return found[0] if all(reader is node.args[0] for reader in readers) else None
 
 
-def take_bytes(module: fx.GraphModule, node: fx.Node) -> None:
+def accept_bytes(module: fx.GraphModule, node: fx.Node) -> None:
     """Make an image input uint8 and remove its quantize, because the bytes of the image are the quantized values."""
     if (x := image_of(node)) is not None:
         update_info(x, type=TensorType(known_type(x).shape, DType.U8))
         replace_node(node, x)
 
 
-def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
+def fold_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     """Rewrite a convolution of u8 values with zero points z[c] as one of the same values with zero point 0.
 
     Exactly, ``sum(w * (x - z)) + b = sum(w * x) + (b - sum(w * z))`` in units of the bias. Padding with z[c] becomes an
@@ -62,10 +62,10 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     zero = zeros[0]
     if len(set(zeros)) > 1:
         if any(padding):
-            levels = call_before(x, _padded(known_type(x), padding), pad_levels, levels, zeros, padding)
+            levels = call_before(x, _padded(known_type(x), padding), pad_with_zero_points, levels, zeros, padding)
             update_info(levels, origin=origin(x.args[0]))
         zero, padding = 0, [0, 0]
-        moved = _moved(module, *counts, zeros, given["groups"])
+        moved = _adjusted_bias(module, *counts, zeros, given["groups"])
         held = call_before(node, known_type(bias), bias.target, moved, *bias.args[1:])
         node.replace_input_with(bias, held)
     how = scales[0], zero, q.qmin, q.qmax, torch.uint8
@@ -80,7 +80,7 @@ def one_zero_point(module: fx.GraphModule, node: fx.Node) -> None:
     node.kwargs = {}
 
 
-def pad_levels(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> torch.Tensor:
+def pad_with_zero_points(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> torch.Tensor:
     """Pad u8[n, c, h, w] at each end by ``padding`` rows and columns with the zero point of each channel."""
     rows, columns = padding
     channels = levels.split(1, 1)
@@ -89,7 +89,7 @@ def pad_levels(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> to
     return torch.cat(padded, 1)
 
 
-def _moved(module: fx.GraphModule, weight: fx.Node, bias: fx.Node, zeros: list[int], groups: int) -> fx.Node:
+def _adjusted_bias(module: fx.GraphModule, weight: fx.Node, bias: fx.Node, zeros: list[int], groups: int) -> fx.Node:
     """Return the constant ``b - sum(w * z)`` in int32, which is wide enough for every accumulator of the
     convolution."""
     w, b = (getattr(module, str(constant.target)) for constant in (weight, bias))

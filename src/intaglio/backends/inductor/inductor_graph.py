@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.backends.channel_zero_points import image_of, one_zero_point, take_bytes
+from intaglio.backends.channel_zero_points import accept_bytes, fold_zero_points, image_of
 from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 LAYER_TARGETS = ("aten.conv1d.default", "aten.conv2d.default", "aten.linear.default")
 """Layers that oneDNN has calls for. Inductor matches a transposed convolution as an ordinary one, so it must not look
 quantized."""
-EMBEDDINGS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
-INDUCTOR_MOVES = (
+EMBEDDING_TARGETS = ("aten.embedding.default", "aten.embedding_bag.padding_idx", "aten.embedding_bag.default")
+DATA_MOVEMENT_TARGETS = (
     "aten.view.default",
     "aten.reshape.default",
     "aten.flatten.using_ints",
@@ -59,14 +59,14 @@ def graph_for_inductor(reference: Reference) -> fx.GraphModule:
     return _labelled(module)
 
 
-def graph_of_bytes(module: fx.GraphModule, inputs: Collection[int]) -> fx.GraphModule:
+def graph_with_byte_inputs(module: fx.GraphModule, inputs: Collection[int]) -> fx.GraphModule:
     """Return a copy of the graph of `graph_for_inductor` in which these image inputs are uint8. Constants are
     shared."""
     own = copy_graph(module)
     placeholders = [node for node in own.graph.nodes if node.op == "placeholder"]
     for node in list(own.graph.nodes):
         if image_of(node) in [placeholders[index] for index in inputs]:
-            take_bytes(own, node)
+            accept_bytes(own, node)
     own.graph.eliminate_dead_code()
     return _labelled(own)
 
@@ -99,7 +99,7 @@ def is_int8_layer(node: fx.Node) -> bool:
     return operator(weight) == DEQUANTIZE_CHANNEL and weight.args[3] == 0 and weight.args[6] is torch.int8
 
 
-def rows_behind_layers(module: fx.GraphModule) -> None:
+def scale_tokens_after_linear(module: fx.GraphModule) -> None:
     """Rewrite ``linear(q * row_scale)`` as ``linear(q) * row_scale``, because oneDNN has no per-token scales."""
     for linear in [node for node in module.graph.nodes if operator(node) == "aten.linear.default"]:
         rows, weight, *bias = linear.args
@@ -115,19 +115,19 @@ def rows_behind_layers(module: fx.GraphModule) -> None:
         linear.replace_all_uses_with(y)
 
 
-def images_with_one_zero_point(module: fx.GraphModule) -> None:
-    """Rewrite convolutions of images with `one_zero_point`, because oneDNN accepts only one zero point per tensor and
+def fold_image_zero_points(module: fx.GraphModule) -> None:
+    """Rewrite convolutions of images with `fold_zero_points`, because oneDNN accepts only one zero point per tensor and
     pads with it."""
     for node in list(module.graph.nodes):
-        one_zero_point(module, node)
+        fold_zero_points(module, node)
 
 
-def levels_moved(module: fx.GraphModule) -> None:
+def remove_qdq_around_data_movement(module: fx.GraphModule) -> None:
     """Remove a dequantize and a quantize with the same parameters if only data movement is between them, so that the
     quantized values are moved."""
     for last in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         chain, node = [], last.args[0]
-        while operator(node) in INDUCTOR_MOVES:
+        while operator(node) in DATA_MOVEMENT_TARGETS:
             chain.append(node)
             node = node.args[0]
         if operator(node) != DEQUANTIZE_TENSOR or node.args[1:] != last.args[1:]:
@@ -140,7 +140,7 @@ def levels_moved(module: fx.GraphModule) -> None:
         last.replace_all_uses_with(value)
 
 
-def narrow_levels_clamped(module: fx.GraphModule) -> None:
+def clamp_narrow_ranges(module: fx.GraphModule) -> None:
     """Rewrite a quantize to a range narrower than its element type as one to the full range, which oneDNN clamps to,
     followed by a clamp."""
     for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
@@ -151,7 +151,7 @@ def narrow_levels_clamped(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(_before(node, aten.clamp.default, levels, low, high))
 
 
-def sums_without_inputs(module: fx.GraphModule) -> None:
+def subtract_negated_inputs(module: fx.GraphModule) -> None:
     """Rewrite ``layer + value`` as ``layer - (-value)`` if the value is an input or a constant.
 
     The result is the same. A oneDNN call would store the sum in the memory of the value, and Inductor does not notice
@@ -168,7 +168,7 @@ def _is_outside(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr")
 
 
-def constants_for_layers(module: fx.GraphModule) -> None:
+def specialize_constants(module: fx.GraphModule) -> None:
     """Give each int8 layer its own weight with parameters per channel, and fold other dequantized constants to float.
 
     Inductor merges equal dequantizes and then decomposes one that another layer still needs.
@@ -179,7 +179,7 @@ def constants_for_layers(module: fx.GraphModule) -> None:
         for node in module.graph.nodes
         if operator(node) in (DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL, *FLOAT8_DEQUANTIZE)
     ]:
-        if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDINGS for reader in node.users):
+        if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDING_TARGETS for reader in node.users):
             continue
         if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):
             value = node.target(*[_tensor(module, given) for given in node.args])
@@ -221,10 +221,10 @@ def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 INDUCTOR_PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    rows_behind_layers,  # first: it leaves ordinary layers
-    images_with_one_zero_point,  # before constants_for_layers: it changes biases
-    levels_moved,  # before narrow_levels_clamped: it compares the parameters of dequantize and quantize
-    narrow_levels_clamped,
-    sums_without_inputs,  # before constants_for_layers: a bias that is still dequantized is not a constant operand
-    constants_for_layers,  # last: only now the int8 layers are known
+    scale_tokens_after_linear,  # first: it leaves ordinary layers
+    fold_image_zero_points,  # before specialize_constants: it changes biases
+    remove_qdq_around_data_movement,  # before clamp_narrow_ranges: it compares quantization parameters
+    clamp_narrow_ranges,
+    subtract_negated_inputs,  # before specialize_constants: a bias that is still dequantized is not a constant operand
+    specialize_constants,  # last: only now the int8 layers are known
 )

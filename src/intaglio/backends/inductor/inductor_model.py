@@ -25,7 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from intaglio.backends.channel_zero_points import byte_inputs
-from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_of_bytes
+from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_with_byte_inputs
 from intaglio.backends.inductor.inductor_report import Report, report_of
 from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
@@ -51,7 +51,7 @@ Freezing turns weights into constants, which are then packed. The custom passes 
 them: importing torchao's quantizer for x86 sets the first one. `sizes_of_inputs` is the last pass before layers are
 matched.
 """
-SHAPES = 256
+MAX_CACHED_SHAPES = 256
 """Number of call shapes for which the matching program is cached."""
 _Type = tuple[torch.dtype, torch.Size]
 logger = logging.getLogger("intaglio")
@@ -111,7 +111,7 @@ class InductorModel(nn.Module):
             if found is None:
                 found = self._compiled(inputs, free=bool(self._programs))
                 self._programs.append(found)
-            if len(self._by_type) == SHAPES:
+            if len(self._by_type) == MAX_CACHED_SHAPES:
                 self._by_type.clear()
             self._by_type[key] = found
         return self._by_type[key]
@@ -120,7 +120,7 @@ class InductorModel(nn.Module):
         """Return the graph in which the inputs that are given as bytes are uint8."""
         key = frozenset(index for index in self._byte_inputs if inputs[index].dtype is torch.uint8)
         if key not in self._graphs:
-            self._graphs[key] = graph_of_bytes(self._graphs[frozenset()], key)
+            self._graphs[key] = graph_with_byte_inputs(self._graphs[frozenset()], key)
         return self._graphs[key]
 
     def _compiled(self, inputs: Sequence[torch.Tensor], free: bool) -> _CompiledGraph:
@@ -134,7 +134,7 @@ class InductorModel(nn.Module):
         for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             table.pop(product, None)  # would decompose small layers with one row before patterns match them
         logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
-        with lowering() as made:
+        with configured_inductor() as made:
             call: Any = compile_fx(own, fakes, decompositions=table)
         self.report = report_of(graph.graph, made, _notes())
         self._example = self._example or [torch.empty_like(tensor) for tensor in inputs]
@@ -174,7 +174,7 @@ class InductorModel(nn.Module):
         module = _AsModel(graph, self.signature)
         with torch.no_grad():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=axes)
-        with lowering() as made:
+        with configured_inductor() as made:
             exported = exported.run_decompositions(decompositions())
             torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
         return report_of(graph.graph, made, _notes())
@@ -277,7 +277,7 @@ class _AsModel(nn.Module):
 
 
 @contextmanager
-def lowering() -> Iterator[list[fx.Node]]:
+def configured_inductor() -> Iterator[list[fx.Node]]:
     """Set Inductor up for this backend, and yield a list that receives the nodes for which it generates code.
 
     Errors of Inductor are raised as `BuildError`.

@@ -22,7 +22,7 @@ REPORTED_KINDS = {
     "callback": "computed by Python while the model runs",
 }
 """Kinds of implementation and their descriptions."""
-MOST_FIRST = ("int8 call", "callback", "float call", "fused", "generated")
+KIND_PRIORITY = ("int8 call", "callback", "float call", "fused", "generated")
 """Order in which the kind of an operator with several parts is chosen."""
 INT8_CALLS = {"qconv": "qconv", "qconv_binary": "qconv", "qlinear": "qlinear", "qlinear_binary": "qlinear"}
 """Name of Inductor's lowering -> name in the report."""
@@ -36,7 +36,13 @@ FLOAT_CALLS = (
     "mkldnn.",
     "mkl.",
 )
-IDLE = ("quantized_decomposed.", "intaglio.quantize", "intaglio.dequantize", "aten.sym_size", "<built-in function")
+NON_OPERATOR_PREFIXES = (
+    "quantized_decomposed.",
+    "intaglio.quantize",
+    "intaglio.dequantize",
+    "aten.sym_size",
+    "<built-in function",
+)
 """Prefixes of nodes that are not operators of the model: quantize, dequantize, sizes and items of tuples."""
 
 
@@ -98,42 +104,42 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
             targets.setdefault(label, []).append(node.target)
     fused: dict[fx.Node, Any] = {}
     for layer in (node for node in handed.nodes if is_int8_layer(node)):
-        chain = _up_to_its_call(layer, targets)
+        chain = _nodes_of_call(layer, targets)
         fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
-    return Report(tuple(_joined(_each_placed(handed, targets, fused))), notes)
+    return Report(tuple(_merged_parts(_implementations(handed, targets, fused))), notes)
 
 
-def _each_placed(
+def _implementations(
     handed: fx.Graph, targets: Mapping[str, list[Any]], fused: Mapping[fx.Node, Any]
 ) -> Iterator[tuple[Placed, bool]]:
     """Yield every node that computes, and whether it is only a part of the operator that it comes from."""
     for node in handed.nodes:
         where = origin(node)
-        if not where.operator or not operator(node) or operator(node).startswith(IDLE):
+        if not where.operator or not operator(node) or operator(node).startswith(NON_OPERATOR_PREFIXES):
             continue
         call = fused.get(node)
         if call is None:
             placed = Placed(where, _kind(targets.get(node.name, ())))
         elif is_int8_layer(node):
-            placed = Placed(where, "int8 call", _spelled(call))
+            placed = Placed(where, "int8 call", _call_text(call))
         else:
             placed = Placed(where, "fused")
         yield placed, operator(node) != where.operator
 
 
-def _joined(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
-    """Merge consecutive parts of one operator. The merged entry has the kind that comes first in `MOST_FIRST`."""
+def _merged_parts(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
+    """Merge consecutive parts of one operator. The merged entry has the kind that comes first in `KIND_PRIORITY`."""
     found: list[tuple[Placed, bool]] = []
     for here, part in each:
         if not found or found[-1][0].origin != here.origin or not (part or found[-1][1]):
             found.append((here, part))
             continue
         before, whole = found[-1][0], not (part and found[-1][1])
-        found[-1] = min(before, here, key=lambda placed: MOST_FIRST.index(placed.kind)), not whole
+        found[-1] = min(before, here, key=lambda placed: KIND_PRIORITY.index(placed.kind)), not whole
     return [placed for placed, _ in found]
 
 
-def _up_to_its_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:
+def _nodes_of_call(layer: fx.Node, targets: Mapping[str, list[Any]]) -> list[fx.Node]:
     """Return the layer and the following nodes up to the one that is labelled with the int8 call, or nothing if no call
     is found."""
     chain = [layer]
@@ -155,7 +161,7 @@ def _lowering(target: Any) -> str:
     return getattr(getattr(target, "func", None), "__name__", "")
 
 
-def _spelled(target: Any) -> str:
+def _call_text(target: Any) -> str:
     """Return the operators and the result type of an int8 call, for example ``qconv + sum + relu -> uint8``."""
     given = target.args[0].kwargs
     steps = [given.get(key) for key in ("binary_op_name", "postop_name", "unary_op_name")]

@@ -18,7 +18,7 @@ from torch.fx import traceback
 
 from intaglio.backends.onnx.onnx_legalize import legalize
 from intaglio.backends.onnx.onnx_ops import translations
-from intaglio.backends.onnx.ort_residual_qdq import quantize_terms
+from intaglio.backends.onnx.ort_residual_qdq import quantize_residual_operands
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.node_info import constant_path, graph_info, info, known_type, origin
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
@@ -31,9 +31,9 @@ from intaglio.torch_private import pytree
 Sums = Literal["levels", "float"]
 OPSET = 21
 """The first opset with 16-bit and 4-bit quantized values and block-wise scales."""
-LEAST = 2
+MIN_DYNAMIC_SIZE = 2
 """Smallest size of a dynamic dimension in an example, because torch.export specializes 0 and 1."""
-UNKNOWN = re.compile(r"target=torch\.ops\.([\w.]+)")
+UNKNOWN_OPERATOR = re.compile(r"target=torch\.ops\.([\w.]+)")
 """Matches the operator in the exporter's message about a node that it cannot translate."""
 
 
@@ -83,7 +83,7 @@ def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
     module = legalize(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []
-    if sums == "levels" and (terms := quantize_terms(module)):
+    if sums == "levels" and (terms := quantize_residual_operands(module)):
         notes.append(f"convolutions in front of sums are rounded to u8 there: {len(terms)}; sums='float' leaves it")
     names = input_names(reference.signature, inputs, notes), output_names(reference.signature, notes)
     if any(str(node.target) == RECURRENT_CALL for node in reference.module.graph.nodes):
@@ -232,7 +232,7 @@ def _exported(module: fx.GraphModule, inputs: Sequence[fx.Node]) -> ExportedProg
     kinds = [known_type(node) for node in inputs]
     sizes: dict[str, int] = {}
     for name in sorted(set().union(*[symbols_of(dim) for kind in kinds for dim in kind.shape])):
-        size = max(graph_info(module).sizes.get(name, LEAST), LEAST)
+        size = max(graph_info(module).sizes.get(name, MIN_DYNAMIC_SIZE), MIN_DYNAMIC_SIZE)
         while size in sizes.values():
             size += 1
         sizes[name] = size
@@ -269,7 +269,7 @@ def _refusal(program: ExportedProgram, error: BaseException) -> UnsupportedError
     """Return an `UnsupportedError` for an exporter error, with the operator and its module. The exporter may name an
     operator that the model's operator was decomposed into."""
     reason: BaseException | None = error
-    while reason is not None and not (found := UNKNOWN.search(str(reason))):
+    while reason is not None and not (found := UNKNOWN_OPERATOR.search(str(reason))):
         reason = reason.__cause__
     name = found[1] if reason is not None and found else ""
     own = name.split(".")[1] if "." in name else name  # for example prims.erf for aten.special_erf

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.backends.channel_zero_points import one_zero_point, take_bytes
+from intaglio.backends.channel_zero_points import accept_bytes, fold_zero_points
 from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, known_type, update_info
@@ -49,7 +49,7 @@ def legalize(module: fx.GraphModule) -> fx.GraphModule:
 # ---- per-token dynamic quantization --------------------------------------------------------------------------------
 
 
-def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
+def legalize_token_linear(module: fx.GraphModule, node: fx.Node) -> None:
     """Rewrite a linear layer with per-token quantized input as an integer product, scaled by token and by output
     channel.
 
@@ -63,11 +63,11 @@ def multiply_rows(module: fx.GraphModule, node: fx.Node) -> None:
         return
     levels, scales = weight.args[:2]
     columns = transposed(module, levels)
-    made = call_before(node, known_type(node), linear_of_rows, *rows, columns, scales, *bias)
+    made = call_before(node, known_type(node), token_linear, *rows, columns, scales, *bias)
     replace_node(node, made)
 
 
-def linear_of_rows(
+def token_linear(
     x: torch.Tensor,
     row_scales: torch.Tensor,
     weight: torch.Tensor,
@@ -93,14 +93,14 @@ def linear_of_rows(
     return real if bias is None else real + bias
 
 
-def write_rows(module: fx.GraphModule, node: fx.Node) -> None:
+def legalize_token_qdq(module: fx.GraphModule, node: fx.Node) -> None:
     """Replace per-token quantize and dequantize by arithmetic."""
-    meaning = {QUANTIZE_ROWS_TARGET: levels_of_rows, DEQUANTIZE_ROWS_TARGET: values_of_rows}.get(operator(node))
+    meaning = {QUANTIZE_ROWS_TARGET: quantize_tokens, DEQUANTIZE_ROWS_TARGET: dequantize_tokens}.get(operator(node))
     if meaning is not None:
         node.target = meaning
 
 
-def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tokens(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize per token, or per sample with mode "tensor", like `ops.dynamic_quant.levels_of_rows`, except for values
     that are not finite."""
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
@@ -110,7 +110,7 @@ def levels_of_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tens
     return steps.to(torch.uint8), peaks / most
 
 
-def values_of_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_tokens(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantize per-token quantized values."""
     return (levels.to(torch.float32) - numerics.ROW_ZERO) * scales
 
@@ -118,37 +118,37 @@ def values_of_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # ---- embeddings, recurrent layers -----------------------------------------------------------------------------------
 
 
-def gather_levels(module: fx.GraphModule, node: fx.Node) -> None:
+def gather_quantized_embedding(module: fx.GraphModule, node: fx.Node) -> None:
     """Gather rows of a quantized embedding table before dequantizing them, so that the table stays quantized in the
     file. Its zero points are not integers, which DequantizeLinear does not support."""
     if operator(node) == EMBEDDING_TARGET and (table := table_behind(node.args[0])) is not None:
-        replace_node(node, call_before(node, known_type(node), rows_of_table, *table, node.args[1]))
+        replace_node(node, call_before(node, known_type(node), embedding_rows, *table, node.args[1]))
         return
     table, alone = table_behind(node), all(operator(user) == EMBEDDING_TARGET for user in node.users)
     if table is not None and not alone and known_type(table[2]).dtype is DType.F32:
-        replace_node(node, call_before(node, known_type(node), values_of_table, *table))
+        replace_node(node, call_before(node, known_type(node), dequantized_table, *table))
 
 
-def rows_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def embedding_rows(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return the dequantized rows of an embedding table for ``ids``, f32[..., d]."""
     gathered = (torch.nn.functional.embedding(ids, part) for part in (levels, zeros[:, None], scales[:, None]))
     rows, zero, scale = gathered
     return (rows.to(torch.float32) - zero) * scale
 
 
-def values_of_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+def dequantized_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """Return a whole embedding table dequantized, f32[n, d]."""
     return (levels.to(torch.float32) - zeros[:, None]) * scales[:, None]
 
 
-def write_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
+def legalize_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
     """Replace the quantized LSTM or GRU by PyTorch's own on dequantized values, because ONNX has no quantized recurrent
     layers."""
     if operator(node) == RECURRENT_CALL:
-        node.target = recurrent_of_values
+        node.target = float_recurrent
 
 
-def recurrent_of_values(
+def float_recurrent(
     kind: str,
     levels: torch.Tensor,
     scales: torch.Tensor | None,
@@ -164,14 +164,14 @@ def recurrent_of_values(
     """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_meaning`, except that hidden states are not
     rounded."""
     if scales is not None:
-        x = values_of_rows(levels, scales)
+        x = dequantize_tokens(levels, scales)
     else:
         x = quantized_decomposed().dequantize_per_tensor.default(levels, scale, zero, 0, 255, torch.uint8)
     x = x[None] if cell else x
     parameters = []
     for i in range(0, len(constants), 6):
         w_x, w_h, s_x, s_h, b_x, b_h = constants[i : i + 6]
-        parameters += [_channels(w_x, s_x), _channels(w_h, s_h), b_x, b_h]
+        parameters += [_dequantize_channels(w_x, s_x), _dequantize_channels(w_h, s_h), b_x, b_h]
     hidden, batch = constants[1].shape[1], x.shape[0] if batch_first and not cell else x.shape[1]
     if states:
         given = [state[None] for state in states] if cell else list(states)
@@ -185,14 +185,14 @@ def recurrent_of_values(
     return tuple(state[0] for state in finals) if cell else (y, *finals)
 
 
-def _channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _dequantize_channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return quantized_decomposed().dequantize_per_channel.default(levels, scales, None, 0, -127, 127, torch.int8)
 
 
 # ---- products with weights ------------------------------------------------------------------------------------------
 
 
-def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
+def legalize_int4_linear(module: fx.GraphModule, node: fx.Node) -> None:
     """Rewrite a weight-only linear layer of 4 bits or fewer with an int4[k, n] weight and a scale for every group.
 
     With a quantized input such a weight stays int8, quantized value times multiple: kernels of both engines multiply 8
@@ -220,11 +220,11 @@ def multiply_few_bits(module: fx.GraphModule, node: fx.Node) -> None:
     held = constant(module, name, levels.reshape(rows, depth).T, path)
     update_info(held, int4=True)
     steps = constant(module, f"{name}_scale", scales.T, f"{path}:scale")
-    made = call_before(node, known_type(node), linear_of_groups, x, held, steps, group, *bias)
+    made = call_before(node, known_type(node), groupwise_linear, x, held, steps, group, *bias)
     replace_node(node, made)
 
 
-def linear_of_groups(
+def groupwise_linear(
     x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the weight-only linear layer with one scale for each group of weights.
@@ -251,7 +251,7 @@ def linear_of_groups(
     return y if bias is None else y + bias
 
 
-def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
+def legalize_matrix_linear(module: fx.GraphModule, node: fx.Node) -> None:
     """Rewrite a linear layer with more than two axes as a product with s8[k, n] and a float bias.
 
     ONNX has Gemm for two axes only, whose bias may be int32. ONNX Runtime runs an integer product before an addition in
@@ -268,11 +268,11 @@ def multiply_matrices(module: fx.GraphModule, node: fx.Node) -> None:
     real = call_before(node, kind, dequantize.target, *args)
     made = call_before(node, known_type(node), torch.matmul, x, real)
     if bias and bias[0] is not None:
-        made = call_before(node, known_type(node), torch.ops.aten.add.Tensor, made, _real(module, bias[0]))
+        made = call_before(node, known_type(node), torch.ops.aten.add.Tensor, made, _float_bias(module, bias[0]))
     replace_node(node, made)
 
 
-def _real(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
+def _float_bias(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
     """Return a bias as a float constant, dequantized with its scales."""
     if operator(bias) != DEQUANTIZE_CHANNEL or not is_constant(bias.args[0]):
         return bias
@@ -290,7 +290,7 @@ def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 
-def type_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
+def cast_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     """Cast zero points per channel to the element type of the quantized values, as ONNX requires."""
     if operator(node) not in PER_CHANNEL:
         return
@@ -320,13 +320,13 @@ def _tensor(module: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
-    take_bytes,  # first: it recognizes images by the quantize that it removes
-    one_zero_point,
-    multiply_rows,  # before `write_rows`, which rewrites the remaining per-token quantizes
-    write_rows,
-    gather_levels,
-    write_recurrent,
-    multiply_few_bits,  # before `multiply_matrices`, which rewrites the remaining linear layers
-    multiply_matrices,
-    type_zero_points,  # last: the other passes create operators with zero points
+    accept_bytes,  # first: it recognizes images by the quantize that it removes
+    fold_zero_points,
+    legalize_token_linear,  # before `legalize_token_qdq`, which rewrites the remaining per-token quantizes
+    legalize_token_qdq,
+    gather_quantized_embedding,
+    legalize_recurrent,
+    legalize_int4_linear,  # before `legalize_matrix_linear`, which rewrites the remaining linear layers
+    legalize_matrix_linear,
+    cast_zero_points,  # last: the other passes create operators with zero points
 )

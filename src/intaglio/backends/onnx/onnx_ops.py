@@ -10,13 +10,13 @@ import numpy as np
 from intaglio.quant.qdq.float8 import float8
 from intaglio.torch_private import quantized_decomposed
 
-CLIPPED = {"UINT8": (0, 255), "INT8": (-128, 127)}
+CLIP_RANGES = {"UINT8": (0, 255), "INT8": (-128, 127)}
 """Element types that Clip accepts, and the range to which QuantizeLinear saturates."""
 
 Translations = tuple[Callable[..., Any], Callable[..., Any]]
 """Functions that record the ONNX operators of quantize and of dequantize."""
 
-FLOAT = 1
+ONNX_FLOAT = 1
 """ONNX's enumeration value of float32."""
 
 
@@ -35,18 +35,18 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         """Clip quantized values whose range is narrower than their type. Clip follows QuantizeLinear, so that engines
         still recognize the operator before it as quantized."""
         name = ir.DataType(dtype).name
-        if name not in CLIPPED or (low, high) == CLIPPED[name]:
+        if name not in CLIP_RANGES or (low, high) == CLIP_RANGES[name]:
             return levels
         return op.Clip(levels, constant(low, dtype), constant(high, dtype))
 
     def quantize(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
         if ir.DataType(dtype) == ir.DataType.INT16:  # ONNX has no Clip for int16, so clip the float input
-            x = op.Clip(x, constant((low - zero) * scale, FLOAT), constant((high - zero) * scale, FLOAT))
-        levels = op.QuantizeLinear(x, constant(scale, FLOAT), constant(zero, dtype))
+            x = op.Clip(x, constant((low - zero) * scale, ONNX_FLOAT), constant((high - zero) * scale, ONNX_FLOAT))
+        levels = op.QuantizeLinear(x, constant(scale, ONNX_FLOAT), constant(zero, dtype))
         return clip(levels, low, high, dtype)
 
     def dequantize(q: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
-        return op.DequantizeLinear(q, constant(scale, FLOAT), constant(zero, dtype))
+        return op.DequantizeLinear(q, constant(scale, ONNX_FLOAT), constant(zero, dtype))
 
     def quantize_float8(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
         """Quantize to float8 with Mul, Clip and Cast, as the reference does.
@@ -54,11 +54,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         ONNX Runtime treats QuantizeLinear and DequantizeLinear of any element type like those of its integer operators:
         it drops a ReLU before zero point 0 and fuses a Conv between them into QLinearConv, which then refuses float8.
         """
-        steps = op.Mul(x, constant(1.0 / scale, FLOAT))
-        return op.Cast(op.Clip(steps, constant(low, FLOAT), constant(high, FLOAT)), to=dtype)
+        steps = op.Mul(x, constant(1.0 / scale, ONNX_FLOAT))
+        return op.Cast(op.Clip(steps, constant(low, ONNX_FLOAT), constant(high, ONNX_FLOAT)), to=dtype)
 
     def dequantize_float8(q: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
-        return op.Mul(op.Cast(q, to=FLOAT), constant(scale, FLOAT))
+        return op.Mul(op.Cast(q, to=ONNX_FLOAT), constant(scale, ONNX_FLOAT))
 
     def quantize_channels(x: Any, scales: Any, zeros: Any, axis: int, low: int, high: int, dtype: int) -> Any:
         return clip(op.QuantizeLinear(x, scales, zeros, axis=axis), low, high, dtype)

@@ -24,7 +24,7 @@ QUANT_MIN, QUANT_MAX = 0, 255
 Range = tuple[float, float]
 
 
-def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
+def quantize_residual_operands(module: fx.GraphModule) -> list[fx.Node]:
     """Insert a quantize to u8 and its dequantize between a convolution, or its ReLU, and the addition that reads it.
 
     This is done if only additions and ReLUs are between the convolution and a quantize to u8.
@@ -39,7 +39,7 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
         if (
             dequantized_qparams(node.args[0]) is None
             or operator(reader) != ADD_TARGET
-            or (bounds := wanted(term)) is None
+            or (bounds := unsaturated_range(term)) is None
         ):
             continue
         low, high = bounds
@@ -60,7 +60,7 @@ def quantize_terms(module: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
-def wanted(node: fx.Node) -> Range | None:
+def unsaturated_range(node: fx.Node) -> Range | None:
     """Return the range of a value outside of which its consumers saturate anyway, or ``None`` if it is not known.
 
     If ``x + r`` is quantized to low..high and r is dequantized from r_low..r_high, then x below ``low - r_high`` always
@@ -70,20 +70,20 @@ def wanted(node: fx.Node) -> Range | None:
         return None
     reader = next(iter(node.users))
     if (q := quantize_qparams(reader)) is not None:
-        return ends(q)
+        return real_range(q)
     if operator(reader) == RELU_TARGET:
-        behind = wanted(reader)
+        behind = unsaturated_range(reader)
         return None if behind is None else (max(behind[0], 0.0), behind[1])
     if operator(reader) != ADD_TARGET or arguments(reader)["alpha"] != 1:
         return None
     others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
-    other, behind = dequantized_qparams(others[0]) if others else None, wanted(reader)
-    if other is None or behind is None or (added := ends(other)) is None:
+    other, behind = dequantized_qparams(others[0]) if others else None, unsaturated_range(reader)
+    if other is None or behind is None or (added := real_range(other)) is None:
         return None
     return behind[0] - added[1], behind[1] - added[0]
 
 
-def ends(q: QParams) -> Range | None:
+def real_range(q: QParams) -> Range | None:
     """Return the real values of the lowest and highest quantized value, or ``None`` for parameters per channel."""
     if q.axis is not None or not isinstance(q.zero_point, tuple):
         return None
