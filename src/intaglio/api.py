@@ -34,7 +34,7 @@ from intaglio.stages import (
     requantize,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
-from intaglio.tune import Criterion, Start, Tuned, autotuned
+from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 Selectors = str | Iterable[str]
 logger = logging.getLogger("intaglio")
@@ -165,7 +165,7 @@ def autotune(
     else:
         reference = _converted(prepared, looked_at, data, samples, progress)
     exact = copy.deepcopy(model).eval() if any(part.training for part in model.modules()) else model
-    return autotuned(Start(captured, quantizer, reference, looked_at), criterion, exact, isa)
+    return autotuned(SearchStart(captured, quantizer, reference, looked_at), criterion, exact, isa)
 
 
 def _selected(

@@ -14,8 +14,8 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.tune import Start
-from intaglio.tune.float_search import Search
+from intaglio.tune import SearchStart
+from intaglio.tune.float_search import FloatSearch
 from support import nets
 from support.nets import Body
 
@@ -46,11 +46,11 @@ def in_float(model: object) -> set[str]:
 harms = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 
 
-def searched(damage: list[int], order: list[int], drop: int, budget: int) -> tuple[Search, tuple[str, ...]]:
+def searched(damage: list[int], order: list[int], drop: int, budget: int) -> tuple[FloatSearch, tuple[str, ...]]:
     """Of operators that each take something from a metric of 0 unless they stay in float."""
     names = [str(index) for index in order]
     metric = lambda left: -float(sum(d for index, d in enumerate(damage) if str(index) not in left))  # noqa: E731
-    search = Search(metric, -float(drop), budget)
+    search = FloatSearch(metric, -float(drop), budget)
     return search, search.run(names)
 
 
@@ -85,7 +85,7 @@ def test_one_damaging_operator_takes_few_trials(count, data):
 
 def test_where_nothing_holds_the_best_is_taken():
     metric = {(): 0.2, ("a",): 0.5, ("a", "b"): 0.4}
-    search = Search(metric.__getitem__, 0.9, 10)
+    search = FloatSearch(metric.__getitem__, 0.9, 10)
     assert search.run(["a", "b"]) == ("a",)
     assert len(search.trials) == 3
 
@@ -148,7 +148,7 @@ def test_a_value_that_had_no_levels_before_gets_some():
     captured = stages.capture(model, x)
     prepared = stages.prepare(captured)
     reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
-    found = Start(captured, Quantizer(), reference, [x]).without(("op:aten.relu",))
+    found = SearchStart(captured, Quantizer(), reference, [x]).reference_leaving(("op:aten.relu",))
     assert set(found.parameters.entries) - set(reference.parameters.entries) == {"#0/add.0"}
     assert intaglio.compare(captured, found, [x]).results[0] > 30
 

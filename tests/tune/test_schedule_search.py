@@ -31,9 +31,9 @@ from intaglio.plan import (
     refinements,
     shapes,
 )
-from intaglio.tune import made_up, one_image, search
-from intaglio.tune.memory import Memory
-from intaglio.tune.schedule_search import best_times, call_of, fastest
+from intaglio.tune import first_sample, random_sample, search
+from intaglio.tune.schedule_cache import ScheduleCache
+from intaglio.tune.schedule_search import best_times, fastest, unflatten_call
 from support import nets
 from support.integer_graphs import H, N, Net, W
 from support.matmul_cases import cases, numbers, run
@@ -61,7 +61,7 @@ def lowered():
 @pytest.fixture
 def nothing_known(tmp_path, monkeypatch):
     """An empty memory; compiled programs stay where they are."""
-    monkeypatch.setattr(Memory, "folder", tmp_path / "schedules")
+    monkeypatch.setattr(ScheduleCache, "folder", tmp_path / "schedules")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
 
 @pytest.mark.parametrize("isa", BEST_HERE)
 def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_known, narrow_is_fast):
-    inputs = made_up(lowered.signature)
+    inputs = random_sample(lowered.signature)
     chosen = search(lowered, isa, inputs)
     analytic_model = build.compile(lowered, isa=isa)
     tuned = build.compile(lowered, isa=isa, schedules=chosen)
@@ -195,7 +195,7 @@ def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second,
 def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.tune.schedule_search.ROUNDS", range(2, 3))
     programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
-    found = best_times(programs, call_of(lowered.signature, made_up(lowered.signature)))
+    found = best_times(programs, unflatten_call(lowered.signature, random_sample(lowered.signature)))
     assert len(found) == len(programs)
     values = {step.partition.output for step in plan_graph(lowered.graph).steps}
     assert all(set(times) == values and all(0 <= min(t) <= max(t) < 1e9 for t in times.values()) for times in found)
@@ -205,7 +205,7 @@ def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, mon
 
 
 def test_a_second_search_times_nothing(lowered, nothing_known, narrow_is_fast):
-    inputs = made_up(lowered.signature)
+    inputs = random_sample(lowered.signature)
     first = search(lowered, HERE[0], inputs)
     count = len(narrow_is_fast)
     assert search(lowered, HERE[0], inputs) == first
@@ -213,40 +213,40 @@ def test_a_second_search_times_nothing(lowered, nothing_known, narrow_is_fast):
 
 
 def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
-    inputs = made_up(lowered.signature)
+    inputs = random_sample(lowered.signature)
     search(lowered, HERE[0], inputs)
     net = Net()
     x = net.conv(net.quantize(net.input(N, 5, 9, 7)), 96, 3, padding=1)
     more = net.lowered(net.dequantize(net.conv(x, 160, 1)))
     old, new = geometries(plan_graph(more.graph), {"n": 1}).items()
     assert old[1] in geometries(plan_graph(lowered.graph), {"n": 1}).values()
-    remembered = Memory(HERE[0], torch.get_num_threads()).recall(old[1])
+    stored = ScheduleCache(HERE[0], torch.get_num_threads()).load(old[1])
     narrow_is_fast.clear()
     search(more, HERE[0], inputs)
     tried = [program.artifact.program.notes["schedules"] for race in narrow_is_fast for program in race]
-    assert {schedules[old[0]] for schedules in tried} == {remembered}
+    assert {schedules[old[0]] for schedules in tried} == {stored}
     assert len({schedules[new[0]] for schedules in tried}) > 1
 
 
 def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
     small, large = (next(iter(geometries(plan_graph(lowered.graph), {"n": n}).values())) for n in (1, 2))
-    memory = Memory(HERE[0], 2)
-    memory.remember({small: Schedule(2, 1, 3, 4)})
-    assert memory.recall(small) == Schedule(2, 1, 3, 4)
-    assert memory.recall(large) is None
-    assert Memory(HERE[0], 3).recall(small) is None
-    assert Memory("portable" if HERE[0] != "portable" else "avx2", 2).recall(small) is None
+    schedule_cache = ScheduleCache(HERE[0], 2)
+    schedule_cache.store({small: Schedule(2, 1, 3, 4)})
+    assert schedule_cache.load(small) == Schedule(2, 1, 3, 4)
+    assert schedule_cache.load(large) is None
+    assert ScheduleCache(HERE[0], 3).load(small) is None
+    assert ScheduleCache("portable" if HERE[0] != "portable" else "avx2", 2).load(small) is None
 
 
 def test_another_processor_or_generator_is_another_key(lowered, nothing_known, monkeypatch):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    memory = Memory(HERE[0], 1)
-    memory.remember({layer: Schedule(1, 1)})
-    monkeypatch.setattr("intaglio.tune.memory.GENERATOR", 0)
-    assert memory.recall(layer) is None
+    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
+    monkeypatch.setattr("intaglio.tune.schedule_cache.GENERATOR", 0)
+    assert schedule_cache.load(layer) is None
     monkeypatch.undo()
     monkeypatch.setattr("intaglio.native.cpu.cpu_name", lambda: "another")
-    assert memory.recall(layer) is None
+    assert schedule_cache.load(layer) is None
 
 
 @pytest.mark.parametrize(
@@ -265,49 +265,49 @@ def test_another_processor_or_generator_is_another_key(lowered, nothing_known, m
 )
 def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothing_known, caplog):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    memory = Memory(HERE[0], 1)
-    memory.remember({layer: Schedule(1, 1)})
-    memory.path(layer).write_bytes(content)
+    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
+    schedule_cache.path(layer).write_bytes(content)
     with caplog.at_level(logging.WARNING, "intaglio"):
-        assert memory.recall(layer) is None
-    assert str(memory.path(layer)) in caplog.text
-    memory.remember({layer: Schedule(1, 1)})
-    assert memory.recall(layer) == Schedule(1, 1)
+        assert schedule_cache.load(layer) is None
+    assert str(schedule_cache.path(layer)) in caplog.text
+    schedule_cache.store({layer: Schedule(1, 1)})
+    assert schedule_cache.load(layer) == Schedule(1, 1)
 
 
 def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_known, caplog):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    memory = Memory(HERE[0], 1)
+    schedule_cache = ScheduleCache(HERE[0], 1)
     for numbers_ in ({"tile_rows": 99}, {"tile_rows": 1.5}, {"tile_columns": True}, {"chunk_bytes": None}):
-        memory.remember({layer: Schedule(1, 1)})
-        entry = json.loads(memory.path(layer).read_text())
+        schedule_cache.store({layer: Schedule(1, 1)})
+        entry = json.loads(schedule_cache.path(layer).read_text())
         entry["schedule"] |= numbers_
-        memory.path(layer).write_text(json.dumps(entry))
-        assert memory.recall(layer) is None, numbers_
+        schedule_cache.path(layer).write_text(json.dumps(entry))
+        assert schedule_cache.load(layer) is None, numbers_
     assert "no schedule" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monkeypatch, caplog):
     Path(fresh_cache, "schedules").write_text("not a folder")
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    memory = Memory(HERE[0], 1)
-    memory.remember({layer: Schedule(1, 1)})
+    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
     assert "cannot be remembered" in caplog.text
-    assert memory.recall(layer) is None
+    assert schedule_cache.load(layer) is None
 
 
 def test_what_was_used_least_recently_is_forgotten_first(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.config.cache_limit_bytes", lambda: 2 * 16 * 4096)
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     layers = [replace(layer, read=(size,)) for size in range(4)]
-    memory = Memory(HERE[0], 1)
+    schedule_cache = ScheduleCache(HERE[0], 1)
     for age, one in enumerate(layers[:3]):
-        memory.remember({one: Schedule(1, 1)})
-        if memory.path(one).exists():
-            os.utime(memory.path(one), (1000 + age, 1000 + age))
-    memory.recall(layers[1])
-    memory.remember({layers[3]: Schedule(1, 1)})
-    assert [memory.recall(one) is not None for one in layers] == [False, True, False, True]
+        schedule_cache.store({one: Schedule(1, 1)})
+        if schedule_cache.path(one).exists():
+            os.utime(schedule_cache.path(one), (1000 + age, 1000 + age))
+    schedule_cache.load(layers[1])
+    schedule_cache.store({layers[3]: Schedule(1, 1)})
+    assert [schedule_cache.load(one) is not None for one in layers] == [False, True, False, True]
 
 
 # ---- the verbs
@@ -385,8 +385,8 @@ def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fas
 
 
 def test_made_up_inputs_and_single_images_fit_the_signature(lowered):
-    (made,) = made_up(lowered.signature)
+    (made,) = random_sample(lowered.signature)
     assert made.shape == (1, 5, 9, 7)
     x = torch.randn(3, 5, 9, 7)
-    (image,) = one_image(lowered.signature, [x], ())
+    (image,) = first_sample(lowered.signature, [x], ())
     assert torch.equal(image, x[:1])

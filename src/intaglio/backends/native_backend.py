@@ -18,7 +18,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel, example_of
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.signature import bind
-from intaglio.tune import made_up, one_image, search
+from intaglio.tune import first_sample, random_sample, search
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -129,7 +129,7 @@ def searched_schedules(
     if options.tune is not True:
         inputs = example_of(signature, options.tune, bytes_too)
     elif example is None:
-        inputs = made_up(signature)
+        inputs = random_sample(signature)
     else:
-        inputs = one_image(signature, bind(signature, *example), bytes_too)
+        inputs = first_sample(signature, bind(signature, *example), bytes_too)
     return search(lowered, build.choose(options.isa)[0], inputs)

@@ -27,7 +27,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.tracing import Captured
 from intaglio.tune.compare_models import compare
-from intaglio.tune.float_search import Left, Search, preference
+from intaglio.tune.float_search import FloatSearch, Left, preference
 from intaglio.tune.tuned import Trial, Tuned
 
 RANKING_SAMPLES = 32
@@ -71,7 +71,7 @@ class Criterion:
         """Return the lowest accepted metric, given the float model's."""
         return baseline - self.max_drop * (abs(baseline) if self.relative else 1.0)
 
-    def of(self, model: Any, name: str) -> float:
+    def metric_of(self, model: Any, name: str) -> float:
         """Return the metric of a model.
 
         Args:
@@ -102,7 +102,7 @@ def _number(found: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class Start:
+class SearchStart:
     """Starting point that all trials share.
 
     Attributes:
@@ -117,17 +117,17 @@ class Start:
     reference: Reference
     batches: Sequence[Any]
 
-    def leaving(self, left: Iterable[str]) -> Quantizer:
+    def quantizer_leaving(self, left: Iterable[str]) -> Quantizer:
         """Return the quantizer that leaves these operators in float too."""
         return replace(self.quantizer, recipe=self.quantizer.recipe.with_selection(skip=left))
 
-    def without(self, left: Left) -> Reference:
+    def reference_leaving(self, left: Left) -> Reference:
         """Return the reference with more operators in float and otherwise unchanged parameters.
 
         Only values that were not quantized by themselves before are calibrated: those that used to share a kernel with
         an operator that is now in float.
         """
-        prepared = prepare(self.captured, self.leaving(left))
+        prepared = prepare(self.captured, self.quantizer_leaving(left))
         return convert(prepared, self._with_missing(prepared))
 
     def _with_missing(self, prepared: Prepared) -> Parameters:
@@ -168,32 +168,32 @@ class Start:
             if selector is not None:
                 worst = min(alone.get(name, math.inf) for name in (*own, *read))
                 losses[selector] = min(losses.get(selector, math.inf), worst)
-        return self._beside_one(sorted(losses, key=lambda name: (losses[name], name)))
+        return self._keep_one_quantized(sorted(losses, key=lambda name: (losses[name], name)))
 
-    def _beside_one(self, ranked: list[str]) -> list[str]:
+    def _keep_one_quantized(self, ranked: list[str]) -> list[str]:
         """Return the ranking without the least harmful operator that can be quantized alone. With all of them in float
         nothing would be quantized."""
         for kept in reversed(ranked):
             others = [selector for selector in ranked if selector != kept]
             try:
-                prepare(self.captured, self.leaving(others))
+                prepare(self.captured, self.quantizer_leaving(others))
                 return others
             except UnsupportedError:
                 continue
         return []
 
 
-def autotuned(start: Start, criterion: Criterion, exact: nn.Module, isa: str | Iterable[str] | None) -> Tuned:
+def autotuned(start: SearchStart, criterion: Criterion, exact: nn.Module, isa: str | Iterable[str] | None) -> Tuned:
     """Run the search trial by trial. Warn if no trial reaches the metric."""
-    baseline = criterion.of(exact, "the float model")
+    baseline = criterion.metric_of(exact, "the float model")
     floor, trials = criterion.floor(baseline), list[Trial]()
     best: tuple[Trial, Reference, QuantizedModel] | None = None
 
     def measure(left: Left) -> float:
         nonlocal best
-        reference = start.without(left) if left else start.reference
+        reference = start.reference_leaving(left) if left else start.reference
         model = build.compile(requantize(reference), isa=isa)
-        metric = criterion.of(model, f"the int8 model with {', '.join(left) or 'nothing more'} in float")
+        metric = criterion.metric_of(model, f"the int8 model with {', '.join(left) or 'nothing more'} in float")
         trial = Trial(left, metric, metric >= floor, model.coverage.macs)
         trials.append(trial)
         logger.info("%s", trial)
@@ -201,12 +201,12 @@ def autotuned(start: Start, criterion: Criterion, exact: nn.Module, isa: str | I
             best = trial, reference, model
         return metric
 
-    search = Search(measure, floor, criterion.evaluations - 1)
+    search = FloatSearch(measure, floor, criterion.evaluations - 1)
     if not search.holds(()):
         search.run(start.ranked())
     assert best is not None
     chosen, reference, model = best
-    recipe = start.leaving(chosen.left).recipe.with_parameters(reference.parameters)
+    recipe = start.quantizer_leaving(chosen.left).recipe.with_parameters(reference.parameters)
     tuned = Tuned(model, reference, recipe, baseline, floor, tuple(trials), chosen)
     if not tuned.reached:
         warnings.warn(

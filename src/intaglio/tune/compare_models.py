@@ -28,7 +28,7 @@ from intaglio.tracing import Captured, capture
 from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
 from intaglio.tune.comparison import Comparison
-from intaglio.tune.op_error import Pair, Totals
+from intaglio.tune.op_error import ErrorSums, GraphComparison
 
 
 def compare(
@@ -58,23 +58,26 @@ def compare(
         >>> print(report)
     """
     first, items = peek(data)
-    judge: Graphs | SegmentComparison
+    compared: StageComparison | SegmentComparison
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
-        judge = SegmentComparison(exact, quantized)
+        compared = SegmentComparison(exact, quantized)
     else:
-        judge = Graphs(exact if isinstance(exact, GraphStage) else _captured(exact, first), quantized)
-    total, seen = Totals(), 0
+        compared = StageComparison(exact if isinstance(exact, GraphStage) else _captured(exact, first), quantized)
+    total, seen = ErrorSums(), 0
     for item in items:
-        args, kwargs = judge.binder(item)
-        for index, both in enumerate(judge(args, kwargs)):
+        args, kwargs = compared.binder(item)
+        for index, both in enumerate(compared(args, kwargs)):
             total.add(f"result {index}", *both)
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if is_batch(leaf)]
         seen += sizes[0] if sizes else 1
         if samples is not None and seen >= samples:
             break
-    rows = sorted((row for pair in judge.pairs for row in pair.rows()), key=lambda row: (row.alone, row.so_far))
+    rows = sorted(
+        (row for comparison in compared.comparisons for row in comparison.rows()),
+        key=lambda row: (row.alone, row.so_far),
+    )
     results = tuple(total.decibels(key) for key in total.signal)
-    return Comparison(tuple(rows), results, seen, judge.parted)
+    return Comparison(tuple(rows), results, seen, compared.parted)
 
 
 def is_batch(leaf: Any) -> bool:
@@ -86,7 +89,7 @@ Results = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors of a call's result: the float model's, and the quantized model's."""
 
 
-class Graphs:
+class StageComparison:
     """Compares a stage or an int8 model that consists of one graph."""
 
     parted = 0
@@ -94,7 +97,7 @@ class Graphs:
     def __init__(self, stage: GraphStage, quantized: Any) -> None:
         self.stage, self.quantized, self.binder = stage, quantized, Binder.of(stage.signature)
         reference = _reference(stage, quantized)
-        self.pairs = [] if reference is None else [Pair(_float_graph(stage, reference), reference)]
+        self.comparisons = [] if reference is None else [GraphComparison(_float_graph(stage, reference), reference)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
         """Run one call of both models and return the tensors of their results."""
@@ -106,10 +109,10 @@ class Graphs:
             stage(*clone_tensors(args), **clone_tensors(kwargs)),
             self.quantized(*clone_tensors(args), **clone_tensors(kwargs)),
         )
-        for pair in self.pairs:
-            names = [node.name for node in pair.module.graph.nodes if node.op == "placeholder"]
+        for comparison in self.comparisons:
+            names = [node.name for node in comparison.module.graph.nodes if node.op == "placeholder"]
             given = dict(zip(names, values, strict=True))
-            pair.add(given, given)
+            comparison.add(given, given)
         return list(zip(_tensors(expected), _tensors(found), strict=True))
 
 
@@ -118,13 +121,13 @@ class SegmentComparison:
 
     def __init__(self, exact: nn.Module, quantized: nn.Module) -> None:
         self.exact, self.quantized = float_copy(exact), quantized
-        self.twin, self.binder, self.parted = float_counterpart(quantized), binder_of(quantized), 0
-        self.by_number: dict[int, Pair] = {}
+        self.counterpart, self.binder, self.parted = float_counterpart(quantized), binder_of(quantized), 0
+        self.by_number: dict[int, GraphComparison] = {}
         for number, (stage, reference) in captured_by_number(quantized, self.exact).items():
-            self.by_number[number] = Pair(_float_graph(stage, reference), reference, number)
+            self.by_number[number] = GraphComparison(_float_graph(stage, reference), reference, number)
 
     @property
-    def pairs(self) -> list[Pair]:
+    def comparisons(self) -> list[GraphComparison]:
         return list(self.by_number.values())
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
@@ -132,19 +135,19 @@ class SegmentComparison:
         another path in int8, the calls are counted in ``parted``, and the list is empty if shapes differ."""
         with torch.no_grad():
             expected = self.exact(*clone_tensors(args), **clone_tensors(kwargs))
-        _, exactly = run_traced(self.twin, clone_tensors(args), clone_tensors(kwargs))
-        found, roughly = run_traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
-        for mine, its in zip(exactly, roughly, strict=False):
+        _, exact_spans = run_traced(self.counterpart, clone_tensors(args), clone_tensors(kwargs))
+        found, quantized_spans = run_traced(self.quantized, clone_tensors(args), clone_tensors(kwargs))
+        for mine, its in zip(exact_spans, quantized_spans, strict=False):
             if (mine.number, mine.first) != (its.number, its.first):
                 break
             if mine.number in self.by_number:
                 self.by_number[mine.number].add(mine.given, its.given, range(mine.first, min(mine.end, its.end)))
             if mine.end != its.end:
                 break
-        parted = [s.bounds for s in exactly] != [s.bounds for s in roughly]
+        parted = [s.bounds for s in exact_spans] != [s.bounds for s in quantized_spans]
         self.parted += parted
-        pairs = list(zip(_tensors(expected), _tensors(found), strict=not parted))
-        return pairs if all(a.shape == b.shape for a, b in pairs) else []
+        results = list(zip(_tensors(expected), _tensors(found), strict=not parted))
+        return results if all(a.shape == b.shape for a, b in results) else []
 
 
 def _captured(model: nn.Module, item: Any) -> Captured:
@@ -157,10 +160,10 @@ def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
     """Return the reference of a quantized model, or ``None`` if it cannot be made."""
     if isinstance(quantized, Reference):
         return quantized
-    return eager.rewrite(quantized) if eager.is_session(quantized) else _made_again(stage, quantized)
+    return eager.rewrite(quantized) if eager.is_session(quantized) else _reference_from_texts(stage, quantized)
 
 
-def _made_again(stage: GraphStage, quantized: Any) -> Reference | None:
+def _reference_from_texts(stage: GraphStage, quantized: Any) -> Reference | None:
     """Return the reference made from the float model and the texts stored in the int8 model, or ``None`` if it
     differs."""
     texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}

@@ -10,7 +10,7 @@ Left = tuple[str, ...]
 """Selectors of operators that stay in float, in the order of their ranking."""
 
 
-class SpentError(Exception):
+class BudgetSpentError(Exception):
     """Raised when the number of trials is used up."""
 
 
@@ -21,7 +21,7 @@ def preference(left: Left, metric: float, floor: float) -> tuple[bool, float, fl
 
 
 @dataclass
-class Search:
+class FloatSearch:
     """Searches for a small set of operators to leave in float.
 
     If leaving more operators in float never lowers the metric and at least two trials are allowed, the search finds a
@@ -49,8 +49,8 @@ class Search:
         """
         try:
             if not self.holds(()) and (found := self._prefix(tuple(ranked))):
-                self._taken_back(found)
-        except SpentError:
+                self._requantized_again(found)
+        except BudgetSpentError:
             pass
         return self.best
 
@@ -60,11 +60,11 @@ class Search:
         return max(self.trials, key=lambda left: preference(left, self.trials[left], self.floor))
 
     def holds(self, left: Left) -> bool:
-        """Return whether the metric is reached with these operators in float. Raise `SpentError` if no trial is
+        """Return whether the metric is reached with these operators in float. Raise `BudgetSpentError` if no trial is
         left."""
         if left not in self.trials:
             if len(self.trials) == self.budget:
-                raise SpentError
+                raise BudgetSpentError
             self.trials[left] = self.measure(left)
         return self.trials[left] >= self.floor
 
@@ -86,7 +86,7 @@ class Search:
             fails, count = (fails, middle) if self.holds(ranked[:middle]) else (middle, count)
         return ranked[:count]
 
-    def _taken_back(self, left: Left) -> Left:
+    def _requantized_again(self, left: Left) -> Left:
         """Quantize operators again that are not needed in float: halves, quarters, finally single ones, the least
         harmful first."""
         size = len(left) // 2

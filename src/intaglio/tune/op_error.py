@@ -1,4 +1,4 @@
-"""`Pair`: comparison of a float graph and its reference node by node."""
+"""`GraphComparison`: comparison of a float graph and its reference node by node."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tune.comparison import RangeUse, Row
 
-Given = Mapping[str, torch.Tensor]
+NodeValues = Mapping[str, torch.Tensor]
 """Values by node name."""
 
 EQUALIZED = (torch.ops.aten.addcmul.default,)
 """Operators that equalization inserts after inputs, or in place of additions."""
 
 
-class Pair:
+class GraphComparison:
     """A float graph and the reference made from it, compared by nodes of the same name.
 
     Exact values are those of the float graph after equalization, which computes the same function with other
@@ -46,14 +46,14 @@ class Pair:
             InputError: a node differs, so the reference belongs to another model.
         """
         self.module, self.reference, self.recording = reference.annotations.module, reference, recording
-        self.total = Totals()
+        self.total = ErrorSums()
         theirs = {node.name: node for node in module.graph.nodes}
         self.named = {node.name: node for node in self.module.graph.nodes}
         found = [node for node in reference.module.graph.nodes if name_of(node) in self.named and _compared(node)]
         self.nodes = {name_of(node): node for node in found}
         self.sites = {site.value: site for site in reference.annotations.sites if site.role == Role.ACTIVATION}
-        self.uses = {name: _Uses(self._levels(name)) for name in self.nodes}
-        self.moves = frozenset(
+        self.uses = {name: _RangeObserver(self._levels(name)) for name in self.nodes}
+        self.data_movement = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
         )
         for name, node in self.nodes.items():
@@ -77,19 +77,19 @@ class Pair:
         site = self.sites.get(value)
         return None if site is None else (site, self.reference.qparams[site.name])
 
-    def add(self, exactly: Given, roughly: Given, ran: range | None = None) -> None:
+    def add(self, exact_inputs: NodeValues, quantized_inputs: NodeValues, ran: range | None = None) -> None:
         """Add one run of both graphs. Operators whose operands are not available are left out.
 
         Args:
-            exactly: values given to the float graph, by node name.
-            roughly: values given to the reference, by node name.
+            exact_inputs: values given to the float graph, by node name.
+            quantized_inputs: values given to the reference, by node name.
             ran: events that ran, for a part of an eager-mode graph (default: the whole graph).
         """
-        exact = _Recomputation(self.module, exactly).values()
+        exact = _Recomputation(self.module, exact_inputs).values()
         known = {name: exact[name] for name in self.nodes if name in exact}
-        names = [name for name in known if _in(self.nodes[name], ran, exactly)]
-        alone = _Rounding(self.reference.module, exactly, known, self.moves).values()
-        so_far = _Rounding(self.reference.module, roughly).values()
+        names = [name for name in known if _has_run(self.nodes[name], ran, exact_inputs)]
+        alone = _Rounding(self.reference.module, exact_inputs, known, self.data_movement).values()
+        so_far = _Rounding(self.reference.module, quantized_inputs).values()
         for name in names:
             if name in so_far and so_far[name].shape == exact[name].shape:
                 self.total.add(f"alone {name}", exact[name], alone[name])
@@ -154,7 +154,7 @@ def _compared(node: fx.Node) -> bool:
     return known and kind is not None and kind.q is None and kind.dtype in FLOATING
 
 
-def _in(node: fx.Node, ran: range | None, given: Given) -> bool:
+def _has_run(node: fx.Node, ran: range | None, given: NodeValues) -> bool:
     """Return whether an operator is one of those that ran and not one whose result was given."""
     if ran is None or node.op == "placeholder":
         return True
@@ -169,7 +169,7 @@ NOT_COMPUTED = object()
 class _Recomputation(fx.Interpreter):
     """Computes what follows from the values of some nodes, and stores it by name."""
 
-    def __init__(self, module: fx.GraphModule, given: Given) -> None:
+    def __init__(self, module: fx.GraphModule, given: NodeValues) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given, self.found = given, dict[str, Any]()
 
@@ -179,7 +179,7 @@ class _Recomputation(fx.Interpreter):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for node in self.module.graph.nodes:
                 if node in given:
-                    self.env[node] = self.handed(node, given[node].clone())
+                    self.env[node] = self.store(node, given[node].clone())
                 elif node.op == "placeholder" or any(
                     self.env[source] is NOT_COMPUTED for source in node.all_input_nodes
                 ):
@@ -188,28 +188,32 @@ class _Recomputation(fx.Interpreter):
                     self.env[node] = self.run_node(node)
         return self.found
 
-    def handed(self, node: fx.Node, value: Any) -> Any:
+    def store(self, node: fx.Node, value: Any) -> Any:
         """Store the value of a node and return the value that its consumers read."""
         self.found[name_of(node)] = value
         return value
 
     def run_node(self, n: fx.Node) -> Any:
-        return self.handed(n, super().run_node(n))
+        return self.store(n, super().run_node(n))
 
 
 class _Rounding(_Recomputation):
     """Stores values rounded as the reference rounds them, immediately where they are computed.
 
     For nodes in ``exact``, consumers get the exact value instead of the computed one, and only operators on quantized
-    values, such as recurrent ones, round it again. Nodes in ``moves`` select or clamp values that are rounded already,
-    and have no error of their own.
+    values, such as recurrent ones, round it again. Nodes in ``data_movement`` select or clamp values that are rounded
+    already, and have no error of their own.
     """
 
     def __init__(
-        self, module: fx.GraphModule, given: Given, exact: Given | None = None, moves: Set[str] = frozenset()
+        self,
+        module: fx.GraphModule,
+        given: NodeValues,
+        exact: NodeValues | None = None,
+        data_movement: Set[str] = frozenset(),
     ) -> None:
         super().__init__(module, given)
-        self.exact, self.moves = exact or {}, moves
+        self.exact, self.data_movement = exact or {}, data_movement
         homes, kinds = (quantized_decomposed(), float8()), ("per_tensor", "per_channel")
         self.quantizes = [getattr(home, f"quantize_{kind}").default for home in homes for kind in kinds]
         self.dequantizes = [getattr(home, f"dequantize_{kind}").default for home in homes for kind in kinds]
@@ -217,12 +221,12 @@ class _Rounding(_Recomputation):
     def run_node(self, n: fx.Node) -> Any:
         source = n.args[0] if n.target in self.dequantizes else None
         if self.exact and isinstance(source, fx.Node) and source.target in self.quantizes:
-            return self.handed(n, self.env[source.args[0]])
+            return self.store(n, self.env[source.args[0]])
         return super().run_node(n)
 
-    def handed(self, node: fx.Node, value: Any) -> Any:
+    def store(self, node: fx.Node, value: Any) -> Any:
         name = name_of(node)
-        self.found[name] = value if name in self.moves else self._rounded(node, value)
+        self.found[name] = value if name in self.data_movement else self._rounded(node, value)
         return self.exact.get(name, value)
 
     def _rounded(self, node: fx.Node, value: Any) -> Any:
@@ -235,7 +239,7 @@ class _Rounding(_Recomputation):
         return dequantize(quantize.target(value, *parameters), *parameters)
 
 
-class Totals:
+class ErrorSums:
     """Sums of squares by key: of exact values, of quantized values and of their differences."""
 
     def __init__(self) -> None:
@@ -264,7 +268,7 @@ class Totals:
         return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-class _Uses:
+class _RangeObserver:
     """Range of the float model's values at one node and, if it is a site, how they use its quantized values."""
 
     def __init__(self, levels: tuple[Site, QParams] | None) -> None:

@@ -23,7 +23,7 @@ from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geom
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.torch_private import pytree
-from intaglio.tune.memory import Memory
+from intaglio.tune.schedule_cache import ScheduleCache
 
 ROUNDS = range(4, 101)
 """Rounds of a race, in each of which every program runs once: at least the first number, then until `SEARCH_SECONDS`
@@ -35,9 +35,9 @@ MARGIN = 0.98
 logger = logging.getLogger("intaglio")
 
 Tensors = Sequence[torch.Tensor]
-Halves = tuple[float, float]
+EvenOddTimes = tuple[float, float]
 """Least microseconds in even rounds and in odd rounds. Their difference indicates the noise."""
-Times = dict[tuple[Geometry, Schedule], Halves]
+Times = dict[tuple[Geometry, Schedule], EvenOddTimes]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Task:
     lowered: Lowered
     isa: str
     layers: Mapping[str, Geometry]
-    settled: Mapping[Geometry, Schedule]
+    known_schedules: Mapping[Geometry, Schedule]
     call: tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -77,12 +77,12 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     caches = CacheSizes(*machine.caches()[:2])
     layers, analytic = geometries(planned, symbols), analytic_schedules(planned, Target(isa, table.tallest, caches))
     start = {layer: analytic[value] for value, layer in layers.items()}
-    memory = Memory(isa, threads)
-    known = {layer: schedule for layer in start if (schedule := memory.recall(layer)) is not None}
+    schedule_cache = ScheduleCache(isa, threads)
+    known = {layer: schedule for layer in start if (schedule := schedule_cache.load(layer)) is not None}
     new = [layer for layer in start if layer not in known]
     if new:
         began = time.perf_counter()
-        task = _Task(lowered, isa, layers, known, call_of(lowered.signature, inputs))
+        task = _Task(lowered, isa, layers, known, unflatten_call(lowered.signature, inputs))
         found = {layer: start[layer] for layer in new}
         races: tuple[Callable[[Geometry, Schedule], Sequence[Schedule]], ...] = (
             lambda layer, best: shapes(best, layer, table),
@@ -92,7 +92,7 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
         for tried in races:
             candidates = {layer: list(dict.fromkeys([start[layer], *tried(layer, found[layer])])) for layer in new}
             found = fastest(candidates, _race(task, candidates))
-        memory.remember(found)
+        schedule_cache.store(found)
         known |= found
         changed = sum(found[layer] != start[layer] for layer in new)
         took = time.perf_counter() - began
@@ -122,7 +122,7 @@ def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Tim
     variants = []
     for index in range(count):
         taken = {layer: options[index if index < len(options) else 0] for layer, options in candidates.items()}
-        taken |= task.settled
+        taken |= task.known_schedules
         variants.append({value: taken[layer] for value, layer in task.layers.items()})
     with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
         programs = list(pool.map(lambda one: build.compile(task.lowered, isa=task.isa, schedules=one), variants))
@@ -140,7 +140,7 @@ def _race(task: _Task, candidates: Mapping[Geometry, Sequence[Schedule]]) -> Tim
 
 def best_times(
     programs: Sequence[QuantizedModel], call: tuple[tuple[Any, ...], Mapping[str, Any]]
-) -> list[dict[str, Halves]]:
+) -> list[dict[str, EvenOddTimes]]:
     """Return for each program the least microseconds of every step in even and in odd rounds, by output value.
 
     The programs alternate, so that a slow moment of the machine affects all of them.
@@ -149,19 +149,19 @@ def best_times(
     values = [step.partition.ops[-1].outputs[0] for step in plan_graph(programs[0].graph).steps]
     best = [{value: [math.inf, math.inf] for value in values} for _ in programs]
     end = time.perf_counter() + SEARCH_SECONDS
-    for turn in range(ROUNDS.stop - 1):
-        if turn >= ROUNDS.start and time.perf_counter() > end:
+    for round_index in range(ROUNDS.stop - 1):
+        if round_index >= ROUNDS.start and time.perf_counter() > end:
             break
         for program, least in zip(programs, best, strict=True):
             for value, nanoseconds in zip(values, program.step_times(*args, **kwargs), strict=True):
-                least[value][turn % 2] = min(nanoseconds / 1e3, least[value][turn % 2])
+                least[value][round_index % 2] = min(nanoseconds / 1e3, least[value][round_index % 2])
     return [{value: (even, odd) for value, (even, odd) in least.items()} for least in best]
 
 
 # ---- what is timed --------------------------------------------------------------------------------------------------
 
 
-def one_image(signature: Signature, tensors: Tensors, byte_inputs: Collection[int]) -> list[torch.Tensor]:
+def first_sample(signature: Signature, tensors: Tensors, byte_inputs: Collection[int]) -> list[torch.Tensor]:
     """Return the first sample of a batch."""
     sizes = dims_of(signature, list(tensors), byte_inputs) | dict.fromkeys(_batch(signature), 1)
     return [
@@ -170,7 +170,7 @@ def one_image(signature: Signature, tensors: Tensors, byte_inputs: Collection[in
     ]
 
 
-def made_up(signature: Signature) -> list[torch.Tensor]:
+def random_sample(signature: Signature) -> list[torch.Tensor]:
     """Return random tensors for a batch of one: floats between 0 and 1, other types 0. Raise `InputError` if more than
     the batch is dynamic."""
     batch = _batch(signature)
@@ -197,7 +197,7 @@ def _batch(signature: Signature) -> set[str]:
     return {name for dim in first for name in symbols_of(dim) if dim == symbol(name)}
 
 
-def call_of(signature: Signature, tensors: Tensors) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def unflatten_call(signature: Signature, tensors: Tensors) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return the positional and keyword arguments whose leaves are these tensors."""
     leaves: list[Any] = [None] * signature.in_tree.num_leaves
     for leaf, value in signature.fixed.items():

@@ -15,7 +15,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import example_of
 from intaglio.tracing.captured import expect
 from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
-from intaglio.tune import made_up
+from intaglio.tune import random_sample
 
 if TYPE_CHECKING:
     from intaglio.backends.inductor.inductor_model import InductorModel
@@ -61,6 +61,6 @@ def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
     if given is not None:
         return example_of(reference.signature, given, byte_inputs(reference.module))
     try:
-        return made_up(reference.signature)
+        return random_sample(reference.signature)
     except InputError:
         return None

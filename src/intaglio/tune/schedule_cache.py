@@ -22,14 +22,14 @@ from intaglio.runtime.saved.json_codec import checked_integer
 
 ENTRY_BYTES = 4096
 """Disk space of an entry, one block of the file system."""
-SHARE = 16
-"""Entries together use at most one part in `SHARE` of the cache's limit."""
+CACHE_FRACTION = 16
+"""Entries together use at most one part in `CACHE_FRACTION` of the cache's limit."""
 
 logger = logging.getLogger("intaglio")
 
 
 @dataclass(frozen=True)
-class Memory:
+class ScheduleCache:
     """Schedules by geometry, for one instruction set and number of threads on this machine.
 
     Problems with files are never errors: entries that cannot be read are timed again, and a failure to write is logged
@@ -52,7 +52,7 @@ class Memory:
         """Return the file of a geometry."""
         return self.folder / f"{hashlib.sha256(self.key(geometry).encode()).hexdigest()[:32]}.json"
 
-    def recall(self, geometry: Geometry) -> Schedule | None:
+    def load(self, geometry: Geometry) -> Schedule | None:
         """Return the stored schedule of this geometry, or ``None``."""
         path = self.path(geometry)
         try:
@@ -70,7 +70,7 @@ class Memory:
             os.utime(path)
         return schedule
 
-    def remember(self, found: Mapping[Geometry, Schedule]) -> None:
+    def store(self, found: Mapping[Geometry, Schedule]) -> None:
         """Write the schedules atomically, one file each."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,16 +80,16 @@ class Memory:
                     entry = {"key": self.key(geometry), "schedule": asdict(schedule)}
                     draft.write_text(json.dumps(entry, indent=1), encoding="utf-8")
                     os.replace(draft, self.path(geometry))
-            self._forget()
+            self._evict()
         except OSError as error:
             logger.warning("what was found cannot be remembered in %s: %s", self.folder, error)
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         """Remove the least recently used entries until the folder is within its share of the cache."""
         used = {}
         for path in self.folder.glob("*.json"):
             with contextlib.suppress(FileNotFoundError):  # another process removed it
                 used[path] = path.stat().st_mtime
-        excess = len(used) - config.cache_limit_bytes() // SHARE // ENTRY_BYTES
+        excess = len(used) - config.cache_limit_bytes() // CACHE_FRACTION // ENTRY_BYTES
         for path in sorted(used, key=lambda path: used[path])[: max(excess, 0)]:
             path.unlink(missing_ok=True)
