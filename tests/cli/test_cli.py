@@ -420,9 +420,9 @@ def test_an_engine_that_fails_is_a_result(run, monkeypatch):
 
 @pytest.mark.case("problem 19")
 def test_a_ratio_needs_a_difference_larger_than_the_spread():
-    assert bench.compared([4.0, 4.2, 4.1], [1.0, 1.1, 1.0])["ratio"] == pytest.approx(4.1)
-    assert bench.compared([4.0, 9.0, 4.1], [1.0, 1.1, 1.0])["ratio"] is None
-    assert bench.compared([1.0, 1.0], [1.0, 1.0])["ratio"] is None
+    assert bench.speedup([4.0, 4.2, 4.1], [1.0, 1.1, 1.0])["ratio"] == pytest.approx(4.1)
+    assert bench.speedup([4.0, 9.0, 4.1], [1.0, 1.1, 1.0])["ratio"] is None
+    assert bench.speedup([1.0, 1.0], [1.0, 1.0])["ratio"] is None
 
 
 def test_the_sentence_about_noise(capsys):
@@ -430,7 +430,7 @@ def test_the_sentence_about_noise(capsys):
     for ratio, said in ((None, "noise could have made it"), (2.0, "1/2.00 of the time"), (0.5, "slower")):
         ratios = {"eager": {"ratio": ratio, "difference_ms": 1.0, "spread_ms": 2.0}}
         result = {"threads": 2, "engines": {"int8": engine, "eager": engine}, "ratios": ratios}
-        show(result, False, lambda result: bench.race_parts(result, "batch 1"))
+        show(result, False, lambda result: bench.timing_parts(result, "batch 1"))
         assert said in capsys.readouterr().out
 
 
@@ -519,8 +519,8 @@ HEALTHY = {
     ],
 )
 def test_each_trap_is_found_alone(change, said):
-    assert doctor.traps(HEALTHY) == []
-    (trap,) = doctor.traps({**HEALTHY, **change})
+    assert doctor.find_traps(HEALTHY) == []
+    (trap,) = doctor.find_traps({**HEALTHY, **change})
     assert said in trap
 
 

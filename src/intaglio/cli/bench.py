@@ -19,7 +19,7 @@ from torch import nn
 
 import intaglio
 from intaglio.cli import targets
-from intaglio.cli.show import Result, facts, table
+from intaglio.cli.show import Result, name_value_table, table
 from intaglio.cli.targets import Call
 from intaglio.errors import InputError
 from intaglio.ir import DType, evaluate, symbols_of
@@ -30,7 +30,7 @@ BLOCKS = 8
 PAUSE = 0.1
 """Seconds between blocks, in which spinning threads of the last engine go to sleep."""
 BENCH_BATCH = 1
-STRANGERS_DB = 3.0
+UNRELATED_MODELS_DB = 3.0
 """Signal-to-noise ratio below which the two models probably compute different functions."""
 
 Run = Callable[[Call], Any]
@@ -51,11 +51,13 @@ def run(
     if unknown := [name for name in against if name not in ENGINES]:
         problem = f"no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}"
         raise typer.BadParameter(problem, param_hint="--against")
-    quantized = targets.saved(target)
+    quantized = targets.load_saved(target)
     if quantized is not None:
         model = targets.float_model(float_name, "--float") if float_name else None
         known = data is not None or shapes
-        call = targets.call_and_batches(model or quantized, data, shapes)[0] if known else _example_of(quantized, batch)
+        call = (
+            targets.call_and_batches(model or quantized, data, shapes)[0] if known else _random_call(quantized, batch)
+        )
     else:
         if float_name:
             raise typer.BadParameter("only a saved file needs it; TARGET is a float model", param_hint="--float")
@@ -68,21 +70,21 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _measured(quantized, model, call, seconds, against)
+        return _measure(quantized, model, call, seconds, against)
     finally:
         torch.set_num_threads(before)
 
 
-def _measured(
+def _measure(
     quantized: QuantizedModel, model: nn.Module | None, call: Call, seconds: float, against: Sequence[str]
 ) -> dict[str, Any]:
     """Measure the int8 model and the float engines, and compare the results of the first."""
     threads = torch.get_num_threads()
-    runs, out, error = {"int8": calls(quantized)}, {}, None
+    runs, out, error = {"int8": eager_engine(quantized)}, {}, None
     if model is not None:
         model = model.eval()
-        expected = calls(model)(call)
-        error = decibels(_first(expected), _first(quantized(*call[0], **call[1])))
+        expected = eager_engine(model)(call)
+        error = decibels(_first_tensor(expected), _first_tensor(quantized(*call[0], **call[1])))
         for name in against:
             missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
             if missing:
@@ -94,60 +96,62 @@ def _measured(
             except Exception as problem:  # any failure of another engine is reported as its result
                 out[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
                 runs.pop(name, None)
-    result = race(runs, call, seconds, threads)
+    result = time_alternately(runs, call, seconds, threads)
     result["engines"].update(out)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     shapes = [list(tensor.shape) for tensor in tensors]
     return {"model": repr(quantized), "inputs": shapes, "sqnr_db": error, "compared": model is not None, **result}
 
 
-def calls(model: Callable[..., Any]) -> Run:
+def eager_engine(model: Callable[..., Any]) -> Run:
     """Return a module as an engine, run without gradients."""
 
-    def go(call: Call) -> Any:
+    def engine(call: Call) -> Any:
         with torch.no_grad():
             return model(*call[0], **call[1])
 
-    return go
+    return engine
 
 
-def compiled(model: nn.Module, call: Call, threads: int) -> Run:
+def compiled_engine(model: nn.Module, call: Call, threads: int) -> Run:
     """Return the module compiled by torch.compile with frozen weights."""
     import torch._inductor.config
 
     with torch._inductor.config.patch(freezing=True):
-        run = calls(torch.compile(model))
+        run = eager_engine(torch.compile(model))
         run(call)  # the first call compiles
     return run
 
 
-def onnxruntime(model: nn.Module, call: Call, threads: int) -> Run:
+def onnxruntime_engine(model: nn.Module, call: Call, threads: int) -> Run:
     """Return an engine that runs the module, exported by torch.onnx, in ONNX Runtime."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     with tempfile.TemporaryDirectory() as folder:
-        session = ort.InferenceSession(_onnx(model, call, Path(folder)), options, providers=["CPUExecutionProvider"])
-    return lambda call: session.run(None, _named(call))
+        session = ort.InferenceSession(
+            _export_onnx(model, call, Path(folder)), options, providers=["CPUExecutionProvider"]
+        )
+    return lambda call: session.run(None, _onnx_inputs(call))
 
 
-def openvino(model: nn.Module, call: Call, threads: int) -> Run:
+def openvino_engine(model: nn.Module, call: Call, threads: int) -> Run:
     """Return an engine that runs the module, exported by torch.onnx, in OpenVINO with float32 arithmetic."""
     import openvino as ov
 
     settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     with tempfile.TemporaryDirectory() as folder:
-        read = ov.Core().read_model(_onnx(model, call, Path(folder)))
+        read = ov.Core().read_model(_export_onnx(model, call, Path(folder)))
         request = ov.Core().compile_model(read, "CPU", settings).create_infer_request()
-    return lambda call: request.infer(_named(call))
+    return lambda call: request.infer(_onnx_inputs(call))
 
 
 ENGINES: Mapping[str, Callable[[nn.Module, Call, int], Run]] = {
-    "eager": lambda model, call, threads: calls(model),
-    "compile": compiled,
-    "onnxruntime": onnxruntime,
-    "openvino": openvino,
+    "eager": lambda model, call, threads: eager_engine(model),
+    "compile": compiled_engine,
+    "onnxruntime": onnxruntime_engine,
+    "openvino": openvino_engine,
 }
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "eager": (),
@@ -157,20 +161,20 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _onnx(model: nn.Module, call: Call, folder: Path) -> Path:
+def _export_onnx(model: nn.Module, call: Call, folder: Path) -> Path:
     if call[1]:
         raise InputError("call", None, "keyword arguments cannot be exported to ONNX")
     path = folder / "model.onnx"
-    names = list(_named(call))
+    names = list(_onnx_inputs(call))
     torch.onnx.export(model, call[0], path, input_names=names, dynamo=True, external_data=False, verbose=False)
     return path
 
 
-def _named(call: Call) -> dict[str, Any]:
+def _onnx_inputs(call: Call) -> dict[str, Any]:
     return {f"input{index}": tensor.numpy() for index, tensor in enumerate(call[0])}
 
 
-def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
+def time_alternately(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
     """Time blocks of calls, with the engines in alternation, and compare the first engine with the others.
 
     A block counts with the median of its calls.
@@ -182,13 +186,13 @@ def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> d
         threads: number of threads, for the result.
     """
     blocks: dict[str, list[float]] = {name: [] for name in runs}
-    for go in runs.values():
-        go(call)
+    for engine in runs.values():
+        engine(call)
     for _ in range(BLOCKS):
-        for name, go in runs.items():
+        for name, engine in runs.items():
             time.sleep(PAUSE)
-            go(call)
-            blocks[name].append(_block(go, call, seconds / BLOCKS))
+            engine(call)
+            blocks[name].append(_block(engine, call, seconds / BLOCKS))
     engines = {
         name: {"best_ms": min(times), "median_ms": statistics.median(times), "blocks_ms": times}
         for name, times in blocks.items()
@@ -197,22 +201,22 @@ def race(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> d
     return {
         "threads": threads,
         "engines": engines,
-        "ratios": {name: compared(blocks[name], blocks[first]) for name in others},
+        "ratios": {name: speedup(blocks[name], blocks[first]) for name in others},
     }
 
 
-def _block(go: Run, call: Call, seconds: float) -> float:
+def _block(engine: Run, call: Call, seconds: float) -> float:
     """Return the median milliseconds of the calls that fit into ``seconds``."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         begin = time.perf_counter()
-        go(call)
+        engine(call)
         times.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(times)
 
 
-def compared(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
+def speedup(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
     """Return the speedup by medians, or no ratio if the blocks of one engine differ as much as the medians do."""
     difference = abs(statistics.median(other) - statistics.median(mine))
     spread = max(max(other) - min(other), max(mine) - min(mine))
@@ -228,7 +232,7 @@ def decibels(expected: torch.Tensor, got: torch.Tensor) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _first(output: Any) -> torch.Tensor:
+def _first_tensor(output: Any) -> torch.Tensor:
     """Return the first floating-point tensor of a result."""
     leaves = [
         leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -253,7 +257,7 @@ def resized(call: Call, batch: int) -> Call:
     return changed
 
 
-def _example_of(model: QuantizedModel, batch: int | None) -> Call:
+def _random_call(model: QuantizedModel, batch: int | None) -> Call:
     """Return random inputs of the types that a saved model takes."""
     kinds = [entry.type for entry in model.signature.inputs]
     if any(kind.dtype is not DType.F32 for kind in kinds):
@@ -267,21 +271,21 @@ def _example_of(model: QuantizedModel, batch: int | None) -> Call:
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
     error = result["sqnr_db"]
-    yield facts(
+    yield name_value_table(
         (
             ("model", result["model"]),
             ("inputs", ", ".join("x".join(map(str, shape)) for shape in result["inputs"])),
             *((("int8 against float", f"{error:.1f} dB"),) if error is not None else ()),
         )
     )
-    if error is not None and error < STRANGERS_DB:
+    if error is not None and error < UNRELATED_MODELS_DB:
         yield "The results have little in common: is this the float model, with the same weights, that was quantized?"
-    yield from race_parts(result, "")
+    yield from timing_parts(result, "")
     if not result["compared"]:
         yield "Nothing to compare with: a file holds no float model. --float MODULE:NAME names it."
 
 
-def race_parts(result: Result, what: str) -> Iterator[RenderableType]:
+def timing_parts(result: Result, what: str) -> Iterator[RenderableType]:
     """Yield the printed parts of a race."""
     timed = {name: found for name, found in result["engines"].items() if "best_ms" in found}
     threads = f"{result['threads']} thread{'s' * (result['threads'] != 1)}"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio.cli import bench
-from intaglio.cli.show import Result, coverage_parts, coverage_result, facts
+from intaglio.cli.show import Result, coverage_parts, coverage_result, name_value_table
 
 CLASSES, IMAGE_SIZE, TRAINING_STEPS, BATCH = 4, 24, 30, 32
 DEMO_SECONDS = 0.6
@@ -73,28 +73,28 @@ def run() -> dict[str, Any]:
     images, labels = stripes(512, generator)
     with torch.no_grad():
         expected, got = model(images), quantized(images)
-    engines = {"int8": bench.calls(quantized), "eager": bench.calls(model)}
+    engines = {"int8": bench.eager_engine(quantized), "eager": bench.eager_engine(model)}
     return {
         "model": repr(quantized),
         "trained_s": trained,
         "quantized_s": taken,
-        "accuracy_float": _share(expected.argmax(1) == labels),
-        "accuracy_int8": _share(got.argmax(1) == labels),
-        "same_answer": _share(expected.argmax(1) == got.argmax(1)),
+        "accuracy_float": _mean(expected.argmax(1) == labels),
+        "accuracy_int8": _mean(got.argmax(1) == labels),
+        "same_answer": _mean(expected.argmax(1) == got.argmax(1)),
         "sqnr_db": bench.decibels(expected, got),
         "coverage": coverage_result(quantized.coverage),
-        "speed": bench.race(engines, ((images[:8],), {}), DEMO_SECONDS, torch.get_num_threads()),
+        "speed": bench.time_alternately(engines, ((images[:8],), {}), DEMO_SECONDS, torch.get_num_threads()),
     }
 
 
-def _share(hits: torch.Tensor) -> float:
+def _mean(hits: torch.Tensor) -> float:
     return hits.float().mean().item()
 
 
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
     yield "Four directions of noisy stripes, learnt by a residual network of three convolutions and a linear layer."
-    yield facts(
+    yield name_value_table(
         (
             ("trained", f"{result['trained_s']:.1f} s, {TRAINING_STEPS} batches"),
             ("quantized", f"{result['quantized_s']:.1f} s, with {4 * BATCH} images"),
@@ -107,5 +107,5 @@ def render(result: Result) -> Iterator[RenderableType]:
         )
     )
     yield from coverage_parts(result["coverage"])
-    yield from bench.race_parts(result["speed"], "batch 8")
+    yield from bench.timing_parts(result["speed"], "batch 8")
     yield "Your model: intaglio quantize MODULE:NAME --data MODULE:NAME --out FILE"

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from intaglio import config
-from intaglio.cli.show import Result, facts, table
+from intaglio.cli.show import Result, name_value_table, table
 from intaglio.errors import BuildError
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
@@ -31,7 +31,7 @@ def run() -> dict[str, Any]:
         "cores_allowed": len(os.sched_getaffinity(0)),
         "cgroup_cores": cgroup_cores(CGROUP),
         "load_average": list(os.getloadavg()),
-        "busy": busy(),
+        "busy": busy_share(),
         "caches": machine.caches()._asdict(),
         "isas": [{"name": isa, "has": isa in machine.isas(), "kernels": isa in ISAS} for isa in machine.CPU_FLAGS],
         "compiler": _compiler(),
@@ -42,7 +42,7 @@ def run() -> dict[str, Any]:
         found["measured"] = limits.measure(found["cores_allowed"]) if found["compiler"] else None
     except BuildError as error:
         found["measured"], found["build_error"] = None, str(error)
-    return {**found, "expect": expectation(found), "traps": traps(found)}
+    return {**found, "expect": expectation(found), "traps": find_traps(found)}
 
 
 def cgroup_cores(root: Path) -> float | None:
@@ -59,7 +59,7 @@ def cgroup_cores(root: Path) -> float | None:
     return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
 
 
-def busy(seconds: float = 0.5) -> float | None:
+def busy_share(seconds: float = 0.5) -> float | None:
     """Return the share of the machine's processor time that is used while this process sleeps, or ``None`` if it is not
     known."""
 
@@ -118,7 +118,7 @@ def expectation(found: Mapping[str, Any]) -> str:
     )
 
 
-def traps(found: Mapping[str, Any]) -> list[str]:
+def find_traps(found: Mapping[str, Any]) -> list[str]:
     """Return the reasons why int8 models are slow or impossible on this machine."""
     allowed, quota = found["cores_allowed"], found["cgroup_cores"]
     usable = min(allowed, quota or allowed)
@@ -147,7 +147,7 @@ def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
     quota, compiler, cache = result["cgroup_cores"], result["compiler"], result["cache"]
     level = [f"{result['caches'][name] >> 10} K" for name in ("l1", "l2", "l3")]
-    yield facts(
+    yield name_value_table(
         (
             ("CPU", result["cpu"]),
             ("cores", f"{result['cores']}, {result['cores_allowed']} allowed; quota {quota or 'none'}"),

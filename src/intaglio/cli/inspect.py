@@ -12,7 +12,16 @@ from torch import nn
 
 from intaglio import stages
 from intaglio.cli import targets
-from intaglio.cli.show import Result, coverage_parts, coverage_result, facts, floats_parts, millions, places, table
+from intaglio.cli.show import (
+    Result,
+    coverage_parts,
+    coverage_result,
+    floats_parts,
+    in_millions,
+    list_modules,
+    name_value_table,
+    table,
+)
 from intaglio.fxgraph.node_info import origin
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
@@ -32,7 +41,7 @@ def run(
     recipe: str | None,
 ) -> dict[str, Any]:
     """Inspect a saved file or a float model, and return the result for JSON."""
-    model = targets.saved(target)
+    model = targets.load_saved(target)
     if model is None:
         chosen = targets.recipe(recipe).with_selection(skip, only)
         return _of_module(targets.float_model(target), stage, selectors, data, shapes, chosen)
@@ -124,8 +133,8 @@ def _matches(selector: str, annotations: Annotations, classes: Mapping[str, str]
     whole = {(op["path"], op["operator"], op["source"]): op for op in operators}
     nodes = [node for node in annotations.module.graph.nodes if node.op == "call_function"]
     Recipe.of({selector: None}).check((origin(node) for node in nodes), classes)
-    places = [origin(node) for node in nodes]
-    chosen = {(o.path, o.operator, o.source) for o in places if matches(selector, o, classes) is not None}
+    origins = [origin(node) for node in nodes]
+    chosen = {(o.path, o.operator, o.source) for o in origins if matches(selector, o, classes) is not None}
     return [op for key, op in whole.items() if key in chosen]
 
 
@@ -142,7 +151,7 @@ def render(result: Result) -> Iterator[RenderableType]:
     operators = result["operators"]
     share = 100 * result["macs_int8"] / result["macs"] if result["macs"] else 0.0
     sites = ", ".join(f"{count} {role}" for role, count in result["sites"].items())
-    yield facts(
+    yield name_value_table(
         (
             ("model", result["model"]),
             (
@@ -162,7 +171,7 @@ def render(result: Result) -> Iterator[RenderableType]:
     for kernel in result["fusions"]:
         groups.setdefault((kernel["fusion"], " + ".join(map(_short, kernel["operators"]))), []).append(kernel)
     rows = [
-        (*key, places(kernels), len(kernels), millions(sum(k["macs"] for k in kernels)))
+        (*key, list_modules(kernels), len(kernels), in_millions(sum(k["macs"] for k in kernels)))
         for key, kernels in groups.items()
     ]
     if rows:
@@ -176,14 +185,14 @@ def _by_operator(operators: Sequence[Result]) -> Iterator[tuple[object, ...]]:
     for name in dict.fromkeys(op["operator"] for op in operators):
         some = [op for op in operators if op["operator"] == name]
         integer = sum(op["int8"] for op in some)
-        yield name, integer or "", len(some) - integer or "", millions(sum(op["macs"] for op in some))
+        yield name, integer or "", len(some) - integer or "", in_millions(sum(op["macs"] for op in some))
 
 
 def _match_table(selector: str, found: Sequence[Result]) -> RenderableType:
     total = sum(op["macs"] for op in found)
     title = f"{selector}: {len(found)} operator{'s' * (len(found) != 1)}, {total / 1e6:.2f} M MACs"
     rows = [
-        (op["path"] or op["source"] or "model", op["operator"], op["reason"] or "int8", millions(op["macs"]))
+        (op["path"] or op["source"] or "model", op["operator"], op["reason"] or "int8", in_millions(op["macs"]))
         for op in found
     ]
     return table(("module", "operator", "runs in int8, or why not", "M MACs"), rows, title, text=3)

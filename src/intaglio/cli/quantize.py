@@ -60,7 +60,7 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
-    return _saved(intaglio.quantize(model, **options, options=compiled), request.out, begin)
+    return _save(intaglio.quantize(model, **options, options=compiled), request.out, begin)
 
 
 def run_autotune(
@@ -68,7 +68,7 @@ def run_autotune(
 ) -> dict[str, Any]:
     """Quantize as much as the metric allows, save and return the result for JSON."""
     request.check(recipe_out)
-    model, metric = targets.float_model(request.target), targets.located(evaluate, "--evaluate")
+    model, metric = targets.float_model(request.target), targets.imported_object(evaluate, "--evaluate")
     options, begin = request.options(), time.perf_counter()
     tuned = intaglio.autotune(
         model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, isa=request.isa, **options
@@ -82,10 +82,10 @@ def run_autotune(
         "left": tuned.left,
         "trials": [asdict(trial) for trial in tuned.trials],
     }
-    return {**_saved(tuned.model, request.out, begin), "autotune": found, "report": str(tuned)}
+    return {**_save(tuned.model, request.out, begin), "autotune": found, "report": str(tuned)}
 
 
-def _saved(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
+def _save(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
     quantized.save(out)
     return {
         "model": quantized.about.name,

@@ -38,7 +38,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     return made
 
 
-def facts(rows: Iterable[tuple[str, object]], title: str | None = None) -> Table:
+def name_value_table(rows: Iterable[tuple[str, object]], title: str | None = None) -> Table:
     """Return a table of names and values without a frame."""
     made = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
     made.add_column(style="bold", no_wrap=True)
@@ -67,7 +67,7 @@ def coverage_result(coverage: Any) -> dict[str, Any]:
 def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a `coverage_result`."""
     before, after = coverage["bytes_before"] / 1e6, coverage["bytes_after"] / 1e6
-    yield facts(
+    yield name_value_table(
         (
             ("in int8", f"{100 * coverage['macs']:.1f} % of {coverage['macs_total'] / 1e6:.1f} M MACs"),
             ("operators", f"{coverage['operators_int8']} of {coverage['operators_total']} in int8"),
@@ -88,7 +88,7 @@ def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[Ren
     for part in floats:
         groups.setdefault((part["operator"], part["reason"]), []).append(part)
     rows = [
-        (operator, reason, places(parts), len(parts), millions(sum(part["macs"] for part in parts)))
+        (operator, reason, list_modules(parts), len(parts), in_millions(sum(part["macs"] for part in parts)))
         for (operator, reason), parts in groups.items()
     ]
     if rows:
@@ -96,12 +96,12 @@ def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[Ren
         yield table(("operator", "why it stays in float", "where", "count", "M MACs"), rows, title, text=3)
 
 
-def places(parts: Sequence[Result], shown: int = 3) -> str:
+def list_modules(parts: Sequence[Result], shown: int = 3) -> str:
     """Return the first modules of the operators as text."""
     names = list(dict.fromkeys(part["path"] or part["source"] or "model" for part in parts))
     return ", ".join(names[:shown]) + ", ..." * (len(names) > shown)
 
 
-def millions(macs: int) -> str:
+def in_millions(macs: int) -> str:
     """Return multiply-accumulates in millions as text, empty for 0."""
     return f"{macs / 1e6:.2f}" if macs else ""

@@ -34,7 +34,7 @@ def recipe(text: str | None) -> Recipe:
     return Recipe.load(text)
 
 
-def located(text: str, option: str) -> Any:
+def imported_object(text: str, option: str) -> Any:
     """Return the object that MODULE:NAME names. Modules in the current folder are found too."""
     module, _, name = text.partition(":")
     if not module or not name:
@@ -63,9 +63,9 @@ def located(text: str, option: str) -> Any:
 
 def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
     """Return a module, or the module that a function or class returns when called without arguments."""
-    found = located(text, option)
+    found = imported_object(text, option)
     if not isinstance(found, nn.Module):
-        found = _called(found, text, option)
+        found = _call_without_arguments(found, text, option)
     if not isinstance(found, nn.Module):
         raise typer.BadParameter(f"{text} gives a {type(found).__name__}, not an nn.Module", param_hint=option)
     return found
@@ -73,28 +73,32 @@ def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
 
 def batches(text: str) -> Any:
     """Return batches for `intaglio.quantize`: an iterable, or a function with the model as its only argument."""
-    found = located(text, "--data")
+    found = imported_object(text, "--data")
     if isinstance(found, (torch.Tensor, Iterable)) and not isinstance(found, type):
         return found
-    return found if callable(found) and _needed(found) == 1 else _called(found, text, "--data")
+    return (
+        found
+        if callable(found) and _count_required_arguments(found) == 1
+        else _call_without_arguments(found, text, "--data")
+    )
 
 
 def example(text: str) -> Any:
     """Return the arguments of one call: a tuple, a tensor, or the result of a function."""
-    found = located(text, "--example")
-    return found if isinstance(found, (tuple, torch.Tensor)) else _called(found, text, "--example")
+    found = imported_object(text, "--example")
+    return found if isinstance(found, (tuple, torch.Tensor)) else _call_without_arguments(found, text, "--example")
 
 
-def _called(found: Any, text: str, option: str) -> Any:
+def _call_without_arguments(found: Any, text: str, option: str) -> Any:
     """Return the result of calling an object without arguments."""
     if not callable(found):
         raise typer.BadParameter(f"{text} is a {type(found).__name__} and cannot be called", param_hint=option)
-    if _needed(found):
+    if _count_required_arguments(found):
         raise typer.BadParameter(f"{text} is called without arguments, and needs some", param_hint=option)
     return found()
 
 
-def _needed(function: Callable[..., Any]) -> int:
+def _count_required_arguments(function: Callable[..., Any]) -> int:
     """Return the number of arguments without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -120,7 +124,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def saved(text: str) -> QuantizedModel | None:
+def load_saved(text: str) -> QuantizedModel | None:
     """Return the model in a file, or ``None`` if ``text`` is MODULE:NAME."""
     if not Path(text).exists():
         if ":" in text:
