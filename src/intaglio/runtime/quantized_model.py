@@ -34,7 +34,7 @@ from intaglio.runtime.saved.model_file import (
 )
 from intaglio.signature import bind, initial_state
 
-PEAK_SECONDS = 0.002
+PROBE_SECONDS = 0.002
 """Seconds per repeat of the measurement of peak int8 throughput."""
 
 CPU_FLOAT32_REMEDY = "leave the int8 model as it is, and convert what goes in and what comes out"
@@ -318,6 +318,6 @@ def _int8_rates(isa: str, threads: int) -> list[float]:
     """Return the peak multiply-accumulates per second of each thread, or nothing if the measuring program cannot be
     built."""
     try:
-        return int8_rates(isa, threads, PEAK_SECONDS)
+        return int8_rates(isa, threads, PROBE_SECONDS)
     except BuildError:
         return []
