@@ -120,7 +120,7 @@ def test_an_overload_has_one_record():
         index([OpDef("a", ("aten.sqrt.default",)), OpDef("b", ("aten.sqrt.default",))])
 
 
-def test_comparisons_are_found_in_every_spelling(tmp_path):
+def test_comparisons_are_recognized_in_every_spelling(tmp_path):
     """The oracle fails: each of these lines is one comparison."""
     path = tmp_path / "some.py"
     lines = [

@@ -48,13 +48,13 @@ def cases(tree: ast.Module) -> list[str]:
     return [argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)]
 
 
-def test_rooms_are_those_of_the_package():
+def test_folders_of_tests_mirror_the_package():
     rooms = {path.parent.relative_to(TESTS).as_posix() for path in TEST_FILES} - {"."}
     package = ROOT / "src" / "intaglio"
     assert not {room for room in rooms - BESIDE_THE_PACKAGE if not list(package.glob(f"{room}*"))}
 
 
-def test_no_room_has_more_than_a_reader_can_survey():
+def test_no_test_folder_has_too_many_files():
     rooms = {path.parent for path in TEST_FILES}
     assert not {room.name: n for room in rooms if (n := len(list(room.glob("test_*.py")))) > MOST_FILES}
 
@@ -79,7 +79,7 @@ def test_names_say_behaviour_and_cases_are_markers():
         assert not [case for case in cases(syntax_tree(path)) if not CASE.fullmatch(case)], path.name
 
 
-def test_what_is_slow_says_why():
+def test_slow_tests_have_a_reason():
     for path in TEST_FILES:
         slow = [node for node in syntax_nodes(path) if is_marker(node, "slow")]
         calls = [node for node in syntax_nodes(path) if isinstance(node, ast.Call) and node.func in slow]
@@ -87,7 +87,7 @@ def test_what_is_slow_says_why():
         assert all([keyword.arg for keyword in call.keywords] == ["reason"] for call in calls), path.name
 
 
-def test_every_problem_has_a_test_or_a_reason():
+def test_every_known_problem_has_a_test_or_a_reason():
     assert sorted([*PROBLEMS, *NOT_TESTED]) == list(range(1, 41))
     named = {case for path in TEST_FILES for case in cases(syntax_tree(path))}
     assert not {number for number in PROBLEMS if f"problem {number}" not in named}

@@ -119,7 +119,7 @@ def test_only_the_native_backend_takes_a_plan(reference, tmp_path):
         stages.compile(plan, "c", folder=tmp_path)
 
 
-def test_what_is_planned_is_an_integer_graph(reference):
+def test_plan_takes_only_a_lowered_graph(reference):
     with pytest.raises(InputError, match="takes a Lowered, got a Reference"):
         stages.plan(reference)
 

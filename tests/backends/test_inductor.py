@@ -70,7 +70,7 @@ def _refuse(graph):
     raise AssertionError("a pass of somebody else's ran")
 
 
-def test_layers_are_int8_calls_with_what_is_behind_them(residual):
+def test_layers_are_int8_calls_with_fused_operators(residual):
     assert placed(residual[1]) == [
         ("aten.conv2d.default", "int8 call", "qconv + relu -> uint8"),
         ("aten.relu.default", "fused", ""),
@@ -89,7 +89,7 @@ def test_layers_are_int8_calls_with_what_is_behind_them(residual):
 
 @needs_vnni
 @pytest.mark.parametrize("batch", [1, 3, 7])
-def test_any_batch_gives_the_numbers_of_the_reference(residual, batch):
+def test_any_batch_gives_the_results_of_the_reference(residual, batch):
     reference, model = residual
     x = torch.randn(batch, 3, 8, 8).to(memory_format=torch.channels_last)
     assert_close(model(x), reference(x))
@@ -103,7 +103,7 @@ def test_sizes_of_two_and_more_share_a_program(residual):
     assert len(model._programs) == count <= 2
 
 
-def test_calls_are_checked_as_everywhere(residual):
+def test_calls_of_an_inductor_model_are_checked_like_native_ones(residual):
     with pytest.raises(InputError, match="shape"):
         residual[1](torch.randn(1, 3, 8, 9))
 
@@ -156,7 +156,7 @@ class AddsWhatIsNotItsOwn(nn.Module):
 
 
 @needs_vnni
-def test_a_sum_is_not_left_in_an_input_or_a_constant():
+def test_a_sum_does_not_overwrite_an_input_or_a_constant():
     """Inductor would let oneDNN write it there: the second call would give another result."""
     torch.manual_seed(0)
     inputs = torch.randn(4, 16), torch.randn(4, 16)
@@ -169,7 +169,7 @@ def test_a_sum_is_not_left_in_an_input_or_a_constant():
     assert all(map(torch.equal, inputs, kept))
 
 
-def test_fewer_levels_than_the_type_has_are_clamped_to():
+def test_ranges_narrower_than_the_type_are_clamped():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     x = torch.randn(8, 16)
@@ -204,7 +204,7 @@ def test_layers_of_one_weight_have_scales_of_their_own():
     "setting",
     [{"weights": "tensor"}, {"activations": "float"}, {"activations_dtype": "f8e4m3", "weights_dtype": "f8e4m3"}],
 )
-def test_every_kind_of_constant_is_a_float_or_by_channel(setting):
+def test_constant_operands_are_scalars_or_per_channel(setting):
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     handed = graph(net, torch.randn(4, 16), recipe={"*": setting})
     constant = [node for node in calls(handed) if "dequantize" in str(node.target) and node.args[0].op == "get_attr"]
@@ -212,7 +212,7 @@ def test_every_kind_of_constant_is_a_float_or_by_channel(setting):
 
 
 @pytest.mark.parametrize("mode", ["row", "tensor"])
-def test_rows_have_the_bits_of_the_interpreter(mode):
+def test_per_token_quantize_is_decomposed_bit_identically(mode):
     x = torch.randn(3, 5, 8) * torch.logspace(-30, 30, 5)[:, None]
     x[0, 0, 0], x[1, 1], x[2, 2, 1] = float("nan"), 0, float("inf")
     meaning = decompositions()[torch.ops.intaglio.quantize_rows.default]
@@ -220,14 +220,14 @@ def test_rows_have_the_bits_of_the_interpreter(mode):
         np.testing.assert_array_equal(got.numpy(), wanted)
 
 
-def test_rows_quantized_at_run_time_are_int8_calls():
+def test_per_token_linear_layers_are_int8_calls():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     handed = graph(net, torch.randn(4, 16), recipe={"*": {"activations": "token"}})
     assert "intaglio.dequantize_rows.default" not in targets(handed)
 
 
-def test_moves_are_of_levels():
+def test_data_movement_is_on_quantized_values():
     torch.manual_seed(0)
     handed = graph(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), torch.randn(2, 6, 32))
     moved = [node for node in handed.graph.nodes if str(node.target) == "aten.permute.default"]
@@ -280,7 +280,7 @@ class Stem(nn.Module):
 
 
 @pytest.mark.parametrize("image", [IMAGE, intaglio.Image(0.5, 0.25)], ids=["by_channel", "one_mean"])
-def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
+def test_image_convolutions_are_rewritten_with_one_zero_point(image):
     torch.manual_seed(0)
     bytes_ = pixels(2, 3, 11, 9)
     x = image.normalize(bytes_)
@@ -292,7 +292,7 @@ def test_convolutions_of_images_are_of_levels_with_one_zero_point(image):
     assert not any("addcmul" in target for target in targets(taken))
 
 
-def test_an_input_with_a_scale_for_every_channel_is_no_bytes():
+def test_a_per_channel_input_without_a_declaration_takes_no_bytes():
     torch.manual_seed(0)
     x = torch.rand(8, 3, 11, 9) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
     captured = stages.capture(Stem().eval(), x)
@@ -345,7 +345,7 @@ def bert():
 
 
 @pytest.mark.slow(reason="Inductor compiles a whole network")
-def test_bert_with_masks_and_as_a_package(bert, tmp_path):
+def test_bert_runs_with_masks_and_as_an_inductor_package(bert, tmp_path):
     ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
     reference = converted(bert, ids, mask)
@@ -399,7 +399,7 @@ def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
 
 
 @pytest.mark.slow(reason="Inductor compiles a whole network")
-def test_a_package_runs_where_intaglio_is_not(residual, tmp_path):
+def test_an_inductor_package_runs_without_intaglio(residual, tmp_path):
     reference, model = residual
     report = model.save_package(tmp_path / "model.pt2")
     assert report.operators == model.report.operators

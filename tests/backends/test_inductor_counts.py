@@ -167,7 +167,7 @@ SIZES = {IMAGES: (0, 2, 3), ROWS: (0,), TEXTS: (0, 1)}
         "attention",
     ],
 )
-def test_matches_of_small_networks(build, shape, wanted, free, monkeypatch):
+def test_inductor_matches_the_expected_patterns_of_small_networks(build, shape, wanted, free, monkeypatch):
     """Promotion, prepack, unary, binary. Equal to the counts in PyTorch's own tests where no line says otherwise;
     layers that end in a quantize count as unary, with or without a function in front of it. Free sizes take nothing."""
     torch.manual_seed(0)

@@ -167,7 +167,7 @@ def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
         assert np.abs(y - z).max() <= 1.001 * (own + (own + other) / 2)
 
 
-def test_a_sum_of_what_no_levels_are_known_of_stays_float(tmp_path):
+def test_a_sum_of_operands_without_ranges_stays_float(tmp_path):
     """A number; the same value twice."""
     body = Body(
         lambda m, x: torch.relu(m.conv(x) + 2.0) + torch.relu(m.twice(x) * 1.0),
@@ -178,7 +178,7 @@ def test_a_sum_of_what_no_levels_are_known_of_stays_float(tmp_path):
     assert not stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").notes
 
 
-def test_sums_are_levels_or_float(tmp_path):
+def test_the_sums_option_is_levels_or_float(tmp_path):
     with pytest.raises(InputError, match="'int8'; there are levels and float"):
         stages.compile(
             reference_of(nn.Linear(8, 8), torch.randn(3, 8)), backend="onnx", path=tmp_path / "model.onnx", sums="int8"
@@ -198,7 +198,7 @@ def test_images_are_taken_as_bytes(tmp_path):
         written.assert_close(x[:batch], given=(pixels[:batch],))
 
 
-def test_an_input_with_a_scale_for_every_channel_is_no_bytes(tmp_path):
+def test_a_per_channel_input_without_a_declaration_takes_no_bytes(tmp_path):
     model = randomize(nets.ConvBnRelu())
     x = torch.rand(3, 3, 12, 12) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
     captured = stages.capture(model.eval(), x)
@@ -237,7 +237,7 @@ def test_a_transformer_block_runs_in_int8(tmp_path):
 
 
 @needs_vnni
-def test_rows_quantized_while_the_model_runs(tmp_path):
+def test_per_token_quantization_runs_in_int8(tmp_path):
     model, x = block()
     written = Written(reference_of(model, x, recipe=Recipe.named("int8_dynamic")), tmp_path)
     assert written.engine["MatMulInteger"] == 6
@@ -281,7 +281,7 @@ def test_weights_of_groups_beside_quantized_activations_are_int8(tmp_path):
     written.assert_close(x)
 
 
-def test_tables_of_levels_stay_levels(tmp_path):
+def test_quantized_embedding_tables_stay_quantized(tmp_path):
     torch.manual_seed(0)
     model, ids = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 4)), torch.randint(50, (3, 5))
     written = Written(reference_of(model, ids, recipe=Recipe(default=intaglio.Setting(embeddings="int8"))), tmp_path)
@@ -304,7 +304,7 @@ def test_tables_of_levels_stay_levels(tmp_path):
     ],
     ids=lambda setting: setting.activations_dtype or setting.weights_dtype or str(setting.bits or setting.weights),
 )
-def test_levels_of_other_kinds(setting, tmp_path):
+def test_exported_models_of_other_data_types_match_the_reference(setting, tmp_path):
     model = randomize(nets.Residual())
     written = Written(reference_of(model, nets.example(model), recipe=Recipe(default=setting)), tmp_path)
     x = nets.example(model, 3)
@@ -357,7 +357,7 @@ def test_inputs_outputs_dimensions_and_nodes_have_the_models_names(tmp_path):
     assert {o.domain for o in written.model.opset_import} == {""}
 
 
-def test_state_is_handed_in_and_out(tmp_path):
+def test_the_onnx_file_has_state_as_inputs_and_outputs(tmp_path):
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -379,7 +379,7 @@ def test_state_is_handed_in_and_out(tmp_path):
         total = torch.from_numpy(after)
 
 
-def test_an_operator_onnx_has_not_is_refused_with_its_place(tmp_path):
+def test_an_operator_without_an_onnx_equivalent_is_refused_with_its_module(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
             return torch.special.bessel_j0(x)
@@ -407,7 +407,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monk
 @pytest.mark.parametrize(
     "name", ["0.weight:scale", *rarely("3.weight:scale", reason="the scale of another layer is spoiled always")]
 )
-def test_the_comparison_sees_a_spoiled_scale(name, tmp_path):
+def test_the_comparison_detects_a_wrong_scale(name, tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), torch.randn(3, 3, 8, 8)
     written = Written(reference_of(model, x), tmp_path)

@@ -186,7 +186,7 @@ assert not hasattr(intaglio, "quantise")
         (("bench", f"{MODULE}:Net", "--against", "tensorrt"), "no engine tensorrt"),
     ],
 )
-def test_a_command_that_makes_no_sense_exits_with_2(run, words, said):
+def test_an_invalid_command_exits_with_2(run, words, said):
     code, _, err = run(*words)
     assert code == 2
     assert said in " ".join(err.replace("│", "").split())
@@ -323,7 +323,7 @@ def test_quantize_reaches_a_metric_and_writes_the_recipe_that_does(run):
 
 
 @pytest.mark.parametrize("words", [("--recipe-out", "found.toml"), ("--tune", "--evaluate", f"{MODULE}:accuracy")])
-def test_options_of_a_metric_that_make_no_sense_are_refused(run, words):
+def test_invalid_options_of_a_metric_are_refused(run, words):
     assert run(*QUANTIZE, *words)[0] == 2
 
 
@@ -362,7 +362,7 @@ def test_a_damaged_file_is_an_error_of_intaglio(run, folder):
 
 
 @pytest.mark.case("problem 23")
-def test_bench_times_engines_by_turns_and_names_absent_ones(run, monkeypatch):
+def test_bench_times_engines_alternately_and_names_missing_ones(run, monkeypatch):
     found_spec = bench.importlib.util.find_spec
     monkeypatch.setattr(
         bench.importlib.util, "find_spec", lambda name, *a: None if name == "openvino" else found_spec(name, *a)
@@ -425,7 +425,7 @@ def test_a_ratio_needs_a_difference_larger_than_the_spread():
     assert bench.speedup([1.0, 1.0], [1.0, 1.0])["ratio"] is None
 
 
-def test_the_sentence_about_noise(capsys):
+def test_bench_states_a_ratio_only_above_noise(capsys):
     engine = {"best_ms": 1.0, "median_ms": 1.0, "blocks_ms": [1.0]}
     for ratio, said in ((None, "noise could have made it"), (2.0, "1/2.00 of the time"), (0.5, "slower")):
         ratios = {"eager": {"ratio": ratio, "difference_ms": 1.0, "spread_ms": 2.0}}
@@ -518,7 +518,7 @@ HEALTHY = {
         ({"cache": {"bytes": 1, "limit_bytes": 1}}, "nearly full"),
     ],
 )
-def test_each_trap_is_found_alone(change, said):
+def test_each_trap_is_reported_by_itself(change, said):
     assert doctor.find_traps(HEALTHY) == []
     (trap,) = doctor.find_traps({**HEALTHY, **change})
     assert said in trap

@@ -62,7 +62,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize(("program", "isa", "images"), TURNS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, images):
+def test_batch_tiling_is_bit_identical_to_the_interpreter(program, isa, images):
     """For every batch, thread count and memory format, and a free image size too."""
     net, lowered = built(program)
     turns = BatchTiling("n", most(lowered), images)
@@ -70,7 +70,7 @@ def test_turns_of_a_few_images_have_the_bits_of_the_interpreter(program, isa, im
 
 
 @pytest.mark.parametrize("groups", rarely_except(1, 4, of=range(1, 7), reason="the other groups of the same program"))
-def test_turns_may_end_behind_any_barrier_group(groups):
+def test_batch_tiling_may_end_after_any_barrier_group(groups):
     """A value is read by the turns and behind them, a residual operand comes from before their end."""
     net, lowered = built(residual)
     assert most(lowered) == 6
@@ -79,13 +79,13 @@ def test_turns_may_end_behind_any_barrier_group(groups):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_turns_touch_nothing_outside_the_arena_the_constants_and_the_tensors(isa):
+def test_batch_tiling_accesses_only_the_arena_constants_and_tensors(isa):
     net, lowered = built(residual)
     turns = BatchTiling("n", most(lowered), 1)
     assert_stays_inside(net, lowered, in_turns(lowered, compiled(residual, isa), turns).artifact)
 
 
-def test_images_of_bytes_are_taken_in_turns():
+def test_uint8_images_are_batch_tiled():
     convolutions = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 4, 3)}
     model = randomize(Body(lambda net, x: net.b(net.a(x).relu()), **convolutions))
     image, pixels = Image(mean=0.5, std=0.25), torch.randint(0, 256, (7, 3, 6, 5), dtype=torch.uint8)
@@ -121,7 +121,7 @@ def tower(net: Net, batch: Dim = N) -> str:
     return net.conv(net.conv(x, 16, 3, stride=2), 16, 3, f32=True)
 
 
-def test_turns_end_where_activations_get_small():
+def test_batch_tiling_ends_where_activations_get_small():
     """Of float and u8 inputs, convolutions to 16 channels of 40, 20 and 10 rows, the first three steps are large."""
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
@@ -130,7 +130,7 @@ def test_turns_end_where_activations_get_small():
     assert analytic_batch_tiling(planned, CacheSizes())[0] is None
 
 
-def test_weights_larger_than_activations_end_turns():
+def test_batch_tiling_ends_at_weights_larger_than_activations():
     """The third convolution has 230400 bytes of weights, for 100672 of activations."""
     net = Net()
     x = net.conv(net.quantize(net.input(N, 8, 22, 22)), 8, 3, padding=1)
@@ -140,7 +140,7 @@ def test_weights_larger_than_activations_end_turns():
     assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 14))[0] == BatchTiling("n", 3, 1)
 
 
-def test_the_plan_knows_the_offsets_of_a_batch_that_is_one_tile():
+def test_a_batch_of_one_tile_has_static_offsets():
     planned = schedule_plan(
         plan_graph(built(residual)[1].graph), ISAS[HERE[0]], CACHES, batch_tiling=BatchTiling("n", 4, 2)
     )
@@ -151,13 +151,13 @@ def test_the_plan_knows_the_offsets_of_a_batch_that_is_one_tile():
     assert offsets == {name: layout.offsets[index] for name, index in arena.positions().items()}
 
 
-def test_a_fixed_batch_takes_no_turns():
+def test_a_static_batch_is_not_tiled():
     net = Net()
     assert analytic_batch_tiling(plan_graph(net.graph(tower(net, 16))), CacheSizes(l2=1 << 14))[0] is None
     assert most(built(fixed)[1]) == 0
 
 
-def test_turns_need_less_memory():
+def test_batch_tiling_needs_less_memory():
     """For a batch of 16 images a core."""
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
@@ -170,7 +170,7 @@ def test_turns_need_less_memory():
     assert turns < whole / 2
 
 
-def test_times_of_turns_add_up():
+def test_step_times_of_all_batch_tiles_are_added():
     net, lowered = built(residual)
     model = in_turns(lowered, compiled(residual, HERE[0]), BatchTiling("n", most(lowered), 1))
     for count in (1, 2):
@@ -178,7 +178,7 @@ def test_times_of_turns_add_up():
             assert all(nanoseconds > 0 for nanoseconds in model.step_times(*net.batch(5)))
 
 
-def test_the_text_of_turns_can_be_read(golden):
+def test_the_text_of_a_plan_shows_batch_tiling(golden):
     net = Net()
     source = emit(
         schedule_plan(plan_graph(net.graph(tower(net))), ISAS["portable"], CacheSizes(l2=1 << 16)), "tower"

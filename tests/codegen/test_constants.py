@@ -10,7 +10,7 @@ from support import nets
 from support.int8_models import assert_same, compiled, picture
 
 
-def test_constants_are_aligned_and_come_back_as_they_were():
+def test_constants_are_aligned_and_unchanged():
     blob, given = Blob(), [np.arange(n, dtype=kind) for kind in (np.uint8, np.int32, np.float32) for n in (1, 17, 64)]
     starts = [blob.add(array) for array in given]
     whole = blob.array()
@@ -26,7 +26,7 @@ def test_equal_bytes_are_stored_once_whatever_their_type():
     assert blob.add(np.ones(64, np.uint8)) == blob.array().size - 64 == 64
 
 
-def test_constants_outgrow_the_first_room():
+def test_the_constant_buffer_grows():
     blob, piece = Blob(), np.arange(FIRST_BYTES // 8 + 1)
     for i in range(8):
         blob.add(piece + i)
@@ -35,7 +35,7 @@ def test_constants_outgrow_the_first_room():
     assert found == list(range(8))
 
 
-def test_nothing_is_a_constant_too():
+def test_an_empty_constant_takes_no_bytes():
     assert Blob().array().size == 0
     assert Blob().add(np.zeros(0, np.int32)) == 0
 
@@ -45,7 +45,7 @@ def test_kernels_read_what_the_program_holds():
     assert np.shares_memory(artifact.constants, artifact.program.constants)
 
 
-def test_what_is_not_aligned_is_copied():
+def test_unaligned_constants_are_copied():
     array = np.arange(256, dtype=np.uint8)
     for start in range(2):
         found = aligned(array[start:])
@@ -53,6 +53,6 @@ def test_what_is_not_aligned_is_copied():
         assert np.array_equal(found, array[start:])
 
 
-def test_a_pickle_brings_its_constants():
+def test_a_pickled_program_includes_its_constants():
     model, lowered = compiled(nets.Residual)
     assert_same(pickle.loads(pickle.dumps(model))(picture()), lowered(picture()))

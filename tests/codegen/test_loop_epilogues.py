@@ -128,7 +128,7 @@ def tokens():
 
 
 @given(batch=st.integers(1, 40), seed=st.integers(0, 99), threads=st.integers(1, 4))
-def test_rows_in_every_batch(tokens, batch, seed, threads):
+def test_token_epilogues_match_the_interpreter_for_every_batch(tokens, batch, seed, threads):
     lowered, model = tokens
     inputs = drawn_rows(batch, seed)
     before = torch.get_num_threads()
@@ -139,7 +139,7 @@ def test_rows_in_every_batch(tokens, batch, seed, threads):
         torch.set_num_threads(before)
 
 
-def test_of_two_products_that_a_loop_reads_the_last_one_takes_it(tokens):
+def test_a_loop_is_fused_into_the_last_of_two_products_it_reads(tokens):
     """The levels of the other are stored."""
     found = {step.partition.name: step.partition for step in plan_graph(tokens[0].graph).steps}
     assert [found[name].epilogue is not None for name in ("gate", "up")] == [False, True]
@@ -160,7 +160,7 @@ APART = {
         "a reader beside the loop", "channels by themselves", of=APART, reason="other conditions of the same rule"
     ),
 )
-def test_what_stays_a_step_of_its_own(name):
+def test_loops_that_cannot_be_epilogues_stay_separate_steps(name):
     model = randomize(
         Body(
             APART[name],

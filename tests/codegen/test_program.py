@@ -69,7 +69,7 @@ def test_instruction_sets_agree_on_a_large_batch(program):
         assert_same_bits(other, first)
 
 
-def test_the_comparison_sees_one_changed_constant():
+def test_the_comparison_detects_one_changed_constant():
     net, lowered = built(residual)
     graph = lowered.graph
     bias = next(op.inputs[2] for op in graph.ops if op.kind == "conv2d")
@@ -170,7 +170,7 @@ def test_operands_of_a_concatenation_are_written_in_their_place():
     assert [step.partition.anchor.kind for step in planned.steps].count("cat") == 2  # one of them for its halo
 
 
-def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_reads_it():
+def test_a_channel_product_is_fused_into_the_convolution_after_it():
     """It has no buffer, and the convolution follows what the product reads at once."""
     planned = plan_graph(built(weighed)[1].graph)
     heads = [step.partition for step in planned.steps if step.partition.head is not None]
@@ -185,7 +185,7 @@ def test_a_product_that_weighs_channels_is_the_head_of_the_convolution_that_read
     assert [kind for kind in kinds if "mul" in kind] == [" + ".join(["mul", "conv2d", *tail]) for tail in tails]
 
 
-def test_other_products_are_passes_of_their_own():
+def test_products_that_cannot_be_fused_are_separate_steps():
     steps = plan_graph(built(unjoined)[1].graph).steps
     assert not any(step.partition.headed for step in steps)
     assert sum(step.partition.anchor.kind == "mul" for step in steps) == 7
@@ -207,7 +207,7 @@ def test_the_same_graph_gives_the_same_text_and_constants(isa):
     assert np.array_equal(first.constants, second.constants)
 
 
-def test_the_text_of_a_tiny_net_can_be_read_and_is_that_of_every_instruction_set(golden):
+def test_the_program_text_of_a_tiny_net_is_the_same_for_every_instruction_set(golden):
     """But for names and heights of kernels."""
     net = Net()
     x = net.quantize(net.input(N, 3, 8, 8), 128)
@@ -232,7 +232,7 @@ def callers_levels(net: Net) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_levels_of_the_caller_are_padded_as_levels_inside_are(isa):
+def test_quantized_inputs_are_padded_like_internal_values(isa):
     """Its tensors have no halo: what stood there was whatever lay beside them."""
     net, lowered = built(callers_levels)
     model = build.compile(lowered, isa=isa)

@@ -42,7 +42,7 @@ def line(network="resnet18", batch=1, threads=2, *, commit="abc", idle=True, ima
     return {"commit": commit, "arguments": arguments, "results": {"idle": idle, "limit_ms": limit, "engines": engines}}
 
 
-def test_a_table_for_each_batch_and_number_of_threads(models):
+def test_benchmark_tables_are_grouped_by_batch_and_threads(models):
     lines = [line(intaglio=4.5, openvino_int8=5.25), line("vgg11", batch=16, intaglio=70.0, openvino_int8=64.0)]
     assert (
         models.tables(lines)
@@ -62,7 +62,7 @@ Batch 16, 2 threads, best in ms
     )
 
 
-def test_the_last_line_of_a_cell_counts(models):
+def test_the_last_record_of_a_cell_counts(models):
     text = models.tables([line(intaglio=9.0), line(intaglio=8.0, commit="later")])
     assert "**8**" in text
     assert "9" not in text
@@ -90,7 +90,7 @@ def test_a_changed_source_is_never_done(models, tmp_path, monkeypatch):
     assert not models.is_done(cell, "abc+")
 
 
-def test_blocks_are_summed_up(models):
+def test_a_summary_has_best_median_and_spread_of_blocks(models):
     found = models.summary({"blocks_ms": [2.0, 3.0, 2.5], "build_s": 1.0})
     assert (found["best_ms"], found["median_ms"], found["spread"]) == (2.0, 2.5, 0.4)
     assert models.summary({"failed": "it died"}) == {"failed": "it died"}
@@ -216,7 +216,7 @@ def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
 
 
 @pytest.mark.slow(reason="runs a benchmark; what it sums up is tested above")
-def test_lengths_in_turn_are_compared_with_the_same_in_a_row(capsys):
+def test_alternating_lengths_are_compared_with_repeated_lengths(capsys):
     """A few short ones; the figures themselves are the machine's."""
     script("lengths").main(["stack", "--count", "3", "--least", "2", "--most", "6", "--rounds", "1", "--threads", "1"])
     (found,) = map(json.loads, capsys.readouterr().out.splitlines())

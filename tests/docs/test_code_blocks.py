@@ -141,7 +141,7 @@ def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
 
 @pytest.mark.slow(reason="blocks that need large packages; the pages change rarely")
 @pytest.mark.parametrize(("page", "block"), ALONE, ids=[f"{page_name(page)}:{block.line}" for page, block in ALONE])
-def test_blocks_that_need_another_package(page, block, page_module):
+def test_code_blocks_may_require_another_package(page, block, page_module):
     if find_spec(block.needs) is None:
         pytest.skip(f"{page.name}:{block.line} needs {block.needs}, which is not installed")
     if block.needs in ("torchvision", "transformers") and find_spec("torchvision") is not None:
@@ -161,7 +161,7 @@ def test_a_failing_block_is_named_by_its_line(tmp_path, page_module):
         run_blocks(page, vars(page_module))
 
 
-def test_other_output_than_the_page_has_is_shown(tmp_path, page_module):
+def test_output_that_differs_from_the_page_is_shown(tmp_path, page_module):
     page = written(tmp_path, "```python\nprint('scale', 0.5)\n```\n\nprints\n\n```text\nscale 0.25\n```\n")
     with pytest.raises(AssertionError, match=re.escape("page.md:2: this block prints\n\nscale 0.5")):
         run_blocks(page, vars(page_module))
@@ -171,7 +171,7 @@ def test_other_output_than_the_page_has_is_shown(tmp_path, page_module):
     ("output", "fits"),
     [("a 1\nb 2", True), ("a …\nb …", True), ("…\nb 2", True), ("a 1\n…", True), ("a 1", False), ("b 2", False)],
 )
-def test_an_ellipsis_stands_for_anything(output, fits):
+def test_an_ellipsis_in_expected_output_matches_anything(output, fits):
     assert bool(pattern(output).fullmatch("a 1\nb 2\n")) is fits
 
 

@@ -128,7 +128,7 @@ def test_an_allowed_import_passes(file, source):
     assert violations(source, file, RULES) == []
 
 
-def test_a_row_that_looks_down_the_table_is_refused():
+def test_a_fusion_row_that_refers_to_a_later_row_is_refused():
     text = "| package | may import | torch |\n| --- | --- | --- |\n| errors | ir | no |\n| ir | nothing | no |\n"
     with pytest.raises(AssertionError, match=r"errors: .'ir'. must stand above it"):
         read_table(text)

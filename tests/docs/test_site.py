@@ -54,7 +54,7 @@ def test_every_operator_is_in_one_table():
 
 
 @pytest.mark.parametrize("record", [r for r in OPS.values() if r.targets], ids=lambda record: record.name)
-def test_the_row_of_an_operator_has_what_its_record_says(record):
+def test_documented_operator_rows_match_their_records(record):
     (row,) = [row for row in rows(tables.operators()) if row[0] == f"`{record.name}`"]
     _, overloads, owner, kernel, fused, notes = row
     assert re.findall(r"`(.*?)`", overloads) == list(record.targets)
@@ -99,7 +99,7 @@ def test_every_instruction_set_has_a_row_with_all_its_kernels():
         assert set(re.findall(r"`(.*?)`", row[4])) == {spec.result for spec in specs}
 
 
-def test_every_table_stands_on_a_page_and_every_mark_names_one():
+def test_every_generated_table_is_on_a_page_and_every_marker_names_a_table():
     assert sorted(mark for text in PAGES.values() for mark in tables.MARK.findall(text)) == sorted(tables.TABLES)
     for text in PAGES.values():
         assert not tables.MARK.search(tables.fill(text))
@@ -212,7 +212,7 @@ def test_a_command_line_of_the_pages_has_options_that_exist(line):
     assert {word for word in words if word.startswith("--")} <= options(command)
 
 
-def test_the_pages_have_every_command():
+def test_every_command_is_documented():
     assert {line.split()[1] for line in LINES} <= set(COMMANDS)
     described = re.findall(r"^\| `intaglio (\w+)` \|", PAGES["cli.md"], re.MULTILINE)
     assert sorted(described) == sorted(COMMANDS)

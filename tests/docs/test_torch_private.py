@@ -69,7 +69,7 @@ def test_private_names_of_torch_have_one_home():
     assert not found, "import these from intaglio.torch_private:\n" + "\n".join(found)
 
 
-def test_every_exception_is_needed():
+def test_every_listed_exception_is_needed():
     assert all(list(private_uses((PACKAGE / name).read_text(encoding="utf-8"))) for name in ALLOWED)
 
 
@@ -88,5 +88,5 @@ def test_a_private_name_is_found(source):
 
 
 @pytest.mark.parametrize("source", ["torch.ops.aten._to_copy.default", "self._buffers", "torch.__version__"])
-def test_a_public_name_is_not(source):
+def test_a_public_name_is_not_reported(source):
     assert not list(private_uses(source))

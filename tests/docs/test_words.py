@@ -100,5 +100,5 @@ def test_comments_and_docstrings_use_plain_words():
         ("The strides of a value.", False),
     ],
 )
-def test_a_verb_is_told_from_a_noun(docstring, verb):
+def test_the_docstring_check_distinguishes_verbs_from_nouns(docstring, verb):
     assert starts_with_verb(docstring) is verb

@@ -109,7 +109,7 @@ class Beam(nn.Module):
 
 
 @pytest.mark.slow(reason="a program for every step; loops as long as the data say run below")
-def test_a_beam_search_runs_as_long_as_its_data_say(caplog):
+def test_a_beam_search_runs_a_data_dependent_number_of_steps(caplog):
     model = nets.randomize(Beam())
     calls = [(x, 4) for (x,) in draws(1, 16)]
     prepared = prepared_on(model, calls)
@@ -246,7 +246,7 @@ def test_strict_names_module_operator_and_line_of_a_sequence_that_is_new(case):
 
 
 @pytest.mark.parametrize("words", ["acr", "aabr", "abrr", "ab", "rcrab"])
-def test_without_strict_a_new_sequence_is_right_and_new_operators_are_said_once(words, caplog):
+def test_without_strict_new_sequences_work_and_new_operators_are_logged_once(words, caplog):
     """A7: one warning for every operator that was never seen."""
     model = nets.randomize(Turning())
     converted = eager.convert(prepared_on(model, [(x, "abr") for x in uniform()]))
@@ -327,7 +327,7 @@ class Growing(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["adds", "replaces"])
-def test_a_model_that_changes_its_own_modules_is_told_so(how):
+def test_a_model_that_replaces_its_modules_is_refused(how):
     with pytest.raises(CaptureError, match="layers"):
         eager.prepare(Growing(how), uniform()[0])
     late = Growing("")
@@ -359,7 +359,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.case("frontends B10")
-def test_an_exception_in_forward_leaves_nothing_behind():
+def test_an_exception_in_forward_leaves_no_state():
     """B10: in the example's call, in calibration, after convert; PyTorch itself is as it was."""
     model = nets.randomize(Failing())
     with pytest.raises(ArithmeticError):
@@ -393,7 +393,7 @@ class Breaking(str):
 
 
 @pytest.mark.parametrize("words", ["abr", "aab", "rrb", "c"])
-def test_a_calibrating_call_that_fails_leaves_no_trace(words):
+def test_a_failed_calibration_call_changes_nothing(words):
     """Its numbers are not counted, its operators not recorded, wherever it ends: in a known sequence or a new one."""
     model = nets.randomize(Turning())
     kept, failed = (eager.prepare(model, (uniform()[0], "abr")) for _ in range(2))
@@ -490,7 +490,7 @@ def test_contexts_around_the_calls_change_nothing(around, caplog):
 
 
 @pytest.mark.parametrize("kind", ["converted", "program"])
-def test_a_part_that_is_int8_already_stays_what_it_is_inside_a_prepared_model(kind):
+def test_an_int8_submodule_is_unchanged_in_a_prepared_model(kind):
     draw = torch.Generator().manual_seed(0)
     data = [torch.randn(4, 8, generator=draw) for _ in range(3)]
     inner = nets.randomize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))

@@ -75,7 +75,7 @@ def test_branches_are_compared_where_they_ran(caplog):
 
 
 @pytest.mark.case("frontends B12")
-def test_what_was_lost_before_a_branch_is_counted_behind_it():
+def test_accumulated_error_continues_across_recordings():
     """``so far`` of an operator of a later recording knows the noise of the earlier one; ``alone`` does not."""
     model = nets.randomize(EarlyExit())
     good = converted(model, [rows(seed, scale) for seed, scale in enumerate(SCALES)])
@@ -97,7 +97,7 @@ def test_what_was_lost_before_a_branch_is_counted_behind_it():
 
 @pytest.mark.slow(reason="three comparisons of a network with loops; every part of one is compared in the other tests")
 @pytest.mark.case("frontends B12")
-def test_a_loop_is_compared_over_all_its_turns():
+def test_a_loop_is_compared_over_all_its_iterations():
     """Rows for each turn that was recorded, the last with those behind; a loop of another length begins at the second
     turn, since the first one's zeros are a constant."""
     model = nets.randomize(Tagger())
@@ -111,7 +111,7 @@ def test_a_loop_is_compared_over_all_its_turns():
 
 
 @pytest.mark.case("frontends B12")
-def test_one_straight_recording_is_judged_as_its_explicit_graph():
+def test_a_single_recording_is_compared_like_its_explicit_graph():
     model = nets.randomize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     data = [rows(seed) for seed in range(3)]
     quantized = converted(model, data)
@@ -119,7 +119,7 @@ def test_one_straight_recording_is_judged_as_its_explicit_graph():
 
 
 @pytest.mark.case("frontends B12")
-def test_a_call_that_goes_another_way_in_int8_is_compared_up_to_there():
+def test_a_call_with_another_branch_in_int8_is_compared_up_to_the_branch():
     """Numbers decide the way, and int8 has others: said, and no wrong pair is made."""
 
     def body(m, x, limit):
@@ -143,7 +143,7 @@ def test_a_call_that_goes_another_way_in_int8_is_compared_up_to_there():
 
 
 @pytest.mark.case("frontends B12")
-def test_another_branching_model_is_told_by_name():
+def test_the_state_of_another_branching_model_is_refused_by_name():
     quantized = converted(nets.randomize(EarlyExit()), [rows(seed, scale) for seed, scale in enumerate(SCALES)])
     other = nets.randomize(EarlyExit())
     other.far = nn.Linear(16, 5)
@@ -167,7 +167,7 @@ def test_comparing_changes_neither_model():
     assert all(torch.equal(state[name], after[name]) for name in state)
 
 
-def test_gates_of_a_recurrent_cell_are_compared_by_the_other_door_too():
+def test_gates_of_a_recurrent_cell_are_compared_in_both_modes():
     model = nets.randomize(Tagger())
     data = [sentences(seed, 3) for seed in range(3)]
     prepared = stages.prepare(stages.capture(model, data[0]))

@@ -230,7 +230,7 @@ def test_a_state_dictionary_has_the_models_names_and_ours():
 
 @pytest.mark.case("frontends A12")
 @pytest.mark.parametrize("name", ["recurrent", *rarely("residual", reason="the other model has a test like it")])
-def test_a_fresh_prepared_model_with_a_state_converts_to_the_original(name):
+def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
     """A12: of a prepared model (statistics), and of a converted one (parameters)."""
     prepared = calibrated(name)[1]
     converted = eager.convert(prepared)
@@ -258,7 +258,7 @@ def test_a_converted_model_of_other_data_becomes_the_original(name):
     assert_same(outputs(copy.deepcopy(other), name), expected)
 
 
-def test_a_prepared_model_goes_on_counting_where_its_state_was_left():
+def test_a_loaded_prepared_model_continues_calibration():
     _, prepared = calibrated()
     again = fresh()
     again.load_state_dict(prepared.state_dict())
@@ -294,7 +294,7 @@ class Net(nn.Module):
 """
 
 
-def test_strict_does_not_depend_on_where_the_code_lies(tmp_path):
+def test_strict_does_not_depend_on_the_folder_of_the_code(tmp_path):
     """Turns and operators outside of recordings are known by path, operator and order, not by file."""
 
     def calibrated_in(folder: str, first_line: str) -> nn.Module:
@@ -364,7 +364,7 @@ def test_statistics_are_refused_by_a_converted_model():
 # -- other weights ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_loaded_are_quantized_anew():
+def test_loaded_weights_are_quantized_again():
     """The model's own dictionary has weights only: parameters of activations stay, those of weights follow."""
     _, prepared = calibrated()
     converted = eager.convert(prepared)
@@ -377,7 +377,7 @@ def test_weights_that_are_loaded_are_quantized_anew():
     assert differ(outputs(converted), before)
 
 
-def test_weights_that_are_loaded_into_one_module_are_noticed():
+def test_weights_loaded_into_a_submodule_are_noticed():
     converted = eager.convert(calibrated()[1])
     before = outputs(converted)
     state = copy.deepcopy(converted.head.state_dict())
@@ -405,7 +405,7 @@ def test_statistics_of_other_weights_are_dropped(caplog):
 @pytest.mark.parametrize(
     "name", ["residual", *rarely("recurrent", reason="parameters of loops are those of their layers")]
 )
-def test_parameters_stand_for_data(name):
+def test_parameters_replace_calibration_data(name):
     """B13: in place of calibration; save, load, save gives the same text."""
     model, prepared = calibrated(name)
     converted = eager.convert(prepared)
@@ -490,7 +490,7 @@ def saved_script(scripted: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
     return torch.jit.load(file)
 
 
-def test_a_model_that_branches_has_no_explicit_graph_and_says_where_it_parts():
+def test_rewrite_refuses_a_model_with_branches_and_names_them():
     converted = eager.convert(calibrated("early exit")[1])
     with pytest.raises(InputError, match=r"recordings\n  0: .*first.*test_eager_state.py:\d+, in forward\n  1: "):
         eager.rewrite(converted)
@@ -511,7 +511,7 @@ def test_fusions_are_module_paths_and_functions_in_order():
     assert skipped == [("::conv2d", "::add", "::relu")]
 
 
-def test_fusions_of_all_recordings_stand_once():
+def test_fusions_lists_each_group_of_all_recordings_once():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -550,7 +550,7 @@ def test_the_layer_that_was_made_bad_is_found():
 
 
 @pytest.mark.case("frontends B12")
-def test_another_model_is_told_by_name():
+def test_the_state_of_another_model_is_refused_by_name():
     """B12: a shape that differs names the operator."""
     converted = eager.convert(calibrated()[1])
     other = nets.randomize(Residual())

@@ -89,7 +89,7 @@ def batches(kind):
     ),
     ids=lambda kind: kind.__name__,
 )
-def test_both_doors_give_the_same_parameters_program_and_integers(kind):
+def test_eager_and_export_mode_give_the_same_parameters_and_program(kind):
     model, data = batches(kind)
     prepared = stages.prepare(stages.capture(model, (data[0],)))
     watched = eager.prepare(model, (data[0],))
@@ -107,7 +107,7 @@ def test_both_doors_give_the_same_parameters_program_and_integers(kind):
         torch.testing.assert_close(converted(batch.clone()), program(batch.clone()), rtol=0, atol=0)
 
 
-def test_the_comparison_sees_other_parameters():
+def test_the_comparison_detects_other_parameters():
     model, data = batches(Residual)
     watched = eager.prepare(model, (data[0],))
     prepared = stages.prepare(stages.capture(model, (data[0],)))

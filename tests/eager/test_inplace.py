@@ -176,7 +176,7 @@ BODIES = [
     ),
     ids=lambda body: body.__name__,
 )
-def test_what_is_written_is_seen_wherever_the_float_model_sees_it(body, caplog):
+def test_in_place_updates_are_visible_where_the_float_model_shows_them(body, caplog):
     model = nets.randomize(Body(body, f=nn.Linear(8, 8), g=nn.Linear(8, 4)))
     converted = converted_on(model, rows())
     for call in (*rows(), *rows(1, batch=200, seed=2)):
@@ -212,7 +212,7 @@ class Cache(nn.Module):
         return self.g(y + self.cache.sum(0) / 4 + self.state.mean(0))
 
 
-def test_caches_are_written_as_the_float_model_writes_them(caplog):
+def test_key_value_caches_are_updated_like_in_the_float_model(caplog):
     model = nets.randomize(Cache())
     converted = converted_on(model, rows(6))
     for call in rows(5, seed=2):

@@ -85,7 +85,7 @@ def test_parent_and_child_each_have_a_state():
     assert [info.type for info in model.child._auto_quant_state.seen_op_infos.values()] == ["torch.Tensor.add"]
 
 
-def test_a_converted_state_says_what_is_done_before_instead_of_and_after_each_operator():
+def test_the_text_of_a_converted_module_shows_how_each_operator_is_executed():
     model = prepared()
     model(X)
     converted = eager.convert(model)
@@ -131,7 +131,7 @@ def test_observers_have_seen_nothing_after_prepare():
     assert [observer.statistics.count for observer in observers] == [32, 32, 32]
 
 
-def test_operators_without_a_region_are_float_and_dropout_hands_on():
+def test_operators_without_a_region_are_float_and_dropout_passes_values_on():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_operators_without_a_region_are_float_and_dropout_hands_on():
     assert {name for name, info in told.items() if "int8" in info[1]} >= {"Conv2d"}
 
 
-def test_all_recordings_have_tensors_of_their_own_numbers():
+def test_tensors_of_all_recordings_have_distinct_ids():
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()

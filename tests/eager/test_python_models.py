@@ -50,7 +50,7 @@ def quantized(converted: nn.Module, name: str) -> int:
 
 @pytest.mark.case("frontends B1")
 @pytest.mark.parametrize("container", [list, tuple])
-def test_a_concatenation_of_what_is_float_and_what_is_int8(container, caplog):
+def test_a_concatenation_may_have_float_and_int8_operands(container, caplog):
     """B1: list and tuple."""
 
     def body(m, x):
@@ -75,7 +75,7 @@ def test_integers_pass_add_mul_and_cat_untouched(caplog):
 
 
 @pytest.mark.case("frontends B2")
-def test_scalars_on_either_side_twice(caplog):
+def test_scalars_can_be_either_operand_out_of_place_and_in_place(caplog):
     """B2: adds and products with numbers, out of place and in place."""
 
     def body(m, x):
@@ -166,7 +166,7 @@ def zeroed(y: Tensor) -> Tensor:
     ],
     ids=["4", "5", "all"],
 )
-def test_operators_that_stay_float_between_those_that_do_not(batch, names, caplog):
+def test_float_operators_between_quantized_ones_match_the_reference(batch, names, caplog):
     """In place and not; tensors in lists and keywords. What iterates over the batch has a model with a fixed one."""
 
     def forward(m: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -286,7 +286,7 @@ CHILDREN = {
     "case",
     rarely_except("dataclass", "nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
 )
-def test_children_hand_on_any_structure(case, caplog):
+def test_submodules_may_return_any_structure(case, caplog):
     """B5: what a child returns, its parent takes apart."""
     make, take = CHILDREN[case]
     model = Body(lambda m, x: m.g(x + take(m.child(x))), child=Child(make), g=nn.Linear(8, 4))
@@ -454,7 +454,7 @@ def test_a_module_called_twice_has_parameters_for_each_call(caplog):
 
 
 @pytest.mark.case("frontends A14")
-def test_batches_of_other_sizes(caplog):
+def test_batches_of_other_sizes_match_the_reference(caplog):
     """A14, A20: batch 1 to record, any after."""
     model = Body(lambda m, x: m.g(m.d(torch.relu(m.c(x))).mean((2, 3))), c=conv(), d=conv(4), g=nn.Linear(4, 4))
     others = [*pictures(1, batch=7, seed=2), *pictures(1, batch=1, seed=3), *pictures(1, batch=2, size=10, seed=4)]
@@ -474,7 +474,7 @@ def test_rows_of_a_result_are_taken_apart_one_element_after_the_other(caplog):
     check(Body(body, f=nn.Linear(8, 8), g=nn.Linear(4, 4)), rows(), rows(1, seed=2), caplog)
 
 
-def test_a_cell_that_begins_with_a_word_of_the_code(caplog):
+def test_a_recurrent_cell_may_read_a_constant_of_the_code(caplog):
     """What a quantized operator reads is a constant of the graph: the embedding of a number in the code."""
 
     def body(m, x):

@@ -21,7 +21,7 @@ def test_every_call_of_a_converted_model_is_compared(segment_programs):
     assert segment_programs.calls == before + 3
 
 
-def test_a_program_that_is_not_its_reference_is_seen():
+def test_a_program_that_differs_from_its_reference_is_detected():
     """One weight of the reference is another integer than in the program."""
     x = torch.randn(16, 8)
     lowered = quantized(nets.randomize(nn.Linear(8, 4)), x)[1]
@@ -36,7 +36,7 @@ def test_a_program_that_is_not_its_reference_is_seen():
     assert len(checks.differing) == 1
 
 
-def test_same_bits_tells_types_and_takes_nan_for_nan():
+def test_same_bits_distinguishes_types_and_accepts_equal_nans():
     nan = torch.tensor([float("nan"), 1.0])
     assert same_bits(nan, nan.clone())
     assert not same_bits(nan, torch.tensor([float("nan"), 2.0]))

@@ -31,7 +31,7 @@ def converted():
     return eager.convert(prepared)
 
 
-def test_a_value_that_is_held_keeps_its_numbers(converted):
+def test_a_result_kept_by_the_caller_is_not_overwritten(converted):
     converted.kept.clear()
     a, b = torch.randn(2, 8), torch.randn(2, 8)
     for x in (a, b):
@@ -58,7 +58,7 @@ def test_parts_that_calibration_used_are_compiled_by_convert(converted):
     assert segment.programs == before
 
 
-def test_questions_are_known_by_function():
+def test_metadata_queries_are_recognized_by_function():
     assert torch.Tensor.shape.__get__ in METADATA_FUNCTIONS
     assert {torch.Tensor.size, torch.Tensor.dim, torch.is_tensor} <= METADATA_FUNCTIONS
     assert torch.relu not in METADATA_FUNCTIONS

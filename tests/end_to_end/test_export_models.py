@@ -48,7 +48,7 @@ def functional(m: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.case("frontends A12", "problem 30")
-def test_a_fresh_model_with_recipe_and_ranges_from_files_is_the_original(tmp_path):
+def test_a_recipe_and_ranges_from_files_reproduce_the_model(tmp_path):
     """A12: a model of the same weights, never calibrated, gives the same integers, functional operators included."""
     parts = {"k": nn.Parameter(torch.ones(4, 3, 3, 3)), "w": nn.Parameter(torch.ones(5, 64))}
     model = nets.randomize(Body(functional, c=conv(), **parts))
@@ -142,7 +142,7 @@ def test_a_copy_of_a_stage_is_independent(name, all_stages):
 
 
 @pytest.mark.case("frontends B11")
-def test_what_can_be_pickled_is_and_the_rest_says_what_to_save(all_stages):
+def test_stages_that_cannot_be_pickled_say_what_to_save(all_stages):
     """B11: all_stages that are torch.fx graphs would come back without types and sites."""
     again = pickle.loads(pickle.dumps(all_stages["lowered"]))
     assert torch.equal(again(picture()), all_stages["lowered"](picture()))
@@ -153,7 +153,7 @@ def test_what_can_be_pickled_is_and_the_rest_says_what_to_save(all_stages):
 
 
 @pytest.mark.case("frontends B24", "problem 8")
-def test_modes_of_what_came_out_do_nothing_or_say_so(all_stages):
+def test_train_and_eval_of_results_do_nothing_or_warn(all_stages):
     """B24: an int8 model warns on train() and stays; the all_stages have no mode to switch; twice is as once."""
     model, _ = compiled(nets.Residual)
     expected = model(picture())

@@ -71,7 +71,7 @@ def test_a_residual_net_is_int8_from_end_to_end():
 
 
 @pytest.mark.case("backend 13")
-def test_levels_are_not_lifted_over_a_view_that_a_float_sum_reads():
+def test_quantize_is_not_propagated_over_a_view_that_a_float_sum_reads():
     def body(m, x, y):
         turned = m.first(x).permute(0, 2, 1)
         return m.second(turned), turned + y
@@ -95,7 +95,7 @@ ENDS = {
 @pytest.mark.case("frontends C1")
 @pytest.mark.parametrize("isa", BEST_HERE)
 @pytest.mark.parametrize("name", ENDS)
-def test_a_chain_between_ends_is_one_loop_with_an_exact_tail(name, isa):
+def test_a_chain_between_quantized_values_is_one_exact_loop(name, isa):
     width = 16 * 3 + 3
     model = Body(ENDS[name], c=nn.Linear(width, width), d=nn.Linear(width, 5))
     x = torch.randn(3, width, generator=DRAW)
@@ -123,7 +123,7 @@ UNARY = {
 @pytest.mark.parametrize(
     "name", rarely_except("relu", "hardtanh", "gelu", of=UNARY, reason="every function has a test of its table")
 )
-def test_functions_behind_layers_with_and_without_levels(name, quantized):
+def test_functions_after_layers_are_fused_with_and_without_quantization(name, quantized):
     after = nn.Linear(21, 4) if quantized else nn.Identity()
     model = Body(lambda m, x: m.after(UNARY[name](m.c(x))), c=nn.Linear(12, 21), after=after)
     x = torch.randn(9, 12, generator=DRAW)
@@ -136,7 +136,7 @@ def test_functions_behind_layers_with_and_without_levels(name, quantized):
 
 @pytest.mark.case("frontends C4")
 @pytest.mark.parametrize("kind", [torch.float32, *rarely(torch.bfloat16, reason="another type of the same weights")])
-def test_weights_alone_may_be_integers(kind, tmp_path):
+def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).eval().to(kind)
     x = torch.randn(16, 64, generator=DRAW).to(kind)
     quantized = intaglio.quantize(model, [x], recipe=Recipe.of({}, Setting(activations="float")))
@@ -152,7 +152,7 @@ def test_weights_alone_may_be_integers(kind, tmp_path):
 
 
 @pytest.mark.case("frontends C4")
-def test_one_layer_of_several():
+def test_one_of_several_layers_can_be_selected():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     x = torch.randn(16, 16, generator=DRAW)
     mixed = intaglio.quantize(model, [x], recipe={"0": {"activations": "float"}})

@@ -43,7 +43,7 @@ def test_modes_and_environment_do_not_decide_what_runs_in_int8(monkeypatch):
 
 
 @pytest.mark.case("problem 21")
-def test_the_simulation_and_the_program_are_different_types_and_say_what_they_are():
+def test_reference_and_program_are_different_types_with_own_texts():
     """Problem 21."""
     model, integer = compiled(nets.Linears)
     reference, _ = quantized(nets.randomize(nets.Linears()), torch.randn(4, 16))
@@ -57,7 +57,7 @@ def test_the_simulation_and_the_program_are_different_types_and_say_what_they_ar
 @pytest.mark.parametrize(
     "net", [nets.Residual, nets.OptionA, nets.MaxPoolNet, nets.Grouped, nets.SharedConv], ids=lambda net: net.__name__
 )
-def test_levels_go_from_layer_to_layer_without_float_between(net):
+def test_quantized_values_pass_between_layers_without_float(net):
     """Problem 25: one quantize at the input, one dequantize at the result."""
     model, captured = captured_net(net)
     _, graph = lowered(captured, nets.example(model, 4))
@@ -67,7 +67,7 @@ def test_levels_go_from_layer_to_layer_without_float_between(net):
 
 
 @pytest.mark.case("problem 24")
-def test_choices_of_accuracy_add_no_operator_to_the_program():
+def test_accuracy_settings_add_no_operator_to_the_program():
     """Problem 24: scales per tensor, seven bits and other range methods run in the same kernels."""
     model, captured = captured_net(nets.Residual)
     settings = ({}, {"weights": "tensor"}, {"bits": 7}, {"method": "minmax"})
@@ -87,7 +87,7 @@ def test_a_float_layer_in_the_middle_costs_one_border_each_way_and_is_listed():
 
 
 @pytest.mark.case("problem 40")
-def test_the_whole_way_prints_nothing_and_warns_of_nothing(capfd):
+def test_quantize_prints_and_warns_nothing(capfd):
     """Problem 40: a library is silent; what it has to say goes to a logger without handlers."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -47,7 +47,7 @@ def concatenation():
 
 
 @pytest.mark.case("backend 15", "problem 25")
-def test_nothing_stands_around_a_concatenation_of_equal_scales():
+def test_a_concatenation_of_equal_scales_has_no_requantize():
     """Case 15."""
     reference, lowered = quantized(concatenation(), X)
     assert kinds(lowered) == ["quantize", "conv2d", "requantize", "conv2d", "requantize", "cat", "conv2d", "dequantize"]
@@ -144,7 +144,7 @@ def test_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads
 
 @pytest.mark.case("backend 23")
 @pytest.mark.parametrize("net", [nets.ConvBnRelu, nets.Residual, nets.MaxPoolNet], ids=lambda net: net.__name__)
-def test_channels_last_input_gives_the_same_bits_and_comes_back_so(net):
+def test_channels_last_inputs_give_bit_identical_channels_last_results(net):
     """Case 23: for cases 1, 2 and 14."""
     model, lowered = compiled(net)
     x = nets.example(net(), 5)
@@ -209,7 +209,7 @@ def test_seven_bits_do_not_saturate_pairs_of_products_and_eight_are_not_computed
 
 
 @pytest.mark.case("backend 32")
-def test_weights_belong_to_the_model_that_was_made_from_them():
+def test_weights_are_those_of_their_own_model():
     """Case 32: a weight changed in place afterwards reaches no int8 model, and a new one has the new weight."""
     float_model = nets.randomize(nets.Linears())
     x = torch.randn(4, 16)
@@ -224,7 +224,7 @@ def test_weights_belong_to_the_model_that_was_made_from_them():
 
 
 @pytest.mark.case("backend 32")
-def test_a_second_call_packs_nothing():
+def test_a_second_call_packs_no_weights():
     """Case 32: constants are packed once, when the program is made."""
     model, _ = compiled(nets.Residual)
     x = nets.example(nets.Residual(), 2)
@@ -334,7 +334,7 @@ def by_fx(backend: str) -> nn.Module:
 @pytest.mark.case("backend 35")
 @pytest.mark.parametrize("backend", ["x86", *rarely("qnnpack", reason="other ranges in the same operators")])
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_a_reference_model_of_others_is_fused(backend, isa):
+def test_a_reference_from_pytorch_is_fused(backend, isa):
     """Case 35: 7 and 8 bits, weights by channel and by tensor."""
     given = by_fx(backend)
     reference = stages.from_qdq(given, X)
@@ -391,7 +391,7 @@ def test_a_program_brings_its_example_and_goes_to_inductor():
 
 
 @pytest.mark.case("backend 35")
-def test_a_part_that_others_quantized_is_left_alone():
+def test_submodules_quantized_by_pytorch_are_unchanged():
     """Case 35: its levels are those it has, and are not rounded again for what reads them."""
     part = by_fx("x86")
     whole = nn.Sequential(part, nn.Linear(5, 3)).eval()
@@ -446,7 +446,7 @@ ALREADY = {
 
 @pytest.mark.case("backend 35")
 @pytest.mark.parametrize("name", ALREADY)
-def test_what_is_quantized_already_says_what_it_is_and_what_takes_it(name):
+def test_already_quantized_models_are_refused_with_the_call_that_takes_them(name):
     """Case 35: never quantized again in silence."""
     make, problem, remedy = ALREADY[name]
     with pytest.raises(IntaglioError) as raised:
@@ -456,7 +456,7 @@ def test_what_is_quantized_already_says_what_it_is_and_what_takes_it(name):
 
 
 @pytest.mark.case("backend 35")
-def test_a_graph_of_others_is_not_quantized_again():
+def test_graphs_with_quantized_operators_of_pytorch_are_refused():
     """Case 35."""
     with pytest.raises(UnsupportedError, match="quantized already") as raised:
         intaglio.quantize(by_fx("x86"), [X], progress=False)
@@ -486,7 +486,7 @@ linear layers, whose other operand may stay float by ``residual="float"``."""
 
 @pytest.mark.case("backend 37")
 @pytest.mark.parametrize("name", PLACES)
-def test_what_the_default_recipe_quantizes(name):
+def test_the_default_recipe_inserts_the_expected_number_of_quantizes(name):
     body, layers, expected = PLACES[name]
     reference, _ = quantized(nets.randomize(Body(body, **layers)), torch.randn(2, 3, 8, 8))
     assert sum(operator(node) == QUANTIZE_TENSOR for node in reference.module.graph.nodes) == expected
@@ -523,7 +523,7 @@ INTEGERS = {
 
 @pytest.mark.case("frontends B27")
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers_alone_agree_with_quantize_and_dequantize(name):
+def test_integer_arithmetic_matches_quantize_and_dequantize(name):
     """B27 allows two levels; ours is one, on the same integers. Biases are int32."""
     body, layers = INTEGERS[name]
     reference, lowered = quantized(nets.randomize(Body(body, **layers)), X)
@@ -550,7 +550,7 @@ def outlier() -> nn.Module:
 
 
 @pytest.mark.case("backend 38")
-def test_the_operator_that_does_the_damage_falls_back():
+def test_the_operator_with_the_largest_damage_is_left_in_float():
     """Case 38: whatever the function measures, an operator in int8 that it does not bear is found."""
     body = lambda m, x: m.d(F.relu(m.c(F.relu(m.b(F.relu(m.a(x)))))))  # noqa: E731
     model = nets.randomize(Body(body, a=conv(), b=conv(4), c=conv(4), d=conv(4)))
@@ -565,7 +565,7 @@ def test_the_operator_that_does_the_damage_falls_back():
 
 
 @pytest.mark.case("backend 38")
-def test_an_outlier_that_levels_cannot_hold_is_found():
+def test_an_outlier_beyond_the_quantized_range_is_found():
     """Case 38, measured: accuracy is that of the float model again. What makes the values and what reads them is float,
     and nothing else is."""
     model = outlier()

@@ -125,7 +125,7 @@ SUMS = {
 
 @pytest.mark.case("backend 40")
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_in_every_order_with_alpha_and_with_the_operand_of_the_conv(name):
+def test_sums_match_in_every_order_with_alpha_and_a_shared_operand(name):
     """Case 40: equal to the reference, and no tensor of the caller is written."""
     model = nets.randomize(Body(SUMS[name], c=conv(3, 3), d=conv(3, 3), e=conv(3, 3)))
     x = X.clone()

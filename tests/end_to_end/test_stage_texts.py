@@ -49,5 +49,5 @@ def all_stages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stage", ["captured", "sites", "prepared", "reference", "integer"])
-def test_the_text_of(stage, all_stages, golden):
+def test_the_text_of_a_stage_is_golden(stage, all_stages, golden):
     golden(all_stages[stage], stage)

@@ -72,7 +72,7 @@ def test_a_residual_stream_in_float_is_read_as_float():
 
 
 @pytest.mark.case("backend 12", "backend 8", "frontends A10")
-def test_attention_leaves_nothing_between_its_layers():
+def test_attention_is_int8_between_its_layers():
     """Cases 8, 12 and A10: the input is quantized once, levels are lifted over views and permutations."""
     reference, lowered = quantized(attention(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == ATTENTION
@@ -122,7 +122,7 @@ HALVES = {
         ),
     ],
 )
-def test_models_in_halves_have_the_partitions_of_float32(name, half):
+def test_float16_models_have_the_partitions_of_float32_models(name, half):
     """Cases 26 and C12: as many, the result of the model's type, the same bits as the interpreter, near the model."""
     make, x, expected = BLOCKS[name]
     change, given = HALVES[half]
@@ -143,7 +143,7 @@ def test_models_in_halves_have_the_partitions_of_float32(name, half):
         assert not lowered.islands
 
 
-def test_a_half_that_no_product_computes_with_stays_what_it_is():
+def test_float16_values_that_no_product_reads_stay_float16():
     """What a float32 model rounds to bfloat16 on the way is rounded."""
     model = randomize(Body(lambda m, x: m.b(m.a(x).bfloat16().float()), a=nn.Linear(16, 8), b=nn.Linear(8, 4)))
     captured = stages.capture(model, (TOKENS,))
@@ -163,7 +163,7 @@ STRANGE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     "name", rarely_except("double", "complex", of=STRANGE, reason="other operators of these types")
 )
-def test_other_element_types_stay_outside_and_equal(name):
+def test_complex_and_double_parts_stay_outside_the_program(name):
     """Case 31: complex and double parts are islands between partitions, or nothing at all."""
     parts = {"c": nn.Conv2d(3, 4, 3, padding=1), "d": nn.Conv2d(4, 4, 3, padding=1)}
     model = randomize(Body(STRANGE[name], **parts))
@@ -176,7 +176,7 @@ def test_other_element_types_stay_outside_and_equal(name):
 
 
 @pytest.mark.case("backend 6", "backend 33")
-def test_epilogues_and_products_at_once_in_many_shapes():
+def test_concurrent_calls_of_fused_products_match_in_many_shapes():
     """Cases 6 and 33: batches and lengths back and forth, from several threads."""
     model = randomize(
         Body(

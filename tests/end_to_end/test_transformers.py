@@ -83,7 +83,7 @@ def test_products_are_int8_and_sums_are_not(block):
     assert reasons == {"the recipe leaves what is between products in float"}
 
 
-def test_keys_and_values_lie_around_zero(block):
+def test_keys_and_values_are_quantized_symmetrically(block):
     prepared, reference, _ = all_stages(block)
     for name, symmetric in (("q", False), ("k", True), ("v", True)):
         q = reference.qparams[f"{name}#0/linear.0"]
@@ -92,7 +92,7 @@ def test_keys_and_values_lie_around_zero(block):
     assert attention.qmin == 0
 
 
-def test_the_reference_writes_attention_out_with_its_exponentials_in_levels(block):
+def test_the_reference_of_attention_quantizes_its_exponentials(block):
     _, reference, _ = all_stages(block)
     nodes = [node for node in reference.module.graph.nodes if info(node).composite is not None]
     assert [operator(node).split(".")[1] for node in nodes] == [
@@ -128,7 +128,7 @@ def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, 
         assert torch.equal(model(x), lowered(x)), (n, length)
 
 
-def test_attention_reads_and_writes_where_others_left_things(block):
+def test_attention_reads_and_writes_strided_operands(block):
     """No step moves heads: reshapes and permutations are strides."""
     _, _, lowered = all_stages(block, free=True)
     steps = plan_graph(lowered.graph)
@@ -181,7 +181,7 @@ def test_factors_behind_a_function_run_in_the_layers_epilogue():
     assert torch.equal(compile(lowered)(BATCHES[0]), lowered(BATCHES[0]))
 
 
-def test_parameters_hold_the_factors(block):
+def test_parameters_contain_the_equalization_factors(block):
     prepared, reference, _ = all_stages(block, smooth=True)
     again = convert(prepare(capture(block, (BATCHES[0],))), reference.parameters)
     assert again.text() == reference.text()
@@ -192,21 +192,21 @@ def test_parameters_hold_the_factors(block):
 # ---- the recipe
 
 
-def test_the_recipe_goes_by_what_is_in_the_model(block):
+def test_the_default_recipe_depends_on_the_operators_of_the_model(block):
     for model, residual in ((block, "float"), (nn.Sequential(nn.Linear(WIDTH, WIDTH)), "int8")):
         found = prepare(capture(model.eval(), (BATCHES[0],))).quantizer.recipe.default
         assert found.residual == residual
         assert found.rounding == ("nearest" if residual == "float" else "gptq")
 
 
-def test_what_a_user_says_stands(block):
+def test_a_user_setting_overrides_what_the_model_suggests(block):
     quantizer = Quantizer(Recipe.named("convolutional"))
     assert prepare(capture(block, (BATCHES[0],)), quantizer).quantizer.recipe.default.residual == "int8"
     mixed = prepare(capture(block, (BATCHES[0],)), Quantizer(Recipe.of({"first": {"residual": "int8"}})))
     assert mixed.quantizer.recipe.default.method == "minmax"
 
 
-def test_quantize_takes_it_all_the_way(block):
+def test_quantize_runs_a_transformer_block_entirely_in_int8(block):
     model = quantize(block, BATCHES)
     assert model.coverage.macs == 1.0
     assert model.coverage.islands == 0
@@ -226,7 +226,7 @@ def test_a_layer_for_queries_keys_and_values_becomes_three():
     assert levels_apart(reference(BATCHES[0]), model(BATCHES[0])) < 0.03
 
 
-def test_a_layer_that_is_read_as_a_whole_too_stays_one():
+def test_a_joint_projection_that_is_also_read_whole_is_not_split():
 
     def body(m, x):
         both, one = m.both(x), m.one(x)
@@ -238,7 +238,7 @@ def test_a_layer_that_is_read_as_a_whole_too_stays_one():
     assert sorted(shapes) == [4, 4, 8]
 
 
-def test_products_with_a_constant_matrix_are_linear_layers():
+def test_products_with_a_constant_matrix_become_linear_layers():
     weight, bias = torch.randn(6, 5, generator=DRAW), torch.randn(5, generator=DRAW)
     model = Body(lambda m, x: (torch.addmm(m.b, x, m.w), x @ m.w), w=nn.Parameter(weight), b=nn.Parameter(bias)).eval()
     captured = capture(model, (torch.randn(3, 6),))
@@ -255,7 +255,7 @@ def test_products_with_a_constant_matrix_are_linear_layers():
     )
 
 
-def test_sizes_divide_or_do_not():
+def test_symbolic_sizes_are_divided_only_without_remainder():
     n, m = symbol("n"), symbol("m")
     assert divide(n * m * 12, n * 3) == m * 4
     assert divide(n * 6 + 12, 6) == n + 2
@@ -268,7 +268,7 @@ def test_sizes_divide_or_do_not():
         assert evaluate(divide(a, b), {"n": 5, "m": 7}) * evaluate(b, {"n": 5, "m": 7}) == evaluate(a, {"n": 5, "m": 7})
 
 
-def test_the_comparison_sees_another_multiplier_of_keys(block):
+def test_the_comparison_detects_another_multiplier_of_keys(block):
     _, _, lowered = all_stages(block)
     spoiled = {
         name: array * np.float32(1.1) if name == "k_multiplier" else array
@@ -280,7 +280,7 @@ def test_the_comparison_sees_another_multiplier_of_keys(block):
 
 
 @pytest.mark.parametrize("body", [lambda m, x: m.c(x)[0], lambda m, x: m.c(x)[1:], lambda m, x: m.c(x)[-1] + 1])
-def test_parts_of_a_free_batch_are_moves(body):
+def test_slices_of_a_dynamic_batch_are_data_movement(body):
     model = Body(body, c=nn.Conv2d(3, 8, 3)).eval()
     prepared = prepare(capture(model, (torch.randn(4, 3, 8, 8),)))
     prepared(torch.randn(4, 3, 8, 8))
@@ -294,7 +294,7 @@ def test_parts_of_a_free_batch_are_moves(body):
 
 
 @pytest.mark.parametrize("setting", [{"bits": 7}, {"activations_dtype": "u4"}])
-def test_keys_and_values_of_fewer_bits_lie_around_128_and_their_parameters_can_be_loaded(setting):
+def test_low_bit_keys_and_values_have_zero_point_128_and_loadable_parameters(setting):
     def attend(m, x):
         q, k, v = (part(x).unflatten(2, (2, 4)).transpose(1, 2) for part in (m.q, m.k, m.v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

@@ -137,7 +137,7 @@ TO_FLOAT = (
 
 
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_int8_in_float32_out(isa, subtests):
+def test_int8_operands_give_a_float32_result(isa, subtests):
     check(subtests, [Expected(row) for row in TO_FLOAT], isa)
 
 
@@ -180,7 +180,7 @@ def before_a_layer(row: Row) -> Expected:
 
 
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_int8_in_int8_out(isa, subtests):
+def test_int8_operands_give_an_int8_result(isa, subtests):
     check(subtests, [before_a_layer(row) for row in TO_LEVELS], isa)
 
 
@@ -219,7 +219,7 @@ FEW_UNARY = ("clamp", "x * sigmoid", "x * hardsigmoid", "gelu", "round", "softpl
     [FEW_UNARY, *rarely((tuple(UNARY),), reason="functions that become tables or bounds as those few do")],
     ids=["few", "all"],
 )
-def test_every_unary_tail(anchor, isa, names, subtests):
+def test_every_unary_function_can_follow_a_layer(anchor, isa, names, subtests):
     """Behind a convolution or linear layer, to levels and to floats."""
     inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
     rows = []
@@ -246,7 +246,7 @@ BINARY = {
     "anchor", ["linear", *rarely("conv2d", reason="tails of convolutions have tests among the partitions above")]
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_a_tail_with_another_tensor(anchor, isa, subtests):
+def test_epilogues_may_read_another_tensor(anchor, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes."""
     inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
     rows = []
@@ -313,7 +313,7 @@ MORE = (
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_more_rows_of_peers(gated, isa, subtests):
+def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes. The gated row alone keeps its product float."""
     rows = []
     for row in (row for row in MORE if ("mul" in row.floats) is gated):
@@ -355,7 +355,7 @@ def test_a_norm_and_its_quantize_are_one_loop():
 
 @pytest.mark.case("patterns row 27")
 @pytest.mark.parametrize("alpha", [0.3, *rarely(1, reason="a factor of one")])
-def test_what_baddbmm_adds_is_added_in_the_kernel(alpha):
+def test_the_kernel_adds_the_input_of_baddbmm(alpha):
     body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
     model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
     reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))

@@ -36,7 +36,7 @@ def found(row, root: str, view: IntegerGraphView) -> list[str]:
     return [match.anchor for match in row.find(root, view)]
 
 
-def test_any_operand_may_be_the_one_that_is_read_and_each_is_a_match():
+def test_a_pattern_matches_with_any_order_of_operands():
     both = loop(("a", "b"), "c", Op("add", ("a", "b"), ("c",)))
     view = IntegerGraphView(graph(("c", "a"), negated("x", "a"), negated("x", "b"), both))
     shared, private = reads("loop", op("loop", shared=True)), reads("loop", op("loop"))
@@ -89,7 +89,7 @@ def test_a_function_that_is_read_as_float_stays_exact():
     assert found(table.QUANTIZED_FUNCTION, "g", IntegerGraphView(read.body)) == []
 
 
-def test_accumulators_their_tail_and_a_table_are_one_match():
+def test_an_accumulator_with_epilogue_and_lookup_is_one_match():
     accumulator = TensorType((2, 4), DType.I32, QParams((0.1,), (0,), -(2**31), 2**31 - 1))
     ops = (
         Op("linear", ("q", "w", "bias"), ("acc",)),
@@ -104,7 +104,7 @@ def test_accumulators_their_tail_and_a_table_are_one_match():
     assert hits == [("product_tail", ("acc", "r"))], "the quantized values are a result too"
 
 
-def test_every_row_has_a_name_and_a_purpose_of_its_own_and_a_level():
+def test_every_fusion_row_has_a_unique_name_purpose_and_level():
     names = [row.name for row in table.FUSIONS]
     assert len(set(names)) == len(names)
     assert all(row.purpose for row in table.FUSIONS)

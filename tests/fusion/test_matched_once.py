@@ -65,7 +65,7 @@ def test_operators_of_a_reference_know_their_fusion():
     ]
 
 
-def test_what_annotation_matched_is_read_and_nothing_is_matched_in_the_reference(monkeypatch):
+def test_lowering_reads_the_matches_of_annotation_and_matches_nothing(monkeypatch):
     prepared = calibrated()
 
     def refuse(*args):
@@ -97,7 +97,7 @@ class Products(nn.Module):
         return y @ y.transpose(1, 2) + 1, self.layer(y)
 
 
-def test_what_no_pattern_takes_stays_in_float_beside_quantized_values():
+def test_operators_without_a_pattern_stay_in_float_beside_quantized_values():
     """A product reads values that layers read quantized: they have no parameters that its kernel takes."""
     x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
     captured = stages.capture(Products().eval(), (x,))

@@ -38,7 +38,7 @@ def noise(found, exact) -> float:
 
 
 @pytest.mark.case("patterns D1")
-def test_a_bias_is_in_steps_of_the_accumulator():
+def test_the_scale_of_a_bias_is_that_of_the_accumulator():
     model = nets.randomize(nn.Sequential(nn.Linear(16, 8)))
     with torch.no_grad():
         model[0].bias += 50
@@ -81,7 +81,7 @@ def test_height_and_width_are_padded_in_any_memory_format():
 
 @pytest.mark.case("patterns D4")
 @pytest.mark.parametrize("name", ["add", "multiply"])
-def test_sums_and_products_take_zero_points_off(name):
+def test_sums_and_products_subtract_zero_points(name):
     """Operands of unlike parameters; what rounding of two operands and the result can do, and no more."""
     model = Body(lambda m, x, y: x + y if name == "add" else x * y)
     x, y = torch.rand(64, 4, generator=DRAW) - 0.3, 3 * torch.rand(64, 4, generator=DRAW) + 1
@@ -137,7 +137,7 @@ def test_scales_per_channel_are_each_channels_own(layer):
 
 @pytest.mark.case("patterns D6")
 @pytest.mark.parametrize("cut", [1, 7, 64])
-def test_averages_are_over_batches_whatever_their_size(cut):
+def test_averages_weight_batches_equally(cut):
     model = nets.randomize(nn.Sequential(nn.Linear(4, 2)))
     x = torch.rand(64, 4, generator=DRAW).clamp(max=0.9)
     x[:, 0] = 1.0
@@ -212,7 +212,7 @@ def test_padding_is_the_zero_point_and_a_mean_has_its_own_range():
 
 
 @pytest.mark.case("patterns D10")
-def test_a_square_root_is_not_taken_of_levels():
+def test_a_square_root_is_computed_in_float():
     layers = {"c": nn.Linear(4, 4), "d": nn.Linear(4, 4)}
     model = nets.randomize(Body(lambda m, x: m.d(torch.sqrt(F.relu(m.c(x)) + 1)), **layers))
     x = torch.rand(16, 4, generator=DRAW)
@@ -235,7 +235,7 @@ def test_nothing_is_folded_that_changes_a_bit():
 
 
 @pytest.mark.case("patterns D12")
-def test_the_whole_way_gives_callbacks_their_data():
+def test_quantize_gives_callbacks_their_data():
     class Seen(CalibrationCallback):
         batches = 0
 
@@ -250,7 +250,7 @@ def test_the_whole_way_gives_callbacks_their_data():
 
 
 @pytest.mark.case("patterns D13", "calibration 33")
-def test_integers_are_nobodys_match():
+def test_operators_on_integer_tensors_match_no_pattern():
     model = nets.randomize(Body(lambda m, x, i: (m.c(x) + m.c(x), i + 1, i + i), c=nn.Linear(4, 4)))
     args = torch.randn(2, 4, generator=DRAW), torch.arange(3)
     captured = stages.capture(model, args)
@@ -261,7 +261,7 @@ def test_integers_are_nobodys_match():
 
 
 @pytest.mark.case("patterns D14")
-def test_the_documents_own_list_of_patterns_gives_its_own_graph():
+def test_the_documented_patterns_give_the_documented_graph():
     model = nets.randomize(nn.Sequential(nn.Flatten(), nn.Linear(49, 16), nn.ReLU(), nn.Linear(16, 10), nn.Softmax(1)))
     names = ("conv2d_bias", "conv2d", "dense", "add", "multiply")
     x = torch.rand(5, 1, 7, 7, generator=DRAW)

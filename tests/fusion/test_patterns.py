@@ -48,7 +48,7 @@ def test_only_what_patterns_match_is_quantized():
     assert {skip.reason for skip in found.skipped} == {"no pattern takes it", "no int8 kernel for this operator"}
 
 
-def test_what_selects_or_clamps_values_goes_along():
+def test_operators_that_select_or_clamp_need_no_pattern():
     found = annotated(lambda m, x: m.d(F.max_pool2d(F.relu(m.c(x)), 2)), patterns=["conv2d"])
     assert taken(found) == [("anchor_clamp", "conv2d"), ("max_pool2d", None), ("conv2d", "conv2d")]
 
@@ -59,7 +59,7 @@ def test_a_chain_does_not_cross_two_matches():
 
 
 @pytest.mark.parametrize("net", [nets.ConvBnRelu, nets.Residual])
-def test_all_built_in_patterns_are_what_no_patterns_are(net):
+def test_all_built_in_patterns_equal_the_default(net):
     model = nets.randomize(net())
     captured = stages.capture(model, nets.example(model))
     plain, given = (stages.annotate(captured, q) for q in (Quantizer(), Quantizer(patterns=builtin())))
@@ -156,13 +156,13 @@ def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
     assert "rejected" in found.text()
 
 
-def test_what_was_taken_and_what_was_not_is_in_the_notes():
+def test_the_notes_list_taken_and_rejected_matches():
     model = nets.randomize(Body(two_convs, c=conv(), d=conv(8)))
     prepared = stages.prepare(stages.capture(model, X), Quantizer(patterns=[SHORT, STRONG]))
     assert "patterns: strong x 2; 2 matches rejected, the sites' text says why" in prepared.about.notes
 
 
-def test_a_patterns_setting_is_between_the_recipes_default_and_its_entries():
+def test_a_pattern_setting_overrides_the_default_but_not_entries_of_the_recipe():
     pattern = QuantizerPattern("convs", op("conv2d"), setting=Setting(weights="tensor", bits=7))
     recipe = intaglio.Recipe.of({"d": {"weights": "channel"}})
     found = annotated(two_convs, patterns=[pattern], recipe=recipe)
@@ -170,7 +170,7 @@ def test_a_patterns_setting_is_between_the_recipes_default_and_its_entries():
     assert {site.qmax for site in found.sites if site.role == "activation"} == {127}
 
 
-def test_a_pattern_may_say_what_stays_in_float():
+def test_a_pattern_may_leave_operators_in_float():
     pattern = QuantizerPattern("not_these", op("conv2d", wildcard(), const()), setting=Setting(quantize=False))
     found = annotated(
         lambda m, x: m.l(m.c(x).flatten(1)),
@@ -190,7 +190,7 @@ def test_a_pattern_may_say_what_stays_in_float():
         ([QuantizerPattern("leaf", wildcard())], "its root is no operator"),
     ],
 )
-def test_patterns_that_mean_nothing_say_so(patterns, problem):
+def test_invalid_patterns_say_why(patterns, problem):
     with pytest.raises(SelectorError, match=problem):
         annotated(two_convs, patterns=patterns)
 
@@ -218,7 +218,7 @@ THREE = {"c": conv(), "d": conv(8), "e": conv(8)}
         (False, False, ["c", "d", "e"]),
     ],
 )
-def test_ends_stay_in_float(first, last, kept):
+def test_selected_first_and_last_layers_stay_in_float(first, last, kept):
     found = annotated(three, modules=THREE, skip_first=first, skip_last=last)
     assert [info(region.anchor).origin.path for region in found.regions if region.record.anchor] == kept
     assert ("c" in skipped(found, "skip_first")) is first
@@ -244,7 +244,7 @@ def test_every_operator_that_reaches_an_output_is_last():
 
 
 @pytest.mark.case("calibration 40")
-def test_structure_of_the_result_survives():
+def test_the_result_keeps_its_structure():
     body = Body(
         lambda m, x: (lambda y: {"a": m.d(y), "b": (m.e(F.relu(m.d(y))), 3)})(F.relu(m.c(x))),
         c=conv(),

@@ -91,7 +91,7 @@ def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe, i
         assert torch.equal(found, expected), isa
 
 
-def test_the_factor_is_the_ratio_in_steps_of_the_result():
+def test_the_factor_is_the_ratio_of_input_and_output_scales():
     ratios = torch.linspace(-2, 3, 20)
     model = Body(lambda m, x: torch.addcmul(m.c(x), x, m.r), c=conv(), r=ratio(1, 20, 1, 1))
     model.r.data.copy_(ratios.reshape(1, 20, 1, 1))
@@ -208,7 +208,7 @@ def test_a_shortcut_of_16_bits_loses_less():
     assert sqnr(found[1], model(image())) > sqnr(found[0], model(image()))
 
 
-def test_what_has_no_16_bits_is_said():
+def test_a_note_names_the_operator_without_16_bit_values():
     """A maximum is no move: levels and rests would have to go together."""
     body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
     reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
@@ -219,7 +219,7 @@ def test_what_has_no_16_bits_is_said():
     assert torch.equal(stages.compile(lowered)(image()), lowered(image()))
 
 
-def test_the_recipe_of_the_sum_decides():
+def test_the_recipe_of_the_sum_selects_its_type():
     body, modules, _ = SHORTCUTS["two in a row"]
     recipe = Recipe.of({"op:aten.relu": {"shortcut": 16}})
     _, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=recipe)

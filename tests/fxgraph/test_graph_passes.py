@@ -108,7 +108,7 @@ FOLDED = {
         reason="other axes of the same layers",
     ),
 )
-def test_folded(name):
+def test_batch_norms_next_to_a_linear_layer_are_folded(name):
     body, modules, x = FOLDED[name]
     module, counts = passed(Body(body, **modules), x)
     assert norms(module) == 0
@@ -128,14 +128,14 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_kept(name):
+def test_batch_norms_that_cannot_be_folded_are_kept(name):
     body, modules, x = KEPT[name]
     module, _ = passed(Body(body, **modules), x)
     assert norms(module) == 1
 
 
 @pytest.mark.case("problem 9")
-def test_a_norm_that_stays_is_skipped_with_the_reason():
+def test_an_unfolded_batch_norm_is_reported_with_the_reason():
     model = nets.randomize(nets.BnFirst())
     (skip,) = annotate(capture(model, nets.example(model))).skipped
     assert skip.origin.path == "bn"
@@ -197,7 +197,7 @@ def test_means_over_rows_and_columns_are_pools(axes, keep, count):
     assert module(X)[0].shape == model.eval()(X).shape
 
 
-def test_a_mean_in_another_type_is_left():
+def test_a_mean_with_another_data_type_is_not_decomposed():
     module = copy_graph(capture(Body(lambda m, x: x.mean((2, 3), dtype=torch.float64)).eval(), X).module)
     assert mean_to_adaptive_avg_pool(module) == 0
 
@@ -247,7 +247,7 @@ SPELLED = {
         reason="the same operators written otherwise",
     ),
 )
-def test_spelled_by_others(name):
+def test_other_spellings_of_an_operator_are_decomposed(name):
     body, step, count = SPELLED[name]
     constants = {"channels": nn.Parameter(torch.ones(6, 1, 1)), "columns": nn.Parameter(torch.ones(9))}
     _, counts = passed(Body(body, c=conv(), **constants), X)

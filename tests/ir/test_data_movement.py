@@ -185,7 +185,7 @@ def test_the_copies_of_a_move_are_what_numpy_says(name, data):
     assert (written != EMPTY).sum() == prod(result.shape)
 
 
-def test_the_comparison_sees_a_copy_of_another_place():
+def test_the_comparison_detects_a_copy_of_another_element():
     op, shape = Op("slice", ("a",), ("y",), {"axis": 1, "start": 1, "stop": 3, "step": 1}), (1, 4, 2, 2)
     source, result = Buffer("x", shape, DType.U8), Buffer("y", (1, 2, 2, 2), DType.U8)
     expected, held = outcome(op, [shape], [source], result)
@@ -195,7 +195,7 @@ def test_the_comparison_sees_a_copy_of_another_place():
 
 
 @given(st.one_of(*MOVES.values()), st.data())
-def test_a_move_that_copies_nothing_leaves_its_result_in_place(move, data):
+def test_a_view_shares_the_memory_of_its_input(move, data):
     op, given_shapes = move
     source = data.draw(layouts(given_shapes[0], widest=0))
     result = data.draw(layouts(tuple(OPS[op.kind].infer(op.attrs, given_shapes)), widest=0))
@@ -205,7 +205,7 @@ def test_a_move_that_copies_nothing_leaves_its_result_in_place(move, data):
 
 
 @given(shapes(3, 5), st.data())
-def test_a_reshape_in_order_lies_in_place(shape, data):
+def test_a_reshape_in_logical_order_moves_no_data(shape, data):
     """Where `moves_nothing` says so, and it says so for row-major tensors."""
     total, wanted = prod(shape), []
     while total > 1 and len(wanted) < 5:
@@ -295,7 +295,7 @@ MODELS = {
     rarely_except("windows", "padded images", of=MODELS, reason="every move is compared with numpy, too"),
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_models_of_moves_run_in_int8(name, isa):
+def test_models_of_data_movement_run_in_int8(name, isa):
     """No island, the interpreter within a level of the reference, every instruction set equal to the interpreter."""
     model, shape = MODELS[name]
     x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
@@ -342,7 +342,7 @@ LEAVING = {
 
 
 @pytest.mark.parametrize("name", LEAVING)
-def test_a_graph_whose_move_leaves_its_tensor_is_refused(name):
+def test_a_graph_with_out_of_bounds_data_movement_is_refused(name):
     """No model gives one, a changed file may."""
     net, (kind, attrs) = Net(), LEAVING[name]
     x = net.quantize(net.input(N, 6, 6, 6))

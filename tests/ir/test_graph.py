@@ -220,7 +220,7 @@ def test_commutative_operands_match_in_either_order(operands):
     assert found["other"] == "y"
 
 
-def test_of_two_candidates_the_later_one_is_taken():
+def test_the_later_of_two_candidates_is_fused():
     assert match(RESIDUAL, "a", View(c=("conv", "x"), d=("conv", "x"), a=("add", "c", "d"))).anchor == "d"
 
 
@@ -252,7 +252,7 @@ def test_an_operator_with_a_name_may_be_read_twice_inside_the_pattern(operands):
     assert match(SELF_GATED, "m", View(**{**inside, "s": ("sigmoid", "x")})) is None
 
 
-def test_an_operator_that_is_read_twice_may_stand_twice_in_the_pattern():
+def test_an_operator_read_twice_may_appear_twice_in_the_pattern():
     conv = op("conv", wildcard("x"), name="y")
     both = op("mul", op("sigmoid", conv), op("tanh", conv))
     inside = {"c": ("conv", "x"), "s": ("sigmoid", "c"), "t": ("tanh", "c"), "m": ("mul", "s", "t")}
@@ -260,7 +260,7 @@ def test_an_operator_that_is_read_twice_may_stand_twice_in_the_pattern():
     assert match(both, "m", View(**{**inside, "d": ("conv", "x"), "t": ("tanh", "d")})) is None
 
 
-def test_constants_missing_operands_and_conditions():
+def test_patterns_may_have_constants_missing_operands_and_conditions():
     scaled = op("mul", wildcard("x"), const("k"))
     assert match(scaled, "m", View(m=("mul", "x", "K")))["k"] == "K"
     assert match(scaled, "m", View(m=("mul", "x", "k"))) is None

@@ -46,7 +46,7 @@ def test_every_tile_fits_the_registers_and_reads_no_other_row(subtests):
             assert {int(at) for at in steps} == set(range(0, len(spec.pairs()) * taps[1] * 4 * 64, 64))
 
 
-def test_a_rest_of_half_a_vector_takes_half_a_vector():
+def test_a_remainder_of_half_a_vector_uses_half_a_vector():
     for channels, lanes in ((144, [4, 4, 2]), (112, [4, 4]), (32, [2]), (33, [4])):
         piece = Piece(np.zeros((channels, 1, 3, 3), np.int8), (1, 1), (1, 1), (0, 0))
         kernel, _ = depthwise_kernel(piece, "u8", False, False, False, ISAS["avx512vnni"])
@@ -54,7 +54,7 @@ def test_a_rest_of_half_a_vector_takes_half_a_vector():
         assert [*[kernel.tile.lanes] * (kernel.blocks - 1), kernel.last.lanes] == lanes
 
 
-def test_rows_that_share_input_make_three_by_three_cheap():
+def test_the_cheapest_three_by_three_tile_has_two_rows():
     """Two output rows from four input rows: 12 dot products and fewer than 7 interleaving steps a pixel."""
     spec = cheapest_depthwise_tile((3, 3), (1, 1))
     assert (spec.rows, spec.columns) == (2, 3)

@@ -75,7 +75,7 @@ def levels(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = 
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_floats_of_any_width_become_their_levels(isa, order):
+def test_float_rows_of_any_width_are_quantized(isa, order):
     for seed, width in enumerate(WIDTHS):
         draw = np.random.default_rng(seed)
         x = draw.normal(0, 2, (2, 1 + seed % 6, 3, width)).astype(np.float32)

@@ -22,7 +22,7 @@ from support.matmul_library import HERE
 from support.rarely import rarely
 
 
-def test_every_operator_of_a_body_has_its_c():
+def test_every_operator_of_a_loop_body_has_c_code():
     """Rows of tables and axes less or more are read as they are; three depend on types, which `emit_loops` spells."""
     without = {name for name, row in PRIMITIVES.items() if row.elementwise and not row.c}
     assert without == {"cast", "quantize", "dequantize"}
@@ -41,7 +41,7 @@ def test_powers_and_logarithms_are_within_a_part_in_eight_million():
     assert (np.abs(float_math.log(y) - exact) / np.maximum(np.abs(exact), 1)).max() < 1.2e-7
 
 
-def test_strange_numbers_are_as_in_torch():
+def test_special_float_values_are_handled_as_in_torch():
     x = torch.tensor(STRANGE)
     for ours, theirs in ((float_math.exp, torch.exp), (float_math.log, torch.log)):
         found = torch.from_numpy(ours(x.numpy()))
@@ -102,7 +102,7 @@ def operators(request):
 
 @settings(max_examples=25)
 @given(st.integers(0, 5), st.integers(1, 70), st.integers(0, 100))
-def test_every_operator_is_its_meaning(operators, rows, columns, seed):
+def test_every_host_operator_matches_its_meaning(operators, rows, columns, seed):
     """Whatever the length of a row."""
     lowered, model = operators
     draw = np.random.default_rng(seed)
@@ -159,7 +159,7 @@ def at_random(seed: int, columns: int) -> Lowered:
 @pytest.mark.parametrize(
     ("seed", "columns"), [(0, 35), (3, 3), (5, 1), *rarely((1, 35), (2, 16), (7, 100), reason="more random bodies")]
 )
-def test_bodies_at_random_are_their_meaning(isa, seed, columns):
+def test_random_loop_bodies_match_the_reference(isa, seed, columns):
     lowered = at_random(seed, columns)
     model = stages.compile(lowered, isa=isa)
     for batch in (0, 1, 4):
@@ -170,7 +170,7 @@ def test_bodies_at_random_are_their_meaning(isa, seed, columns):
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("columns", [C, 35, 5000])
-def test_rows_longer_than_what_is_kept_have_the_same_bits(isa, columns):
+def test_rows_longer_than_the_cache_are_bit_identical(isa, columns):
     """Values are computed again rather than kept: layer norm of what an exponential gives."""
     net = Sample(x=TensorType((N, columns), F32))
 
@@ -188,7 +188,7 @@ def test_rows_longer_than_what_is_kept_have_the_same_bits(isa, columns):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_levels_saturate_at_both_ends_and_round_ties_to_even(isa):
+def test_quantized_values_saturate_and_round_ties_to_even(isa):
     net = Sample(x=TensorType((N, 40), F32))
     net.add(lambda b: to_levels(b, b("neg", "x"), 0.5, 7, 2, 201))
     lowered = net.lowered()
@@ -202,7 +202,7 @@ def test_levels_saturate_at_both_ends_and_round_ties_to_even(isa):
     assert levels[1, 0] == 7  # NaN
 
 
-def test_the_comparison_sees_one_bit():
+def test_the_comparison_detects_one_changed_bit():
     x = torch.tensor([1.0, np.nan])
     assert equal(x, x.clone())
     assert not equal(x, torch.nextafter(x, torch.tensor(2.0)))
@@ -245,6 +245,6 @@ def with_op(body: Graph, index: int, **changes) -> Graph:
         (lambda b: with_op(b, 4, kind="squeeze", inputs=b.ops[3].inputs, attrs={"axis": 1}), "no 1"),
     ],
 )
-def test_a_body_from_a_file_is_checked(change, problem):
+def test_a_loop_body_from_a_file_is_checked(change, problem):
     with pytest.raises(ValueError, match=problem):
         check_graph(broken(change))

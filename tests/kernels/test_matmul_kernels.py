@@ -33,7 +33,7 @@ def check(isa: str, case: Case) -> None:
 @pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=5 * settings.default.max_examples)
 @given(st.data())
-def test_any_convolution_on_any_schedule_gives_the_levels_of_its_meaning(isa, data):
+def test_random_convolutions_match_the_reference_on_any_schedule(isa, data):
     case = data.draw(cases(isa))
     taps = case.taps[0] * case.taps[1]
     work = case.images * case.height * case.width * case.per_group * case.per_group_out * case.groups * taps
@@ -118,7 +118,7 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("result", RESULTS)
-def test_the_last_channels_of_a_result_may_end_a_page(isa, result):
+def test_results_may_end_at_the_end_of_a_memory_page(isa, result):
     """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
     for blocks, tallest in ISAS[isa].tallest.items():
         for outputs in range(1, 16 * blocks + 17):
@@ -127,7 +127,7 @@ def test_the_last_channels_of_a_result_may_end_a_page(isa, result):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_the_oracle_sees_one_flipped_bit_of_a_weight(isa):
+def test_the_oracle_detects_one_flipped_bit_of_a_weight(isa):
     case = Case(width=5, per_group=5, per_group_out=20, result="f32", blocks=min(2, ISAS[isa].blocks), rows=4)
     drawn = numbers(case)
     assert np.array_equal(run(isa, case, drawn).values, drawn.expected)
@@ -189,7 +189,7 @@ def test_buffers_that_never_meet_share_their_bytes(isa):
     assert kernels(isa).place([(0, 1), (2, 3), (1, 2)], [1000, 1000, 500]) == ([0, 0, 1088], 1088 + 576)
 
 
-def test_a_tile_has_a_kernel_for_every_height_up_to_the_tallest():
+def test_every_tile_height_up_to_the_tallest_has_a_kernel():
     for isa in ISAS.values():
         for blocks, tallest in isa.tallest.items():
             assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, tallest + 1))

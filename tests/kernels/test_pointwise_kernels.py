@@ -211,7 +211,7 @@ CHANNELS = st.integers(1, 200)
 @pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["add", "mul"]), st.sampled_from([0, 1, 2]), CHANNELS, ways())
-def test_pairs_of_images_and_of_an_image_and_a_pixel(isa, data, kind, one, channels, how):
+def test_pair_kernels_take_two_images_or_an_image_and_a_pixel(isa, data, kind, one, channels, how):
     shape = (data.draw(st.integers(1, 3)), channels, data.draw(SIZE), data.draw(SIZE))
     pixel = (*shape[:2], 1, 1)
     draw, arrays = drawn(data, pixel if one == 1 else shape, pixel if one == 2 else shape)
@@ -221,7 +221,7 @@ def test_pairs_of_images_and_of_an_image_and_a_pixel(isa, data, kind, one, chann
 @pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=2 * settings.default.max_examples)
 @given(st.data(), CHANNELS, ways())
-def test_sums_with_a_factor_for_every_channel(isa, data, channels, how):
+def test_sums_may_have_a_factor_per_channel(isa, data, channels, how):
     shape = (data.draw(st.integers(1, 3)), channels, data.draw(SIZE), data.draw(SIZE))
     draw, arrays = drawn(data, shape, shape)
     check(isa, "add", arrays, [factors(data, draw, 1), factors(data, draw, channels)], how, axis=1)
@@ -240,7 +240,7 @@ def test_a_pixel_of_more_channels_than_there_are_terms(isa, kind, channels):
 @pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["affine", "prelu", "layer_norm", "clamp", "table"]), CHANNELS, ways())
-def test_one_image_with_constants_by_channel(isa, data, kind, channels, how):
+def test_one_image_may_have_constants_per_channel(isa, data, kind, channels, how):
     draw, arrays = drawn(data, (data.draw(st.integers(1, 3)), channels, data.draw(SIZE), data.draw(SIZE)))
     constants = {
         "prelu": lambda: [factors(data, draw, 1), factors(data, draw, channels)],
@@ -252,7 +252,7 @@ def test_one_image_with_constants_by_channel(isa, data, kind, channels, how):
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("kind", ["mul", "affine", "prelu"])
-def test_a_vector_begins_with_any_channel(isa, kind):
+def test_a_vector_may_begin_at_any_channel(isa, kind):
     """Constants go on behind the last channel, and end where a page does."""
     draw = np.random.default_rng(0)
     for channels in range(1, 201):
@@ -286,7 +286,7 @@ def test_pools_of_windows_that_leave_the_image_on_any_side(isa, data, kind, chan
 @pytest.mark.parametrize("isa", HERE)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), CHANNELS, ways())
-def test_means_over_parts_of_an_image(isa, data, channels, how):
+def test_means_over_parts_of_an_image_run_in_int8(isa, data, channels, how):
     size = data.draw(st.sampled_from([(1, 1), (1, 1), data.draw(st.tuples(SIZE, SIZE))]))
     shape = (data.draw(st.integers(1, 2)), channels, *data.draw(st.tuples(*[st.integers(1, 24)] * 2)))
     draw, arrays = drawn(data, shape)

@@ -71,7 +71,7 @@ def test_a_residual_sum_with_relu_is_three_kernels():
 
 
 @pytest.mark.case("backend 3")
-def test_a_sum_operand_that_is_returned_too():
+def test_a_sum_operand_may_also_be_returned():
     _model, reference, lowered = run(
         lambda m, x: (lambda a: (m.e(F.relu(a + m.d(x))), a))(m.c(x)), X, c=conv(), d=conv(), e=conv(8, 4)
     )
@@ -82,7 +82,7 @@ def test_a_sum_operand_that_is_returned_too():
 
 
 @pytest.mark.case("backend 4")
-def test_the_callers_tensors_are_untouched():
+def test_tensors_of_the_caller_are_not_changed():
     def body(m, x0):
         x = m.a(x0)
         x = x0 * (x @ m.w) + x
@@ -98,7 +98,7 @@ def test_the_callers_tensors_are_untouched():
 
 
 @pytest.mark.case("backend 6")
-def test_batches_in_any_order_and_back_again():
+def test_repeated_and_reordered_batches_give_the_same_results():
     model = nets.randomize(nets.Residual())
     _, lowered = quantized(model, nets.example(model, 1))
     x = nets.example(model, 7, seed=2)
@@ -165,7 +165,7 @@ def test_a_module_called_twice_has_a_range_per_call():
 
 
 @pytest.mark.case("backend 10")
-def test_a_change_of_parameters_is_kept():
+def test_edited_parameters_are_kept():
     """conv -> q(s1) -> dq(s1) -> relu -> q(s2): a recipe that parts conv and relu keeps the rounding to s1."""
     recipe = Recipe.of({"op:aten.relu": {"bits": 7}})
     _, reference, lowered = run(lambda m, x: m.d(F.relu(m.c(x))), X, c=conv(), d=conv(8), recipe=recipe)
@@ -173,7 +173,7 @@ def test_a_change_of_parameters_is_kept():
     assert reference.qparams["c#0/conv2d.0"] == reference.qparams["#0/relu.0"]
 
 
-def test_a_clamp_that_the_recipe_leaves_in_float_is_not_rounded_to_levels():
+def test_a_clamp_left_in_float_by_the_recipe_is_not_rounded():
     recipe = Recipe.of({"op:aten.hardtanh": None})
     _, reference, lowered = run(lambda m, x: F.hardtanh(F.max_pool2d(m.c(x), 2), 0.0, 0.7), X, c=conv(), recipe=recipe)
     assert "clamp" not in kinds(lowered)
@@ -212,7 +212,7 @@ def test_sums_with_broadcast_are_loops_in_float(other):
 
 
 @pytest.mark.case("frontends B14")
-def test_a_sum_whose_operand_is_read_elsewhere():
+def test_a_sum_operand_may_have_other_readers():
     _, _, lowered = run(
         lambda m, x: (lambda a, b: (m.e(a + b), m.f(a)))(m.c(x), m.d(x)), X, c=conv(), d=conv(), e=conv(8), f=conv(8)
     )
@@ -222,7 +222,7 @@ def test_a_sum_whose_operand_is_read_elsewhere():
 
 
 @pytest.mark.case("backend 19")
-def test_a_conv_that_is_returned_and_read_by_a_relu():
+def test_a_convolution_may_be_returned_and_read_by_a_relu():
     _, reference, lowered = run(lambda m, x: (lambda y: (y, m.d(F.relu(y))))(m.c(x)), X, c=conv(), d=conv(8))
     assert torch.equal(lowered(X)[0], reference(X)[0])
     assert "clamp" in kinds(lowered)
@@ -239,7 +239,7 @@ def test_an_unsupported_operator_gets_a_plain_float_tensor():
     assert island.operators == ("aten.erf.default",)
 
 
-def test_scalars_leave_the_graph_without_an_axis():
+def test_scalar_results_have_no_axis():
     model, _, lowered = run(lambda m, x: m.c(x).mean(), X, c=conv())
     assert lowered(X).shape == model(X).shape == ()
 

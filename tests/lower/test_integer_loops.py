@@ -20,7 +20,7 @@ from support.rarely import rarely
 F32, U8 = DType.F32, DType.U8
 
 
-def test_a_loop_of_one_level_is_a_table_of_its_own_results():
+def test_a_loop_over_one_quantized_value_becomes_a_table_of_its_results():
     """All 256 of them, with a number that the model learned."""
     net = Sample(x=TensorType((N, 64), F32))
     net.quantize("x", 0.03, 117)
@@ -46,7 +46,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_reads_or_gives_anything_else_stays_a_loop(name):
+def test_loops_with_float_inputs_or_results_do_not_become_tables(name):
     net = Sample(x=TensorType((N, 40), F32), y=TensorType((N, 40), F32))
     net.quantize("x", 0.03, 117), net.quantize("y", 0.02, 100)
     net.add(OTHERS[name])
@@ -76,7 +76,7 @@ def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
     assert (found[0][x.isnan()] == 0).all()
 
 
-def test_sizes_are_known_of_what_is_made_of_levels_alone():
+def test_value_bounds_follow_from_quantized_operands():
     """An infinity on the way would become no level: what may overflow has no size."""
     net = Sample(x=TensorType((N, 40), F32))
     net.quantize("x", 0.5, 100)
@@ -113,7 +113,7 @@ def test_steps_that_need_no_bounds_have_the_same_levels(isa, zero):
 @pytest.mark.parametrize(
     ("shape", "axis"), [((1100, 4096), 1), *rarely(((2051, 2049), None), reason="another shape past the caches")]
 )
-def test_floats_past_the_caches_have_the_same_bits(isa, shape, axis):
+def test_streaming_stores_of_floats_are_bit_identical(isa, shape, axis):
     """Rows that begin anywhere, and rows that begin where lines do; threads that share them."""
     net = Sample(x=TensorType((N, C), F32))
     net.add(lambda b: b("neg", "x") if axis is None else b("sub", "x", b("max", "x", axis=axis)))
@@ -122,7 +122,7 @@ def test_floats_past_the_caches_have_the_same_bits(isa, shape, axis):
     assert equal(*[tensors(run(x))[0] for run in (stages.compile(lowered, isa=isa), lowered)])
 
 
-def test_levels_with_other_parameters_behind_a_loop_are_one_table():
+def test_a_requantize_after_a_loop_is_one_table():
     """A chain is as long as merging makes it before it is looked at."""
 
     def write(b: Inside) -> str:

@@ -62,7 +62,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
 
 
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_path):
+def test_a_block_is_bit_identical_after_saving_and_loading(isa, blocks, tmp_path):
     given, _, lowered = blocks
     model = stages.compile(lowered, isa=isa)
     model.save(tmp_path / "m")
@@ -72,7 +72,7 @@ def test_a_block_runs_bit_for_bit_and_comes_back_from_a_file(isa, blocks, tmp_pa
 
 
 @pytest.mark.parametrize("outside", [-1, 50, 2**40])
-def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(blocks, outside):
+def test_an_id_outside_the_table_is_an_error_as_in_torch(blocks, outside):
     (x, ids, mask), _, lowered = blocks
     model, wrong = stages.compile(lowered), ids.clone()
     wrong[2, 6] = outside
@@ -147,7 +147,7 @@ def image(m, x):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_images_are_read_and_written_as_they_lie(isa):
+def test_images_are_read_and_written_in_their_memory_format(isa):
     layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}
     x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
     _, lowered = quantized(randomize(Body(image, least=nn.Parameter(torch.randn(8, 1, 1)), **layers)), x)
@@ -167,7 +167,7 @@ def test_a_third_operator_between_two_loops_keeps_them_apart():
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_a_loop_writes_into_the_memory_that_a_move_behind_it_owns(isa):
+def test_a_loop_writes_directly_into_the_buffer_of_the_move_after_it(isa):
     def stacked(m, x):
         y = m.conv(x).clone()
         y[:, 0] = 0
@@ -178,7 +178,7 @@ def test_a_loop_writes_into_the_memory_that_a_move_behind_it_owns(isa):
     assert equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 
-def test_what_nobody_else_reads_is_not_stored():
+def test_values_without_other_readers_are_not_stored():
     """A sum, its layer norm, the levels of that: the sum and the levels are results."""
 
     def body(m, x):

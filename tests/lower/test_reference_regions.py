@@ -26,7 +26,7 @@ QUANTIZED = [net for net in nets.ALL if net is not nets.CrossNet]
 
 @pytest.mark.case("problem 16")
 @pytest.mark.parametrize("net", QUANTIZED, ids=lambda net: net.__name__)
-def test_every_net_is_within_a_level_region_by_region_and_as_a_whole(net):
+def test_every_net_is_within_one_quantized_value_of_the_reference(net):
     model, captured = captured_net(net)
     reference, lowered = lowering.lowered(captured, nets.example(model, 16))
     x = nets.example(model, 8, seed=3)
@@ -38,7 +38,7 @@ def test_every_net_is_within_a_level_region_by_region_and_as_a_whole(net):
         assert sqnr(theirs, exact) > 25
 
 
-def test_the_comparison_sees_a_wrong_factor():
+def test_the_comparison_detects_a_wrong_factor():
     model = nets.randomize(nets.Residual())
     reference, lowered = quantized(model, nets.example(model, 4))
     for name, array in lowered.graph.constants.items():
@@ -129,7 +129,7 @@ ODD = {
 
 
 @pytest.mark.case("backend 25")
-def test_odd_but_legal(subtests):
+def test_unusual_but_valid_graphs_run_in_int8(subtests):
     rows = {
         name: (nets.randomize(Body(body, **modules)), [batch(*shape)]) for name, (shape, body, modules) in ODD.items()
     }
@@ -147,7 +147,7 @@ def test_odd_but_legal(subtests):
 
 @pytest.mark.case("frontends A3")
 @pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 5, 16), (2, 3, 5, 16)], ids=len)
-def test_linears_of_any_rank_equal_the_flattened_ones(shape):
+def test_linear_layers_of_any_rank_equal_flattened_ones(shape):
     model = nets.randomize(Body(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Linear(16, 12), b=nn.Linear(12, 7, bias=False)))
     x = batch(*shape)
     reference, lowered = quantized(model, x)
@@ -165,7 +165,7 @@ def test_inputs_that_are_not_contiguous():
 
 
 @pytest.mark.case("backend 23")
-def test_channels_last_input():
+def test_channels_last_inputs_match_contiguous_ones():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 3)
     _, lowered = quantized(model, x.contiguous(memory_format=torch.channels_last))
@@ -229,7 +229,7 @@ def test_pools_of_any_geometry(data):
 @pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
-def test_sums_of_any_scales(data):
+def test_sums_of_any_scales_are_bit_identical(data):
     """Case 32: operands of very different scales; the small one may vanish, the sum stays within a level."""
     draw = data.draw
     left, right = (10.0 ** draw(st.integers(-4, 3)) for _ in "ab")
@@ -247,7 +247,7 @@ def test_sums_of_any_scales(data):
     assert_equal_levels(reference, lowered, x)
 
 
-def test_the_rate_is_counted_where_the_reference_quantizes():
+def test_mismatches_are_counted_where_the_reference_quantizes():
     model = nets.randomize(nets.ConvBnRelu())
     x = nets.example(model, 2)
     levels = worst_levels(*quantized(model, x), x)

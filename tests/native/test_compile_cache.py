@@ -55,7 +55,7 @@ def test_cache_sizes_grow_with_the_level(monkeypatch, tmp_path):
 # ---- build cache
 
 
-def test_a_built_library_runs_and_its_source_lies_beside_it(fresh_cache):
+def test_a_built_library_runs_and_its_source_is_next_to_it(fresh_cache):
     path = build(answer(41), name="model.layer1[0]", isa="portable")
     assert load(path).answer() == 41
     assert path.parent == fresh_cache / "kernels"
@@ -180,7 +180,7 @@ def test_the_entry_just_built_survives_a_limit_of_zero(fresh_cache, monkeypatch)
 @pytest.mark.parametrize(
     ("variable", "read"), [("INTAGLIO_CACHE_MB", config.cache_limit_bytes), ("INTAGLIO_PLANS", config.max_plans)]
 )
-def test_a_setting_that_is_no_number_is_named(variable, read, value, monkeypatch):
+def test_a_setting_that_is_not_a_number_is_named(variable, read, value, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(InputError, match=f"(?s){variable}.*{value}.*unset it"):
         read()
@@ -188,7 +188,7 @@ def test_a_setting_that_is_no_number_is_named(variable, read, value, monkeypatch
     assert read() > 0
 
 
-def test_what_a_killed_process_left_is_removed_by_a_later_build(fresh_cache):
+def test_files_of_a_killed_process_are_removed_by_a_later_build(fresh_cache):
     left = fresh_cache / "kernels" / ".build-left"
     left.mkdir(parents=True)
     os.utime(left, (0, 0))
@@ -207,7 +207,7 @@ def test_without_a_compiler_the_error_says_what_to_install(fresh_cache, monkeypa
     assert "CXX" in str(caught.value)
 
 
-def test_a_rejected_text_is_shown_with_its_path_and_the_compilers_words(fresh_cache):
+def test_a_compile_error_has_the_path_and_the_compilers_message(fresh_cache):
     with pytest.raises(BuildError, match="expected") as caught:
         build("int broken( {", name="broken", isa="portable")
     (source,) = (fresh_cache / "kernels").iterdir()
@@ -223,7 +223,7 @@ def test_a_rejected_text_is_shown_with_its_path_and_the_compilers_words(fresh_ca
     ],
     ids=["libstdc++", "libm"],
 )
-def test_text_that_calls_libstdcxx_or_libm_does_not_link(fresh_cache, body):
+def test_programs_that_call_libstdcxx_or_libm_do_not_link(fresh_cache, body):
     include, function = body.split("\n")
     with pytest.raises(BuildError, match="undefined reference"):
         build(f"{include}\n{EXPORT}{function}", name="calls", isa="portable")

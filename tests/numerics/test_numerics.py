@@ -89,7 +89,7 @@ def factors(count: int, seed: int = 1) -> np.ndarray:
     ("zero_point", "levels"), [(0, U8), (255, U8), (7, U8), (128, U8), (0, S8), (-128, S8), (3, (0, 15))]
 )
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.1, 3.7e-5, 1e-30, 1e30, 2.0**-126])
-def test_the_twin_quantizes_and_dequantizes_bit_for_bit(twin, scale, zero_point, levels):
+def test_cpp_quantize_and_dequantize_are_bit_identical(twin, scale, zero_point, levels):
     x = adversarial(scale)
     expected = nm.quantize(x, scale, zero_point, *levels)
     found = twin("quantize", np.int32, x, float(nm.reciprocal(scale)), zero_point, *levels)
@@ -99,7 +99,7 @@ def test_the_twin_quantizes_and_dequantizes_bit_for_bit(twin, scale, zero_point,
 
 
 @pytest.mark.parametrize(("zero_point", "levels"), [(0, U8), (255, U8), (19, U8), (-128, S8), (4, (4, 100))])
-def test_the_twin_requantizes_bit_for_bit(twin, zero_point, levels):
+def test_cpp_requantize_is_bit_identical(twin, zero_point, levels):
     acc = accumulators()
     factor = factors(acc.size)
     with np.errstate(over="ignore"):
@@ -109,7 +109,7 @@ def test_the_twin_requantizes_bit_for_bit(twin, zero_point, levels):
 
 
 @pytest.mark.parametrize(("zero_point", "levels"), [(0, U8), (255, U8), (19, U8), (-128, S8)])
-def test_the_twin_adds_bit_for_bit_without_fusing(twin, zero_point, levels):
+def test_cpp_addition_is_bit_identical_without_fused_multiply_add(twin, zero_point, levels):
     a = accumulators()
     b = np.random.default_rng(2).integers(-255, 256, a.size, dtype=np.int32)
     f, g = factors(a.size), factors(a.size, seed=3)
@@ -118,7 +118,7 @@ def test_the_twin_adds_bit_for_bit_without_fusing(twin, zero_point, levels):
     np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, zero_point, *levels), expected)
 
 
-def test_the_twin_does_not_contract_a_product_and_a_sum(twin):
+def test_cpp_does_not_contract_a_product_and_a_sum(twin):
     """Levels above 2^24 show the last bit of the sum, which a fused multiply-add changes for some of these."""
     rng = np.random.default_rng(5)
     a, b = rng.integers(-(2**28), 2**28, (2, 10_000)).astype(np.int32)

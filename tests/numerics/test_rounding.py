@@ -63,7 +63,7 @@ def test_quantize_is_round_clamp_of_the_product_with_the_reciprocal(values, scal
     assert np.array_equal(numerics.quantize(x, scale, 7, 0, 255), numerics.round_clamp(product, 0, 255, 7))
 
 
-def test_ties_go_to_even_in_both():
+def test_numpy_and_cpp_round_ties_to_even():
     halves = np.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5], np.float32)
     expected = [-2, -2, -0.0, 0, 2, 2]
     assert numerics.round_clamp(halves, -9, 9).tolist() == expected

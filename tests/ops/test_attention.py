@@ -26,7 +26,7 @@ SLACK = 64
 # ---- the law
 
 
-def test_levels_of_probability_are_within_two_hundredths_of_the_exact_ones():
+def test_quantized_probabilities_are_within_two_hundredths_of_exact_ones():
     """Before rounding: a degree of three is enough for 255 levels. All below 2^-10 are 0."""
     x = np.concatenate([-np.linspace(0, 16, 400001), [0.0]]).astype(np.float32)
     exact = 255 * np.exp2(x.astype(np.float64))
@@ -36,7 +36,7 @@ def test_levels_of_probability_are_within_two_hundredths_of_the_exact_ones():
     assert not found[x < -10].any()
 
 
-def test_what_is_no_score_has_the_level_zero():
+def test_masked_scores_have_probability_zero():
     inf, nan = np.inf, np.nan
     rows = np.float32([[0, nan, -inf], [-inf, -inf, -inf], [inf, 0, 1], [nan, nan, nan], [-3e38, -3e38, -inf]])
     expected = [[255, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [255, 255, 0]]
@@ -45,7 +45,7 @@ def test_what_is_no_score_has_the_level_zero():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 64), st.floats(0.1, 8), st.booleans())
-def test_it_is_attention_of_the_real_values(seed, keys, depth, spread, causal):
+def test_integer_attention_is_close_to_float_attention(seed, keys, depth, spread, causal):
     """Rounding a probability to 1/255 of the largest shifts a mean of values by at most ``absmax * keys / sum(p)``
     levels of probability, one half each."""
     draw = np.random.default_rng(seed)
@@ -200,7 +200,7 @@ def cases(draw) -> Case:
 
 @pytest.mark.parametrize("isa", HERE)
 @given(case=cases(), threads=st.integers(1, 3))
-def test_kernels_equal_the_law_bit_for_bit(isa, case, threads):
+def test_attention_kernels_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
 
 
@@ -220,12 +220,12 @@ NAMED = {
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize("name", NAMED)
-def test_named_cases(isa, name):
+def test_attention_kernels_handle_named_cases(isa, name):
     for threads in (1, 2, 3):
         assert np.array_equal(run(NAMED[name], isa, threads), expected(NAMED[name]))
 
 
-def test_the_comparison_sees_a_wrong_zero_point():
+def test_the_comparison_detects_a_wrong_zero_point():
     case = NAMED["bert"]
     numbers = [run(case, HERE[0], 1), expected(Case(**{**case.__dict__, "zero": case.zero + 1}))]
     assert not np.array_equal(*numbers)
@@ -296,7 +296,7 @@ def test_a_program_has_the_bits_of_the_interpreter(program, isa):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_attention_meets_image_operators(isa):
+def test_attention_and_image_operators_work_in_one_model(isa):
     """By copies between the layouts."""
     net, lowered = built(images)
     graph, copies = separate_layouts(lowered.graph)

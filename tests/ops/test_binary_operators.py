@@ -121,7 +121,7 @@ def all_stages(net, x):
     ),
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_operators_of_several_activations(name, isa):
+def test_operators_with_several_activations_have_a_site_each(name, isa):
     """The interpreter within a level of the reference, every instruction set equal to the interpreter."""
     body, islands = BODIES[name]
     x = torch.randn(3, 3, 7, 9)
@@ -177,7 +177,7 @@ def test_a_division_by_a_constant_with_a_zero_stays_in_float():
     assert any(skip.origin.operator == "aten.div.Tensor" for skip in prepared.annotations.skipped)
 
 
-def test_a_product_whose_first_factor_is_one_pixel_comes_back_from_a_file(tmp_path):
+def test_a_product_with_a_one_pixel_first_factor_is_saved_and_loaded(tmp_path):
     """As EfficientNet writes it: ``scale * x``."""
     net = model(lambda m, x: m.last(m.pool(m.a(x)).sigmoid() * m.a(x)))
     x = torch.randn(2, 3, 6, 6)

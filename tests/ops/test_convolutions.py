@@ -180,7 +180,7 @@ def test_pools_of_lines_and_volumes():
             assert torch.equal(one, wanted), (isa, name)
 
 
-def test_a_network_over_lines_stays_in_int8_from_end_to_end():
+def test_a_1d_network_runs_in_int8_from_end_to_end():
     """Wave in, classes out: stem, residual block, pool, flatten, linear; one layout, no copy between."""
     net = randomize(
         nn.Sequential(

@@ -49,7 +49,7 @@ def rows_of(shape: tuple[int, ...], seed: int) -> np.ndarray:
 # ---- numbers
 
 
-def test_a_row_has_127_levels_on_either_side():
+def test_a_token_has_127_quantized_values_on_each_side():
     x = np.float32([[-254, 254, 1, 3, 5, -1, -3]])
     levels, scales = levels_of_rows(x, "token")
     assert scales.tolist() == [[2.0]]
@@ -68,7 +68,7 @@ def test_a_row_of_zeros_is_zero_and_one_that_is_not_finite_is_nan():
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 40), st.integers(0, 2**32 - 1), st.sampled_from(ROW_MODES))
-def test_levels_depend_on_no_other_entry_of_the_batch(batch, rows, count, seed, mode):
+def test_quantized_values_do_not_depend_on_other_samples_of_the_batch(batch, rows, count, seed, mode):
     x = rows_of((batch, rows, count), seed)
     levels, scales = levels_of_rows(x, mode)
     for entry in range(batch):
@@ -126,7 +126,7 @@ def in_c(twin, x: np.ndarray, mode: str, threads: int) -> tuple[np.ndarray, np.n
     mode=st.sampled_from(ROW_MODES),
     threads=st.integers(1, 4),
 )
-def test_the_kernel_has_the_levels_and_the_scales(twin, shape, order, seed, mode, threads):
+def test_the_kernel_gives_quantized_values_and_scales(twin, shape, order, seed, mode, threads):
     """Whatever lies fastest in memory."""
     x = rows_of(shape, seed)
     x = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
@@ -136,7 +136,7 @@ def test_the_kernel_has_the_levels_and_the_scales(twin, shape, order, seed, mode
     assert same_bits(scales, expected[1])
 
 
-def test_the_comparison_sees_one_level(twin):
+def test_the_comparison_detects_a_difference_of_one(twin):
     x = rows_of((2, 2, 2, 33), 0)
     levels, _ = in_c(twin, x, "token", 1)
     x[1, 1, 1, 32] *= np.float32(-1.02)
@@ -144,7 +144,7 @@ def test_the_comparison_sees_one_level(twin):
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2**32 - 1))
-def test_accumulators_are_scaled_by_row_then_by_column_then_moved(twin, rows, channels, channel, seed):
+def test_accumulators_are_scaled_by_row_then_by_column_then_biased(twin, rows, channels, channel, seed):
     draw = np.random.default_rng(seed)
     acc = draw.integers(-(2**28), 2**28, (rows, channels)).astype(np.int32)
     scales = rows_of((rows, 1), seed)
@@ -240,7 +240,7 @@ def test_results_depend_on_no_other_entry_of_the_batch(mode):
 
 
 @pytest.mark.case("frontends A11")
-def test_two_linear_layers_share_what_is_quantized():
+def test_two_linear_layers_share_one_quantize():
     """One quantize a value, whatever was calibrated; another mode has one of its own."""
     body = lambda m, x: (m.a(x), m.b(x), m.c(x))  # noqa: E731
     model = randomize(Body(body, a=nn.Linear(8, 4), b=nn.Linear(8, 5), c=nn.Linear(8, 3)))
@@ -269,7 +269,7 @@ def test_every_token_has_its_own_scale():
 # ---- recipe
 
 
-def test_nothing_is_calibrated():
+def test_a_dynamic_model_needs_no_calibration():
     model, x = randomize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))), torch.randn(3, 8)
     captured = stages.capture(model, x)
     prepared = prepare(captured, Quantizer(DYNAMIC))
@@ -281,7 +281,7 @@ def test_nothing_is_calibrated():
     assert sqnr(whole(x), model(x)) > 30
 
 
-def test_static_and_dynamic_layers_stand_in_one_model():
+def test_one_model_may_have_static_and_dynamic_layers():
     """A value may be quantized in both ways; corrections leave out what is quantized while the model runs."""
     body = lambda m, x: m.last(F.relu(m.first(x))) + m.other(x)  # noqa: E731
     model = randomize(Body(body, first=nn.Linear(12, 20), last=nn.Linear(20, 6), other=nn.Linear(12, 6)))
@@ -317,7 +317,7 @@ def test_a_dynamic_layers_result_may_be_a_static_site():
         ({"weights_dtype": "f8e4m3"}, "u8 activations and f8e4m3 weights"),
     ],
 )
-def test_what_cannot_be_quantized_while_the_model_runs_says_why(setting, reason):
+def test_layers_that_cannot_be_dynamic_say_why(setting, reason):
     with pytest.raises(UnsupportedError, match=reason):
         prepare(
             stages.capture(nn.Linear(4, 4), torch.randn(2, 4)),
@@ -342,7 +342,7 @@ def test_weights_of_few_bits_and_in_groups():
 # ---- files
 
 
-def test_it_survives_a_file(tmp_path):
+def test_a_model_with_dynamic_layers_is_saved_and_loaded(tmp_path):
     model, x = randomize(Rows()), torch.randn(2, 7, 37)
     quick = intaglio.quantize(model, x, recipe="int8_dynamic", progress=False)
     quick.save(tmp_path / "rows.intaglio")

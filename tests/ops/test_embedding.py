@@ -42,7 +42,7 @@ def torchs(table: torch.Tensor) -> torch.Tensor:
         elements=st.floats(-(2.0**100), 2.0**100, width=32),
     )
 )
-def test_levels_and_parameters_are_torchs(table):
+def test_quantized_values_and_parameters_match_torch(table):
     levels, scales, zeros = numerics.quantize_table(table)
     expected = torchs(torch.from_numpy(table))
     assert np.array_equal(scales, expected.q_per_channel_scales().numpy())
@@ -52,13 +52,13 @@ def test_levels_and_parameters_are_torchs(table):
     assert np.array_equal(real, expected.dequantize().numpy())
 
 
-def test_the_comparison_with_torch_sees_a_range_that_includes_zero():
+def test_the_comparison_with_torch_detects_a_range_that_includes_zero():
     table = np.array([[1.0, 2.0, 1.5]], np.float32)
     wide = numerics.quantize_table(np.append(table, [[0.0]], 1).astype(np.float32))
     assert not np.array_equal(wide[1], torchs(torch.from_numpy(table)).q_per_channel_scales().numpy())
 
 
-def test_rows_of_one_value_have_steps_of_one():
+def test_constant_embedding_rows_have_scale_one():
     levels, scales, zeros = numerics.quantize_table(np.full((2, 3), [[0.25], [-3.0]], np.float32))
     assert scales.tolist() == [1, 1]
     assert zeros.tolist() == [-0.25, 3]
@@ -89,7 +89,7 @@ def sums():
     return (x, ids), model, *quantized(model, x, ids, recipe=INT8)
 
 
-def test_tables_are_levels_in_the_reference_and_in_the_loop_that_reads_them(sums):
+def test_quantized_embedding_tables_stay_uint8_in_reference_and_loop(sums):
     given, model, reference, lowered = sums
     assert not lowered.islands
     assert {skip.node for skip in lowered.skipped} <= lowered.native
@@ -119,7 +119,7 @@ def test_an_embedding_is_torchs_quantized_one():
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_rows_are_read_bit_for_bit_and_come_back_from_a_file(isa, sums, tmp_path):
+def test_embedding_rows_are_bit_identical_after_saving_and_loading(isa, sums, tmp_path):
     given, _, _, lowered = sums
     model = stages.compile(lowered, isa=isa)
     model.save(tmp_path / "m")
@@ -129,7 +129,7 @@ def test_rows_are_read_bit_for_bit_and_come_back_from_a_file(isa, sums, tmp_path
 
 
 @pytest.mark.parametrize("outside", [-1, 50, 2**40])
-def test_an_id_that_a_table_does_not_have_is_an_error_as_in_torch(sums, outside):
+def test_an_id_outside_the_table_is_an_error_as_in_torch(sums, outside):
     (x, ids), _, _, lowered = sums
     model, wrong = stages.compile(lowered), x.clone()
     wrong[2, 6] = outside
@@ -166,7 +166,7 @@ def widths(request):
 
 @settings(max_examples=25)
 @given(st.integers(0, 6), st.integers(0, 2**32 - 1))
-def test_rows_of_any_width_are_their_meaning(widths, batch, seed):
+def test_embedding_kernels_match_the_interpreter_for_any_width(widths, batch, seed):
     lowered, model = widths
     ids = torch.from_numpy(np.random.default_rng(seed).integers(0, 23, (batch, 3)))
     assert all(equal(*pair) for pair in zip(model(ids), lowered(ids), strict=True))
@@ -175,7 +175,7 @@ def test_rows_of_any_width_are_their_meaning(widths, batch, seed):
 # ---- recipes, what stays in float, files
 
 
-def test_tables_stay_in_float_unless_the_recipe_says_so(sums):
+def test_embedding_tables_stay_in_float_unless_the_recipe_quantizes_them(sums):
     (x, ids), model, *_ = sums
     _, lowered = quantized(model, x, ids)
     assert "gather_levels" not in lowered.text()
@@ -220,7 +220,7 @@ def respelled(graph: Graph, **changes) -> Graph:
     )
 
 
-def test_graphs_that_lead_rows_astray_are_refused():
+def test_embedding_graphs_with_invalid_operands_are_refused():
     _, lowered = quantized(nn.Embedding(50, 19).eval(), torch.tensor([[1, 2]]), recipe=INT8)
     graph = lowered.graph
     check_graph(graph)

@@ -86,7 +86,7 @@ def test_kernels_are_their_meaning_and_that_is_torchs(bags, count, cuts, seed, w
         torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_the_comparison_sees_a_bag_less(bags):
+def test_the_comparison_detects_a_missing_bag(bags):
     graph, model = bags
     ids, offsets, weights = some(9, [2, 4], 0)
     assert not torch.equal(model(ids, offsets, weights)[0], graph(ids, offsets - (offsets > 3).long(), weights)[0])
@@ -144,7 +144,7 @@ def test_a_bag_is_one_operator(name, recipe, isa):
         assert equal(compiled(*batch), graph(*batch))
 
 
-def test_bags_by_offsets_come_back_from_a_file(tmp_path):
+def test_embedding_bags_with_offsets_are_saved_and_loaded(tmp_path):
     model = nn.EmbeddingBag(50, 21, mode="mean", include_last_offset=True, padding_idx=3).eval()
     call = torch.randint(50, (9,)), torch.tensor([0, 2, 2, 9])
     _, graph = quantized(model, *call, recipe=INT8)
@@ -194,7 +194,7 @@ def changed(graph: Graph, types: dict[str, TensorType] | None = None, **fields) 
     return Graph(graph.inputs, graph.outputs, {**graph.types, **(types or {})}, (again,), graph.constants)
 
 
-def test_graphs_that_lead_the_kernel_astray_are_refused():
+def test_bag_graphs_with_invalid_operands_are_refused():
     call = torch.randint(50, (9,)), torch.tensor([0, 2, 5])
     graph = quantized(nn.EmbeddingBag(50, 21).eval(), *call, recipe=INT8)[1].graph
     check_graph(graph)

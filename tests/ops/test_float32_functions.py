@@ -97,19 +97,19 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_twin_has_the_bits_everywhere(twin, name):
+def test_cpp_functions_are_bit_identical_for_all_float32_values(twin, name):
     x = spread()
     assert same_bits(twin(name, x), MEANINGS[name](x))
 
 
 @given(hnp.arrays(np.float32, 16, elements=NUMBERS))
-def test_the_twin_has_the_bits_of_any_numbers(twin, x):
+def test_cpp_functions_are_bit_identical_for_random_values(twin, x):
     for name in CALLS:
         assert same_bits(twin(name, x), MEANINGS[name](x)), name
 
 
 @given(hnp.arrays(np.int32, 16), st.sampled_from(["exp_negative", "near_gelu"]))
-def test_what_loops_take_as_it_is_keeps_nan_and_hides_it_from_its_neighbours(twin, bits, name):
+def test_loop_functions_propagate_nan_only_to_their_own_element(twin, bits, name):
     """Any bits, of which every third is a NaN of any payload."""
     bits[::3] |= 0x7F800001
     x = bits.view(np.float32)
@@ -118,7 +118,7 @@ def test_what_loops_take_as_it_is_keeps_nan_and_hides_it_from_its_neighbours(twi
     assert same_bits(found[~unknown], MEANINGS[name](x[~unknown]))
 
 
-def test_the_twin_comparison_sees_the_last_bit(twin):
+def test_the_comparison_with_cpp_detects_a_change_of_the_last_bit(twin):
     x = spread()
     assert not same_bits(twin("gelu", x), np.nextafter(nm.gelu(x), np.float32(1)))
 
@@ -163,7 +163,7 @@ def test_the_error_is_within_what_the_docstring_says(name):
     assert (error <= WITHIN[name](wide, exact) + 2.0**-149).all()
 
 
-def test_levels_are_rounded_once_ties_to_even():
+def test_quantized_values_are_rounded_once_ties_to_even():
     acc = np.array([-5, -3, -1, 1, 3, 5, 2**31 - 1, -(2**31)], np.int32)
     found = nm.activate(acc, np.float32(0.5), lambda x: x, 1.0, 10, 0, 255)
     np.testing.assert_array_equal(found, [8, 8, 10, 10, 12, 12, 255, 0])
@@ -237,7 +237,7 @@ def channels_of(count: int):
     [(8, 33, 130), *rarely(((16, 24, 64, 97),), reason="other numbers of full panels and channels beside them")],
     ids=["few", "others"],
 )
-def test_any_number_of_channels(counts, isa):
+def test_float32_layers_take_any_number_of_channels(counts, isa):
     """Panels and blocks that are part full, rows longer than what is held as floats."""
     layers = {f"of{count}": channels_of(count) for count in counts}
     model = randomize(Body(lambda m, x: [getattr(m, name)(x) for name in layers], **layers))
@@ -249,7 +249,7 @@ def test_any_number_of_channels(counts, isa):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_levels_of_other_parameters_behind_it_are_looked_up(isa):
+def test_a_requantize_after_the_function_becomes_a_table(isa):
     """A table in the kernel of a function: the function first."""
     net = Net()
     acc = net.quantize(net.input(2, 3, 9, 9))
@@ -266,7 +266,7 @@ def test_levels_of_other_parameters_behind_it_are_looked_up(isa):
     assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
 
 
-def test_the_comparison_sees_another_slope():
+def test_the_comparison_detects_another_slope():
     model, x = every_layer(TORCH["leaky_relu"]), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
     ((before, _),) = integer(x)
@@ -300,14 +300,14 @@ X = (2, 3, 7, 6)
         ({"act": {"functions": "precise", "method": "minmax"}}, False),
     ],
 )
-def test_the_setting_of_the_function_decides(entries, precise):
+def test_the_setting_of_the_function_selects_its_method(entries, precise):
     """A sum, clamp or function still joins a layer that differs in this alone."""
     _, integer = quantized(two(), torch.randn(*X), recipe=Recipe.of(entries))
     first = ["conv2d", "activate"] if precise else ["conv2d", "requantize", "table"]
     assert kinds(integer) == ["quantize", *first, "conv2d", "requantize", "dequantize"]
 
 
-def test_a_precise_function_has_no_site_before_it():
+def test_the_input_of_a_precise_function_is_not_a_site():
     captured = stages.capture(two(), torch.randn(*X))
     assert "conv#0/conv2d.0" in prepare(captured).observers
     prepared = prepare(captured, Quantizer(ALL))
@@ -315,7 +315,7 @@ def test_a_precise_function_has_no_site_before_it():
     assert "act#0/silu.0" in prepared.observers
 
 
-def test_functions_behind_other_things_and_without_this_form_are_tables():
+def test_functions_after_other_operators_are_lookup_tables():
     for body in (lambda m, x: m.last(F.silu(F.max_pool2d(m.conv(x), 2))), lambda m, x: m.last(F.mish(m.conv(x)))):
         model = randomize(Body(body, conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1)))
         _, integer = quantized(model, torch.randn(*X), recipe=ALL)
@@ -333,7 +333,7 @@ def test_an_accumulator_that_others_read_is_no_precise_function():
     assert_equal_levels(reference, integer, torch.randn(*X))
 
 
-def test_reports_name_the_choice():
+def test_coverage_notes_name_precise_functions():
     data = [torch.randn(*X)]
     model = intaglio.quantize(two(), data, recipe=ALL, progress=False)
     assert "note: precise functions: silu x 1; all others are tables of 256 levels" in str(model.coverage)
@@ -341,7 +341,7 @@ def test_reports_name_the_choice():
     assert not intaglio.quantize(two(), data, progress=False).coverage.notes
 
 
-def test_it_loses_less_than_the_table():
+def test_a_precise_function_loses_less_than_a_lookup_table():
     """Levels before the function cost accuracy, most where it is steep."""
     model, x = two(), torch.randn(64, *X[1:], generator=torch.Generator().manual_seed(0))
     table, precise = (quantized(model, x, recipe=recipe)[1](x) for recipe in (Recipe(), ALL))
@@ -407,7 +407,7 @@ def test_a_graph_with_an_infinite_unit_is_refused():
         check_graph(graph)
 
 
-def test_a_saved_model_comes_back(tmp_path):
+def test_a_saved_model_with_precise_functions_is_loaded(tmp_path):
     model, x = every_layer(TORCH["leaky_relu"]), torch.randn(2, 3, 11, 13)
     _, integer = quantized(model, x, recipe=ALL)
     compiled = stages.compile(integer)

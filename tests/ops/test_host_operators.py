@@ -51,14 +51,14 @@ def test_a_host_operator_runs_on_levels_with_the_interpreters_bits(mirrored, bat
     assert torch.equal(model(x), lowered(x))
 
 
-def test_its_result_is_that_of_the_reference_model(mirrored):
+def test_a_host_operator_gives_the_result_of_the_reference_model(mirrored):
     float_model, reference, _, model = mirrored
     step = model.graph.types[model.graph.ops[-1].inputs[0]].levels.step
     assert (model(DATA[0]) - reference(DATA[0])).abs().max() <= 1.01 * step
     assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
 
 
-def test_nothing_is_dequantized_for_it(mirrored):
+def test_no_dequantize_is_inserted_before_a_host_operator(mirrored):
     _, _, lowered, model = mirrored
     (host,) = [op for op in lowered.graph.ops if op.kind == "host"]
     assert host.attrs == {"key": "host0", "operator": "mirror_add", "scale": 0.5}
@@ -67,7 +67,7 @@ def test_nothing_is_dequantized_for_it(mirrored):
     assert model.coverage.islands == 0
 
 
-def test_coverage_and_profile_name_it(mirrored):
+def test_coverage_and_profile_name_host_operators(mirrored):
     *_, model = mirrored
     assert "1 host operator:\n  mirror_add: mirror_add: a meaning in NumPy, no kernel" in str(model.coverage)
     assert "1 host operator" in repr(model)
@@ -77,7 +77,7 @@ def test_coverage_and_profile_name_it(mirrored):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_its_levels_are_read_only_and_any_threads_may_call(mirrored, threads, many_threads):
+def test_a_host_operator_gets_read_only_values_in_any_thread(mirrored, threads, many_threads):
     *_, lowered, model = mirrored
     many_threads(threads)
     assert torch.equal(copy.deepcopy(model)(DATA[1]), lowered(DATA[1]))
@@ -112,7 +112,7 @@ def test_a_file_with_another_shape_rule_is_refused(mirrored, tmp_path):
         intaglio.load(tmp_path / "model.intaglio", operators=[other])
 
 
-def test_constants_come_as_they_are():
+def test_constants_are_passed_to_host_operators_unchanged():
     gain = nn.Parameter(torch.linspace(-1, 2, 8))
     quantizer = stages.Quantizer(operators=[WEIGH])
     parts = {"a": conv(), "c": conv(8), "g": gain}
@@ -138,7 +138,7 @@ SELF_GATED = QuantizerPattern(
 )
 
 
-def test_one_meaning_may_stand_for_all_that_a_pattern_matches():
+def test_one_meaning_may_replace_a_whole_matched_pattern():
     quantizer = stages.Quantizer(patterns=[*builtin(), SELF_GATED])
     body = lambda m, x: (lambda y: m.c(torch.sigmoid(y) * y))(m.a(x))  # noqa: E731
     float_model, _, lowered, model = all_stages(body, quantizer=quantizer, a=conv(), c=conv(8))
@@ -148,7 +148,7 @@ def test_one_meaning_may_stand_for_all_that_a_pattern_matches():
     assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
 
 
-def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
+def test_host_operators_may_begin_and_end_the_quantized_part():
     quantizer = stages.Quantizer(operators=[MIRROR_ADD], patterns=[QuantizerPattern("own", op("mirror_add"))])
     _, _, lowered, model = all_stages(lambda m, x: torch.sin(mirror_add(x.abs(), x, 2.0)), quantizer=quantizer)
     kinds = [op.kind for op in lowered.graph.ops]
@@ -163,7 +163,7 @@ def test_a_host_operator_at_the_end_and_at_the_begin_of_what_is_quantized():
         lambda args: args[0][:1, :, :, :3],
     ],
 )
-def test_a_meaning_that_gives_no_levels_says_so(result):
+def test_a_meaning_that_returns_no_uint8_is_an_error(result):
     roles = Roles(x=(0, 1))
     record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, meaning=lambda op, args, *types: result(args))
     model = all_stages(beside, quantizer=stages.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
@@ -187,7 +187,7 @@ def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
         stages.annotate(stages.capture(model.eval(), DATA[0]), stages.Quantizer(operators=[record]))
 
 
-def test_leaves_are_called_as_the_operands_are():
+def test_leaves_of_a_host_pattern_must_be_named_like_the_operands():
     pattern = QuantizerPattern("swish", op("mul", wildcard("y"), op("sigmoid", wildcard("y"))), operator=SWISH)
     model = Body(lambda m, x: m.a(x), a=conv())
     with pytest.raises(SelectorError, match="no leaf is called x; there are y"):

@@ -15,7 +15,7 @@ from support.nets import Body, randomize
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.floats(1e-4, 1e4))
-def test_levels_are_those_of_the_normalised_real_values(seed, count, spread):
+def test_quantized_bytes_match_the_normalized_real_values(seed, count, spread):
     """Within rounding of float64, for rows of any length and scale; a constant row is all offset."""
     draw = np.random.default_rng(seed)
     x = draw.integers(-255, 256, (4, count)).astype(np.int32)

@@ -76,7 +76,7 @@ def test_kernels_are_their_meaning_and_that_is_torchs(every, rows, seed, workers
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -0.0, 1e38, 1e-45])
-def test_rows_of_strange_numbers_have_the_bits_of_the_meaning(every, value):
+def test_weight_only_kernels_are_bit_identical_for_special_values(every, value):
     graph, model = every
     call = [torch.ones(7, k) for k, _ in SIZES]
     for x in call:
@@ -84,7 +84,7 @@ def test_rows_of_strange_numbers_have_the_bits_of_the_meaning(every, value):
     assert all(equal(*pair) for pair in zip(model(*call), graph(*call), strict=True))
 
 
-def test_sums_are_written_out_input_after_input():
+def test_products_are_summed_in_the_order_of_the_inputs():
     """By hand, in scalars; another order gives other bits."""
     draw = np.random.default_rng(3)
     x, weight = draw.standard_normal(40).astype(np.float32), draw.standard_normal((9, 40)).astype(np.float16)
@@ -171,7 +171,7 @@ OTHER_KIND = pytest.mark.slow(reason="each kind of weight runs on one set of ins
         for isa in HERE
     ],
 )
-def test_rows_may_have_any_axes_and_layers_a_weight_together(recipe, isa):
+def test_weight_only_layers_take_any_axes_and_shared_weights(recipe, isa):
     def body(m, x):
         y = m.a(x)
         return m.a(F.gelu(y)) + y, m.a(x.mean(0).mean(0).mean(0)), m.a(x[:, 1]).transpose(1, 2), m.a(x[..., 0, :])
@@ -190,7 +190,7 @@ def test_rows_may_have_any_axes_and_layers_a_weight_together(recipe, isa):
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_a_layer_between_images_reads_and_gives_rows(isa):
+def test_a_linear_layer_between_images_uses_row_major_layout(isa):
     """Of a convolution's result, whose channels lie together, along a line; what follows is a convolution again."""
 
     def body(m, x):
@@ -240,7 +240,7 @@ def test_integers_of_few_bits_groups_and_one_scale_do_without_levels_of_activati
     assert equal(intaglio.load(tmp_path / "m")(x), graph(x))
 
 
-def test_the_texts_of_a_layer(golden):
+def test_the_texts_of_a_weight_only_layer_are_golden(golden):
     layer = nn.Linear(2, 3)
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, -2], [0.5, 4], [127, -127]]))
@@ -297,7 +297,7 @@ def changed(graph: Graph, types: dict[str, TensorType] | None = None, **fields) 
 
 
 @pytest.mark.parametrize("recipe", [HALF, INT8], ids=["f16", "s8"])
-def test_graphs_that_lead_the_kernel_astray_are_refused(recipe):
+def test_weight_only_graphs_with_invalid_operands_are_refused(recipe):
     graph = quantized(nn.Linear(8, 8), torch.randn(4, 8), recipe=recipe)[1].graph
     check_graph(graph)
     (op,) = graph.ops

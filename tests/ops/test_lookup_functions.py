@@ -35,12 +35,12 @@ def net(function) -> Body:
     return randomize(Body(body, first=nn.Conv2d(3, 9, 3), last=nn.Conv2d(9, 4, 1)))
 
 
-def test_every_function_is_tried():
+def test_every_lookup_function_has_a_test_call():
     assert set(CALLS) == {record.name for record in UNARY_OPS}
 
 
 @pytest.mark.parametrize("name", [record.name for record in UNARY_OPS])
-def test_the_table_holds_what_torch_computes(name):
+def test_lookup_tables_match_torch(name):
     """Within a level where torch's float32 rounds the other way; equal almost everywhere."""
     x_q, y_q = QParams((0.031,), (117,), 0, 255), QParams((0.02,), (60,), 0, 255)
     real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
@@ -86,7 +86,7 @@ def test_functions_between_convolutions_run_in_int8(names, subtests):
     "name",
     rarely_except("constants of one element", "clamp_min", "gelu", of=MORE, reason="other functions written otherwise"),
 )
-def test_other_spellings(name):
+def test_other_spellings_of_lookup_functions_run_in_int8(name):
     model = net(MORE[name])
     int8 = intaglio.quantize(model, [torch.randn(8, 3, 7, 6)], progress=False)
     assert int8.coverage.islands == 0
@@ -97,7 +97,7 @@ def test_other_spellings(name):
 
 @pytest.mark.case("backend 18")
 @pytest.mark.parametrize("function", [lambda x: x + 0, lambda x: 1 * x, lambda x: x + 0.0])
-def test_numbers_that_change_nothing_vanish(function):
+def test_functions_with_neutral_constants_are_removed(function):
     """Backend case 18."""
     lowered = stages.requantize(_reference(net(function)))
     assert [op.kind for op in lowered.graph.ops].count("table") == 0

@@ -146,12 +146,12 @@ def cases(draw) -> Case:
 
 @pytest.mark.parametrize("isa", HERE)
 @given(case=cases(), threads=st.integers(1, 3))
-def test_kernels_equal_the_meaning_bit_for_bit(isa, case, threads):
+def test_kernels_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
 
 
 @pytest.mark.parametrize("isa", HERE)
-def test_nothing_behind_a_row_is_written(isa):
+def test_kernels_write_nothing_past_a_row(isa):
     """Results in float lie apart; kernels of other products would fill their last block."""
     case = Case(rows=30, columns=37, floats=True)
     run(case, isa, 1)
@@ -161,7 +161,7 @@ def test_nothing_behind_a_row_is_written(isa):
     assert np.array_equal(raw[:, 37:], before)
 
 
-def test_the_comparison_sees_an_operand_that_lies_differently():
+def test_the_comparison_detects_an_operand_with_other_strides():
     """Square, so that both readings are possible."""
     case = Case(depth=24, columns=24, b_order=(0, 1, 3, 2))
     straight = Case(depth=24, columns=24)

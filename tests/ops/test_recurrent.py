@@ -93,7 +93,7 @@ def constants(draw: np.random.Generator, kind: str, inputs: int, hidden: int, la
     start=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_it_is_torchs_layer_but_for_rounded_states(
+def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
     kind, sizes, hidden, layers, directions, batch_first, rows, start, seed
 ):
     """Of the same integers: in float64, with states that are not rounded."""
@@ -128,7 +128,7 @@ def test_it_is_torchs_layer_but_for_rounded_states(
         np.testing.assert_allclose(a, b.numpy(), atol=0.05 * (1 + start))
 
 
-def test_the_comparison_with_torch_sees_swapped_gates():
+def test_the_comparison_with_torch_detects_swapped_gates():
     draw = np.random.default_rng(0)
     held, _ = constants(draw, "lstm", 5, 6, 1, 1)
     levels = draw.integers(0, 256, (4, 2, 5)).astype(np.uint8)
@@ -223,7 +223,7 @@ def test_states_may_be_given_and_be_large(kind):
 
 @pytest.mark.parametrize("mode", RECIPES)
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_cells(mode, kind):
+def test_recurrent_cells_with_and_without_states_run_in_int8(mode, kind):
     """With states of their own and with zeros; their results are read by a layer."""
     torch.manual_seed(0)
 
@@ -324,7 +324,7 @@ def test_parameters_of_weights_are_kept():
 
 
 @pytest.mark.parametrize("mode", RECIPES)
-def test_it_survives_a_file(tmp_path, mode):
+def test_a_recurrent_model_is_saved_and_loaded(tmp_path, mode):
     torch.manual_seed(0)
     model, x = nn.GRU(6, 10, num_layers=2, bidirectional=True).eval(), torch.randn(5, 3, 6)
     quick = stages.compile(quantized(model, x, recipe=RECIPES[mode])[1])

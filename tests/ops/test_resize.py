@@ -41,7 +41,7 @@ def test_nearest_values_of_a_factor_are_those_torch_copies(size, factor):
         assert np.array_equal(nearest(size, len(found), factor, images=True), image)
 
 
-def test_the_case_of_images_is_another():
+def test_nearest_resize_rounds_differently_for_images():
     assert not np.array_equal(nearest(2, 2, 1.25), nearest(2, 2, 1.25, images=True))
 
 
@@ -58,7 +58,7 @@ def test_weights_give_the_means_torch_gives(size, result, factor, align, by_fact
     assert index.max() < size
 
 
-def test_the_comparison_of_indices_sees_a_step_of_the_sizes():
+def test_the_comparison_of_indices_detects_a_wrong_size():
     """Where a factor is given torch steps by it, not by the ratio of sizes."""
     found = F.interpolate(ramp(7), scale_factor=1.7).flatten().numpy()
     assert np.array_equal(nearest(7, len(found), 1.7), found)
@@ -118,7 +118,7 @@ def test_upsampling_runs_in_int8(name, isa):
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_the_nearest_share_parameters_and_means_have_their_own():
+def test_nearest_resizes_share_parameters_and_means_have_their_own():
     def body(m, x):
         y = m.image(x)
         return m.step(F.interpolate(y, scale_factor=2)), m.step(F.interpolate(y, scale_factor=2, mode="bilinear"))
@@ -139,7 +139,7 @@ def test_other_modes_stay_in_float_with_a_reason(mode):
     assert any("no int8 kernel" in skip.reason for skip in lowered.skipped)
 
 
-def test_a_graph_whose_tables_lead_outside_is_refused():
+def test_a_graph_with_out_of_bounds_lookup_tables_is_refused():
     """No model gives one, a changed file may."""
     body = lambda m, x: m.step(F.interpolate(m.image(x), scale_factor=2))  # noqa: E731
     model = randomize(Body(body, image=nn.Conv2d(3, 4, 3), step=nn.Conv2d(4, 2, 1)))

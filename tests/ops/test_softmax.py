@@ -39,7 +39,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 @given(st.integers(1, 200), st.floats(0.01, 30))
-def test_it_is_the_exact_softmax_to_half_a_millionth(size, spread):
+def test_float_softmax_is_within_half_a_millionth_of_the_exact_one(size, spread):
     """Beside what rounding the distance from the largest value to float32 costs, here and in torch."""
     x = torch.randn(4, size, generator=torch.Generator().manual_seed(size)) * spread
     exact, distance = torch.softmax(x.double(), 1).numpy(), (x.amax(1, keepdim=True) - x).numpy()
@@ -48,7 +48,7 @@ def test_it_is_the_exact_softmax_to_half_a_millionth(size, spread):
     assert (error[~seen] < 1e-30).all()
 
 
-def test_the_order_of_the_sum_shows_in_the_bits():
+def test_the_order_of_summation_changes_bits():
     """What comparisons with kernels can see."""
     x = np.random.default_rng(0).standard_normal((64, 1000)).astype(np.float32)
     powers = numerics.exp_negative(x - x.max(1, keepdims=True))
@@ -75,7 +75,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_it_runs_in_the_program(isa):
+def test_softmax_runs_in_the_program_without_an_island(isa):
     """No island, no float operator in the report; every instruction set equal to the interpreter."""
     layers = {"scores": nn.Conv2d(20, 20, 1), "last": nn.Conv2d(20, 4, 3, padding=1), "mix": nn.Linear(30, 21)}
     layers |= {"conv": nn.Conv2d(3, 20, 3, padding=1), "fc": nn.Linear(20, 20)}
@@ -94,7 +94,7 @@ def test_it_runs_in_the_program(isa):
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_it_is_the_float_models_softmax_of_the_quantized_scores():
+def test_softmax_of_quantized_scores_matches_the_float_model():
     model = randomize(Body(BODIES["a classifier"], conv=nn.Conv2d(3, 20, 3, padding=1), fc=nn.Linear(20, 20)))
     x = torch.randn(3, 3, 5, 6)
     reference, lowered = quantized(model, x)
@@ -110,7 +110,7 @@ def test_rows_without_any_finite_value_are_as_in_torch():
     torch.testing.assert_close(torch.from_numpy(found), torch.softmax(x, 1), equal_nan=True)
 
 
-def test_behind_an_island_it_runs_in_the_program():
+def test_float_operators_after_an_island_run_in_the_program():
     body = lambda m, x: torch.softmax(torch.erf(m.conv(x)), 1)  # noqa: E731
     _, lowered = quantized(randomize(Body(body, conv=nn.Conv2d(3, 5, 3))), torch.randn(2, 3, 5, 6))
     assert [op.kind for op in lowered.graph.ops][-2:] == ["island", "loop"]

@@ -52,13 +52,13 @@ def test_dilated_columns_run_in_loops_on_every_instruction_set():
     assert "of depthwise tiles, dilated columns have none" in plan.text()
 
 
-def test_few_groups_run_in_tiles_of_all_channels():
+def test_convolutions_of_few_groups_use_tiles_of_all_channels():
     net = Net()
     y = depthwise(net, 4)
     assert isinstance(only_kernel(scheduled(net.graph(y)), y), TiledKernel)
 
 
-def test_a_product_takes_the_tile_of_its_schedule_and_clamps_where_its_guard_says():
+def test_a_product_uses_the_tile_of_its_schedule_and_its_guard():
     net = Net()
     y = net.conv(net.quantize(net.input(N, 16, 9, 9), zero_point=0), 40, 3)
     for isa in ISAS:
@@ -101,7 +101,7 @@ def softmax(size: Dim) -> Plan:
 
 
 @pytest.mark.parametrize(("size", "longest"), [(1000, [1000]), (5000, [0]), (symbol("c"), [4096, 0])])
-def test_values_are_kept_between_passes_of_rows_that_are_short_enough(size: Dim, longest: list[int]):
+def test_short_rows_keep_values_between_passes(size: Dim, longest: list[int]):
     plan = softmax(size)
     (loop,) = plan.loops.values()
     assert [variant.longest for variant in loop.variants] == longest
@@ -109,12 +109,12 @@ def test_values_are_kept_between_passes_of_rows_that_are_short_enough(size: Dim,
     assert ("kept between passes" in plan.text()) == (longest != [0])
 
 
-def test_values_less_the_largest_of_their_row_are_known_to_be_distances():
+def test_differences_from_the_row_maximum_are_recognized():
     (loop,) = softmax(8).loops.values()
     assert len(loop.distances) == 1
 
 
-def test_large_results_of_floats_are_written_past_the_caches():
+def test_large_float_results_use_streaming_stores():
     for rows, streamed in ((1 << 12, False), (1 << 13, True), (N, True)):
         net = Sample(x=TensorType((rows, 512), F32))
         (y,) = net.add(lambda body: body("neg", "x"))

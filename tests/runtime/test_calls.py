@@ -17,13 +17,13 @@ from support.lowering import quantized
 # ---- calls
 
 
-def test_batches_of_any_size_and_back_to_the_first():
+def test_calls_with_changing_batch_sizes_match_the_reference():
     model, lowered = compiled(nets.Residual)
     for batch in (1, 2, 3, 4, 5, 0, 1):
         assert_same(model(picture(batch, batch)), lowered(picture(batch, batch)))
 
 
-def test_channels_last_goes_in_and_comes_out():
+def test_channels_last_inputs_give_channels_last_results():
     model, lowered = compiled(nets.ConvBnRelu)
     plain, last = model(picture()), model(picture().to(memory_format=torch.channels_last))
     assert plain.is_contiguous()
@@ -131,7 +131,7 @@ def test_results_keep_their_structure():
     assert_same(found, lowered(nets.example(nets.MultiOutput())))
 
 
-def test_constants_and_none_come_back_as_they_are():
+def test_constants_and_none_in_results_are_unchanged():
     model, _ = built(lambda m, x: {"y": m.c(x), "none": None, "n": 3, "s": "text", "batch": x.shape[0]}, picture())
     found = model(picture(5))
     assert (found["none"], found["n"], found["s"], found["batch"]) == (None, 3, "text", 5)

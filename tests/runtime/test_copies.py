@@ -106,7 +106,7 @@ def test_libraries_for_other_machines_follow_the_state(tmp_path):
         assert_same(loaded(torch.ones(2, 16)), source(torch.ones(2, 16)))
 
 
-def test_a_copy_keeps_its_numbers_when_the_original_loads_others():
+def test_a_copy_keeps_its_weights_when_the_original_loads_others():
     source, target = compiled(nets.Linears)[0], retrained(nets.Linears)
     x = torch.randn(3, 16)
     other, expected = copy.deepcopy(target), target(x)
@@ -114,7 +114,7 @@ def test_a_copy_keeps_its_numbers_when_the_original_loads_others():
     assert_same((other(x), target(x)), (expected, source(x)))
 
 
-def test_the_state_a_model_has_keeps_its_example(tmp_path):
+def test_loading_its_own_state_keeps_the_example_of_a_model(tmp_path):
     compiled(nets.Linears)[0].save(tmp_path / "m", example=torch.ones(2, 16))
     model = intaglio.load(tmp_path / "m")
     model.load_state_dict(stored(model.state_dict()))
@@ -203,7 +203,7 @@ COPIES = {
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
 @pytest.mark.parametrize("net", [nets.Residual, nets.ConvThenUnsupported])
-def test_a_copy_computes_the_same(copied, used, net):
+def test_a_deep_copy_or_pickle_computes_the_same(copied, used, net):
     model, lowered = copy.deepcopy(compiled(net)[0]), compiled(net)[1]
     x = nets.example(net(), 3)
     if used:
@@ -304,7 +304,7 @@ UNCHANGED = {
 
 @pytest.mark.parametrize("asked", UNCHANGED.values(), ids=UNCHANGED)
 @pytest.mark.parametrize("net", [nets.Linears, nets.ConvThenUnsupported])
-def test_what_asks_for_what_it_is_returns_the_model(asked, net):
+def test_conversions_to_cpu_and_float32_return_the_model(asked, net):
     model, lowered = compiled(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -138,7 +138,7 @@ class SoundError(Exception):
 
 
 @given(data=st.data())
-def test_any_value_in_a_text_of_the_file_may_be_anything(good, data):
+def test_arbitrary_json_values_in_a_file_are_refused_or_harmless(good, data):
     """Forged files, with digests that fit: refused with a reason, or sound enough to be compiled; nothing else."""
     members = members_of(good)
     name = data.draw(st.sampled_from(TEXTS))
@@ -170,7 +170,7 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_the_bomb_goes_off_where_pickles_are_read(tmp_path):
+def test_the_malicious_pickle_runs_where_pickles_are_read(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
@@ -269,7 +269,7 @@ def read_only(monkeypatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_cache_that_is_only_readable_serves_what_it_has(way, good, fresh_programs, read_only):
+def test_a_read_only_cache_serves_its_entries(way, good, fresh_programs, read_only):
     first = way(good)
     read_only()
     second = way(good)
@@ -278,7 +278,7 @@ def test_a_cache_that_is_only_readable_serves_what_it_has(way, good, fresh_progr
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_an_empty_cache_that_is_only_readable_is_named_with_its_variable(way, good, fresh_cache, read_only):
+def test_an_empty_read_only_cache_is_named_with_its_variable(way, good, fresh_cache, read_only):
     read_only()
     with pytest.raises(BuildError, match=r"kernel cache .* cannot be used: .*Read-only file system") as raised:
         way(good)
@@ -318,7 +318,7 @@ def test_processes_that_load_at_once_all_get_the_model(way, good, fresh_cache):
     assert not [name for name in entries(fresh_cache) if name.startswith(".build-")]
 
 
-def test_who_loads_while_others_save_gets_one_whole_model(tmp_path):
+def test_loading_during_saves_gives_one_complete_model(tmp_path):
     models, path = [compiled(net)[0] for net in (nets.Linears, NET)], tmp_path / "m"
     models[0].save(path)
     done = threading.Event()

@@ -272,7 +272,7 @@ def test_weights_in_memory_serve_from_multiples_of_64(residual):
     assert_same(found(X), [model(X)])
 
 
-def test_nulls_and_indices_of_nothing_are_errors(residual):
+def test_null_pointers_and_missing_indices_are_errors(residual):
     found = opened(residual)
     library, handle = found.library, found.handle
     assert library.open(None, ctypes.byref(handle)) == library.open(b"x", None) == c.ARGUMENT
@@ -342,7 +342,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("lowered", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_only_python_runs_is_named(lowered, said, tmp_path):
+def test_export_c_names_the_parts_that_only_python_runs(lowered, said, tmp_path):
     with pytest.raises(UnsupportedError, match=said) as caught:
         stages.compile(lowered()).export_c(tmp_path / "out")
     assert caught.value.remedy

@@ -92,7 +92,7 @@ def test_a_loaded_model_is_the_saved_one(net, tmp_path):
     assert second.read_bytes() == first.read_bytes()
 
 
-def test_calls_by_keyword_dictionaries_and_constants_come_back(tmp_path):
+def test_signatures_with_keywords_dictionaries_and_constants_are_saved(tmp_path):
     def body(m, d, scale=2, *, left=None):
         y = m.c(d["image"])
         return OrderedDict(y=[y, None, 3, "text"], nested=({"z": y * scale},))
@@ -140,7 +140,7 @@ FLOAT_PARTS = {
         "several results", "constants", "types and infinities", of=FLOAT_PARTS, reason="other operators of float parts"
     ),
 )
-def test_float_parts_come_back(name, tmp_path):
+def test_float_islands_are_saved_and_loaded(name, tmp_path):
     body, size = FLOAT_PARTS[name], 3 if name == "texts" else 12
     model, lowered = built(body, picture(size=size))
     loaded = through(model, tmp_path / "m")
@@ -228,12 +228,12 @@ def test_structures_of_classes_are_refused_by_name(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_arguments_without_a_form_are_refused_by_leaf():
+def test_arguments_that_cannot_be_saved_are_refused_by_leaf():
     with pytest.raises(NotStorableError, match="complex"):
         encode(1j)
 
 
-def test_operators_of_others_are_refused(tmp_path):
+def test_unknown_custom_operators_are_refused(tmp_path):
     @torch.library.custom_op("intaglio_tests::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -266,7 +266,7 @@ def test_a_failed_save_keeps_the_file_there_was(failure, step, good, tmp_path, m
     assert os.listdir(tmp_path) == ["m"]
 
 
-def test_places_that_cannot_be_written_are_named(tmp_path):
+def test_unwritable_paths_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     for path in (tmp_path / "folder", tmp_path / "nowhere" / "m", tmp_path / "file" / "m"):
@@ -277,7 +277,7 @@ def test_places_that_cannot_be_written_are_named(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_only_readable_is_enough_to_load(good, tmp_path):
+def test_a_read_only_folder_is_enough_to_load(good, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "m").write_bytes(good.read_bytes())
@@ -287,7 +287,7 @@ def test_a_folder_that_is_only_readable_is_enough_to_load(good, tmp_path):
         compiled(nets.Linears)[0].save(folder / "m")
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_saving_to_a_symbolic_link_keeps_the_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "m")
     compiled(nets.Linears)[0].save(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
@@ -364,7 +364,7 @@ def test_a_missing_member_is_named(good, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../escape.so", "/escape", "program-portable.so", "extra.pkl"])
-def test_members_nobody_asked_for_are_refused_and_never_written(name, good, tmp_path):
+def test_unknown_members_are_refused_and_never_written(name, good, tmp_path):
     members = {**members_of(good), name: b"x"}
     assert "which its manifest does not name" in refused(packed(members, sealed=False), tmp_path)
     assert f"nothing says what {name} is" in refused(packed(members), tmp_path)
@@ -397,7 +397,7 @@ def test_a_newer_format_is_refused(good, tmp_path):
     assert "install the one that saved it (intaglio 9.0)" in text
 
 
-def test_a_report_with_other_things_than_numbers_is_refused(good, tmp_path):
+def test_a_coverage_entry_other_than_a_number_is_refused(good, tmp_path):
     refused(changed(good, "manifest.json", lambda m: m["coverage"].update(macs_int8="all")), tmp_path)
     refused(changed(good, "manifest.json", lambda m: m["coverage"]["floats"][0].update(reason=None)), tmp_path)
 
@@ -464,12 +464,12 @@ def test_a_float_part_that_gives_another_shape_is_refused_before_its_bytes_are_r
 
 
 @pytest.mark.parametrize("change", WRONG_GRAPHS.values(), ids=WRONG_GRAPHS)
-def test_a_graph_that_is_none_is_refused_before_it_is_compiled(change, good, tmp_path, monkeypatch):
+def test_an_invalid_graph_is_refused_before_compilation(change, good, tmp_path, monkeypatch):
     monkeypatch.setattr("intaglio.build.build_artifact", None)
     refused(changed(good, "graph.json", change), tmp_path)
 
 
-def test_a_pickle_in_the_place_of_a_member_is_not_read(good, tmp_path):
+def test_a_pickle_as_a_member_is_not_read(good, tmp_path):
     members = members_of(good)
     for name in members:
         if name not in ("manifest.json", "program-avx512vnni.so", "program-avx2.so", "program-portable.so"):
@@ -610,7 +610,7 @@ def test_trusted_libraries_are_saved_again_and_others_are_not(fat, tmp_path):
     assert libraries == [f"program-{machine.isas()[0]}.so"]
 
 
-def test_instruction_sets_nobody_has_kernels_for_are_refused(monkeypatch):
+def test_instruction_sets_without_kernels_are_refused(monkeypatch):
     lowered = compiled(nets.Linears)[1]
     with pytest.raises(BuildError, match=r"isa=\('avx2', 'neon'\): no kernels for neon; there are avx512vnni, avx2"):
         stages.compile(lowered, isa=["avx2", "neon"])
@@ -668,12 +668,12 @@ def by_text(value):
 
 
 @given(VALUES)
-def test_values_come_back(value):
+def test_json_values_are_decoded_unchanged(value):
     assert same(decode(by_text(encode(value))), value)
 
 
 @given(DIMS)
-def test_dimensions_come_back(dim):
+def test_json_dimensions_are_decoded_unchanged(dim):
     assert decode_dim(by_text(encode_dim(dim))) == dim
 
 
@@ -681,7 +681,7 @@ SCALES = st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=9)
 
 
 @given(SCALES, st.integers(0, 255), st.sampled_from([0, 1, PerRow(), Groups(4)]), st.lists(DIMS, max_size=4))
-def test_types_come_back(scales, zero, axis, shape):
+def test_json_types_are_decoded_unchanged(scales, zero, axis, shape):
     zeros = tuple(min(255, zero + i * (len(scales) % 2)) for i in range(len(scales)))
     kind = TensorType(tuple(shape), DType.U8, QParams(tuple(scales), zeros, 0, 255, axis))
     held = TensorType(tuple(shape), DType.S8, QParams(Ref("s"), Ref("z"), -128, 127, PerRow()))
@@ -704,7 +704,7 @@ TREES = st.recursive(
 
 
 @given(TREES)
-def test_structures_come_back(tree):
+def test_json_structures_are_decoded_unchanged(tree):
     spec = torch.utils._pytree.tree_structure(tree)
     assert decode_tree(by_text(encode_tree(spec, "the arguments"))) == spec
 

@@ -129,7 +129,7 @@ def same(found, expected) -> bool:
 
 
 @pytest.mark.parametrize("name", rarely_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes"))
-def test_free_sizes_leave_nothing_in_float(name):
+def test_dynamic_sizes_leave_no_operator_in_float(name):
     """And the interpreter is within a level of the reference at sizes it was not calibrated with."""
     reference, lowered = all_stages(name)
     assert not lowered.islands, lowered.skipped
@@ -153,14 +153,14 @@ def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, isa, data):
     assert same(program(name, isa)(x), expected), (isa, x.shape)
 
 
-def test_the_comparison_sees_another_size():
+def test_the_comparison_detects_another_size():
     x = torch.randn(2, 3, 9, 11)
     assert not same(program("weighed", HERE[0])(x[..., :10]), all_stages("weighed")[1](x[..., 1:]))
 
 
 @pytest.mark.case("backend 6")
 @pytest.mark.parametrize("name", rarely_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes"))
-def test_shapes_there_and_back_with_one_compilation(name, counting_compiler):
+def test_changing_shapes_needs_one_compilation(name, counting_compiler):
     """Case 6: batch 1, 3, 1, another size, and the first again: equal each time, and nothing is compiled for it."""
     model, lowered = program(name, HERE[0]), all_stages(name)[1]
     before, first = counting_compiler.read_text(), NETS[name][2]
@@ -185,7 +185,7 @@ SMALL = {"weighed": (1, 3, 0, 9), "lines": (1, 6, 2), "moved": (1, 3, 9, 0)}
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_sizes_that_leave_nothing_are_refused_as_the_float_model_refuses_them(name):
+def test_sizes_that_give_empty_results_are_refused_like_in_the_float_model(name):
     """By the traced range; and where there is none, as in a graph of another making, by what operators need."""
     x, own = torch.randn(SMALL[name]), all_stages(name)[1]
     with pytest.raises(RuntimeError):
@@ -199,7 +199,7 @@ def test_sizes_that_leave_nothing_are_refused_as_the_float_model_refuses_them(na
 @pytest.mark.parametrize(
     ("kernel", "padding", "ceil", "taken"), [(3, 1, True, True), (2, 1, True, False), (2, 1, False, True)]
 )
-def test_ceil_mode_over_a_free_size_takes_windows_that_never_begin_behind_it(kernel, padding, ceil, taken):
+def test_ceil_mode_windows_start_inside_a_dynamic_size(kernel, padding, ceil, taken):
     """Else torch drops the last one of some sizes and not of others."""
     given = {"kernel_size": kernel, "stride": 2, "padding": padding, "ceil_mode": ceil}
     size = symbol("n")
@@ -233,7 +233,7 @@ def test_strides_are_read_as_they_are(name, isa):
     assert same(model(plain), all_stages("weighed")[1](plain))
 
 
-def test_an_index_that_reads_a_wrong_pixel_would_be_seen():
+def test_the_comparison_detects_an_index_of_a_wrong_pixel():
     """Means of an adaptive pool divide by what a call has: of another size they differ."""
     x = torch.randn(1, 3, 30, 22)
     assert not np.array_equal(tensors(program("weighed", HERE[0])(x))[2], tensors(all_stages("weighed")[1](x * 0.5))[2])

@@ -44,7 +44,7 @@ def test_a_file_is_about_a_quarter_of_the_float_weights(tmp_path):
 
 
 @pytest.mark.case("problem 34")
-def test_loading_quantizes_nothing_again(tmp_path, monkeypatch):
+def test_loading_does_not_quantize_again(tmp_path, monkeypatch):
     """Problem 34: weights are read, not rounded; no step of quantization runs."""
     model, _ = compiled(nets.Residual)
     model.save(tmp_path / "m.intaglio")

@@ -47,7 +47,7 @@ def test_all_shapes_share_one_arena_as_large_as_the_largest(model):
     assert max(plans) <= frame.arena.numel() < 1.5 * max(plans)
 
 
-def test_calls_at_once_never_share_memory(model, lowered):
+def test_concurrent_calls_never_share_memory(model, lowered):
     """Case 33: eight threads, lengths of their own; one plan a length."""
     inputs = [tokens(1 + i % 20) for i in range(160)]
     expected = [lowered(x) for x in inputs[:20]] * 8
@@ -106,7 +106,7 @@ def test_strides_belong_to_what_was_planned_and_gradients_do_not(lowered):
     assert torch.equal(model(x.clone().requires_grad_()), lowered(x))
 
 
-def test_sizes_the_program_has_fixed_go_to_the_float_model_and_other_types_to_nobody():
+def test_static_sizes_fall_back_to_the_float_model_and_other_types_are_refused():
     """A model of one size, for which another would be an error."""
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
     model = intaglio.quantize(
@@ -121,7 +121,7 @@ def test_sizes_the_program_has_fixed_go_to_the_float_model_and_other_types_to_no
             model(wrong)
 
 
-def test_the_first_fallback_is_said_once(lowered, caplog):
+def test_the_first_fallback_is_logged_once(lowered, caplog):
     model = stages.compile(lowered, on_new_shape="fallback", float_model=FLOAT)
     with caplog.at_level(logging.WARNING, "intaglio"):
         for length in (5, 6, 7):
@@ -146,7 +146,7 @@ def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):
     ("given", "said"),
     [({"on_new_shape": "guess"}, "no policy 'guess'"), ({"on_new_shape": "fallback"}, "nothing to fall back to")],
 )
-def test_policies_that_cannot_be_are_refused(lowered, given, said):
+def test_invalid_policies_are_refused(lowered, given, said):
     with pytest.raises(InputError, match=said):
         stages.compile(lowered, **given)
 
@@ -165,7 +165,7 @@ def test_equal_quotients_are_one_value():
     assert h // 2 != h // 3
 
 
-def test_all_dimensions_at_once_are_each_of_them():
+def test_evaluating_dimensions_together_equals_evaluating_each():
     h, w = symbol("h"), symbol("while")
     dims = [h, 3, (h + w * 2) // 3 * w - 4, h, (h - 1) // 2]
     found = evaluator(dims, ("h", "while"))(11, 5)

@@ -38,7 +38,7 @@ def test_multiply_accumulates_are_those_of_the_whole_batch(batch):
     assert sum(part.macs for part in found.parts) == batch * lowered.macs[0] > 0
 
 
-def test_free_image_sizes_count_as_they_are():
+def test_macs_of_dynamic_image_sizes_are_symbolic():
     net, size = nn.Conv2d(3, 16, 3).eval(), torch.export.Dim("size", min=8)
     shapes = ({0: torch.export.Dim("n"), 2: size, 3: size},)
     model = intaglio.quantize(net, [picture()], dynamic_shapes=shapes, progress=False)
@@ -93,7 +93,7 @@ def test_float_parts_have_rows_of_their_own():
 # -- the limit --------------------------------------------------------------------------------------------------------
 
 
-def test_shares_are_of_what_the_threads_were_measured_to_do(profile):
+def test_shares_of_the_limit_use_the_rates_of_the_threads_used(profile):
     if not limits.int8_rates(BEST, 1, 0.001):
         pytest.skip("this CPU has no probe")
     for part in profile.parts:
@@ -116,7 +116,7 @@ def test_instruction_sets_this_cpu_lacks_have_no_rates(monkeypatch):
 
 
 @pytest.mark.parametrize("problem", ["portable", "no compiler"])
-def test_without_a_limit_there_are_no_shares(problem, monkeypatch):
+def test_a_profile_without_a_limit_has_no_shares(problem, monkeypatch):
     model, lowered = compiled(nets.Residual)
     if problem == "portable":
         model = stages.compile(lowered, isa="portable")
@@ -135,7 +135,7 @@ def test_without_a_limit_there_are_no_shares(problem, monkeypatch):
 # -- the whole call ---------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_never_negative():
+def test_the_overhead_of_a_call_is_never_negative():
     parts = tuple(ProfiledStep(name, "add", "", 10.0, 0) for name in "ab")
     assert Profile(parts, 1, call_microseconds=25.0).overhead == 5
     assert Profile(parts, 1, call_microseconds=15.0).overhead == 0
@@ -160,7 +160,7 @@ def test_profiling_leaves_inputs_as_they_are():
 # -- how it reads -----------------------------------------------------------------------------------------------------
 
 
-def test_the_text_has_one_line_a_part_slowest_first_that_fits_a_screen(profile):
+def test_the_profile_text_has_one_line_per_part_slowest_first(profile):
     head, left, names, *lines = str(profile).splitlines()
     assert head.endswith("GMAC/s") == (profile.limit is not None)
     assert left.startswith(f"{len(profile.parts)} steps")

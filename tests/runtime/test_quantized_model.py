@@ -21,7 +21,7 @@ from support.int8_models import assert_same, compiled, picture
 
 
 @pytest.mark.case("backend 33")
-def test_eight_threads_with_different_shapes_get_what_one_gets():
+def test_eight_threads_with_different_shapes_get_the_results_of_one():
     model, lowered = compiled(nets.Residual)
     inputs = [picture(1 + i % 5, i) for i in range(40)]
     expected = [lowered(x) for x in inputs]
@@ -87,7 +87,7 @@ def test_a_copy_computes_the_same(copied, net):
     assert repr(other) == repr(model)
 
 
-def test_plans_kept_are_bounded_and_the_most_used_stay():
+def test_the_least_recently_used_plans_are_dropped():
     model, lowered = compiled(nets.Linears)
     model = copy.deepcopy(model)
     model.max_plans = 16
@@ -150,7 +150,7 @@ def test_float_parts_run_and_are_reported_with_reasons():
 
 
 @pytest.mark.case("problem 4", "problem 20")
-def test_a_share_in_int8_can_be_demanded():
+def test_assert_int8_requires_a_share_of_int8_macs():
     half = intaglio.quantize(nets.randomize(nets.Residual()), [picture()], skip=["fc", "stem.0"], progress=False)
     assert 0 < half.coverage.macs < 1
     half.assert_int8(macs=half.coverage.macs)

@@ -57,7 +57,7 @@ def test_keyword_arguments_behind_kwargs_keep_the_batch_free():
     torch.testing.assert_close(captured(X[:3], shift=shift), model(X[:3], shift=shift))
 
 
-def test_what_a_dictionary_holds_beside_the_named_parameters_stays_out_and_is_said():
+def test_extra_keys_of_a_dictionary_batch_are_ignored_and_logged():
     binder = binder_for(Open())
     with pytest.warns(UserWarning, match=r"forward takes \*\*kwargs, but idx are no parameters it names"):
         assert binder({"x": X, "idx": torch.arange(4)}) == ((X,), {})
@@ -133,7 +133,7 @@ class Encoding(collections.UserDict):
 
 
 @pytest.mark.case("problem 6")
-def test_batches_of_any_mapping_with_labels_and_names_the_model_does_not_take(caplog):
+def test_mappings_with_labels_and_unknown_keys_are_valid_batches(caplog):
     """Problem 6: the whole way with batches as dictionaries, labels and an index among them."""
 
     class Two(nn.Module):
@@ -180,7 +180,7 @@ def test_calibration_batches_of_any_memory_give_the_same_ranges(form):
     [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["inference", "no_grad", "enable_grad", "autocast"],
 )
-def test_the_mode_around_the_whole_way_changes_nothing(mode):
+def test_autocast_and_grad_mode_around_quantize_change_nothing(mode):
     """Calibration case 24: under autocast too, the captured graph, ranges and integers are those without it."""
     model = nets.randomize(nn.Sequential(conv(), nn.ReLU(), nn.Conv2d(4, 2, 1)))
     reference, lowered = quantized(model, X)
@@ -303,7 +303,7 @@ def test_a_model_of_another_element_type_is_refused_by_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_model_in_halves_keeps_its_ends(dtype):
+def test_a_float16_model_keeps_float16_inputs_and_outputs(dtype):
     model = intaglio.quantize(nn.Sequential(conv()).to(dtype), [X.to(dtype)])
     assert model(X.to(dtype)).dtype is dtype
 
@@ -368,7 +368,7 @@ WRONG_STAGE = {
 
 @pytest.mark.case("calibration 48")
 @pytest.mark.parametrize("verb", WRONG_STAGE)
-def test_a_step_that_is_given_another_stage_says_which_call_makes_the_right_one(verb):
+def test_a_wrong_stage_is_refused_with_the_call_that_makes_the_right_one(verb):
     """Calibration case 48: converting or preparing twice is an error, not a second round of quantization."""
     captured = stages.capture(nets.randomize(nn.Sequential(conv())), X)
     prepared = stages.prepare(captured)

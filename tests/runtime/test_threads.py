@@ -87,7 +87,7 @@ def test_no_more_threads_than_allowed_and_than_cores(cores):
 
 
 @pytest.mark.case("backend 34")
-def test_calls_run_on_the_number_chosen(monkeypatch, cores, many_threads):
+def test_calls_use_the_chosen_number_of_threads(monkeypatch, cores, many_threads):
     cores(2)
     monkeypatch.setattr("intaglio.runtime.threads.thread_counts", thread_counts)
     found, run = [], Artifact.run

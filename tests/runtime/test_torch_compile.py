@@ -88,14 +88,14 @@ def test_nested_results_keep_structure_bits_and_strides(backend):
             assert [t.stride() for t in tensors(found)] == [t.stride() for t in tensors(expected)]
 
 
-def test_the_operator_is_what_its_fake_says():
+def test_the_custom_operator_matches_its_fake():
     model = compiled(nets.ConvBnRelu)[0]
     for x in (picture(), picture().contiguous(memory_format=torch.channels_last)):
         torch.library.opcheck(torch.ops.intaglio.call.default, ([x], model._model_id))
     torch.library.opcheck(torch.ops.intaglio.call.default, ([picture(4)], nested()._model_id))
 
 
-def test_gradients_end_at_the_model_as_in_a_plain_call():
+def test_gradients_stop_at_the_int8_model():
     model = compiled(nets.ConvBnRelu)[0]
     fast = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")
     assert not fast(picture().requires_grad_()).requires_grad
@@ -116,14 +116,14 @@ def test_a_model_with_float_parts_is_one_operator_too():
     assert_same(fast(picture()), model(picture() + 1))
 
 
-def test_a_wrong_call_is_torchs_error_with_the_text_of_the_plain_calls():
+def test_an_invalid_call_raises_the_error_of_the_float_model():
     model = compiled(nets.ConvBnRelu)[0]
     fast = torch.compile(lambda x: model(x) + 1, backend="eager")
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"shape \[2, 4, 12, 12\]; the model takes"):
         fast(torch.randn(2, 4, 12, 12))
 
 
-def test_a_model_that_changes_its_buffers_still_does():
+def test_an_int8_model_updates_its_buffers_like_the_float_model():
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -149,7 +149,7 @@ def test_a_decoder_with_positions_of_its_own_has_no_island(library):
         assert (found - wanted).norm() < 0.1 * wanted.norm()
 
 
-def test_an_encoder_of_images_has_no_mask(library):
+def test_a_captured_image_encoder_has_no_mask(library):
     model, x = encoder(library, "ViT", image_size=32, patch_size=8), torch.randn(1, 3, 32, 32)
     captured = capture(model, x)
     found, wanted = captured(x.expand(3, -1, -1, -1)), model(x.expand(3, -1, -1, -1))
@@ -159,7 +159,7 @@ def test_an_encoder_of_images_has_no_mask(library):
 
 
 @pytest.mark.slow(reason="an encoder of images of another library")
-def test_torchvisions_encoder_of_images(torchvision):
+def test_the_image_encoder_of_torchvision_runs_in_int8(torchvision):
     model = torchvision.models.VisionTransformer(32, 8, 1, 2, 32, 64, num_classes=5).eval()
     x = torch.randn(1, 3, 32, 32)
     captured = capture(model, x)
@@ -168,7 +168,7 @@ def test_torchvisions_encoder_of_images(torchvision):
     assert [kind for kind in passed(captured) if kind not in MOVES | LAYERS] == ["conv2d"]
 
 
-def test_torchs_own_encoder_layer():
+def test_the_encoder_layer_of_torch_runs_in_int8():
     model, x = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, activation="gelu").eval(), torch.randn(1, 9, 32)
     captured = capture(model, x)
     torch.testing.assert_close(captured(x.expand(3, -1, -1)), model(x.expand(3, -1, -1)))
@@ -180,7 +180,7 @@ def test_torchs_own_encoder_layer():
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_torchs_own_attention(weights):
+def test_multihead_attention_of_torch_runs_in_int8(weights):
     model, x = nn.MultiheadAttention(32, 2, batch_first=True).eval(), torch.randn(1, 9, 32)
     captured = capture(model, (x, x, x), example_kwargs={"need_weights": weights})
     many = torch.randn(3, 3, 9, 32).unbind(0)

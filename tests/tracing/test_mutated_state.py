@@ -89,7 +89,7 @@ def test_results_that_are_state_are_not_overwritten_by_the_next_call():
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_the_int8_model_keeps_what_the_integer_graph_keeps_in_a_file_too(name, tmp_path):
+def test_int8_buffers_are_saved_and_loaded(name, tmp_path):
     model, twin, x = twins(name)
     _, lowered = quantized(model, x)
     made = stages.compile(lowered)
@@ -176,7 +176,7 @@ def written_twice(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.case("backend 20")
 @pytest.mark.parametrize("body", [swish, seen_through_a_view, written_twice], ids=lambda body: body.__name__)
-def test_mutations_mean_what_they_mean_in_eager_code(body):
+def test_in_place_operators_compute_the_same_as_in_eager_mode(body):
     """Case 20."""
     model = nets.randomize(Body(body, c=conv(), d=conv(4)))
     captured = stages.capture(model, X)

@@ -52,7 +52,7 @@ def same(captured, model, *args, **kwargs) -> None:
     ),
     ids=lambda net: net.__name__,
 )
-def test_every_net_has_a_free_batch_though_its_example_has_batch_1(net):
+def test_every_net_has_a_dynamic_batch_for_an_example_of_batch_1(net):
     model, captured = captured_net(net)
     assert not captured.notes
     assert isinstance(captured.signature.inputs[0].type.shape[0], Expression)
@@ -66,7 +66,7 @@ def test_a_size_read_for_a_view_keeps_the_batch_free():
     same(capture(model, X[:1]), model, X.repeat(3, 1, 1, 1))
 
 
-def test_a_model_that_fixes_its_batch_is_captured_as_it_is_with_the_reason():
+def test_a_model_with_a_fixed_batch_is_captured_with_a_note():
     model = body(lambda m, x: m.c(x).view(2, -1), c=conv())
     captured = capture(model, X)
     (note,) = captured.notes
@@ -83,13 +83,13 @@ def test_a_view_that_mixes_batch_and_features_is_captured_with_a_fixed_batch():
     same(captured, model, torch.randn(4, 6))
 
 
-def test_batch_1_beside_an_input_of_another_batch_is_free():
+def test_an_input_of_batch_1_with_another_batched_input_has_a_dynamic_batch():
     model = body(lambda m, x, scale: m.c(x) * scale, c=conv())
     captured = capture(model, (X[:1], torch.randn(4, 1, 1)))
     same(captured, model, X, torch.randn(4, 1, 1))
 
 
-def test_an_input_that_broadcasts_over_the_batch_keeps_its_1():
+def test_an_input_broadcast_over_the_batch_keeps_size_1():
     model = body(lambda m, x, shift: m.c(x) + shift, c=conv())
     captured = capture(model, (X, torch.randn(1, 4, 8, 8)))
     same(captured, model, X.repeat(2, 1, 1, 1), torch.randn(1, 4, 8, 8))
@@ -140,7 +140,7 @@ def test_matrices_of_whole_numbers_have_free_lengths_whatever_the_example(size):
         same(captured, model, torch.randint(9, other))
 
 
-def test_a_length_that_the_model_fixes_stays_fixed_with_exports_reason():
+def test_a_length_that_the_model_specializes_is_static_with_a_reason():
     model = nets.randomize(Lookup(6))
     captured = capture(model, torch.randint(9, (2, 6)))
     (note,) = captured.notes
@@ -187,7 +187,7 @@ def test_branches_with_bodies_of_their_own_are_refused_by_name():
 
 
 @pytest.mark.case("problem 1")
-def test_variadic_and_nested_arguments():
+def test_variadic_and_nested_arguments_are_captured():
     model = body(lambda m, x, *rest: m.a(x) + sum(m.a(r) for r in rest), a=nn.Linear(4, 3))
     args = tuple(torch.randn(3, 1, 4))
     captured = capture(model, args)
@@ -260,7 +260,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("problem", REFUSED)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_what_cannot_be_captured_says_why(problem):
+def test_models_that_cannot_be_captured_say_why(problem):
     model, example = REFUSED[problem]()
     with pytest.raises(CaptureError, match=problem):
         capture(model, example)
@@ -280,14 +280,14 @@ def test_no_grad_inside_forward_and_mutations_leave_one_functional_graph():
     assert "_(" not in captured.text().replace("_to_copy", "")
 
 
-def test_calls_of_one_module_have_numbered_paths_and_operators_a_source_line():
+def test_calls_of_a_module_have_numbered_paths_and_source_lines():
     model = nets.randomize(nets.SharedConv())
     nodes = [n for n in capture(model, nets.example(model)).module.graph.nodes if "conv2d" in str(n.target)]
     assert [info(n).origin.path for n in nodes] == ["conv", "conv@1"]
     assert all("nets.py" in info(n).origin.source for n in nodes)
 
 
-def test_casts_that_change_nothing_leave_no_reader_behind():
+def test_casts_without_effect_are_removed():
     model = body(lambda m, x: F.relu(m.c(x).float().contiguous()), c=conv())
     assert [str(n.target) for n in capture(model, X).module.graph.nodes if n.op == "call_function"] == [
         "aten.conv2d.default",
@@ -424,7 +424,7 @@ LEFT_ALONE = {
 
 @pytest.mark.parametrize("free", [False, True])
 @pytest.mark.parametrize("name", [*DECOMPOSED, *LEFT_ALONE])
-def test_the_short_way_to_a_graph_without_writes_gives_torchs_own(name, free):
+def test_functionalization_matches_that_of_torch(name, free):
     model, example = {**DECOMPOSED, **LEFT_ALONE}[name]
     shapes = ({0: torch.export.Dim.AUTO},) if free else None
     program = torch.export.export(model.eval(), (torch.randn(example),), dynamic_shapes=shapes)

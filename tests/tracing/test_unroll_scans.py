@@ -145,7 +145,7 @@ def lowered_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Reference, Low
     ),
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_bodies_are_quantized_as_top_level_and_keep_their_bits(name, isa, tmp_path):
+def test_loop_bodies_are_quantized_like_top_level_models(name, isa, tmp_path):
     """C8: the reference within the contract, the same bits on every instruction set, and from a file."""
     model, given, reference, lowered = lowered_of(name)
     assert_equal_levels(reference, lowered, *given)
@@ -198,7 +198,7 @@ def test_selectors_reach_the_modules_of_a_body():
 
 
 @pytest.mark.case("frontends C8")
-def test_the_batch_beside_the_steps_may_be_free():
+def test_the_batch_may_be_dynamic_beside_the_time_steps():
     model, (x, h), _ = captured_of("cell")  # what torch compiles of it, for one batch, is not used again
     free = torch.export.Dim.DYNAMIC
     captured = capture(model, (x, h), dynamic_shapes={"args": ({1: free}, {0: free})})

@@ -123,7 +123,7 @@ def test_functions_need_no_modules():
     [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", enabled=False)],
     ids=["no_grad", "enable_grad", "autocast off"],
 )
-def test_a_mode_inside_forward_hides_no_operator(region):
+def test_a_torch_function_mode_inside_forward_hides_no_operator(region):
     """Problem 4: what stands under ``no_grad`` is quantized as what does not."""
 
     def body(m: nn.Module, x: Tensor) -> Tensor:

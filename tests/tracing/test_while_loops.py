@@ -122,7 +122,7 @@ def lowered_of(name: str) -> tuple[nn.Module, Tensor, Reference, Lowered]:
     ),
 )
 @pytest.mark.parametrize("isa", BEST_HERE)
-def test_a_body_runs_in_int8_as_often_as_the_data_says(name, isa, tmp_path):
+def test_a_loop_body_runs_in_int8_a_data_dependent_number_of_times(name, isa, tmp_path):
     """C8: any count, none among them; the same bits on every instruction set, and from a file."""
     model, x, reference, lowered = lowered_of(name)
     assert lowered.bodies["while_loop"].macs[0] == lowered.bodies["while_loop"].macs[1] > 0
@@ -155,7 +155,7 @@ def pairs(result) -> list[Tensor]:
 
 
 @pytest.mark.case("frontends C8")
-def test_the_body_of_a_reference_is_within_the_contract():
+def test_loop_bodies_of_a_reference_follow_the_contract():
     _, x, reference, lowered = lowered_of("a count")
     body, inner = reference.bodies["while_loop"], lowered.bodies["while_loop"]
     levels = worst_levels(body, inner, start(), x, torch.tensor(3))
@@ -193,7 +193,7 @@ def test_ranges_and_parameters_of_bodies_are_kept_and_read_again():
 
 
 @pytest.mark.case("frontends C8")
-def test_a_body_that_no_data_reached_is_refused_by_its_sites():
+def test_a_loop_body_without_calibration_data_is_refused_by_its_sites():
     _, x, prepared = prepared_of("a count")
     with pytest.raises(CalibrationError, match=r"#while_loop/.*seen no data"):
         convert(prepared, calibrate(prepared, [(x, torch.tensor(0))]))
@@ -209,7 +209,7 @@ def test_selectors_reach_into_bodies_and_past_them(skip, inside, outside):
 
 
 @pytest.mark.case("frontends C8")
-def test_results_of_no_iteration_are_no_inputs():
+def test_results_of_zero_iterations_do_not_alias_inputs():
     _, x, _, lowered = lowered_of("a weight that is outside too")
     compiled = stages.compile(lowered)
     found = compiled(x, torch.tensor(0))
@@ -230,7 +230,7 @@ def test_loops_in_loops_are_refused():
 
 
 @pytest.mark.case("frontends C8")
-def test_what_has_no_such_loop_says_so(tmp_path):
+def test_backends_without_while_loops_refuse_them(tmp_path):
     model, x, reference, lowered = lowered_of("a count")
     with pytest.raises(UnsupportedError, match=r"loop\.while_loop.*Inductor"):
         stages.compile(reference, backend="inductor")

@@ -55,7 +55,7 @@ def searched(damage: list[int], order: list[int], drop: int, budget: int) -> tup
 
 
 @given(harms, st.randoms(), st.integers(0, 20), st.integers(2, 40))
-def test_what_is_found_holds_whenever_anything_does(damage, random, drop, budget):
+def test_the_search_reaches_the_metric_whenever_some_set_does(damage, random, drop, budget):
     """Leaving everything in float harms least of all; two trials suffice to get there, and no more than allowed run."""
     order = random.sample(range(len(damage)), len(damage))
     search, left = searched(damage, order, drop, budget)
@@ -64,7 +64,7 @@ def test_what_is_found_holds_whenever_anything_does(damage, random, drop, budget
 
 
 @given(harms, st.randoms(), st.integers(0, 20))
-def test_nothing_that_was_found_can_be_taken_back(damage, random, drop):
+def test_no_single_operator_of_the_result_can_be_quantized_again(damage, random, drop):
     order = random.sample(range(len(damage)), len(damage))
     _, left = searched(damage, order, drop, budget=10**6)
     kept = [damage[int(name)] for name in left]
@@ -83,7 +83,7 @@ def test_one_damaging_operator_takes_few_trials(count, data):
     assert len(search.trials) <= 3 + 4 * place.bit_length()
 
 
-def test_where_nothing_holds_the_best_is_taken():
+def test_the_best_trial_is_taken_if_none_reaches_the_metric():
     metric = {(): 0.2, ("a",): 0.5, ("a", "b"): 0.4}
     search = FloatSearch(metric.__getitem__, 0.9, 10)
     assert search.run(["a", "b"]) == ("a",)
@@ -93,7 +93,7 @@ def test_where_nothing_holds_the_best_is_taken():
 # ---- models
 
 
-def test_a_model_that_is_good_enough_takes_two_evaluations():
+def test_a_first_int8_model_that_reaches_the_metric_takes_two_evaluations():
     seen = []
     model = layers()
     tuned = intaglio.autotune(model, [X], lambda m: float(len(seen.append(type(m)) or "one")))
@@ -122,7 +122,7 @@ def test_the_same_search_gives_the_same_result_twice():
     assert first.recipe == second.recipe
 
 
-def test_what_a_user_leaves_in_float_stays_there():
+def test_operators_a_user_leaves_in_float_stay_in_float():
     """Backend 4.4: a restriction is honoured."""
     leaving_c = stages.Quantizer(intaglio.Recipe.of({"c": None}))
     tuned = intaglio.autotune(layers(), [X], lambda m: 1.0 if "b" in in_float(m) else 0.5, quantizer=leaving_c)
@@ -141,7 +141,7 @@ def test_a_target_that_is_not_reached_gives_the_best_and_a_warning():
     assert tuned.chosen == max(tuned.trials, key=lambda trial: trial.metric)
 
 
-def test_a_value_that_had_no_levels_before_gets_some():
+def test_a_value_that_becomes_a_site_is_calibrated():
     """A rectifier in float lays open the sum in front of it."""
     model = nets.randomize(Body(lambda m, x: m.d(torch.relu(m.c(x) + x)), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 2, 1)))
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -153,7 +153,7 @@ def test_a_value_that_had_no_levels_before_gets_some():
     assert intaglio.compare(captured, found, [x]).results[0] > 30
 
 
-def test_a_float_model_is_evaluated_as_in_use_and_never_changed():
+def test_the_float_model_is_evaluated_in_eval_mode_and_not_changed():
     model = nn.Sequential(nn.Linear(12, 12), nn.Dropout(0.9), nn.Linear(12, 12)).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     exact = []
@@ -185,7 +185,7 @@ def test_one_number_is_taken_in_any_form(one):
     assert intaglio.autotune(layers(), [X], lambda m: one).baseline == 1.0
 
 
-def test_the_int8_model_that_a_function_fails_for_is_named():
+def test_a_failing_metric_function_names_the_trial():
     odd = lambda m: float("nan") if isinstance(m, intaglio.QuantizedModel) else 1.0  # noqa: E731
     with pytest.raises(InputError, match="returned nan for the int8 model with nothing more in float"):
         intaglio.autotune(layers(), [X], odd)
@@ -195,18 +195,18 @@ def test_the_int8_model_that_a_function_fails_for_is_named():
     ("options", "problem"),
     [({"max_drop": -1}, "max_drop"), ({"max_drop": float("nan")}, "max_drop"), ({"evaluations": 1}, "evaluations")],
 )
-def test_a_criterion_that_makes_no_sense_is_refused(options, problem):
+def test_an_invalid_criterion_is_refused(options, problem):
     with pytest.raises(InputError, match=problem):
         intaglio.autotune(layers(), [X], lambda m: 1.0, **options)
 
 
-def test_data_that_runs_the_model_is_refused():
+def test_a_data_function_is_refused_by_autotune():
     with pytest.raises(InputError, match="data"):
         intaglio.autotune(layers(), lambda m: m(X), lambda m: 1.0, example_inputs=X)
 
 
 @pytest.mark.parametrize(("relative", "floor"), [(True, -2.2), (False, -2.1)])
-def test_a_drop_is_a_share_of_the_magnitude_or_a_difference(relative, floor):
+def test_max_drop_is_relative_or_absolute(relative, floor):
     tuned = intaglio.autotune(layers(), [X], lambda m: -2.0, max_drop=0.1, relative=relative)
     assert tuned.floor == pytest.approx(floor)
 

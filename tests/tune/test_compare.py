@@ -47,7 +47,7 @@ def test_a_bad_layer_is_found_as_the_worst():
 
 
 @pytest.mark.case("problem 36")
-def test_the_path_of_the_worst_layer_can_be_pasted_into_skip():
+def test_the_path_of_the_worst_layer_is_valid_for_skip():
     """Problem 36: what the report names, a recipe takes; the loss is gone."""
     model = spoiled()
     captured = stages.capture(model, X)
@@ -72,7 +72,7 @@ def test_operands_of_very_different_ranges_in_one_concatenation_are_named():
 
 
 @pytest.mark.case("frontends B12")
-def test_what_a_row_says_alone_is_exact_where_nothing_is_rounded():
+def test_the_own_error_is_zero_where_nothing_is_rounded():
     """Frontends B12: an operator of its own accord loses nothing if the recipe leaves it in float."""
     model, captured = captured_net(nets.Linears)
     x = nets.example(model, 16)
@@ -84,7 +84,7 @@ def test_what_a_row_says_alone_is_exact_where_nothing_is_rounded():
 
 
 @pytest.mark.case("frontends B12")
-def test_so_far_at_the_last_operator_is_the_result():
+def test_the_accumulated_error_of_the_last_operator_is_that_of_the_result():
     """Frontends B12: the same number by two ways."""
     model, captured = captured_net(nets.Linears)
     x = nets.example(model, 16)
@@ -96,7 +96,7 @@ def test_so_far_at_the_last_operator_is_the_result():
 
 
 @pytest.mark.case("frontends B12")
-def test_rows_are_keyed_by_names_that_are_the_same_every_time():
+def test_rows_of_a_comparison_have_stable_names():
     """Frontends B12: node, site and path do not depend on the run, the data or the stage the float side comes from."""
     model, captured = captured_net(nets.Residual)
     keys = set()
@@ -138,7 +138,7 @@ def test_both_sides_see_the_same_batches_whatever_the_loader_does():
 
 
 @pytest.mark.case("problem 38")
-def test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line():
+def test_the_comparison_table_begins_with_the_result_and_the_worst_operator():
     """Problem 38."""
     model, captured = captured_net(nets.Residual)
     x = nets.example(model, 4)
@@ -153,7 +153,7 @@ def test_the_table_has_the_worst_on_top_and_the_result_in_the_first_line():
 
 @pytest.mark.case("problem 38")
 @pytest.mark.parametrize("saved", [False, True])
-def test_the_program_itself_is_compared_operator_by_operator(saved, tmp_path):
+def test_an_int8_model_is_compared_operator_by_operator(saved, tmp_path):
     """Problem 38: from the float model and the parameters that the int8 model keeps, in memory or in a file."""
     exact = nets.randomize(nets.Residual())
     captured = stages.capture(exact, X)
@@ -169,7 +169,7 @@ def test_the_program_itself_is_compared_operator_by_operator(saved, tmp_path):
 
 
 @pytest.mark.case("problem 38")
-def test_a_program_with_other_numbers_in_it_is_compared_by_its_results():
+def test_programs_with_other_constants_are_compared_by_results():
     """Problem 38: rows of a reference that is not the model's would mislead; the report says what to give instead."""
     model, _ = compiled(nets.Residual)
     other = nets.randomize(nets.Residual(), seed=9)
@@ -179,7 +179,7 @@ def test_a_program_with_other_numbers_in_it_is_compared_by_its_results():
         _ = report.worst
 
 
-def test_a_row_says_what_values_use_of_their_levels():
+def test_a_row_has_the_range_use_of_its_site():
     """Calibration 16: an outlier that the range cuts off, a range that is far too wide."""
     model, captured = captured_net(nets.Linears)
     x = nets.example(model, 16)
@@ -206,7 +206,7 @@ def test_a_row_says_what_values_use_of_their_levels():
 
 
 @pytest.mark.case("problem 36")
-def test_the_list_to_exclude_can_be_pasted_into_skip():
+def test_selectors_of_a_comparison_are_valid_for_skip():
     """Problem 36: the worst first, each selector once, none for what loses nothing."""
     model = spoiled()
     captured = stages.capture(model, X)
@@ -236,7 +236,7 @@ def test_a_comparison_is_text_a_table_and_json():
 
 
 @pytest.mark.case("problem 13")
-def test_a_float_minimum_used_as_a_mask_is_seen_in_the_report():
+def test_a_float_minimum_used_as_a_mask_shows_in_the_report():
     """Problem 13: numbers as large as float32 has give finite parameters; the report has a row for what they spoil."""
 
     def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ QUANTIZERS = {
 
 @pytest.mark.parametrize("attention", [F.scaled_dot_product_attention, written_out])
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_attention_of_four_axes_is_compared_however_it_is_quantized(name, attention):
+def test_attention_with_four_axes_is_compared_by_operator_in_every_setting(name, attention):
     """Annotators see attention as it is written; so is the float graph that a reference is held against."""
     layers = {layer: nn.Linear(16, 16) for layer in "qkvo"}
     model = nets.randomize(Body(lambda m, x: heads(m, x, attention), **layers))

@@ -192,7 +192,7 @@ def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second,
     assert fastest({layer: options}, times) == {layer: options[best]}
 
 
-def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, monkeypatch):
+def test_every_step_of_every_program_is_timed(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.tune.schedule_search.ROUNDS", range(2, 3))
     programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
     found = best_times(programs, unflatten_call(lowered.signature, random_sample(lowered.signature)))
@@ -204,7 +204,7 @@ def test_the_clock_times_every_step_of_every_program(lowered, nothing_known, mon
 # ---- what is remembered
 
 
-def test_a_second_search_times_nothing(lowered, nothing_known, narrow_is_fast):
+def test_a_second_search_measures_nothing(lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
     first = search(lowered, HERE[0], inputs)
     count = len(narrow_is_fast)
@@ -228,7 +228,7 @@ def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
     assert len({schedules[new[0]] for schedules in tried}) > 1
 
 
-def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
+def test_schedules_are_keyed_by_threads_sizes_and_instruction_set(lowered, nothing_known):
     small, large = (next(iter(geometries(plan_graph(lowered.graph), {"n": n}).values())) for n in (1, 2))
     schedule_cache = ScheduleCache(HERE[0], 2)
     schedule_cache.store({small: Schedule(2, 1, 3, 4)})
@@ -238,7 +238,7 @@ def test_other_threads_sizes_and_sets_are_other_keys(lowered, nothing_known):
     assert ScheduleCache("portable" if HERE[0] != "portable" else "avx2", 2).load(small) is None
 
 
-def test_another_processor_or_generator_is_another_key(lowered, nothing_known, monkeypatch):
+def test_schedules_are_keyed_by_processor_and_generator(lowered, nothing_known, monkeypatch):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     schedule_cache = ScheduleCache(HERE[0], 1)
     schedule_cache.store({layer: Schedule(1, 1)})
@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monk
     assert schedule_cache.load(layer) is None
 
 
-def test_what_was_used_least_recently_is_forgotten_first(lowered, nothing_known, monkeypatch):
+def test_the_least_recently_used_schedule_is_evicted_first(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.config.cache_limit_bytes", lambda: 2 * 16 * 4096)
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     layers = [replace(layer, read=(size,)) for size in range(4)]
@@ -358,7 +358,7 @@ def test_a_tuned_model_has_the_same_bits_and_keeps_its_schedules(nothing_known, 
     assert other.artifact.program.source == tuned.artifact.program.source
 
 
-def test_without_tune_nothing_remembered_is_used(nothing_known, narrow_is_fast):
+def test_without_tune_stored_schedules_are_not_used(nothing_known, narrow_is_fast):
     model, x = convolutions(), torch.randn(4, 3, 8, 8)
     before = intaglio.quantize(model, [x])
     intaglio.quantize(model, [x], options=intaglio.CompileOptions(tune=True))
@@ -368,13 +368,13 @@ def test_without_tune_nothing_remembered_is_used(nothing_known, narrow_is_fast):
 
 
 @pytest.mark.parametrize("tune", [None, 1, "yes", (torch.zeros(1),), (torch.zeros(1, 3, 8, 8), 2)])
-def test_what_is_no_call_is_refused_before_the_work(tune, monkeypatch):
+def test_invalid_tune_arguments_are_refused_before_calibration(tune, monkeypatch):
     monkeypatch.setattr("intaglio.api.calibrate", lambda *args, **options: pytest.fail("calibrated"))
     with pytest.raises(InputError):
         intaglio.quantize(convolutions(), [torch.randn(4, 3, 8, 8)], options=intaglio.CompileOptions(tune=tune))
 
 
-def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fast):
+def test_tuning_with_dynamic_sizes_needs_a_call(nothing_known, narrow_is_fast):
     net = Net()
     free = net.lowered(net.dequantize(net.conv(net.quantize(net.input(N, 3, H, W)), 80, 3)))
     with pytest.raises(InputError, match="h, w") as raised:
@@ -384,7 +384,7 @@ def test_free_sizes_ask_for_the_arguments_of_a_call(nothing_known, narrow_is_fas
     assert torch.equal(stages.compile(free, tune=(x,))(x)[0], stages.compile(free)(x)[0])
 
 
-def test_made_up_inputs_and_single_images_fit_the_signature(lowered):
+def test_random_samples_and_first_samples_fit_the_signature(lowered):
     (made,) = random_sample(lowered.signature)
     assert made.shape == (1, 5, 9, 7)
     x = torch.randn(3, 5, 9, 7)

@@ -124,7 +124,7 @@ def test_a_mask_stays_float_and_everything_else_is_int8(way):
         *rarely("attention, boolean of keys", reason="the same mask as booleans"),
     ],
 )
-def test_a_row_that_sees_nothing_has_attention_zero(way):
+def test_a_fully_masked_row_has_attention_zero(way):
     """As `scaled_dot_product_attention` has it; written out, torch gives NaN, or a mean under the least float."""
     model, mask = model_of(way)
     _, lowered = quantized(model, X, mask)
@@ -150,7 +150,7 @@ def test_weights_of_a_row_that_sees_nothing_are_nan_and_calibration_says_where()
     assert weights[[0, 1, 3]].isfinite().all()
 
 
-def test_an_encoder_that_looks_whether_its_mask_is_causal_is_told():
+def test_an_encoder_that_tests_its_mask_for_causality_is_refused():
     model, mask = model_of("added, of pairs")
     model.body = lambda m, x, mask: m.layers(x, mask=mask)
     with pytest.raises(CaptureError, match="is_causal=False"):

@@ -52,7 +52,7 @@ def test_torchs_attention_keeps_the_batch_in_front(free, weights):
     assert kinds.count("aten.linear.default") == 4
 
 
-def test_a_sequence_that_comes_first_stays_first():
+def test_a_sequence_first_layout_is_kept():
     free = {"src": {1: torch.export.Dim.AUTO}}
     module, _ = passed(nn.TransformerEncoderLayer(24, 3, 48), X, dynamic_shapes=free)
     (result,) = next(node for node in module.graph.nodes if node.op == "output").args[0]
@@ -88,7 +88,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_moves_that_leave_the_batch_in_front_or_do_not_come_back_stay(name):
+def test_transposes_that_keep_the_batch_first_or_are_not_undone_stay(name):
     assert passed(linears(LEFT[name]), X)[1] == 0
 
 
@@ -135,7 +135,7 @@ class Drawn:
 
 
 @given(st.data())
-def test_any_chain_of_moves_and_linear_layers_computes_the_same(data):
+def test_random_chains_of_transposes_and_linear_layers_are_equivalent_after_rewriting(data):
     drawn = Drawn()
     for _ in range(data.draw(st.integers(1, 8))):
         drawn.draw(data)

@@ -109,7 +109,7 @@ def test_written_out_attention_is_one_operator(name):
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_no_attention_stays_as_it_is(name):
+def test_graphs_that_are_not_attention_are_unchanged(name):
     body, mask = LEFT[name]
     _, module, counts = passed(body, X, *(() if mask is None else (mask,)))
     assert counts["fuse_attention"] == 0
@@ -174,14 +174,14 @@ IDLE = {
 @pytest.mark.parametrize(
     "name", rarely_except("not never", "below the length", of=IDLE, reason="other comparisons that are always true")
 )
-def test_a_mask_that_is_true_everywhere_vanishes(name):
+def test_an_all_true_mask_is_removed(name):
     captured, _, _ = passed(masked(IDLE[name]), X)
     assert attention_of(captured).args[3] is None
     assert "ge" not in operators(captured.module)
     assert "expand" not in operators(captured.module)
 
 
-def test_a_mask_that_hides_something_stays():
+def test_a_mask_that_hides_elements_is_kept():
     captured, _, _ = passed(masked(lambda x: positions(x)[1] < 4), X)
     assert attention_of(captured).args[3] is not None
 
@@ -193,7 +193,7 @@ def test_a_mask_that_hides_something_stays():
         *rarely(lambda x: positions(x)[1] <= positions(x)[0], reason="the same comparison turned round"),
     ],
 )
-def test_a_mask_of_what_comes_before_is_causal(mask):
+def test_a_lower_triangular_mask_is_causal(mask):
     captured, _, _ = passed(masked(mask), X)
     assert attention_of(captured).args[3:] == (None, 0.0, True)
 
@@ -209,7 +209,7 @@ def test_a_mask_of_what_comes_before_is_causal(mask):
         ),
     ],
 )
-def test_other_comparisons_of_positions_stay(mask):
+def test_other_comparisons_of_positions_are_unchanged(mask):
     captured, _, _ = passed(masked(mask), X)
     assert isinstance(attention_of(captured).args[3], torch.fx.Node)
 
@@ -250,7 +250,7 @@ class Embeddings(nn.Module):
         return self.words(words) + self.kinds(kinds) + self.places(ids)
 
 
-def test_places_and_kinds_of_words_are_one_part_of_one_constant():
+def test_position_and_token_type_embeddings_are_one_constant():
     model, words = Embeddings().eval(), torch.randint(50, (2, 7))
     captured = capture(model, words)
     assert str(captured.signature.inputs[0].type) == "i64[n, n1]"

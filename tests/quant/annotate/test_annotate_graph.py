@@ -94,7 +94,7 @@ def test_integer_tensors_are_left_alone():
 
 
 @pytest.mark.case("calibration 39")
-def test_the_longest_row_wins_and_a_value_belongs_to_one_region():
+def test_the_longest_fusion_wins_and_a_value_is_in_one_region():
     annotations = annotated(
         lambda m, x: (lambda a, b: F.relu(a + b) + m.e(x))(m.c(x), m.d(x)), c=conv(), d=conv(), e=conv()
     )
@@ -119,13 +119,13 @@ def test_the_longest_row_wins_and_a_value_belongs_to_one_region():
         (lambda m, x: m.c(x).double().relu(), "not a float32 tensor"),
     ],
 )
-def test_what_stays_in_float_says_why(body, reason):
+def test_operators_that_stay_in_float_have_a_reason(body, reason):
     annotations = annotated(body, c=conv(), k=nn.Parameter(torch.randn(8, 8, 1, 1)), b=nn.Parameter(torch.randn(8)))
     reasons = [skip.reason for skip in annotations.skipped]
     assert any(part in text for text in reasons for part in reason.split("|")), reasons
 
 
-def test_a_reduction_too_long_for_an_accumulator_is_refused():
+def test_a_reduction_that_could_overflow_is_refused():
     wide = nn.Linear(33156, 1)
     annotations = annotate(capture(wide.eval(), torch.zeros(2, 33156)))
     assert "33156 products per output; 33155 fit an int32 accumulator" in annotations.skipped[0].reason
@@ -150,7 +150,7 @@ def test_chains_of_sharing_in_any_order_are_one_group(size, random):
 
 
 @pytest.mark.case("frontends B16")
-def test_a_long_chain_does_not_recurse():
+def test_a_long_chain_does_not_overflow_the_stack():
     sites = [site(f"s{i}", Shared(f"s{i + 1}")) for i in range(5000)] + [site("s5000", Observed())]
     assert set(groups(sites).values()) == {"s5000"}
 
@@ -172,7 +172,7 @@ def test_a_cycle_with_an_owner_is_fine():
         ([site("a", Fixed(1.0, 0)), site("b", Fixed(2.0, 0)), site("c", Shared("a")), site("c2", Shared("c"))], None),
     ],
 )
-def test_sharing_that_cannot_be_says_so(sites, problem):
+def test_impossible_sharing_is_refused(sites, problem):
     if problem is None:
         assert groups(sites)["c2"] == "a"
         return
@@ -180,7 +180,7 @@ def test_sharing_that_cannot_be_says_so(sites, problem):
         groups(sites)
 
 
-def test_equal_operators_of_one_module_keep_their_numbers_when_one_of_them_is_no_site():
+def test_numbers_of_equal_operators_do_not_depend_on_their_sites():
     def body(m, x):
         return m.d(torch.relu(m.c(torch.relu(x)) + 1))
 

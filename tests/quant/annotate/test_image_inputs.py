@@ -88,7 +88,7 @@ def captured_conv() -> Captured:
 
 
 @pytest.mark.parametrize("image", IMAGES.values(), ids=IMAGES)
-def test_every_byte_of_every_channel_comes_back_from_its_float(image):
+def test_every_byte_of_every_channel_survives_normalization(image):
     pixels = every_byte()
     _, graph = lowered(captured_conv(), image, image.normalize(pixels))
     np.testing.assert_array_equal(levels(graph, image.normalize(pixels)), pixels.numpy())
@@ -97,7 +97,7 @@ def test_every_byte_of_every_channel_comes_back_from_its_float(image):
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 10)), min_size=1, max_size=5))
 @settings(max_examples=5 * settings.default.max_examples)
-def test_any_mean_and_deviation_give_every_byte_back(parameters):
+def test_every_byte_survives_normalization_with_any_mean_and_deviation(parameters):
     image, pixels = Image(*zip(*parameters, strict=True)), every_byte(len(parameters))
     way = image.pixels(len(parameters))
     gain, shift, zeros = (torch.as_tensor(v).reshape(1, -1, 1, 1) for v in (way.gain, way.shift, way.zero_points))
@@ -189,7 +189,7 @@ def test_integers_equal_the_reference(name):
     assert_equal_levels(reference, graph, x)
 
 
-def test_bytes_are_never_worse_than_an_observed_range():
+def test_byte_inputs_are_at_least_as_accurate_as_observed_ranges():
     model, x = one(conv(3, 16, 7, 3, stride=2)), IMAGENET.normalize(photos(8, height=32, width=32))
     inputs, results = [], []
     for image in (IMAGENET, None):
@@ -227,7 +227,7 @@ def test_a_model_may_have_parameters_of_any_name():
     assert sqnr(lowered(model, IMAGENET, x)[1](x), model(x)) > 30
 
 
-def test_a_batch_norm_behind_the_convolution_is_folded_too():
+def test_a_batch_norm_after_the_convolution_is_folded_too():
     model, reference, graph = residual()
     x = IMAGENET.normalize(photos(8, width=12))
     assert_equal_levels(reference, graph, x)
@@ -341,7 +341,7 @@ def test_several_inputs_are_declared_by_name():
         lowered(model, {"lefft": HALF}, x, y)
 
 
-def test_the_whole_way_and_a_file_keep_taking_bytes(tmp_path):
+def test_quantized_and_loaded_models_accept_bytes(tmp_path):
     model, pixels = nets.randomize(nets.Residual()), photos(4, width=12)
     x = IMAGENET.normalize(pixels)
     quantized = intaglio.quantize(model, [(x, torch.zeros(4))], input=IMAGENET)
@@ -405,7 +405,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("parameters", "text"), WRONG.values(), ids=WRONG)
-def test_parameters_that_cannot_be_are_refused(parameters, text):
+def test_invalid_image_parameters_are_refused(parameters, text):
     with pytest.raises(UnsupportedError, match=text):
         lowered(captured_conv(), Image(**parameters), IMAGENET.normalize(every_byte()))
 
@@ -438,7 +438,7 @@ def test_a_file_whose_gains_are_not_one_per_channel_is_refused(tmp_path):
         intaglio.load(tmp_path / "bad")
 
 
-def test_an_input_that_was_only_equalized_takes_no_bytes():
+def test_an_equalized_input_without_a_declaration_takes_no_bytes():
     """Its channels have scales of their own too, but nobody said what bytes stand for."""
     model = nets.randomize(nets.ConvBnRelu())
     x = nets.example(model, 4)

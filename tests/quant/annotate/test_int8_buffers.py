@@ -87,7 +87,7 @@ def reference(net, int8_buffers=True, model=None):
 
 @pytest.mark.case("frontends C8")
 @NETS
-def test_a_buffer_is_stored_as_bytes_and_every_stage_keeps_the_same_ones(net):
+def test_an_int8_buffer_has_the_same_bytes_in_every_stage(net):
     """C8: the opt-in; reference, interpreter and program agree on levels, in a quarter of the memory."""
     model, found = reference(net)
     twin, lowered = copy.deepcopy(model), stages.requantize(found)
@@ -106,7 +106,7 @@ def test_a_buffer_is_stored_as_bytes_and_every_stage_keeps_the_same_ones(net):
 
 
 @pytest.mark.case("frontends C8")
-def test_what_was_written_once_stays_as_it_was_written():
+def test_buffer_entries_written_once_do_not_drift():
     """However often it is read, and whatever is written beside it."""
     _, found = reference(Held)
     all_stages = [found, stages.requantize(found), stages.compile(found)]
@@ -121,7 +121,7 @@ def test_what_was_written_once_stays_as_it_was_written():
 
 
 @pytest.mark.case("frontends C8")
-def test_rows_that_are_there_are_moved_as_bytes():
+def test_existing_buffer_rows_are_copied_as_bytes():
     """Levels are made of the new row only: nothing is quantized that was levels before."""
     _, found = reference(Window)
     lowered = stages.requantize(found)
@@ -141,7 +141,7 @@ def test_a_cache_is_written_by_index_as_bytes():
     assert all(node.args[0].op == "placeholder" for node in put)
 
 
-def test_levels_that_are_read_and_stored_again_are_the_same_levels():
+def test_requantizing_dequantized_values_returns_them():
     """For every level, zero point and scale that a buffer can have: quantize of dequantize is the identity."""
     levels = np.arange(256, dtype=np.float32)
     rng = np.random.default_rng(0)
@@ -181,7 +181,7 @@ def test_aliased_buffers_are_refused():
         stages.capture(Twice().eval(), (torch.randn(1, 6),))
 
 
-def test_a_buffer_that_is_not_float32_is_refused_by_name_and_left_by_true():
+def test_a_buffer_other_than_float32_is_refused_by_name_and_skipped_with_true():
     class Counts(Window):
         def __init__(self) -> None:
             super().__init__()
@@ -248,7 +248,7 @@ def test_state_dict_reset_and_files_keep_bytes(tmp_path):
         assert torch.equal(loaded.state0, native.state0)
 
 
-def test_another_calibration_brings_its_bytes_along(tmp_path):
+def test_recalibrated_ranges_requantize_stored_buffers(tmp_path):
     """A state dictionary holds levels and what they stand for; a file of what took it is whole."""
     model, found = reference(Held)
     stage = prepare(stages.capture(model, CALLS[Held][0]), Quantizer(int8_buffers=True))
@@ -266,7 +266,7 @@ def test_another_calibration_brings_its_bytes_along(tmp_path):
     assert torch.equal(intaglio.load(tmp_path / "model.intaglio").state0, narrow.state0)
 
 
-def test_the_whole_way_takes_the_flag():
+def test_quantize_accepts_int8_buffers():
     model = intaglio.quantize(
         nets.randomize(Window()), [call[0] for call in CALLS[Window]], quantizer=stages.Quantizer(int8_buffers="rows")
     )

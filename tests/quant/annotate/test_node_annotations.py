@@ -72,7 +72,7 @@ def test_only_what_is_annotated_is_quantized():
     }
 
 
-def test_a_chain_without_levels_inside_is_one_region_and_with_them_is_two():
+def test_a_chain_quantized_inside_is_two_regions():
     def relu(node):
         return Annotation(output=U8)
 
@@ -100,7 +100,7 @@ def test_three_annotated_readers_have_a_dequantize_each_and_the_float_one_its_ow
     assert len(y.users) == 4
 
 
-def test_values_that_are_levels_around_a_float_operator_are_rounded_there():
+def test_quantized_values_around_a_float_operator_are_rounded():
     """An operator without a kernel for it reads and gives dequantized levels."""
     model = Body(lambda m, x: torch.softmax(m.a(x), 1), a=conv())
     found = reference(model, By(softmax=reads(U8, QuantizedAs(spec=Fixed(1 / 256, 0)))))
@@ -148,7 +148,7 @@ def test_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
 
 @pytest.mark.case("frontends B16")
 @pytest.mark.parametrize("owner", [0, 1, 2])
-def test_a_circle_of_places_with_one_owner_is_one_group(owner):
+def test_a_cycle_of_shared_specs_with_one_owner_is_one_group(owner):
     """B16: each shares with the next, around; whichever states levels has the parameters of all."""
     model = Body(lambda m, x: torch.cat([m.a(x), m.b(x)], 1), a=conv(), b=conv())
 
@@ -166,7 +166,7 @@ def test_a_circle_of_places_with_one_owner_is_one_group(owner):
 
 
 @pytest.mark.case("frontends B16")
-def test_a_place_may_share_with_one_that_comes_later():
+def test_a_site_may_share_with_a_later_site():
     """B16: anchor later in the graph, and transitive."""
     model = Body(lambda m, x: m.a(x) + m.b(x), a=conv(), b=conv())
 
@@ -188,7 +188,7 @@ def test_a_place_may_share_with_one_that_comes_later():
     ("levels", "problem"),
     [(lambda n: SameAs(n.args[1]), "no annotation gives any"), (lambda n: SameAs((n.args[0], n)), "none of them")],
 )
-def test_sharing_without_an_owner_says_so(levels, problem):
+def test_sharing_without_an_owner_is_refused(levels, problem):
     """B16, 2.10.7: an anchor that is missing, or that is oneself, is an error and not a recursion."""
     model = Body(lambda m, x: m.a(x) + x.sum(), a=conv())
     with pytest.raises(UnsupportedError, match=problem):
@@ -228,7 +228,7 @@ def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
     assert again.annotations.sites_text() == stage.annotations.sites_text()
 
 
-def test_a_layer_quantized_while_the_model_runs():
+def test_dynamic_layers_match_the_reference():
     model = Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
     stage = prepared(model, By(linear=lambda n: layer(n, QuantizedAs(spec=Dynamic("token")))), X)
     assert not stage.observers
@@ -238,7 +238,7 @@ def test_a_layer_quantized_while_the_model_runs():
 
 
 @pytest.mark.case("frontends C7")
-def test_annotators_are_composed_and_a_later_one_leaves_alone_what_is_there():
+def test_annotators_are_composed_and_earlier_annotations_are_kept():
     """C7: embedding, run-time linear and static convolution together."""
 
     class Net(nn.Module):
@@ -278,7 +278,7 @@ class Removes:
 
 @pytest.mark.case("frontends C7")
 @pytest.mark.parametrize(("second", "done"), [(Changes(), "Changes changed"), (Removes(), "Removes removed")])
-def test_a_later_annotator_that_alters_an_earlier_one_is_an_error(second, done):
+def test_changing_a_site_of_an_earlier_annotator_is_an_error(second, done):
     with pytest.raises(UnsupportedError, match=f"{done} what By wrote"):
         prepared(Body(lambda m, x: m.a(x), a=conv()), Composed([By(conv2d=layer), second]))
 
@@ -293,7 +293,7 @@ def test_a_node_is_annotated_once():
         prepared(Body(lambda m, x: m.a(x), a=conv()), Twice(conv2d=layer))
 
 
-def test_an_annotation_of_what_is_no_node_is_an_error():
+def test_an_annotation_of_an_unknown_node_is_an_error():
     model = Body(lambda m, x: m.a(x) + 1.0, a=conv())
     with pytest.raises(UnsupportedError, match="no node"):
         prepared(model, By(add=lambda n: Annotation({n.args[1]: U8})))
@@ -306,7 +306,7 @@ class Doubling(Extremum):
         return torch.tensor([2 * self.most / 127]), torch.tensor([128])
 
 
-def test_an_observer_of_ones_own_chooses_the_parameters(tmp_path):
+def test_a_custom_observer_chooses_the_parameters(tmp_path):
     model = Body(lambda m, x: m.a(x), a=conv())
     stage = prepared(model, By(conv2d=lambda n: layer(n, QuantizedAs(spec=Observed(observer=Doubling)))))
     ranges = calibrate(stage, [X])
@@ -333,7 +333,7 @@ def test_the_hook_replaces_the_observer_of_a_whole_group():
     assert (found.qparams["#0/max_pool2d.0"].step, found.qparams["#0/max_pool2d.0"].zero) == (0.125, 42)
 
 
-def test_a_recipe_beside_an_annotator_says_the_rest():
+def test_a_recipe_decides_what_an_annotator_leaves_open():
     model = Body(lambda m, x: m.b(m.a(x)), a=conv(), b=conv(4))
     captured = stages.capture(nets.randomize(model), X)
     recipe = Recipe.of({"b": None})
@@ -341,7 +341,7 @@ def test_a_recipe_beside_an_annotator_says_the_rest():
     assert [region.anchor.name for region in stage.annotations.regions] == ["conv2d"]
 
 
-def test_a_quantizer_is_one_or_annotates():
+def test_a_quantizer_argument_must_be_a_quantizer_or_an_annotator():
     captured = stages.capture(conv(), X)
     with pytest.raises(InputError, match="annotate"):
         prepare(captured, "int8")
@@ -374,7 +374,7 @@ def _seen(stage):
     return stage
 
 
-def test_levels_that_no_result_can_have_are_an_error():
+def test_result_data_types_that_are_not_supported_are_an_error():
     captured = stages.capture(nets.randomize(Body(lambda m, x: m.a(x), a=conv())), X)
     annotator = By(conv2d=lambda n: layer(n, output=QuantizedAs("s16")))
     stage = prepare(captured, Quantizer(annotator=annotator, outputs="int8"))
@@ -390,7 +390,7 @@ def test_nothing_annotated_is_an_error():
 
 
 @pytest.mark.parametrize(("given", "problem"), [({"datatype": "u9"}, "u9"), ({"span": (0, 300)}, r"0\.\.300")])
-def test_levels_that_there_are_not(given, problem):
+def test_invalid_annotated_types_are_refused(given, problem):
     with pytest.raises(UnsupportedError, match=problem):
         QuantizedAs(**given)
 
@@ -421,7 +421,7 @@ def four_bits(weight):
 
 
 @pytest.mark.case("frontends C10")
-def test_what_an_observer_writes_itself_passes_through_unchanged():
+def test_nodes_inserted_by_an_observer_are_unchanged():
     """C10: int4 per group in front of one linear layer, int8 in the other; integers are folded, dequantize is not."""
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
     model = nets.randomize(Body(lambda m, x: m.b(m.a(x)), a=nn.Linear(16, 16), b=nn.Linear(16, 5)))
@@ -477,7 +477,7 @@ ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 @pytest.mark.slow(reason="starts a process; files of models have tests of their own")
 @pytest.mark.case("frontends C10")
 @pytest.mark.parametrize("activation", [CustomObserver(Shifted), *rarely(U8, reason="levels of the type itself")])
-def test_a_model_with_an_observer_s_own_levels_is_saved_and_loaded(activation, tmp_path):
+def test_a_model_converted_by_a_custom_observer_is_saved_and_loaded(activation, tmp_path):
     """C10: in a process that has not imported torch's operators of levels either."""
     stage = with_own_levels(activation)
     found = convert(stage, calibrate(stage, [ROWS]))
@@ -518,7 +518,7 @@ def test_files_of_ranges_and_parameters_go_with_an_observer_that_has_seen_data(t
 
 
 @pytest.mark.case("frontends C10")
-def test_an_observer_that_writes_its_own_levels_takes_no_part_in_training():
+def test_an_observer_with_its_own_conversion_cannot_be_trained():
     captured = stages.capture(nn.Sequential(nn.Linear(16, 5)), ROWS, train=True)
     rule = By(linear=lambda n: Annotation({n.args[0]: U8, n.args[1]: CustomObserver(Grouped)}))
     with pytest.raises(UnsupportedError, match=r"0 .*levels that an observer writes itself, while training"):
@@ -526,7 +526,7 @@ def test_an_observer_that_writes_its_own_levels_takes_no_part_in_training():
 
 
 @pytest.mark.case("frontends C10")
-def test_an_observer_that_leaves_its_node_is_told_so():
+def test_an_observer_that_does_not_replace_its_node_is_an_error():
     class Forgets(Shifted):
         def convert(self, module, node):
             pass

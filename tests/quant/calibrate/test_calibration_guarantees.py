@@ -54,7 +54,7 @@ def test_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change
 
 
 @pytest.mark.case("calibration 44")
-def test_a_table_between_equal_parameters_would_change_nothing():
+def test_a_requantize_between_equal_parameters_is_the_identity():
     """Case 44: why the identity may be removed."""
     for scale, zero in ((0.1, 0), (3e-5, 200), (7.0, 255)):
         table = numerics.requantize_table(scale, zero, scale, zero, 0, 255)
@@ -62,7 +62,7 @@ def test_a_table_between_equal_parameters_would_change_nothing():
 
 
 @pytest.mark.case("calibration 51")
-def test_the_longest_sum_that_surely_fits_is_exact():
+def test_the_longest_sum_without_overflow_is_exact():
     """Case 51: 255 * 127 for each of as many inputs as an accumulator takes beside a bias."""
     inputs = 33_155
     model = Body(lambda m, x: m.a(x), a=nn.Linear(inputs, 1, bias=False))

@@ -58,7 +58,7 @@ def test_a_function_may_run_the_model():
 
 
 @pytest.mark.case("calibration 25")
-def test_one_tensor_is_one_batch_and_ragged_batches_make_no_difference():
+def test_one_tensor_is_one_batch_and_ragged_batches_do_not_matter():
     whole = calibrate(fresh(), X)
     assert (whole.batches, whole.samples) == (1, 12)
     assert whole.statistics["#0/input.x"] == calibrate(fresh(), [X[:7], X[7:]]).statistics["#0/input.x"]
@@ -79,7 +79,7 @@ def test_calibrating_again_adds_to_what_was_seen():
     assert seen["#0/input.x"] == calibrate(fresh(), [X]).statistics["#0/input.x"]
 
 
-def test_preparing_counts_nothing():
+def test_preparing_collects_no_statistics():
     """Frontend A6."""
     assert all(observer.statistics.count == 0 for observer in fresh().observers.values())
 
@@ -166,7 +166,7 @@ def test_nan_made_inside_the_model_is_named_by_the_operator_that_reads_it():
 
 
 @pytest.mark.case("calibration 42")
-def test_an_exception_in_the_data_restores_what_was_there():
+def test_an_exception_in_the_data_restores_the_statistics():
     def broken():
         yield X
         raise OSError("disk")
@@ -236,14 +236,14 @@ A, B = torch.randn(2, 5, 4).unbind(0)
         ({"right": B, "left": A}, LABELS),
     ],
 )
-def test_items_for_a_model_of_two_inputs(item):
+def test_items_of_a_data_set_fit_a_model_of_two_inputs(item):
     prepared = prepare(capture(nets.randomize(Two()), (A, B)))
     statistics = calibrate(prepared, [item]).statistics
     assert statistics["#0/input.left"].low == A.min().item()
     assert statistics["#0/input.right"].low == B.min().item()
 
 
-def test_items_for_a_model_that_takes_a_dictionary_or_a_list():
+def test_items_of_a_data_set_fit_a_dictionary_or_list_argument():
     from_dict = nets.randomize(Body(lambda m, batch: m.a(batch["p"]), a=nn.Linear(4, 3)))
     prepared = prepare(capture(from_dict, ({"p": A},)))
     for item in ({"p": A}, ({"p": A},), ({"p": A}, LABELS)):
@@ -254,7 +254,7 @@ def test_items_for_a_model_that_takes_a_dictionary_or_a_list():
         assert calibrate(prepared, [item]).samples >= 1
 
 
-def test_what_is_left_out_is_said_once(caplog):
+def test_ignored_batch_elements_are_logged_once(caplog):
     with caplog.at_level(logging.INFO, "intaglio"):
         calibrate(fresh(), [(X, LABELS), (X, LABELS)])
     assert [record.message for record in caplog.records if record.name == "intaglio"] == [
@@ -263,7 +263,7 @@ def test_what_is_left_out_is_said_once(caplog):
 
 
 @pytest.mark.case("problem 29")
-def test_the_first_item_can_be_looked_at_before_the_model_is_captured():
+def test_the_first_batch_can_be_peeked_without_being_lost():
     first, items = peek(DataLoader(TensorDataset(X, LABELS), batch_size=4))
     args, kwargs = binder_for(MODEL)(first)
     assert torch.equal(args[0], X[:4])
@@ -281,7 +281,7 @@ def test_a_call_that_does_not_fit_is_an_input_error_and_counts_nothing():
 
 
 @pytest.mark.case("calibration 3")
-def test_an_expert_that_never_sees_a_value():
+def test_an_expert_without_calibration_data_is_handled():
     """Fed zeros: finite parameters. Fed nothing: an error that names it; skipped, it stays in float."""
     parts = {"c": nn.Conv2d(3, 4, 3), "expert": nn.Conv2d(4, 4, 1), "last": nn.Conv2d(4, 2, 1)}
     x = torch.randn(4, 3, 8, 8)

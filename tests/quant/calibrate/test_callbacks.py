@@ -116,7 +116,7 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
         ((np.float32(0.05), np.int64(3)), 0.05, 3),
     ],
 )
-def test_parameters_may_be_said_in_three_ways(given, scale, zero):
+def test_parameters_may_be_given_in_three_forms(given, scale, zero):
     ready = prepared(Watching(lambda info: {info.sites.inputs[0]: given} if info.sites.output else {}))
     ranges = Calibrator(ready, DATA).calibrate()
     q = ranges.parameters["#0/input.args_0"]
@@ -124,7 +124,7 @@ def test_parameters_may_be_said_in_three_ways(given, scale, zero):
     assert stages.convert(ready, ranges).qparams["#0/input.args_0"] == q
 
 
-def test_a_site_keeps_what_its_producer_said():
+def test_a_site_keeps_the_annotation_of_its_producer():
     answers = iter([{"#0/relu.0": (0.5, 0)}, {"#0/relu.0": (0.25, 0), "#0/input.args_0": (1.0, 0)}])
     watching = Watching(lambda info: {k: v for k, v in next(answers).items() if k in set(info.sites)})
     ranges = Calibrator(prepared(watching), DATA).calibrate()
@@ -132,7 +132,7 @@ def test_a_site_keeps_what_its_producer_said():
     assert watching.seen[1][4]["#0/relu.0"].step == 0.5
 
 
-def test_sites_nobody_speaks_of_go_by_their_method():
+def test_sites_without_callback_values_use_their_method():
     ready = prepared(Watching(lambda info: {info.sites.inputs[0]: (0.5, 0)} if info.sites.output else {}))
     asked = stages.convert(ready, Calibrator(ready, DATA).calibrate()).qparams
     plain = stages.prepare(stages.capture(two_convs(), DATA[0]))
@@ -141,7 +141,7 @@ def test_sites_nobody_speaks_of_go_by_their_method():
     assert asked["#0/input.args_0"].step == 0.5
 
 
-def test_weights_take_one_scale_or_one_a_channel():
+def test_weights_have_one_scale_or_one_per_channel():
     scales = np.linspace(0.01, 0.02, 8, dtype=np.float32)
     ready = prepared(Watching(lambda info: {info.sites.weight: (scales if info.sites.output else 0.125, 0)}))
     reference = stages.convert(ready, Calibrator(ready, DATA).calibrate())
@@ -161,7 +161,7 @@ def test_weights_take_one_scale_or_one_a_channel():
         (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "the site is"),
     ],
 )
-def test_what_a_site_cannot_have_is_refused(found, problem):
+def test_callback_values_that_a_site_cannot_have_are_refused(found, problem):
     with pytest.raises(CalibrationError, match=problem):
         Calibrator(prepared(Watching(found)), DATA).calibrate()
 
@@ -225,7 +225,7 @@ def test_choices_can_be_compared_before_one_is_made():
 
 
 @pytest.mark.parametrize("cache", [0, 1 << 30])
-def test_where_values_wait_changes_nothing(cache):
+def test_the_cache_of_values_does_not_change_parameters(cache):
     ready = prepared(AverageMaxCalibrationCallback())
     assert Calibrator(ready, DATA, cache=cache).calibrate().parameters == Calibrator(ready, DATA).calibrate().parameters
 
@@ -237,7 +237,7 @@ def test_global_parameters_are_every_activations():
     assert {q.step for name, q in found.items() if "weight" in name} == {float(np.float32(0.01))}
 
 
-def test_an_input_of_declared_images_keeps_its_parameters():
+def test_a_declared_image_input_keeps_its_parameters():
     model, image = two_convs(), intaglio.Image((0.5,) * 3, (0.25,) * 3)
     quantizer = Quantizer(input=image, patterns=builtin("conv2d", calibration=AverageMaxCalibrationCallback()))
     ready = stages.prepare(stages.capture(model, DATA[0]), quantizer)
@@ -246,7 +246,7 @@ def test_an_input_of_declared_images_keeps_its_parameters():
     assert stages.convert(ready, ranges).qparams["#0/relu.0"] == ranges.parameters["#0/relu.0"]
 
 
-def test_the_whole_way_asks_callbacks_whatever_corrections_do():
+def test_quantize_asks_callbacks_with_and_without_corrections():
     model, callback = two_convs(), AverageMaxCalibrationCallback()
     quantized = intaglio.quantize(
         model, DATA, quantizer=stages.Quantizer(patterns=builtin("conv2d", calibration=callback))

@@ -43,7 +43,7 @@ def pairs(count=14):
 
 
 @pytest.mark.parametrize("data", [X, torch.from_numpy(X), {"x": X}, Encoding(x=X, mask=X > 3)])
-def test_one_piece_is_one_batch_or_cut(data):
+def test_one_array_is_one_batch_or_is_split(data):
     assert sizes(DatasetManager(data)) == [14]
     assert sizes(DatasetManager(data, batch_size=4)) == [4, 4, 4, 2]
     assert len(DatasetManager(data, batch_size=4)) == DatasetManager(data, batch_size=4).num_batches() == 4
@@ -57,7 +57,7 @@ def test_batches_become_tensors():
     assert [part.dtype for part in pair] == [torch.float32, torch.int64]
 
 
-def test_rows_come_by_columns():
+def test_columns_of_a_table_are_read_as_batches():
     manager = DatasetManager(Rows(), batch_size=5, columns=["pixels"])
     assert sizes(manager) == [5, 5, 4]
     assert manager.num_batches() == 3
@@ -90,7 +90,7 @@ def test_num_samples_counts_samples(samples, expected):
     assert manager.samples == min(samples, 14)
 
 
-def test_the_documents_methods_walk_one_pass():
+def test_methods_in_the_documents_read_the_data_once():
     manager = DatasetManager(X, batch_size=8)
     assert not manager.is_empty()
     assert [len(manager.get_next_batch()), manager.is_empty(), len(manager.get_next_batch())] == [8, False, 6]
@@ -127,12 +127,12 @@ def test_an_iterator_may_be_reset_before_it_is_read():
         (lambda: list(DatasetManager([["a", "b"], object()])), "is no array of numbers"),
     ],
 )
-def test_what_cannot_be_read_says_so(make, problem):
+def test_unreadable_data_sets_are_named(make, problem):
     with pytest.raises(CalibrationError, match=problem):
         make()
 
 
-def test_it_stands_wherever_data_is_expected():
+def test_a_dataset_manager_is_accepted_wherever_data_is_expected():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     manager = DatasetManager(DataLoader(pairs(), batch_size=4), num_samples=9)

@@ -78,7 +78,7 @@ class _Rank(Group):
 # ---- exchanges
 
 
-def test_a_process_alone_needs_nobody():
+def test_a_single_process_needs_no_process_group():
     group = Group.current()
     assert (group.rank, group.size) == (0, 1)
     assert group.gather("x") == ["x"]
@@ -96,7 +96,7 @@ def test_sums_are_exact_and_of_integers():
         Group().total(np.zeros(2, np.float32))
 
 
-def test_extrema_over_ranks():
+def test_extrema_are_merged_over_ranks():
     found = Ranks(3).run(lambda group: [f(np.array([group.rank, -1.0])) for f in (group.lowest, group.highest)])
     for lowest, highest in found:
         assert (lowest.tolist(), highest.tolist()) == ([0, -1], [2, -1])
@@ -124,7 +124,7 @@ def test_other_sites_are_an_error_on_every_rank():
 
 
 @given(st.integers(0, 12), st.sampled_from([1, 2, 3, 8]))
-def test_shares_are_whole_batches_in_turns_without_repeats(count, size):
+def test_each_rank_gets_whole_batches_alternately_without_repeats(count, size):
     shares = [list(share(range(count), rank)) for rank in (_Rank(Ranks(size), index) for index in range(size))]
     assert sorted(index for part in shares for index in part) == list(range(count))
     assert [index for part in zip(*shares, strict=False) for index in part] == list(range(min(map(len, shares)) * size))
@@ -207,7 +207,7 @@ def test_bad_data_on_one_rank_is_an_error_on_all_and_changes_nothing():
     assert all(observer.statistics.count == 0 for one in prepared for observer in one.observers.values())
 
 
-def test_an_observer_that_writes_its_own_levels_is_for_one_process():
+def test_an_observer_with_its_own_conversion_cannot_be_distributed():
     """What it saw cannot be merged, and every rank would convert to another model."""
 
     class Annotator:
@@ -282,7 +282,7 @@ SCRIPT = """
 @pytest.mark.slow(reason="starts processes; ranks in threads show the same sums")
 @pytest.mark.case("calibration 27")
 @pytest.mark.parametrize("size", [2, *rarely(3, reason="three processes that import PyTorch")])
-def test_processes_give_the_file_of_one_and_none_waits_for_one_that_failed_or_is_gone(tmp_path, size):
+def test_ranks_give_the_file_of_one_process_and_do_not_wait_for_failed_ones(tmp_path, size):
     code = textwrap.dedent(SCRIPT).format(paths=[str(ROOT / "src"), str(ROOT / "tests")])
     started = [
         subprocess.Popen(

@@ -94,7 +94,7 @@ def test_zeros_do_not_change_the_best_range():
     assert mse(made, 0, 255) == mse(with_zeros, 0, 255)
 
 
-def test_levels_finer_than_the_bins_keep_min_max():
+def test_steps_finer_than_the_bins_keep_min_max():
     made = of(DRAWS["uniform"])
     assert mse(made, 0, 65535) == minmax(made)
 

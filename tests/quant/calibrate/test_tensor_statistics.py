@@ -208,7 +208,7 @@ def test_uneven_shards_one_of_them_empty_merge_to_the_single_process_state(shard
 
 @given(ARRAYS)
 @example(SPECIAL)
-def test_saved_statistics_come_back_equal(array):
+def test_saved_statistics_are_loaded_unchanged(array):
     made = of(array)
     assert Statistics.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
@@ -295,7 +295,7 @@ def test_infinities_are_counted_and_set_no_range():
 
 
 @pytest.mark.case("calibration 16")
-def test_a_huge_outlier_costs_resolution_but_no_count_and_no_error():
+def test_a_huge_outlier_costs_only_resolution():
     made = of(normal(10_000), [1e30])
     assert made.high == float(np.float32(1e30))
     assert made.bins.sum() == 10_001

@@ -84,7 +84,7 @@ def test_all_zero_has_scale_one_and_an_exact_zero(method):
 @pytest.mark.case("calibration 4", "calibration 5", "calibration 6")
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize(("constant", "zero_point"), [(5.0, 0), (-5.0, 255)])
-def test_a_constant_comes_back_within_half_a_step(method, constant, zero_point):
+def test_a_constant_tensor_is_quantized_within_half_a_step(method, constant, zero_point):
     low, high = method_of(method)(of(np.full((10, 100), constant)), 0, 255)
     scale, zero = numerics.affine(low, high, 0, 255)
     assert zero == zero_point
@@ -107,7 +107,7 @@ def test_nothing_has_the_range_of_zero(method):
 
 
 @pytest.mark.case("calibration 16")
-def test_one_huge_value_is_kept_by_minmax_alone():
+def test_only_minmax_keeps_one_huge_value():
     made = of(np.append(normal(200_000), np.float32(1e30)))
     assert scale_of("minmax", made) > 1e27
     for method in ("mse", "kl", "percentile", "percentile:99.9"):
@@ -115,7 +115,7 @@ def test_one_huge_value_is_kept_by_minmax_alone():
 
 
 @pytest.mark.case("calibration 16")
-def test_the_lint_says_which_sites_keep_an_outlier_and_what_to_choose():
+def test_data_checks_name_sites_with_outliers_and_a_better_method():
     x = torch.from_numpy(normal(40 * 3 * 13 * 13)).reshape(40, 3, 13, 13)
     x[3, 1, 2, 3] = 1e6
     for method, remedy in (("minmax", "choose 'mse', 'kl' or 'percentile'"), ("mse", "")):
@@ -182,7 +182,7 @@ def test_any_batches_in_any_order_give_the_same_parameters(x, data):
 
 
 @pytest.mark.case("calibration 25")
-def test_64_samples_at_once_or_one_by_one_or_in_ragged_batches_give_one_state():
+def test_batch_sizes_and_ragged_batches_do_not_change_statistics():
     parts = [X.split(40), X.split(1), X.split([7, 33])]
     prepared = [prepare(CAPTURED) for _ in parts]
     for one, batches in zip(prepared, parts, strict=True):
@@ -205,7 +205,7 @@ def test_a_moving_average_is_that_of_the_batches_in_the_order_of_their_indices()
     assert ema(shuffled) == ema(made) != minmax(made)
 
 
-def test_average_is_the_mean_of_each_samples_ends():
+def test_the_average_method_averages_the_range_of_each_sample():
     x = np.array([[1, -2], [3, -4], [5, 0]], np.float32)
     assert average(of(x)) == (-2.0, 3.0)
     assert average(of(x[:1], x[1:])) == (-2.0, 3.0)
@@ -264,7 +264,7 @@ def divergence(x: np.ndarray, low: float, high: float) -> float:
 
 @pytest.mark.case("calibration 52")
 @pytest.mark.parametrize("name", ["normal", "laplace", "relu", "student"])
-def test_kl_never_tells_less_of_a_distribution_than_min_max(name):
+def test_the_kl_method_never_has_a_larger_divergence_than_min_max(name):
     rng = np.random.default_rng(1)
     draws = {
         "normal": normal(20_000),
@@ -295,7 +295,7 @@ def test_searches_end_after_a_hundred_ranges_and_none_is_worse_than_the_start(me
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_another_method_needs_no_data(method, tmp_path):
+def test_changing_the_method_needs_no_new_data(method, tmp_path):
     calibrated = prepare(CAPTURED)
     calibrate(calibrated, X.split(8)).save(tmp_path / "ranges.json")
     ranges = Ranges.load(tmp_path / "ranges.json")
@@ -325,7 +325,7 @@ def test_the_mean_of_all_values_is_rounded_once():
     assert of(x).mean == 0.25
 
 
-def test_samples_lie_along_the_axis_that_is_as_long_as_the_batch():
+def test_the_sample_axis_is_the_one_as_long_as_the_batch():
     model = nets.randomize(Body(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(4, 3)))
     prepared = prepare(capture(model, torch.randn(2, 5, 4)))
     assert {observer.samples for observer in prepared.observers.values()} <= {0, 1}
@@ -339,7 +339,7 @@ def test_samples_lie_along_the_axis_that_is_as_long_as_the_batch():
 
 
 @pytest.mark.case("calibration 9")
-def test_what_no_data_reaches_is_found_when_calibrating():
+def test_sites_without_data_are_found_when_calibrating():
     parts = {"c": nn.Conv2d(3, 4, 3), "expert": nn.Conv2d(4, 4, 1), "last": nn.Conv2d(4, 2, 1)}
     model = nets.randomize(Body(lambda m, x: (m.last(m.c(x)), m.expert(m.c(x)[:0])), **parts))
     prepared = prepare(capture(model, X[:, :, :8, :8]))
@@ -372,7 +372,7 @@ def test_values_that_are_not_finite_can_be_left_out(poison):
 
 
 @pytest.mark.case("calibration 14")
-def test_values_none_of_which_is_finite_are_an_error_all_the_same():
+def test_data_without_any_finite_value_is_an_error():
     with pytest.raises(CalibrationError, match=r"batch 1, #0/input\.x: 20280 NaN"):
         calibrate(prepare(CAPTURED), [X, X * float("nan")], nonfinite="ignore")
     with pytest.raises(CalibrationError, match="'drop'; allowed are"):

@@ -77,7 +77,7 @@ def test_sums_take_a_factor_per_channel():
     assert "equalize: " in report(equalized)
 
 
-def test_what_is_equalized_runs_in_integers_to_the_bit():
+def test_equalized_models_run_in_int8_bit_identically():
     model = uneven(nets.randomize(nets.OptionA()))
     x = nets.example(model, 4)
     prepared = stages.equalize(prepared_of(model, x), [x])
@@ -89,7 +89,7 @@ def test_what_is_equalized_runs_in_integers_to_the_bit():
     assert torch.equal(quantized(x), lowered(x))
 
 
-def test_quiet_channels_gain():
+def test_equalization_improves_channels_of_small_range():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 16)
     plain = prepared_of(model, x, equalize=0.0)
@@ -98,7 +98,7 @@ def test_quiet_channels_gain():
     assert errors[1] < errors[0]
 
 
-def test_a_recipe_turns_it_off():
+def test_a_recipe_can_disable_equalization():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, equalize=0.0)
@@ -111,7 +111,7 @@ def test_bounds_above_zero_forbid_factors():
     assert "equalize" not in report(stages.equalize(prepared_of(model, x), [x]))
 
 
-def test_normalised_bytes_are_held_exactly_though_nobody_said_so():
+def test_normalized_bytes_are_represented_exactly_without_a_declaration():
     mean, std = torch.tensor([0.4, 0.5, 0.3]).reshape(1, 3, 1, 1), torch.tensor([0.2, 0.3, 0.25]).reshape(1, 3, 1, 1)
     pixels = torch.randint(0, 256, (8, 3, 12, 12), generator=torch.Generator().manual_seed(0))
     pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 255
@@ -204,7 +204,7 @@ def test_moments_are_the_sums_written_out(layer):
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
-def test_moments_of_one_position(layer):
+def test_moments_of_one_position_are_exact(layer):
     x = torch.randn(4, layer.in_channels, 3, 3)
     region, q = region_of(layer, x)
     levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
@@ -239,7 +239,7 @@ def test_moments_add_up_whatever_the_split():
 
 
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
-def test_the_factor_is_of_the_inverse(k):
+def test_the_cholesky_factor_is_that_of_the_inverse(k):
     x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
     order, factor = factor_of(x @ x.transpose(1, 2))
     ordered = taken(x, order, 1)
@@ -281,7 +281,7 @@ def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
 
 
 @pytest.mark.parametrize("name", ["gptq", "adaround"])
-def test_correlated_inputs_are_made_use_of(name, monkeypatch):
+def test_gptq_uses_correlations_of_inputs(name, monkeypatch):
     # Fewer and longer steps are enough for 8 rows of 24.
     monkeypatch.setattr("intaglio.quant.correct.weight_rounding.ITERATIONS", 600)
     monkeypatch.setattr("intaglio.quant.correct.weight_rounding.RATE", 0.01)
@@ -296,7 +296,7 @@ def test_correlated_inputs_are_made_use_of(name, monkeypatch):
     assert errors[0] < 0.3 * errors[1]
 
 
-def test_operands_that_are_nearly_one_do_no_harm():
+def test_nearly_collinear_inputs_do_not_harm_gptq():
     """One channel is thousands of times the others, and there twice: the moments can hardly be inverted."""
     make = torch.Generator().manual_seed(0)
     x = torch.randint(-1, 2, (1, 40, 30), generator=make)
@@ -326,7 +326,7 @@ def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
     assert torch.equal(stages.compile(lowered)(x), lowered(x))
 
 
-def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
+def test_rounding_by_output_error_is_better_than_to_nearest():
     torch.manual_seed(0)
     model = One(nn.Conv2d(32, 8, 1)).eval()
     x = torch.randn(8, 1, 9, 9) + 0.1 * torch.randn(8, 32, 9, 9)
@@ -340,7 +340,7 @@ def test_rounding_by_what_the_operator_gives_is_better_than_to_nearest():
 
 
 @pytest.mark.parametrize("kind", ["weights", "outputs"])
-def test_biases_make_up_for_the_mean_that_rounding_moved(kind):
+def test_bias_correction_removes_the_mean_error_of_rounding(kind):
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 6, 3, bias=False)
     x = torch.rand(8, 4, 9, 9)
@@ -396,7 +396,7 @@ def test_an_int8_model_says_what_corrections_gained():
     assert [line.split(":")[0] for line in text.splitlines()] == ["input 'x'", "equalize", "gptq"]
 
 
-def test_biases_say_what_they_gained():
+def test_bias_correction_reports_its_gain():
     model, x = One(nn.Conv2d(4, 6, 3, bias=False)).eval(), torch.rand(8, 4, 9, 9)
     prepared = prepared_of(model, x, rounding="nearest", bias="weights", equalize=0.0)
     (step,) = stages.correct(prepared, stages.calibrate(prepared, [x]), [x]).steps
@@ -404,7 +404,7 @@ def test_biases_say_what_they_gained():
     assert step.after > step.before + 1
 
 
-def test_steps_say_what_they_gained():
+def test_corrections_report_their_gain():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
     prepared = prepared_of(model, x)
@@ -463,7 +463,7 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
     assert errors[1] < 0.7 * errors[0]
 
 
-def test_what_smoothing_does_not_help_stays_as_it_is():
+def test_layers_that_smoothing_does_not_improve_are_unchanged():
     rows = SampledRows.of(torch.randn(16, 4, 8).sign(), 0)
     weight = torch.ones(4, 8)
     assert smoothing(rows, [weight], torch.ones(8)) is None

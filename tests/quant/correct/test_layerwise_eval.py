@@ -51,7 +51,7 @@ def quantize_parameters(walk, region, reference):
 
 @pytest.mark.parametrize("shortcut", [8, 16])
 @pytest.mark.parametrize("cache", [CACHE, 3000, 0])
-def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, shortcut):
+def test_the_second_track_computes_the_reference_for_every_cache(cache, shortcut):
     _, prepared, reference, batches = all_stages(shortcut=shortcut)
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams, cache=cache)
     for region in walk:
@@ -60,7 +60,7 @@ def test_the_second_track_is_the_reference_model_wherever_values_wait(cache, sho
         assert torch.equal(found, reference(batch))
 
 
-def test_the_first_track_is_the_float_model():
+def test_the_first_track_computes_the_float_model():
     model, prepared, reference, batches = all_stages()
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
     outputs = {}
@@ -71,14 +71,14 @@ def test_the_first_track_is_the_float_model():
     torch.testing.assert_close(last.flatten(), model(batches[1]).detach().flatten())
 
 
-def test_nothing_is_kept_at_the_end():
+def test_no_values_are_stored_at_the_last_operator():
     _, prepared, reference, batches = all_stages()
     walk = Walk(prepared.annotations, leaves(prepared, batches), reference.qparams)
     assert len(list(walk)) == len(prepared.annotations.regions)
     assert all(not track.values for track in walk._tracks())
 
 
-def test_a_site_settled_on_the_way_is_quantized_from_there_on():
+def test_a_site_fixed_during_calibration_is_quantized_from_then_on():
     _, prepared, reference, batches = all_stages()
     walk, calls = prepared.annotations, leaves(prepared, batches)
     late = Walk(walk, calls)

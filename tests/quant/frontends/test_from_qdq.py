@@ -116,7 +116,7 @@ def captured():
     st.floats(2.0**-10, 2.0**-3),
     st.integers(0, 2**31),
 )
-def test_levels_are_those_of_the_given_model(dtype, zero, low, high, scale, seed):
+def test_imported_quantized_values_match_the_given_model(dtype, zero, low, high, scale, seed):
     """Scales that are no float32, any zero point, fewer levels: what the integer graph computes is at most one level
     off, and what it reads is not off at all."""
     shift = 128 if dtype is torch.int8 else 0
@@ -152,14 +152,14 @@ def test_weights_that_kernels_do_not_have_stay_in_float_with_a_reason(weight, re
     assert reason in part.reason
 
 
-def test_bytes_around_128_are_signed_weights():
+def test_uint8_weights_with_zero_point_128_become_int8():
     model = body(dtype=torch.uint8, zero=128)
     native = same_bits(taken(model))
     assert native.coverage.operators == 1
     assert (native(X) - model(X)).abs().max() <= RELU[0] * 1.001
 
 
-def test_a_bias_in_other_steps_is_counted_anew():
+def test_a_bias_with_another_scale_is_requantized():
     def forward(m, x):
         bias = OPS.dequantize_per_tensor(m.bias, 0.001, 0, -(2**31), 2**31 - 1, torch.int32)
         return rounded(F.conv2d(rounded(x, *U8), m.w(), bias), *U8)
@@ -178,7 +178,7 @@ def test_a_bias_that_does_not_fit_leaves_the_layer_in_float():
     assert [part.reason for part in native.coverage.floats] == ["its bias is more than 2^30 steps of its accumulator"]
 
 
-def test_channels_without_weights_take_any_bias():
+def test_channels_with_zero_weights_take_any_bias():
     model = body()
     model.w.levels[1] = 0
     model.bias.data[1] = 3e5
@@ -203,7 +203,7 @@ BETWEEN = {
     rarely_except("an order", "a rounded pool", "padding", of=BETWEEN, reason="other operators that select values"),
 )
 @pytest.mark.parametrize("where", ["in front", "behind"])
-def test_levels_are_carried_past_what_selects_values(name, where):
+def test_quantize_is_propagated_through_operators_that_select_values(name, where):
     """Quantized behind it, or dequantized in front of it."""
     between = BETWEEN[name]
 
@@ -241,7 +241,7 @@ ODD = {
         reason="other numbers without a kernel",
     ),
 )
-def test_levels_that_kernels_do_not_have_are_computed_as_written(name):
+def test_quantized_types_without_kernels_are_computed_as_written(name):
     model = Body(lambda m, x: rounded(F.conv2d(ODD[name](x), m.w()), *U8), w=Weight((4, 3, 3, 3)))
     reference = taken(model)
     assert torch.equal(reference(X), model(X))
@@ -250,7 +250,7 @@ def test_levels_that_kernels_do_not_have_are_computed_as_written(name):
     assert ((native(X) - reference(X)).abs() > 0.001).float().mean() < 0.01
 
 
-def test_levels_by_channel_of_an_activation_are_computed_as_written():
+def test_per_channel_quantized_activations_are_computed_as_written():
     def forward(m, x):
         given = m.scales, m.zeros, 1, 0, 255, torch.uint8
         return rounded(F.conv2d(OPS.dequantize_per_channel(OPS.quantize_per_channel(x, *given), *given), m.w()), *U8)
@@ -263,7 +263,7 @@ def test_levels_by_channel_of_an_activation_are_computed_as_written():
 
 
 @pytest.mark.parametrize(("zero", "low", "macs"), [(0, -127, 1), (0, -128, 0), (9, -127, 0)])
-def test_a_product_of_two_activations_takes_what_its_kernel_reads_as_signed(zero, low, macs):
+def test_a_matrix_product_has_a_symmetric_second_operand(zero, low, macs):
     def forward(m, x):
         a, b = rounded(x, *U8), rounded(x.tanh(), 0.01, zero, low, 127, torch.int8)
         return rounded(torch.matmul(a, b.transpose(2, 3)), 0.1, 90, 0, 255, torch.uint8)
@@ -303,7 +303,7 @@ def dynamic(x):
         (lambda x: rounded(x, 0.1, 0, -448, 448, torch.float8_e4m3fn), "quantize_per_tensor"),
     ],
 )
-def test_what_is_not_taken_over_is_refused_by_name(body, operator):
+def test_unsupported_quantization_is_refused_by_name(body, operator):
     model = Body(lambda m, x: m.c(body(x)), c=nn.Conv2d(3, 4, 3))
     for verb in (stages.from_qdq, lambda m, x: intaglio.quantize(m, [x], progress=False)):
         with pytest.raises(UnsupportedError, match=operator) as raised:
@@ -311,7 +311,7 @@ def test_what_is_not_taken_over_is_refused_by_name(body, operator):
         assert "int8_dynamic" in raised.value.remedy
 
 
-def test_scales_that_are_constant_tensors_are_numbers():
+def test_scales_in_constant_tensors_become_numbers():
     def forward(m, x):
         given = m.scale, m.zero, 0, 255, torch.uint8
         levels = OPS.quantize_per_tensor.tensor(x, *given)

@@ -45,7 +45,7 @@ def conv(inputs: int = 3, outputs: int = 4) -> nn.Conv2d:
 
 
 @pytest.mark.case("export problem 1")
-def test_the_fast_path_needs_no_flag_and_what_is_slow_says_so():
+def test_fast_defaults_need_no_flag_and_slow_options_say_so():
     from torch._inductor import config
 
     freezing, x = config.freezing, torch.randn(2, 3, 8, 8)
@@ -111,7 +111,7 @@ def test_infinities_are_named_and_can_be_left_out():
 
 
 @pytest.mark.case("export problem 12")
-def test_values_at_the_border_between_levels_get_the_same_level_everywhere():
+def test_values_at_rounding_boundaries_are_rounded_the_same_everywhere():
     """Halves of a step, and one unit in the last place beside them: torch's operator, the interpreter, the program."""
     model = nets.randomize(Body(lambda m, x: F.relu(m.a(x)), a=nn.Linear(64, 64)))
     captured = stages.capture(model, torch.randn(4, 64))
@@ -173,7 +173,7 @@ STEPS = {
 
 @pytest.mark.case("export problem 13")
 @pytest.mark.parametrize("body", rarely_except(mobile, of=STEPS, reason="another network"))
-def test_no_network_takes_more_passes_than_it_did(body):
+def test_the_number_of_passes_per_network_does_not_grow(body):
     parts, steps = STEPS[body]
     model = nets.randomize(Body(body, **parts)).eval()
     native = intaglio.quantize(model, [torch.randn(4, 3, 32, 32)], progress=False)
@@ -197,6 +197,6 @@ def test_an_example_of_batch_1_leaves_the_batch_free(train):
 
 
 @pytest.mark.case("export problem 16")
-def test_of_the_entries_to_export_only_the_one_that_stayed_is_called():
+def test_removed_export_functions_of_pytorch_are_not_called():
     gone = re.compile("capture_pre_autograd_graph|export_for_training|export_for_inference|prepare_pt2e|_export\\(")
     assert not [file.name for file in SOURCES.rglob("*.py") if gone.search(file.read_text(encoding="utf-8"))]

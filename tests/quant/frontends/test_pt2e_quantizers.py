@@ -104,7 +104,7 @@ def prepared(quantizer, model=None):
     return prepare(stages.capture(nets.randomize(model), X), quantizer)
 
 
-def test_a_quantizer_of_the_export_flow_quantizes():
+def test_a_pt2e_quantizer_quantizes_a_model():
     quantizer = Backend()
     stage = prepared(quantizer)
     stage(X)
@@ -136,7 +136,7 @@ def test_observers_become_the_method_that_chooses_as_they_do(make, method):
     assert (site.spec.method, site.spec.observer, site.qmax) == (method, None, 127)
 
 
-def test_the_graph_they_see_says_where_operators_come_from():
+def test_pt2e_quantizers_see_the_origin_of_operators():
     """What quantizers look for: partitions by source, module stacks, shapes in ``val``; our own meta stays."""
     quantizer = Backend()
     model = Body(lambda m, x: torch.flatten(m.a(x) * 2 + m.a(x), 1), a=conv())
@@ -159,7 +159,7 @@ class FixedQParamsObserver:
     scale, zero_point = 0.125, 42 - 128
 
 
-def test_their_hook_replaces_observers_group_by_group():
+def test_the_custom_observer_hook_replaces_observers_group_by_group():
     """2.2: a scale of 0.125 and a zero point of 42 for a whole group."""
 
     class Hooked(Backend):
@@ -181,14 +181,14 @@ def test_their_hook_replaces_observers_group_by_group():
         (DerivedQuantizationSpec([], None, torch.int8), "DerivedQuantizationSpec"),
     ],
 )
-def test_specs_that_there_is_nothing_for_are_said(spec, problem):
+def test_specs_without_an_equivalent_are_refused(spec, problem):
     quantizer = Backend()
     quantizer.spec = spec
     with pytest.raises(UnsupportedError, match=problem):
         prepared(quantizer)
 
 
-def test_what_they_share_is_shared():
+def test_shared_specs_of_pt2e_quantizers_share_parameters():
     class Pools(Backend):
         def annotate(self, module):
             super().annotate(module)
@@ -202,7 +202,7 @@ def test_what_they_share_is_shared():
 
 
 @pytest.mark.case("frontends C10")
-def test_an_observer_that_converts_itself_is_let_to():
+def test_an_observer_may_convert_its_own_node():
     """C10: known by its method, as in torchao's flow."""
 
     class Quantizes(Backend):

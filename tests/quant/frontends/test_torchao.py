@@ -27,7 +27,7 @@ def x86():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_torchaos_own_quantizer_puts_them_at_the_same_places(x86, name):
+def test_quantize_nodes_are_where_torchao_inserts_them(x86, name):
     config = x86.get_default_x86_inductor_quantization_config()
     quantizer = x86.X86InductorQuantizer().set_global(config)
     if "products" in name:
@@ -79,14 +79,14 @@ def test_torchaos_own_quantizer_stores_float16_weights(x86):
 
 
 @pytest.mark.parametrize("dynamic", ["attention", "a sum of two linear", "linear in series"])
-def test_torchaos_own_quantizer_makes_the_same_levels_while_the_model_runs(x86, dynamic):
+def test_dynamic_quantization_matches_torchao(x86, dynamic):
     theirs = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=True))
     ours = X86Quantizer().set_global(DYNAMIC)
     assert reference(MODELS[dynamic][0], theirs).text() == reference(MODELS[dynamic][0], ours).text()
 
 
 @pytest.mark.case("frontends C7")
-def test_torchaos_composed_quantizers(x86):
+def test_composed_quantizers_of_torchao_are_supported(x86):
     """C7: embedding and static convolution by quantizers of theirs, composed by theirs."""
     composed = pytest.importorskip(f"{PT2E}.quantizer")
     embedding = pytest.importorskip(f"{PT2E}.quantizer.embedding_quantizer")
@@ -103,7 +103,7 @@ def test_torchaos_composed_quantizers(x86):
 
 @pytest.mark.case("backend 35")
 @pytest.mark.parametrize("folded", [True, False])
-def test_what_torchaos_flow_converted_is_taken_as_it_is(x86, folded):
+def test_models_converted_by_torchao_are_taken_unchanged(x86, folded):
     """Case 35: a residual network, weights stored as integers or behind quantize and dequantize."""
     flow = pytest.importorskip(f"{PT2E}.quantize_pt2e")
     body = lambda m, x: m.l(F.relu(m.b(y := F.max_pool2d(F.relu(m.a(x)), 2)) + y).mean((2, 3)))  # noqa: E731

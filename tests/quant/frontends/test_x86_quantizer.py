@@ -56,7 +56,7 @@ def test_the_x86_preset_puts_quantize_and_dequantize_where_torchao_does(name):
     assert counts(reference(model, quantizer)) == wanted
 
 
-def test_a_concatenation_of_two_inputs_convolved_has_six():
+def test_a_concatenation_of_two_inputs_and_a_convolution_has_six_quantizes():
     model = Body(lambda m, x, y: m.c(F.max_pool2d(torch.cat([m.a(x), m.b(y)], 1), 2)), a=conv(), b=conv(), c=conv(8))
     stage = prepare(stages.capture(nets.randomize(model), (IMAGE, IMAGE + 1)), X86Quantizer().set_global(INT8))
     stage(IMAGE, IMAGE + 1)
@@ -100,7 +100,7 @@ def test_float16_weights_are_one_conversion_and_nothing_else(after):
     "name",
     rarely_except("sum and function", "function and pool", "no norm", of=TRAINING, reason="parts of the other models"),
 )
-def test_in_training_what_a_norm_goes_into_gives_levels(name):
+def test_in_training_the_layer_with_a_folded_norm_is_quantized(name):
     """As torchao's quantizer has it for training, also where a float operator reads them."""
     body, wanted = TRAINING[name]
     model = nets.randomize(Body(body, a=conv(), b=nn.BatchNorm2d(4))).train()
@@ -141,7 +141,7 @@ def test_names_beat_types_beat_the_rest(quantizer, on):
 
 @pytest.mark.case("frontends B19")
 @pytest.mark.parametrize(("name", "fused"), [("part.conv_1", False), ("part.act_1", None), ("part", True)])
-def test_a_pattern_that_lies_half_in_a_module_is_not_fused_across_its_border(name, fused):
+def test_a_pattern_partly_inside_a_module_is_not_fused_across_its_border(name, fused):
     """B19: names with underscores, of parts of parts; a function alone is nothing."""
     part = nn.Sequential()
     part.add_module("conv_1", conv())
@@ -207,7 +207,7 @@ def test_setters_return_the_quantizer_and_the_global_setting_can_be_read():
     ],
 )
 @pytest.mark.parametrize("channels", [True, False])
-def test_a_configuration_says_levels_and_where_they_come_from(given, activation, method, channels):
+def test_a_qconfig_gives_data_types_and_observers(given, activation, method, channels):
     """Weights are -127..127 here, a symmetric range, where torchao's are -128..127."""
     config = get_symmetric_quantization_config(is_per_channel=channels, **given)
     stage = prepare(stages.capture(nets.randomize(conv()), IMAGE), X86Quantizer().set_global(config))
@@ -309,7 +309,7 @@ def test_a_name_of_no_module_is_an_error():
     ],
     ids=["broadcast", "number", "read elsewhere", "two readers", "own input", "itself"],
 )
-def test_what_is_added_is_not_fused_wrongly(body):
+def test_sums_of_convolutions_match_unfused_operators(body):
     """B14: results are those of operators one by one."""
     found = reference(Body(body, a=conv(), b=conv(), c=conv(4)), X86Quantizer().set_global(INT8))
     lowered = stages.requantize(found)
@@ -321,7 +321,7 @@ def test_what_is_added_is_not_fused_wrongly(body):
 
 @pytest.mark.case("frontends B17")
 @pytest.mark.parametrize("channels", [True, False])
-def test_a_bias_is_counted_in_the_product_of_both_scales(channels):
+def test_the_bias_scale_is_the_product_of_input_and_weight_scale(channels):
     """B17: int32, zero point 0, per tensor and per channel; also in the numbers of the graph."""
     config = get_symmetric_quantization_config(is_per_channel=channels)
     model = Body(lambda m, x: m.a(x), a=conv())

@@ -97,7 +97,7 @@ def test_without_rounding_the_training_graph_is_the_float_model(kind, axes, bias
 @pytest.mark.case("frontends A16")
 @pytest.mark.parametrize("learned", [True, *rarely(False, reason="scales that are not learned")])
 @pytest.mark.parametrize(("kind", "axes"), CASES)
-def test_what_evaluates_is_what_is_converted(kind, axes, learned):
+def test_the_converted_model_matches_the_fake_quantized_one(kind, axes, learned):
     """A16, C13: after some steps the folded int8 model is the fake-quantized one, with scales that were learned too."""
     x = example(kind, axes)
     prepared = trainable(normed(kind, axes, True, True), x)
@@ -143,7 +143,7 @@ def test_the_statistics_move_by_the_models_own_momentum():
     assert prepared.get_buffer("1.num_batches_tracked") == 1
 
 
-def test_a_channel_whose_norm_weighs_nothing_trains_like_any_other():
+def test_a_channel_with_batch_norm_weight_zero_trains_like_any_other():
     """Residual networks begin with norms of weight 0; dividing by them would give no number."""
     model, x = normed("conv", 2, False, False), example("conv", 2)
     model[1].weight.data[::2] = 0
@@ -164,7 +164,7 @@ def dropped() -> nn.Module:
 
 
 @pytest.mark.case("frontends B24")
-def test_train_and_eval_do_what_they_say():
+def test_train_and_eval_switch_batch_norms_and_dropout():
     """B24: dropout drops in training only, however often modes change (2.10, 11)."""
     x = torch.randn(5, 8)
     prepared = trainable(dropped(), x)
@@ -206,7 +206,7 @@ def test_frozen_batch_norms_use_running_statistics_leave_them_and_train_as_the_f
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_values_that_diverged_are_an_error_that_names_the_site_and_leave_the_averages(value):
+def test_diverged_values_are_an_error_and_do_not_change_averages(value):
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
     prepared(x)
@@ -217,7 +217,7 @@ def test_values_that_diverged_are_an_error_that_names_the_site_and_leave_the_ave
     assert all(map(torch.equal, averages, [m.high for m in prepared.rounding() if isinstance(m, FakeQuantize)]))
 
 
-def test_a_norm_that_no_layer_takes_in_evaluates_with_running_statistics():
+def test_an_unfolded_batch_norm_evaluates_with_running_statistics():
     """What stayed in training made DenseNets useless elsewhere (2.10, 4)."""
     model = nets.randomize(nn.Sequential(nn.BatchNorm2d(3, eps=EPS), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
     x = example("conv", 2)[:, :3]
@@ -230,7 +230,7 @@ def test_a_norm_that_no_layer_takes_in_evaluates_with_running_statistics():
     assert_evaluates_alike(prepared, x)
 
 
-def test_a_batch_norm_behind_a_layer_of_tokens_is_not_folded_into_the_wrong_axis():
+def test_a_batch_norm_after_a_token_layer_is_not_folded_into_the_wrong_axis():
     """Linear layers of three axes have their channels last, the norm has them second (2.10, 5)."""
     parts = {"a": nn.Linear(4, 5), "n": nn.BatchNorm1d(3), "b": nn.Linear(5, 2)}
     model = nets.randomize(Body(lambda m, x: m.b(m.n(m.a(x))), **parts))
@@ -263,7 +263,7 @@ def test_a_norm_that_is_called_twice_counts_twice():
         assert_close(prepared.get_buffer(name), buffer)
 
 
-def test_whole_feature_maps_are_dropped():
+def test_dropout2d_drops_whole_feature_maps_while_training():
     parts = nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Dropout2d(0.5), nn.Conv2d(8, 8, 1, bias=False)
     model = nets.randomize(nn.Sequential(*parts))
     model[3].weight.data = torch.eye(8)[..., None, None]
@@ -275,7 +275,7 @@ def test_whole_feature_maps_are_dropped():
     assert not maps.all()
 
 
-def test_a_dropout_that_only_some_readers_see_drops_for_these():
+def test_a_dropout_with_some_of_the_readers_drops_only_for_them():
     model = nets.randomize(
         Body(
             lambda m, x: (m.a(y := torch.relu(m.b(x))), m.c(F.dropout(y, 0.5, m.training))),
@@ -318,7 +318,7 @@ def test_attention_trains_and_drops_its_probabilities():
 # -- scales -----------------------------------------------------------------------------------------------------------
 
 
-def test_rounding_is_that_of_the_law_and_its_gradient_stops_at_the_ends():
+def test_fake_quantize_rounds_like_numerics_and_has_no_gradient_outside_the_range():
     draw = torch.Generator().manual_seed(0)
     x = (torch.randn(1000, generator=draw) * 3).requires_grad_()
     scale, zero = torch.tensor(0.0123), torch.tensor(97.0)
@@ -351,7 +351,7 @@ def test_gradients_of_scale_and_zero_point_are_those_of_the_papers(low, high, ze
 
 
 @pytest.mark.case("frontends C13")
-def test_the_share_counts_the_values_of_a_scale():
+def test_gradients_of_scales_are_normalized_by_the_number_of_values():
     """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * levels above zero)."""
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
@@ -377,7 +377,7 @@ def test_the_share_counts_the_values_of_a_scale():
     ("low", "high", "ends", "levels"),
     [(0, 255, (0.0, 4.0), 255), (1, 255, (-4.0, 4.0), 127), (0, 15, (-1.0, 2.0), 10), (0, 255, (-4.0, 0.0), 255)],
 )
-def test_levels_of_a_share_are_those_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
+def test_learned_scales_count_values_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
     """C13: Esser et al. 2020, section 2.2; an unsigned type with its zero point in the middle is a signed one."""
     site = Site("x", "x", "activation", Observed("minmax", low == 1), DType.U8, low, high)
     rounding = FakeQuantize(site, 1, 2, Mode())
@@ -445,7 +445,7 @@ def test_learned_scales_are_those_of_the_int8_model():
         reason="recipes of more bits",
     ),
 )
-def test_any_recipe_of_integers_trains(setting):
+def test_any_integer_recipe_trains(setting):
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
     prepared = trainable(model, x, stages.Quantizer(intaglio.Recipe.of({}, intaglio.Setting(**setting))))
@@ -474,7 +474,7 @@ def test_images_as_bytes_train():
     assert_evaluates_alike(prepared, x)
 
 
-def test_what_calibration_finds_is_where_scales_start():
+def test_learned_scales_start_at_the_calibrated_ones():
     """The ranges are those that calibrating without training gives, by the recipe's method."""
     model, x = nets.randomize(nets.Residual()), nets.example(nets.Residual(), 4)
     plain = stages.prepare(stages.capture(model, x))
@@ -640,7 +640,7 @@ def test_a_part_is_trained_and_the_whole_quantized_afterwards():
         (Body(lambda m, x: m.a(F.alpha_dropout(x, 0.5, m.training)), a=nn.Linear(4, 4)), torch.randn(3, 4), "random"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_by_name(model, x, match):
+def test_operators_that_cannot_be_trained_are_refused_by_name(model, x, match):
     with pytest.raises(UnsupportedError, match=match):
         trainable(model, x)
 

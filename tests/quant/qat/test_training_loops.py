@@ -125,7 +125,7 @@ def test_a_loop_with_hooks_averages_clipping_and_checkpoints_resumes_bit_for_bit
         assert_evaluates_alike(net, batch(0)[0])
 
 
-def test_switches_that_copies_have_are_their_own():
+def test_copies_have_independent_switches():
     """A copy for the average validates without rounding, while the model goes on training with it."""
     prepared = trainable(norms_and_dropout(), batch(0)[0])
     prepared(batch(0)[0])

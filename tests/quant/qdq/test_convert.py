@@ -47,7 +47,7 @@ def one(module: nn.Module, x: torch.Tensor, recipe=None):
         (torch.full((4, 3, 8, 8), -0.0), 1.0, 0),
     ],
 )
-def test_constant_inputs(x, scale, zero_point):
+def test_constant_inputs_have_exact_parameters(x, scale, zero_point):
     reference, lowered = one(conv(), x)
     assert reference.qparams[INPUT].scale == (float(np.float32(scale)),)
     assert reference.qparams[INPUT].zero_point == (zero_point,)
@@ -107,7 +107,7 @@ def test_one_channel_per_channel_equals_per_tensor():
 
 @pytest.mark.case("calibration 35")
 @pytest.mark.parametrize("bias", [None, 0.0, 0.5, 1e9])
-def test_biases_of_any_size(bias):
+def test_biases_of_any_size_match_the_reference(bias):
     module = conv(bias=bias is not None)
     if bias is not None:
         with torch.no_grad():
@@ -129,7 +129,7 @@ def test_bias_scales_are_products_and_zero_points_zero():
 
 
 @pytest.mark.case("calibration 29")
-def test_a_weight_of_two_calls_is_fit_for_the_larger_bias_and_stored_once():
+def test_a_shared_weight_is_scaled_for_the_larger_bias_and_stored_once():
     def body(m, x):
         return m.c(m.c(x) * 1e-4)
 
@@ -217,7 +217,7 @@ def test_borders_are_exact_with_every_padding_mode_and_a_zero_point(mode):
 
 
 @pytest.mark.case("calibration 37")
-def test_padding_of_a_max_pool_never_wins():
+def test_padding_is_never_the_maximum_of_a_max_pool():
     _, lowered = quantized(nets.randomize(Body(lambda m, x: F.max_pool2d(m.a(x) - 10, 3, 1, 1), a=conv())), X)
     assert lowered(X).max() < -3
 

@@ -203,7 +203,7 @@ def test_names_that_fit_nothing_are_errors_whatever_is_skipped():
 
 
 @pytest.mark.parametrize("selectors", [("stem",), ("blocks.0.conv2",), ("op:aten.add",), ("blocks.*", "fc")])
-def test_a_value_is_called_the_same_whatever_stays_in_float(selectors):
+def test_value_names_do_not_depend_on_what_stays_in_float(selectors):
     every = {(site.value, site.role): site.name for site in prepared().annotations.sites}
     some = {(site.value, site.role): site.name for site in skipping(*selectors).annotations.sites}
     assert some
@@ -242,7 +242,7 @@ def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, pro
         ({"qmin": 255}, "qmin..qmax"),
     ],
 )
-def test_an_entry_that_makes_no_sense_is_refused_when_it_is_read(entry, problem):
+def test_an_invalid_recipe_entry_is_refused_when_read(entry, problem):
     whole = {"dtype": "u8", "qmin": 0, "qmax": 255, "scale": 0.1, "zero_point": 0}
     with pytest.raises(ArtifactError, match=problem) as raised:
         Parameters.from_json(json.dumps({"version": 1, "sites": {"here": {**whole, **entry}}}))
@@ -302,7 +302,7 @@ def test_a_quantizer_survives_its_text(images):
     assert (again.input or None) == images
 
 
-def test_a_bias_that_an_edited_scale_leaves_no_room_enlarges_the_weight_s_scale():
+def test_a_bias_that_overflows_after_an_edit_enlarges_the_weight_scale():
     model = Body(lambda m, x: m.a(x), a=nn.Linear(8, 2)).eval()
     with torch.no_grad():
         model.a.bias.fill_(1e4)

@@ -56,7 +56,7 @@ def test_weights_are_integers_behind_a_dequantize_that_stays():
     assert getattr(found.module, weight.args[0].target).dtype == torch.int8
 
 
-def test_constants_that_are_no_weights_stay_as_they_are():
+def test_constants_that_are_not_weights_are_unchanged():
     table = torch.randn(4, 8, 8)
     model = Body(lambda m, x: torch.sin(m.a(x)) * m.table, a=conv(), table=nn.Parameter(table))
     found = reference(model.eval())
@@ -65,7 +65,7 @@ def test_constants_that_are_no_weights_stay_as_they_are():
 
 
 @pytest.mark.case("frontends C9")
-def test_quantize_and_dequantize_say_whose_they_are():
+def test_quantize_and_dequantize_nodes_have_the_origin_of_their_value():
     """C9: a dequantize is its reader's, a quantize its producer's; weights keep their names."""
     found = reference(backbone())
     for node in quantizing(found):
@@ -93,7 +93,7 @@ class Tagging:
 
 @pytest.mark.case("frontends C9")
 @pytest.mark.parametrize("annotates", [True, False])
-def test_tags_go_along_to_quantize_and_dequantize(annotates):
+def test_tags_are_copied_to_quantize_and_dequantize(annotates):
     """C9: a quantizer's or a user's own; from a reader to its dequantize, from a producer to its quantize."""
     captured = stages.capture(nets.randomize(nn.Sequential(conv(), conv(4), nn.Tanh())), X)
     for node in captured.module.graph.nodes if not annotates else ():
@@ -138,7 +138,7 @@ def test_tags_survive_what_is_folded_and_rewritten():
     ],
     ids=["decomposed", "copied", "exported"],
 )
-def test_names_of_sites_survive(again):
+def test_names_of_sites_are_the_same_for_every_form_of_a_model(again):
     """C9: what identifies a value is the same in every form of one model; so are parameters that go by it."""
     parts = (conv(), nn.BatchNorm2d(4), nn.GELU(), conv(4), nn.Flatten(), nn.Linear(256, 5))
     model = nets.randomize(nn.Sequential(*parts))
@@ -174,7 +174,7 @@ def test_a_reference_can_be_part_of_a_float_model():
 
 
 @pytest.mark.case("frontends C11")
-def test_a_quantized_part_is_left_alone_when_the_whole_is_quantized():
+def test_a_quantized_submodule_is_unchanged_when_the_model_is_quantized():
     """C11: prepare and convert go over the whole model again; the part keeps its integers and runs with the rest."""
     part = reference(backbone())
     whole = nn.Sequential(part.as_module(), nn.Linear(5, 2)).eval()
@@ -192,7 +192,7 @@ def test_a_quantized_part_is_left_alone_when_the_whole_is_quantized():
 
 
 @pytest.mark.case("frontends C11")
-def test_a_part_that_was_trained_is_left_alone_when_the_whole_is_calibrated():
+def test_a_trained_submodule_is_unchanged_when_the_model_is_calibrated():
     """C11: a submodule is trained and converted, then the model around it goes through post-training quantization."""
     part = nets.randomize(nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())).train()
     trained = stages.prepare(stages.capture(part, X, train=True), qat=True)
@@ -212,7 +212,7 @@ def test_a_part_that_was_trained_is_left_alone_when_the_whole_is_calibrated():
 
 @pytest.mark.case("frontends C11")
 @pytest.mark.parametrize("stage", ["part", "whole"])
-def test_what_is_converted_is_not_converted_or_prepared_again(stage):
+def test_converted_models_are_not_converted_or_prepared_again(stage):
     """C11: each of them says which call makes what it takes."""
     found = reference(backbone())
     if stage == "whole":
@@ -245,7 +245,7 @@ def test_an_observer_taken_out_by_hand_does_not_stop_the_conversion():
     assert convert(stage).text() == wanted.text()
 
 
-def test_converting_what_is_converted_says_what_is_taken():
+def test_converting_a_converted_model_names_the_accepted_types():
     with pytest.raises(InputError, match="takes a Prepared, got a Reference"):
         convert(reference(backbone()))
 
@@ -278,7 +278,7 @@ def test_results_leave_as_integers_with_scale_and_zero_point(body, integers):
             assert torch.equal(one.dequantize(), (one.values.int() - one.zero_point).float() * one.scale)
 
 
-def test_integers_are_the_levels_of_the_reference():
+def test_integer_results_are_the_quantized_values_of_the_reference():
     found = reference(backbone(), quantizer=Quantizer(outputs="int8"))
     q = found.qparams["4#0/linear.0"]
     (levels,) = (n for n in quantizing(found) if operator(n.args[0]) == "aten.linear.default")
@@ -303,7 +303,7 @@ def test_a_model_that_gives_integers_survives_its_file(tmp_path):
         assert again(X)[1:] == model(X)[1:]
 
 
-def test_outputs_that_there_are_not():
+def test_unknown_outputs_are_refused():
     with pytest.raises(SelectorError, match="'float' and 'int8'"):
         Quantizer(outputs="u8")
     with pytest.raises(UnsupportedError, match="results are u8"):

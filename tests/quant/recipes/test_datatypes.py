@@ -88,7 +88,7 @@ def test_a_file_holds_few_bits_and_gives_the_same_integers_back(setting, tmp_pat
 
 @pytest.mark.case("calibration 45")
 @given(st.integers(1, 7), st.integers(0, 41), st.data())
-def test_odd_counts_are_filled_up_and_come_back(bits, count, data):
+def test_packing_pads_odd_counts_and_unpacking_removes_the_padding(bits, count, data):
     """Case 45: numbers of any width, in any count."""
     values = data.draw(arrays.arrays(np.uint8, count, elements=st.integers(0, 2**bits - 1)))
     packed = pack_bits(values, bits)
@@ -110,13 +110,13 @@ def test_groups_survive_packing(outputs, inputs, group, data):
     np.testing.assert_array_equal(unpack(*packed, packing, levels.shape), levels)
 
 
-def test_numbers_that_need_eight_bits_are_kept_in_eight():
+def test_values_that_do_not_fit_the_packing_are_not_packed():
     """A state dict may put any levels into a model."""
     assert pack(np.array([[9]], np.int8), Packing(4, -8)) is None
     assert pack(np.array([[7, 11]], np.int8), Packing(2, -2, 2)) is None
 
 
-def test_a_packed_weight_of_another_size_is_no_weight():
+def test_a_packed_weight_of_another_size_is_refused():
     with pytest.raises(ValueError, match="for 3 numbers of 4 bits"):
         unpack(np.zeros(3, np.uint8), np.zeros(0, np.uint8), Packing(4, -8), (1, 3))
 
@@ -219,7 +219,7 @@ def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     assert sqnr(reference(X), MODEL(X)) > (50 if "s16" in names else 20)
 
 
-def test_one_layer_of_another_type_leaves_the_others_to_the_kernels():
+def test_one_layer_of_another_type_does_not_affect_the_others():
     reference, graph = lowered(CAPTURED, X, recipe=Recipe.of({"blocks.0": {"activations_dtype": "s16"}}))
     assert {skip.origin.path.split(".")[0] for skip in graph.skipped} == {"blocks"}
     assert 0 < graph.macs[0] < graph.macs[1]
@@ -291,7 +291,7 @@ def test_a_type_that_an_operator_cannot_have_is_refused_when_prepared(module, se
     assert "weights =" in raised.value.remedy
 
 
-def test_bits_and_the_type_of_activations_are_one_question():
+def test_bits_and_activation_data_type_agree():
     """The stronger setting answers it, in either key."""
     eight = Setting(bits=8).over(Setting(activations_dtype="s16"))
     assert eight.activation.name == "u8"

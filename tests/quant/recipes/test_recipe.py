@@ -75,12 +75,12 @@ def test_names_beat_types_beat_operators_and_the_nearest_name_wins(entries, defa
     assert Recipe.of(entries, default).setting(CONV, CLASSES).quantize is on
 
 
-def test_a_setting_leaves_gaps_to_weaker_ones():
+def test_a_setting_inherits_missing_fields_from_weaker_ones():
     recipe = Recipe.of({"type:Conv2d": {"bits": 7, "method": "minmax"}, "layer1": {"method": "mse"}})
     assert recipe.setting(CONV, CLASSES) == replace(DEFAULT, bits=7)
 
 
-def test_only_and_skip():
+def test_only_and_skip_select_quantized_operators():
     recipe = Recipe().with_selection(only="layer1", skip=["layer1.conv_1"])
     assert recipe.setting(CONV, CLASSES).quantize
     assert not recipe.setting(Origin("layer1.conv_1", "aten.conv2d.default"), CLASSES).quantize
@@ -106,7 +106,7 @@ def test_a_selector_that_matches_nothing_names_the_nearest(selector, nearest):
     assert nearest in error.value.remedy
 
 
-def test_a_bad_regular_expression_is_said():
+def test_an_invalid_regular_expression_is_reported():
     with pytest.raises(SelectorError, match="not a regular expression"):
         Recipe.of({"re:(": None}).setting(CONV, CLASSES)
 

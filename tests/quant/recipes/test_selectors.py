@@ -30,7 +30,7 @@ def test_every_name_of_named_modules_is_a_selector_of_what_is_in_it(net):
 
 
 @pytest.mark.case("problem 35")
-def test_what_is_skipped_computes_with_its_float_weights():
+def test_skipped_layers_compute_with_their_float_weights():
     """Problem 35: "found" is not enough; the weight is the float weight, in the graph that runs."""
     model, captured = captured_net(nets.Residual)
     reference, graph = lowered(captured, nets.example(model, 4), recipe=Recipe().with_selection(skip="blocks.0.conv1"))
@@ -58,7 +58,7 @@ SKIPPED = "blocks.0.conv1.0"
         ("blocks.*.conv9", "blocks."),
     ],
 )
-def test_a_selector_that_misses_is_answered_with_one_that_hits(selector, offered):
+def test_the_error_of_a_selector_without_matches_names_one_that_matches(selector, offered):
     """Problem 35: globs are answered with globs, and the answer is taken."""
     _, captured = captured_net(nets.Residual)
     with pytest.raises(SelectorError, match="matches no operator") as raised:
