@@ -22,7 +22,7 @@ from support import nets
 from support.lowering import tensors
 from support.nets import Body, randomize
 from support.processor import HAS_VNNI, needs_vnni
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -113,7 +113,7 @@ def last_step(node: fx.Node) -> float:
     "net",
     [
         nets.Grouped,
-        *rarely(
+        *slow_params(
             *(nets.MultiOutput, nets.Residual, nets.ConvBnRelu, nets.MaxPoolNet, nets.OptionA),
             reason="other operators are in tests of their own, and a residual network too",
         ),
@@ -129,7 +129,9 @@ def test_a_network_of_convolutions_at_any_batch(net, tmp_path):
 
 @pytest.mark.case("problem 32")
 @pytest.mark.parametrize(
-    "how", [{}, *rarely({"patterns": APART}, reason="sums that the recipe keeps apart")], ids=["default", "sums_apart"]
+    "how",
+    [{}, *slow_params({"patterns": APART}, reason="sums that the recipe keeps apart")],
+    ids=["default", "sums_apart"],
 )
 def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
     """Where the file rounds in front of its two sums and the reference does not, each adds a level."""
@@ -144,7 +146,7 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "relu", [nn.ReLU(), *rarely(nn.Identity(), reason="a sum with a function is one too")], ids=["relu", "sum"]
+    "relu", [nn.ReLU(), *slow_params(nn.Identity(), reason="a sum with a function is one too")], ids=["relu", "sum"]
 )
 def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
     """Values far outside of what was calibrated saturate in the sum, as without it."""
@@ -293,7 +295,7 @@ def test_quantized_embedding_tables_stay_quantized(tmp_path):
     "setting",
     [
         intaglio.Setting(activations_dtype="f8e4m3", weights_dtype="f8e4m3"),
-        *rarely(
+        *slow_params(
             intaglio.Setting(shortcut=16),
             intaglio.Setting(bits=7),
             intaglio.Setting(activations_dtype="s16"),
@@ -317,7 +319,7 @@ def test_exported_models_of_other_data_types_match_the_reference(setting, tmp_pa
     ("layer", "recipe"),
     [
         (nn.GRU, DYNAMIC),
-        *rarely(
+        *slow_params(
             *((nn.LSTM, Recipe()), (nn.GRU, Recipe()), (nn.LSTM, DYNAMIC)),
             reason="other layers and recipes, whose hidden states are not rounded either",
         ),
@@ -405,7 +407,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["0.weight:scale", *rarely("3.weight:scale", reason="the scale of another layer is spoiled always")]
+    "name", ["0.weight:scale", *slow_params("3.weight:scale", reason="the scale of another layer is spoiled always")]
 )
 def test_the_comparison_detects_a_wrong_scale(name, tmp_path):
     torch.manual_seed(0)

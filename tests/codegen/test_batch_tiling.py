@@ -15,7 +15,7 @@ from intaglio.lower import Lowered
 from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable
 from intaglio.runtime import QuantizedModel, build_artifact
 from support.integer_graphs import N, Net, sizes
-from support.matmul_library import HERE
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import (
     CACHES,
@@ -29,7 +29,7 @@ from support.programs import (
     residual,
     threads,
 )
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 def in_turns(lowered: Lowered, model: QuantizedModel, turns: BatchTiling) -> QuantizedModel:
@@ -51,7 +51,7 @@ LARGE = ("weighed", "depthwise", "moves", "unjoined", "halos")
 TURNS = [
     pytest.param(
         program,
-        HERE[(place + i) % len(HERE)],
+        RUNNABLE_ISAS[(place + i) % len(RUNNABLE_ISAS)],
         1 + (place + i) % 3,
         marks=[OTHER_TURNS] * (i > 0 or program.__name__ in LARGE),
     )
@@ -69,16 +69,18 @@ def test_batch_tiling_is_bit_identical_to_the_interpreter(program, isa, images):
     assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
 
 
-@pytest.mark.parametrize("groups", rarely_except(1, 4, of=range(1, 7), reason="the other groups of the same program"))
+@pytest.mark.parametrize(
+    "groups", slow_params_except(1, 4, of=range(1, 7), reason="the other groups of the same program")
+)
 def test_batch_tiling_may_end_after_any_barrier_group(groups):
     """A value is read by the turns and behind them, a residual operand comes from before their end."""
     net, lowered = built(residual)
     assert most(lowered) == 6
     turns = BatchTiling("n", groups, 1)
-    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, HERE[-1]), turns))
+    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, RUNNABLE_ISAS[-1]), turns))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_batch_tiling_accesses_only_the_arena_constants_and_tensors(isa):
     net, lowered = built(residual)
     turns = BatchTiling("n", most(lowered), 1)
@@ -142,7 +144,7 @@ def test_batch_tiling_ends_at_weights_larger_than_activations():
 
 def test_a_batch_of_one_tile_has_static_offsets():
     planned = schedule_plan(
-        plan_graph(built(residual)[1].graph), ISAS[HERE[0]], CACHES, batch_tiling=BatchTiling("n", 4, 2)
+        plan_graph(built(residual)[1].graph), ISAS[RUNNABLE_ISAS[0]], CACHES, batch_tiling=BatchTiling("n", 4, 2)
     )
     arena, layout = planned.arena(), build_artifact(emit(planned, "offsets")).plan(sizes(2))
     assert arena.tile
@@ -162,7 +164,7 @@ def test_batch_tiling_needs_less_memory():
     net = Net()
     planned = plan_graph(net.graph(tower(net)))
     programs = [
-        emit(schedule_plan(planned, ISAS[HERE[0]], caches), "tower")
+        emit(schedule_plan(planned, ISAS[RUNNABLE_ISAS[0]], caches), "tower")
         for caches in (CacheSizes(l2=1 << 16), CacheSizes())
     ]
     batch = sizes(16 * len(os.sched_getaffinity(0)))
@@ -172,7 +174,7 @@ def test_batch_tiling_needs_less_memory():
 
 def test_step_times_of_all_batch_tiles_are_added():
     net, lowered = built(residual)
-    model = in_turns(lowered, compiled(residual, HERE[0]), BatchTiling("n", most(lowered), 1))
+    model = in_turns(lowered, compiled(residual, RUNNABLE_ISAS[0]), BatchTiling("n", most(lowered), 1))
     for count in (1, 2):
         with threads(count):
             assert all(nanoseconds > 0 for nanoseconds in model.step_times(*net.batch(5)))

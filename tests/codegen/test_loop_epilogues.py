@@ -12,9 +12,9 @@ from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from support.int8_models import assert_same
 from support.lowering import quantized
-from support.matmul_library import HERE
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 FLOAT = Recipe.of({"*": {"residual": "float", "functions": "precise", "method": "minmax"}})
 
@@ -55,7 +55,7 @@ def branches():
 @pytest.fixture(scope="module")
 def images():
     lowered = quantized(branches(), *drawn_images(4, 0), recipe=FLOAT)[1]
-    return lowered, stages.compile(lowered, isa=HERE[0])
+    return lowered, stages.compile(lowered, isa=RUNNABLE_ISAS[0])
 
 
 def drawn_images(batch: int, seed: int) -> list[torch.Tensor]:
@@ -156,7 +156,7 @@ APART = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "a reader beside the loop", "channels by themselves", of=APART, reason="other conditions of the same rule"
     ),
 )
@@ -172,4 +172,4 @@ def test_loops_that_cannot_be_epilogues_stay_separate_steps(name):
     x = torch.randn(2, 8, 5, 6)
     lowered = quantized(model, x, recipe=FLOAT)[1]
     assert not any(partition.endswith("dequantize + loop") for partition in kinds(lowered)[:-1])
-    assert_same(stages.compile(lowered, isa=HERE[0])(x), lowered(x))
+    assert_same(stages.compile(lowered, isa=RUNNABLE_ISAS[0])(x), lowered(x))

@@ -17,7 +17,7 @@ from intaglio.native import cpu as machine
 from intaglio.ops import OPS
 from intaglio.plan import plan_graph, schedule_plan
 from support.integer_graphs import H, N, Net, W, sizes
-from support.matmul_library import HERE, SLACK
+from support.matmul_library import RUNNABLE_ISAS, SLACK
 from support.nets import Body, randomize
 from support.programs import (
     CACHES,
@@ -36,7 +36,7 @@ from support.programs import (
     unjoined,
     weighed,
 )
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 OTHER_SET = pytest.mark.slow(reason="every program runs on one set of instructions, and every set runs programs")
 
@@ -45,9 +45,11 @@ OTHER_SET = pytest.mark.slow(reason="every program runs on one set of instructio
 @pytest.mark.parametrize(
     ("program", "isa"),
     [
-        pytest.param(program, isa, marks=[OTHER_SET] * (place % len(HERE) != i), id=f"{isa}-{program.__name__}")
+        pytest.param(
+            program, isa, marks=[OTHER_SET] * (place % len(RUNNABLE_ISAS) != i), id=f"{isa}-{program.__name__}"
+        )
         for place, program in enumerate(PROGRAMS)
-        for i, isa in enumerate(HERE)
+        for i, isa in enumerate(RUNNABLE_ISAS)
     ],
 )
 def test_a_program_has_the_bits_of_the_interpreter(program, isa):
@@ -59,12 +61,14 @@ def test_a_program_has_the_bits_of_the_interpreter(program, isa):
 
 @pytest.mark.parametrize(
     "program",
-    rarely_except(residual, tokens, joined, of=FREE, reason="every program runs on one set of instructions elsewhere"),
+    slow_params_except(
+        residual, tokens, joined, of=FREE, reason="every program runs on one set of instructions elsewhere"
+    ),
     ids=lambda program: program.__name__,
 )
 def test_instruction_sets_agree_on_a_large_batch(program):
     inputs = built(program)[0].batch(9, seed=1)
-    first, *others = [compiled(program, isa)(*inputs) for isa in HERE]
+    first, *others = [compiled(program, isa)(*inputs) for isa in RUNNABLE_ISAS]
     for other in others:
         assert_same_bits(other, first)
 
@@ -76,10 +80,10 @@ def test_the_comparison_detects_one_changed_constant():
     changed = {**graph.constants, bias: graph.constants[bias] + 40 * np.eye(1, 70, 5, dtype=np.int32)[0]}
     wrong = Lowered(graph.replace(constants=changed), {}, lowered.signature)
     with pytest.raises(AssertionError):
-        assert_same_bits(compiled(residual, HERE[0])(*net.batch(2)), wrong(*net.batch(2)))
+        assert_same_bits(compiled(residual, RUNNABLE_ISAS[0])(*net.batch(2)), wrong(*net.batch(2)))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_results_do_not_depend_on_the_schedule(isa):
     net, lowered = built(residual)
     expected = lowered(*net.batch(2))
@@ -90,7 +94,7 @@ def test_results_do_not_depend_on_the_schedule(isa):
             assert_same_bits(model(*net.batch(2)), expected)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_linear_layer_on_four_axes_reads_the_last_one(isa):
     net = Net()
     x = net.quantize(net.input(N, 3, 4, 8))
@@ -98,7 +102,7 @@ def test_a_linear_layer_on_four_axes_reads_the_last_one(isa):
     assert_same_bits(build.compile(lowered, isa=isa)(*net.batch(2)), lowered(*net.batch(2)))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_linear_layers_of_four_axes_meet_image_operators(isa):
     """conv2d -> linear over columns -> clamp -> conv2d, an add across both, a slice: copies between the layouts."""
     model = randomize(Body(_mixed, conv=nn.Conv2d(3, 8, 3, padding=1), mix=nn.Linear(6, 6), out=nn.Conv2d(8, 4, 3)))
@@ -120,9 +124,9 @@ def _mixed(net, x):
 @pytest.mark.parametrize(
     ("program", "isa"),
     [
-        pytest.param(program, isa, marks=[OTHER_SET] * (PROGRAMS.index(program) % len(HERE) != i))
+        pytest.param(program, isa, marks=[OTHER_SET] * (PROGRAMS.index(program) % len(RUNNABLE_ISAS) != i))
         for program in FREE
-        for i, isa in enumerate(HERE)
+        for i, isa in enumerate(RUNNABLE_ISAS)
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -133,7 +137,7 @@ def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(prog
 
 @pytest.mark.parametrize(
     "program",
-    rarely_except(
+    slow_params_except(
         residual, unjoined, moves, tokens, of=FREE, reason="plans of the other programs are checked by the verifier too"
     ),
     ids=lambda program: program.__name__,
@@ -142,7 +146,7 @@ def test_buffers_alive_in_one_barrier_group_never_overlap(program, monkeypatch):
     """On a machine whose caches hold a whole batch: the buffers of batch tiles have places of their own."""
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(32 << 10, 64 << 20, 64 << 20))
     lowered = replace(built(program)[1], about=About(program.__name__))
-    planned, artifact = plan_graph(lowered.graph), build.compile(lowered, isa=HERE[0]).artifact
+    planned, artifact = plan_graph(lowered.graph), build.compile(lowered, isa=RUNNABLE_ISAS[0]).artifact
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))
         assert planned.arena().offsets(planned.buffers, sizes(batch)) == {
@@ -181,7 +185,7 @@ def test_a_channel_product_is_fused_into_the_convolution_after_it():
         assert partition.head.output not in planned.buffers
         assert {*partition.head.inputs[:2]} <= {*partition.reads()}
     assert not any(step.partition.anchor.kind == "mul" for step in planned.steps)
-    kinds = [step.kinds for step in compiled(weighed, HERE[0]).artifact.program.steps]
+    kinds = [step.kinds for step in compiled(weighed, RUNNABLE_ISAS[0]).artifact.program.steps]
     assert [kind for kind in kinds if "mul" in kind] == [" + ".join(["mul", "conv2d", *tail]) for tail in tails]
 
 
@@ -199,7 +203,7 @@ def test_every_operator_with_a_kernel_has_an_emitter():
     assert set(EMITTERS) == {record.emitter for record in records if record.name not in tails}
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_the_same_graph_gives_the_same_text_and_constants(isa):
     plans = (schedule_plan(plan_graph(built(residual)[1].graph), ISAS[isa], CACHES) for _ in range(2))
     first, second = (emit(plan, "same") for plan in plans)
@@ -231,7 +235,7 @@ def callers_levels(net: Net) -> tuple[str, ...]:
     return plain, padded, net.dequantize(deep), net.dequantize(again), net.dequantize(x)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_quantized_inputs_are_padded_like_internal_values(isa):
     """Its tensors have no halo: what stood there was whatever lay beside them."""
     net, lowered = built(callers_levels)

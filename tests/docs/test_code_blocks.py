@@ -20,7 +20,7 @@ import pytest
 
 from support.processor import HAS_VNNI
 from support.project_files import ROOT
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 from support.torchvision_stub import import_torchvision
 
 PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()]
@@ -128,7 +128,7 @@ ALONE = [(page, block) for page in PAGES for block in python_blocks(page) if blo
 @pytest.mark.case("problem 40")
 @pytest.mark.parametrize(
     "page",
-    rarely_except(
+    slow_params_except(
         *(page for page in PAGES if page.stem not in LONG), of=PAGES, reason="takes seconds; run `make slow`"
     ),
     ids=page_name,

@@ -14,7 +14,7 @@ from intaglio.errors import CalibrationError, CaptureError, InputError, Unsuppor
 from support import nets
 from support.eager_models import assert_like, assert_near, converted_on, integers, near, prepared_on, warnings_of
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 Tree = Tensor | tuple["Tree", "Tree"]
 
@@ -41,7 +41,7 @@ class EarlyExit(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "order", rarely_except((1, -1, 1, -1), of=[(1, -1, 1, -1), (-1, 1, -1, 1)], reason="the other exit first")
+    "order", slow_params_except((1, -1, 1, -1), of=[(1, -1, 1, -1), (-1, 1, -1, 1)], reason="the other exit first")
 )
 def test_an_early_exit_network_takes_both_exits_in_int8(order, caplog):
     model = nets.randomize(EarlyExit())
@@ -147,7 +147,7 @@ MANY_PROGRAMS = pytest.mark.slow(reason="a program for every run of steps; the p
 
 
 @pytest.mark.parametrize(
-    "recipe", [None, *rarely("int8_dynamic", reason="scales made per call run in tests of their own")]
+    "recipe", [None, *slow_params("int8_dynamic", reason="scales made per call run in tests of their own")]
 )
 @pytest.mark.parametrize(
     "kind", [pytest.param(nn.LSTMCell, marks=MANY_PROGRAMS), pytest.param(nn.GRUCell, marks=MANY_PROGRAMS), nn.RNNCell]

@@ -17,7 +17,7 @@ from intaglio import eager, stages
 from intaglio.errors import ArtifactError, CalibrationError, InputError
 from support import nets
 from support.project_files import TESTS
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 
 class Residual(nn.Module):
@@ -123,7 +123,7 @@ def counts(prepared: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.case("frontends B11")
-@pytest.mark.parametrize("name", rarely_except("early exit", of=MODELS, reason="other models take the same ways"))
+@pytest.mark.parametrize("name", slow_params_except("early exit", of=MODELS, reason="other models take the same ways"))
 @pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
     """B11: whatever way it was copied, and so does a copy of the copy that has not run."""
@@ -137,7 +137,7 @@ def test_a_copy_of_a_converted_model_gives_the_same_bits(name, way):
 
 
 @pytest.mark.case("frontends B11")
-@pytest.mark.parametrize("name", rarely_except("early exit", of=MODELS, reason="other models take the same ways"))
+@pytest.mark.parametrize("name", slow_params_except("early exit", of=MODELS, reason="other models take the same ways"))
 @pytest.mark.parametrize("way", [copy.deepcopy, saved_and_loaded])
 def test_a_copy_of_a_prepared_model_has_statistics_of_its_own(name, way):
     """B11: equal to those it was copied from, and counted on by itself."""
@@ -229,7 +229,7 @@ def test_a_state_dictionary_has_the_models_names_and_ours():
 
 
 @pytest.mark.case("frontends A12")
-@pytest.mark.parametrize("name", ["recurrent", *rarely("residual", reason="the other model has a test like it")])
+@pytest.mark.parametrize("name", ["recurrent", *slow_params("residual", reason="the other model has a test like it")])
 def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
     """A12: of a prepared model (statistics), and of a converted one (parameters)."""
     prepared = calibrated(name)[1]
@@ -245,7 +245,7 @@ def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
 
 @pytest.mark.case("frontends A12")
 @pytest.mark.parametrize(
-    "name", rarely_except("residual", of=MODELS, reason="other models have the same kind of state")
+    "name", slow_params_except("residual", of=MODELS, reason="other models have the same kind of state")
 )
 def test_a_converted_model_of_other_data_becomes_the_original(name):
     """A12: outputs differ before and are equal after."""
@@ -403,7 +403,7 @@ def test_statistics_of_other_weights_are_dropped(caplog):
 
 @pytest.mark.case("frontends B13")
 @pytest.mark.parametrize(
-    "name", ["residual", *rarely("recurrent", reason="parameters of loops are those of their layers")]
+    "name", ["residual", *slow_params("recurrent", reason="parameters of loops are those of their layers")]
 )
 def test_parameters_replace_calibration_data(name):
     """B13: in place of calibration; save, load, save gives the same text."""

@@ -17,7 +17,7 @@ from support.nets import (
     example,
     randomize,
 )
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 class Attends(nn.Module):
@@ -77,7 +77,7 @@ def batches(kind):
 @pytest.mark.case("frontends A4")
 @pytest.mark.parametrize(
     "kind",
-    rarely_except(
+    slow_params_except(
         Attends,
         Words,
         Functions,

@@ -10,7 +10,7 @@ from intaglio import eager
 from support import nets
 from support.eager_models import assert_like, converted_on, near, prepared_on, same, warnings_of
 from support.nets import Body
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 def rows(count: int = 3, batch: int = 64, seed: int = 1) -> list[tuple[Tensor]]:
@@ -162,7 +162,7 @@ BODIES = [
 
 @pytest.mark.parametrize(
     "body",
-    rarely_except(
+    slow_params_except(
         views_of_several,
         set_item,
         view_of_a_list,

@@ -13,7 +13,7 @@ from intaglio import eager
 from support import nets
 from support.eager_models import assert_like, assert_near, converted_on, integers, near, same, warnings_of
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 
 def pictures(count: int = 4, batch: int = 4, channels: int = 3, size: int = 8, seed: int = 1) -> list[tuple[Tensor]]:
@@ -109,7 +109,9 @@ FUNCTIONAL = {
 @pytest.mark.case("frontends B3")
 @pytest.mark.parametrize(
     "case",
-    rarely_except("keywords", "conv3d", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"),
+    slow_params_except(
+        "keywords", "conv3d", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"
+    ),
 )
 def test_functional_operators_with_parameters(case, caplog):
     """B3: positional and keyword arguments, defaults left out, with and without bias; weights per channel."""
@@ -162,7 +164,9 @@ def zeroed(y: Tensor) -> Tensor:
     [
         (4, ("unbind",)),
         (5, ("in place module", "in a list", "keywords", "in place", "set item", "split")),
-        *rarely((5, tuple(name for name in BETWEEN if name != "unbind")), reason="other operators that stay float"),
+        *slow_params(
+            (5, tuple(name for name in BETWEEN if name != "unbind")), reason="other operators that stay float"
+        ),
     ],
     ids=["4", "5", "all"],
 )
@@ -220,7 +224,7 @@ OUTPUTS = {
 @pytest.mark.case("frontends B5")
 @pytest.mark.parametrize(
     "case",
-    rarely_except(
+    slow_params_except(
         "nested", "namedtuple", "nothing", "same twice", "integers", of=OUTPUTS, reason="the nested result holds these"
     ),
 )
@@ -284,7 +288,7 @@ CHILDREN = {
 @pytest.mark.case("frontends B5")
 @pytest.mark.parametrize(
     "case",
-    rarely_except("dataclass", "nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
+    slow_params_except("dataclass", "nothing", of=CHILDREN, reason="a child's structure is taken apart as the model's"),
 )
 def test_submodules_may_return_any_structure(case, caplog):
     """B5: what a child returns, its parent takes apart."""
@@ -323,7 +327,7 @@ CONTAINERS = {
 
 
 @pytest.mark.case("frontends B6")
-@pytest.mark.parametrize("wrapped", [True, *rarely(False, reason="a container at the top is one inside, too")])
+@pytest.mark.parametrize("wrapped", [True, *slow_params(False, reason="a container at the top is one inside, too")])
 @pytest.mark.parametrize("case", CONTAINERS)
 def test_containers_that_iterate_themselves(case, wrapped, caplog):
     """B6: at the top and inside; iterating sees the user's children only."""

@@ -19,7 +19,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.int8_models import assert_same, compiled, picture
-from support.lowering import assert_equal_levels, captured_net, kinds, lowered, quantized, sqnr
+from support.lowering import assert_equal_quantized, captured_net, kinds, lowered, quantized, sqnr
 from support.nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def test_a_concatenation_of_a_single_tensor_then_a_pool_shares_all_the_way():
     leaders = reference.annotations.leaders
     assert leaders["#0/max_pool2d.0"] == leaders["c#0/conv2d.0"] == "c#0/conv2d.0"
     assert reference.qparams["#0/max_pool2d.0"] == reference.qparams["c#0/conv2d.0"]
-    assert_equal_levels(reference, graph, X)
+    assert_equal_quantized(reference, graph, X)
 
 
 def functional(m: nn.Module, x: Tensor) -> Tensor:

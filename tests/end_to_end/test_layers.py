@@ -11,9 +11,9 @@ import intaglio
 from intaglio import Recipe, Setting, stages
 from intaglio.plan import plan_graph
 from intaglio.stages import capture, compile, convert, equalize, prepare, requantize
-from support.matmul_library import BEST_HERE
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 DRAW = torch.Generator().manual_seed(3)
 
@@ -93,7 +93,7 @@ ENDS = {
 
 
 @pytest.mark.case("frontends C1")
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_chain_between_quantized_values_is_one_exact_loop(name, isa):
     width = 16 * 3 + 3
@@ -121,7 +121,7 @@ UNARY = {
 @pytest.mark.case("frontends C2")
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize(
-    "name", rarely_except("relu", "hardtanh", "gelu", of=UNARY, reason="every function has a test of its table")
+    "name", slow_params_except("relu", "hardtanh", "gelu", of=UNARY, reason="every function has a test of its table")
 )
 def test_functions_after_layers_are_fused_with_and_without_quantization(name, quantized):
     after = nn.Linear(21, 4) if quantized else nn.Identity()
@@ -135,7 +135,9 @@ def test_functions_after_layers_are_fused_with_and_without_quantization(name, qu
 
 
 @pytest.mark.case("frontends C4")
-@pytest.mark.parametrize("kind", [torch.float32, *rarely(torch.bfloat16, reason="another type of the same weights")])
+@pytest.mark.parametrize(
+    "kind", [torch.float32, *slow_params(torch.bfloat16, reason="another type of the same weights")]
+)
 def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).eval().to(kind)
     x = torch.randn(16, 64, generator=DRAW).to(kind)
@@ -187,7 +189,7 @@ def test_smoothing_beats_plain_levels_where_a_channel_sticks_out():
     assert np.isfinite(errors).all()
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(("groups", "affine", "residual"), [(3, True, "float"), (3, True, "int8"), (1, False, "float")])
 def test_group_norm_is_a_norm_of_rows(groups, affine, residual, isa):
     norm = nn.GroupNorm(groups, 12, affine=affine)

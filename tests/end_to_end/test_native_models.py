@@ -29,10 +29,10 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.qdq_normalize import QUANTIZE_TENSOR
 from support import nets
 from support.int8_models import assert_same, compiled
-from support.lowering import assert_equal_levels, kinds, quantized, sqnr
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, kinds, quantized, sqnr
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -51,7 +51,7 @@ def test_a_concatenation_of_equal_scales_has_no_requantize():
     """Case 15."""
     reference, lowered = quantized(concatenation(), X)
     assert kinds(lowered) == ["quantize", "conv2d", "requantize", "conv2d", "requantize", "cat", "conv2d", "dequantize"]
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
 
 
 @pytest.mark.case("backend 16")
@@ -67,7 +67,7 @@ def test_operands_of_other_scales_are_requantized_before_a_concatenation():
     lowered = stages.requantize(reference)
     assert kinds(lowered).count("table") == 1
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
 
 
 IDLE = {
@@ -100,7 +100,7 @@ def test_numbers_and_tensors_of_one_element_keep_the_element_type(number):
     reference, lowered = quantized(model, X)
     assert lowered(X).dtype is torch.float32
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
     assert sqnr(lowered(X), model(X)) > 25
 
 
@@ -119,7 +119,7 @@ def test_a_scaled_and_masked_product_of_two_activations_is_one_partition():
     assert ["bmm", "dequantize", "loop"] in partitions
     assert not lowered.islands
     assert lowered(x, mask).dtype is torch.float32
-    assert_equal_levels(reference, lowered, x, mask)
+    assert_equal_quantized(reference, lowered, x, mask)
     assert torch.equal(stages.compile(lowered)(x, mask), lowered(x, mask))
     assert sqnr(lowered(x, mask), model(x, mask)) > 25
 
@@ -139,7 +139,7 @@ def test_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads
     again = (levels - kind.levels.zero).astype(np.float32) * np.float32(kind.levels.step)
     assert np.array_equal(again, returned)
     assert torch.equal(stages.compile(lowered)(X)[1], lowered(X)[1])
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
 
 
 @pytest.mark.case("backend 23")
@@ -159,7 +159,7 @@ def test_channels_last_inputs_give_bit_identical_channels_last_results(net):
 
 @pytest.mark.case("backend 27", "problem 14")
 @pytest.mark.parametrize("bits", [7, 8])
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_extreme_weights_and_inputs_are_exact_on_every_instruction_set(bits, isa):
     """Case 27: every product is 255 x +-127, pairs of them leave 16 bits, and no instruction set saturates."""
     model = nn.Sequential(nn.Linear(68, 20, bias=False), nn.ReLU(), nn.Linear(20, 3))
@@ -204,7 +204,7 @@ def test_seven_bits_do_not_saturate_pairs_of_products_and_eight_are_not_computed
     assert (levels.max(), weight.min(), weight.max()) == (2**bits - 1, -127, 127)
     exact = levels.astype(np.int64) @ weight.T.astype(np.int64)
     assert np.array_equal(saturating(levels, weight), exact) == (bits == 7)
-    for isa in HERE:
+    for isa in RUNNABLE_ISAS:
         assert np.array_equal(stages.compile(lowered, isa=isa)(x).numpy(), found)
 
 
@@ -332,8 +332,8 @@ def by_fx(backend: str) -> nn.Module:
 
 
 @pytest.mark.case("backend 35")
-@pytest.mark.parametrize("backend", ["x86", *rarely("qnnpack", reason="other ranges in the same operators")])
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("backend", ["x86", *slow_params("qnnpack", reason="other ranges in the same operators")])
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_reference_from_pytorch_is_fused(backend, isa):
     """Case 35: 7 and 8 bits, weights by channel and by tensor."""
     given = by_fx(backend)
@@ -400,7 +400,7 @@ def test_submodules_quantized_by_pytorch_are_unchanged():
     assert not lowered.islands
     taken = stages.from_qdq(part, X)
     assert list(taken.qparams.values())[-1] in reference.qparams.values()
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
 
 
 def packed(prepared: bool = False) -> nn.Module:
@@ -527,7 +527,7 @@ def test_integer_arithmetic_matches_quantize_and_dequantize(name):
     """B27 allows two levels; ours is one, on the same integers. Biases are int32."""
     body, layers = INTEGERS[name]
     reference, lowered = quantized(nets.randomize(Body(body, **layers)), X)
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
     kinds_of = {lowered.graph.types[n].dtype for op in lowered.graph.ops for n in op.outputs if op.kind != "dequantize"}
     assert kinds_of <= {DType.U8, DType.I32}
     anchors = [op for op in lowered.graph.ops if op.kind in ("conv2d", "linear")]

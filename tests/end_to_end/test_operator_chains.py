@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from support import nets
 from support.activation_calls import CALLS
-from support.lowering import assert_equal_levels, kinds, quantized, sqnr
+from support.lowering import assert_equal_quantized, kinds, quantized, sqnr
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -35,7 +35,7 @@ NORMS = {
 @pytest.mark.case("backend 24")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "linear", "conv2d, strided and grouped", "conv_transpose3d", of=NORMS, reason="other anchors of the same fold"
     ),
 )
@@ -48,7 +48,7 @@ def test_a_folded_norm_equals_quantizing_the_folded_model(name):
     assert "norm" not in lowered.text()
     (found,), (expected,) = ([b for b in r.module.buffers() if b.dtype is torch.int8] for r in (reference, by_hand))
     assert torch.equal(found, expected)
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
 
 
 def folded(anchor: nn.Module, norm: nn.Module) -> nn.Module:
@@ -90,11 +90,11 @@ INPLACE = {
 @pytest.mark.case("backend 25")
 @pytest.mark.parametrize(
     "anchor",
-    [lambda: conv(8, 8, 1), *rarely(lambda: nn.Linear(8, 8), reason="a linear layer takes the same functions")],
+    [lambda: conv(8, 8, 1), *slow_params(lambda: nn.Linear(8, 8), reason="a linear layer takes the same functions")],
     ids=["conv2d", "linear"],
 )
 @pytest.mark.parametrize(
-    "inplace", [True, *rarely(False, reason="activations that write nothing")], ids=["in place", "new"]
+    "inplace", [True, *slow_params(False, reason="activations that write nothing")], ids=["in place", "new"]
 )
 def test_every_activation_behind_every_anchor_stays_in_integers(anchor, inplace):
     """Case 25: one branch an activation, so that one capture sees them all."""
@@ -109,7 +109,7 @@ def test_every_activation_behind_every_anchor_stays_in_integers(anchor, inplace)
     reference, lowered = quantized(model, x)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
     assert kinds(lowered).count("conv2d") + kinds(lowered).count("linear") == 2 * len(calls)
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
 
 
 SUMS = {
@@ -131,7 +131,7 @@ def test_sums_match_in_every_order_with_alpha_and_a_shared_operand(name):
     x = X.clone()
     reference, lowered = quantized(model, x)
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert sqnr(lowered(x), model(x.clone())) > 25
     assert torch.equal(x, X)
 
@@ -146,7 +146,7 @@ PADDED = {
 @pytest.mark.case("backend 40")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "1d reflect", "2d circular", "3d replicate", of=PADDED, reason="other modes and axes of the same copies"
     ),
 )
@@ -158,5 +158,5 @@ def test_padding_that_copies_pixels_stays_in_integers(name):
     x = torch.randn(2, 3, *(4, 5, 6)[:axes])
     reference, lowered = quantized(model, x)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert sqnr(lowered(x), model(x)) > 25

@@ -13,11 +13,11 @@ from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from support.int8_models import assert_same
-from support.lowering import assert_equal_levels, quantized, sqnr
-from support.matmul_library import HERE
+from support.lowering import assert_equal_quantized, quantized, sqnr
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.partition_text import shown
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 IMAGE, TOKENS = torch.randn(4, 3, 7, 9), torch.randn(4, 5, 16)
 LEVELS = Recipe.of({"*": {"residual": "int8", "functions": "table", "method": "minmax"}})
@@ -56,7 +56,7 @@ def test_a_feed_forward_block_is_three_partitions():
     """Cases 11 and C3: the norm and its quantize; the wide layer and its function; the narrow one and the sum."""
     reference, lowered = quantized(ffn(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == FFN
-    assert_equal_levels(reference, lowered, TOKENS)
+    assert_equal_quantized(reference, lowered, TOKENS)
     assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
@@ -66,8 +66,8 @@ def test_a_residual_stream_in_float_is_read_as_float():
     recipe = Recipe.of({"*": {"residual": "float", "functions": "precise"}})
     reference, lowered = quantized(ffn(), TOKENS, recipe=recipe)
     assert partitions(lowered) == ["loop", "linear + activate", "linear + dequantize + loop"]
-    assert_equal_levels(reference, lowered, TOKENS)
-    for isa in HERE:
+    assert_equal_quantized(reference, lowered, TOKENS)
+    for isa in RUNNABLE_ISAS:
         assert_same(stages.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
 
 
@@ -76,7 +76,7 @@ def test_attention_is_int8_between_its_layers():
     """Cases 8, 12 and A10: the input is quantized once, levels are lifted over views and permutations."""
     reference, lowered = quantized(attention(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == ATTENTION
-    assert_equal_levels(reference, lowered, TOKENS)
+    assert_equal_quantized(reference, lowered, TOKENS)
     assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
@@ -111,7 +111,7 @@ HALVES = {
         ("conv", "bfloat16"),
         ("ffn", "float16"),
         ("attention", "autocast"),
-        *rarely(
+        *slow_params(
             ("attention", "bfloat16"),
             ("conv", "float16"),
             ("conv", "autocast"),
@@ -135,7 +135,7 @@ def test_float16_models_have_the_partitions_of_float32_models(name, half):
     found = stages.compile(lowered)(x)
     assert found.dtype is model(x).dtype
     assert torch.equal(found, lowered(x))
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert sqnr(found.float(), model(x).float()) > 25
     assert "computed as float32" in "".join(reference.notes)
     if half == "bfloat16":
@@ -161,7 +161,7 @@ STRANGE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 @pytest.mark.case("backend 31")
 @pytest.mark.parametrize(
-    "name", rarely_except("double", "complex", of=STRANGE, reason="other operators of these types")
+    "name", slow_params_except("double", "complex", of=STRANGE, reason="other operators of these types")
 )
 def test_complex_and_double_parts_stay_outside_the_program(name):
     """Case 31: complex and double parts are islands between partitions, or nothing at all."""
@@ -170,7 +170,7 @@ def test_complex_and_double_parts_stay_outside_the_program(name):
     reference, lowered = quantized(model, IMAGE)
     strange = {str(kind.dtype) for kind in lowered.graph.types.values()} - {"f32", "u8", "s8", "i32"}
     assert not strange
-    assert_equal_levels(reference, lowered, IMAGE)
+    assert_equal_quantized(reference, lowered, IMAGE)
     assert_same(stages.compile(lowered)(IMAGE), lowered(IMAGE))
     assert sqnr(lowered(IMAGE), model(IMAGE)) > 20
 

@@ -16,10 +16,10 @@ from intaglio.ir import evaluate, symbol
 from intaglio.ir.dims import divide
 from intaglio.plan import plan_graph
 from intaglio.stages import Quantizer, calibrate, capture, compile, convert, equalize, prepare, requantize
-from support.lowering import assert_equal_levels
-from support.matmul_library import HERE
+from support.lowering import assert_equal_quantized
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 WIDTH, HEADS, DRAW = 32, 4, torch.Generator().manual_seed(7)
 BATCHES = [torch.randn(3, 11, WIDTH, generator=DRAW) for _ in range(3)]
@@ -119,7 +119,7 @@ def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(
     assert levels_apart(reference(x), block(x)) < 0.03
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, isa):
     _, _, lowered = all_stages(block, smooth=True, free=True)
     model = compile(lowered, isa=isa)
@@ -136,7 +136,9 @@ def test_attention_reads_and_writes_strided_operands(block):
     assert [step.partition.anchor.kind for step in steps.steps].count("attention") == 1
 
 
-@pytest.mark.parametrize("kind", ["float", "closed", *rarely("bool", reason="boolean masks have tests in fxgraph")])
+@pytest.mark.parametrize(
+    "kind", ["float", "closed", *slow_params("bool", reason="boolean masks have tests in fxgraph")]
+)
 def test_a_mask_is_an_operand(block, kind):
     mask = torch.rand(3, 1, 1, 11, generator=DRAW) > 0.4
     mask[..., 0] = kind != "closed"
@@ -307,5 +309,5 @@ def test_low_bit_keys_and_values_have_zero_point_128_and_loadable_parameters(set
     half = 63 if "bits" in setting else 7
     keys = reference.qparams["k#0/linear.0"]
     assert (keys.zeros, keys.qmin, keys.qmax) == ((128,), 128 - half, 128 + half)
-    assert_equal_levels(reference, requantize(reference), x)
+    assert_equal_quantized(reference, requantize(reference), x)
     assert dict(convert(prepared, reference.parameters).qparams) == dict(reference.qparams)

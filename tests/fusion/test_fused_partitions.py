@@ -14,12 +14,12 @@ from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import Partition, plan_graph
 from intaglio.quant.qdq.convert import Reference
-from support.lowering import assert_equal_levels, quantized
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, quantized
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.partition_text import shown
-from support.rarely import rarely
 from support.side_by_side import SideBySide
+from support.slow_params import slow_params
 
 IMAGE, OTHER = torch.randn(4, 3, 7, 9), torch.randn(4, 20, 7, 9)
 TOKENS, BESIDE = torch.randn(4, 5, 16), torch.randn(4, 5, 20)
@@ -86,7 +86,7 @@ def check(subtests: pytest.Subtests, rows: Sequence[Expected], isa: str) -> None
         with subtests.test("partitions", row=case.row.name):
             found = [shown(partition) for partition in partitions(lowered, number)]
             assert found == [*case.row.before, case.row.partition, *case.behind]
-    assert_equal_levels(reference, lowered, *model.inputs)
+    assert_equal_quantized(reference, lowered, *model.inputs)
     assert_bits(subtests, model, lowered, isa)
 
 
@@ -136,12 +136,12 @@ TO_FLOAT = (
 """Document 001, list 1: int8 in, float32 out; the operand of a sum is float, too."""
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_int8_operands_give_a_float32_result(isa, subtests):
     check(subtests, [Expected(row) for row in TO_FLOAT], isa)
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa, subtests):
     """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
     rows = [row for row in TO_FLOAT if row.floats]
@@ -151,7 +151,7 @@ def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa,
             partition = partitions(lowered, number)[-1]
             assert partition.anchor.kind == row.partition.partition(" ")[0]
             assert shown(partition).endswith("+ loop(dequantize)")
-    assert_equal_levels(reference, lowered, *model.inputs)
+    assert_equal_quantized(reference, lowered, *model.inputs)
     assert_bits(subtests, model, lowered, isa)
 
 
@@ -179,7 +179,7 @@ def before_a_layer(row: Row) -> Expected:
     return Expected(row, nn.Linear(5 if row.before == FACTORS else 20, 4), ("linear + dequantize",))
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_int8_operands_give_an_int8_result(isa, subtests):
     check(subtests, [before_a_layer(row) for row in TO_LEVELS], isa)
 
@@ -211,12 +211,12 @@ FEW_UNARY = ("clamp", "x * sigmoid", "x * hardsigmoid", "gelu", "round", "softpl
 
 
 @pytest.mark.parametrize(
-    "anchor", ["conv2d", *rarely("linear", reason="tails of linear layers have tests among the partitions below")]
+    "anchor", ["conv2d", *slow_params("linear", reason="tails of linear layers have tests among the partitions below")]
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(
     "names",
-    [FEW_UNARY, *rarely((tuple(UNARY),), reason="functions that become tables or bounds as those few do")],
+    [FEW_UNARY, *slow_params((tuple(UNARY),), reason="functions that become tables or bounds as those few do")],
     ids=["few", "all"],
 )
 def test_every_unary_function_can_follow_a_layer(anchor, isa, names, subtests):
@@ -243,9 +243,9 @@ BINARY = {
 
 @pytest.mark.case("patterns row 12")
 @pytest.mark.parametrize(
-    "anchor", ["linear", *rarely("conv2d", reason="tails of convolutions have tests among the partitions above")]
+    "anchor", ["linear", *slow_params("conv2d", reason="tails of convolutions have tests among the partitions above")]
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_epilogues_may_read_another_tensor(anchor, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes."""
     inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
@@ -312,7 +312,7 @@ MORE = (
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, subtests):
     """To floats, and to levels: the loop quantizes what it makes. The gated row alone keeps its product float."""
     rows = []
@@ -324,7 +324,7 @@ def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, sub
 
 
 @pytest.mark.case("patterns row 29", "patterns row 30")
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_moved_products_softmax_and_attention_are_one_partition_each(isa, subtests):
     """A product is written where a transpose and a reshape put it; a softmax and its quantize are one loop; queries,
     keys and values are factors of attention, and what comes behind reads its levels."""
@@ -348,17 +348,17 @@ def test_a_norm_and_its_quantize_are_one_loop():
     reference, lowered = quantized(randomize(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 4))), TOKENS)
     found = [shown(step.partition) for step in plan_graph(lowered.graph).steps]
     assert found == ["loop(mean sub mul mean add sqrt reciprocal mul mul add quantize)", "linear + dequantize"]
-    assert_equal_levels(reference, lowered, TOKENS)
-    for isa in HERE:
+    assert_equal_quantized(reference, lowered, TOKENS)
+    for isa in RUNNABLE_ISAS:
         assert torch.equal(stages.compile(lowered, isa=isa)(TOKENS), lowered(TOKENS))
 
 
 @pytest.mark.case("patterns row 27")
-@pytest.mark.parametrize("alpha", [0.3, *rarely(1, reason="a factor of one")])
+@pytest.mark.parametrize("alpha", [0.3, *slow_params(1, reason="a factor of one")])
 def test_the_kernel_adds_the_input_of_baddbmm(alpha):
     body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
     model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
     reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
     assert shown(plan_graph(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"
-    assert_equal_levels(reference, lowered, TOKENS, MASK)
+    assert_equal_quantized(reference, lowered, TOKENS, MASK)
     assert torch.equal(stages.compile(lowered)(TOKENS, MASK), lowered(TOKENS, MASK))

@@ -17,7 +17,7 @@ from intaglio.quant.qdq import integer_regions, qparams
 from intaglio.quant.qdq.integer_regions import marked_regions
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 
 class Block(nn.Module):
@@ -192,7 +192,7 @@ class Gate(nn.Module):
     "recipe",
     [
         {},
-        *rarely(
+        *slow_params(
             {"*": {"equalize": 0.5, "residual": "float", "bias": "outputs"}}, reason="corrections change no annotation"
         ),
     ],

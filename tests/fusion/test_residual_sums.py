@@ -11,10 +11,10 @@ from intaglio import numerics, stages
 from intaglio.errors import SelectorError
 from intaglio.ops import check_graph
 from intaglio.quant.recipes.recipe import Recipe, Setting
-from support.lowering import assert_equal_levels, quantized, sqnr, tensors, worst_levels
-from support.matmul_library import BEST_HERE
+from support.lowering import assert_equal_quantized, largest_differences, quantized, sqnr, tensors
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 def image(channels: int = 20, batch: int = 3, seed: int = 0) -> Tensor:
@@ -70,7 +70,7 @@ SCALED = {
 @pytest.mark.parametrize("recipe", [None, PER_TENSOR], ids=["channel", "tensor"])
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "conv",
         "of two sites of tokens",
         "wide",
@@ -80,12 +80,12 @@ SCALED = {
         reason="other layers of the same sums",
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe, isa):
     x, body, modules = SCALED[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), x, recipe=recipe)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
-    assert assert_equal_levels(reference, lowered, x).rate <= 1e-4
+    assert assert_equal_quantized(reference, lowered, x).rate <= 1e-4
     model = stages.compile(lowered, isa=isa)
     for found, expected in zip(tensors(model(x)), tensors(lowered(x)), strict=True):
         assert torch.equal(found, expected), isa
@@ -122,7 +122,7 @@ def test_a_factor_along_columns_does_not_join_a_convolution():
     model = randomize(Body(lambda m, x: m.c(torch.addcmul(m.c(x), m.d(x), m.r)), c=conv(), d=conv(), r=ratio(7)))
     reference, lowered = quantized(model, image())
     assert [op.kind for op in lowered.graph.ops].count("requantize") == 2
-    assert_equal_levels(reference, lowered, image())
+    assert_equal_quantized(reference, lowered, image())
     assert torch.equal(stages.compile(lowered)(image()), lowered(image()))
 
 
@@ -179,11 +179,11 @@ SHORTCUTS = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "two in a row", "depthwise", "tokens", "below zero", of=SHORTCUTS, reason="other layers of the same sums"
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name, isa):
     body, modules, count = SHORTCUTS[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
@@ -192,7 +192,7 @@ def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name, isa):
     assert sum(site.role == "shortcut" for site in reference.annotations.sites) >= count
     sums = [op for op in lowered.graph.ops if op.kind == "add"]
     assert all(len(op.inputs) == 5 for op in sums)
-    levels = worst_levels(reference, lowered, image(seed=1))
+    levels = largest_differences(reference, lowered, image(seed=1))
     assert max(levels.worst.values()) <= 1
     assert levels.rate < 3e-3  # a rest is a 255th of a level
     check_graph(lowered.graph)

@@ -14,7 +14,7 @@ from intaglio.tracing import capture, run
 from support import nets
 from support.lowering import captured_net
 from support.nets import Body
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 X = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(1))
 
@@ -52,7 +52,7 @@ def before(m, x):
 
 @pytest.mark.parametrize(
     "net",
-    rarely_except(
+    slow_params_except(
         nets.InplaceMutations,
         nets.SharedConvBn,
         nets.MultiOutput,
@@ -96,7 +96,7 @@ FOLDED = {
 @pytest.mark.case("problem 9", "backend 24")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "backend 24, conv",
         "without affine",
         "groups",
@@ -230,7 +230,7 @@ SPELLED = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "select",
         "select an item of the batch",
         "unbind",

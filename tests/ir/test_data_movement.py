@@ -19,10 +19,10 @@ from intaglio.ops.movement.data_movement import Box
 from intaglio.plan import Buffer, plan_graph
 from intaglio.plan.buffers import boxes, moves_nothing, strides
 from support.integer_graphs import N, Net
-from support.lowering import assert_equal_levels, kinds, quantized
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, kinds, quantized
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 ZERO = 77
 Q = QParams((0.5,), (ZERO,), 0, 255)
@@ -292,9 +292,9 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except("windows", "padded images", of=MODELS, reason="every move is compared with numpy, too"),
+    slow_params_except("windows", "padded images", of=MODELS, reason="every move is compared with numpy, too"),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_models_of_data_movement_run_in_int8(name, isa):
     """No island, the interpreter within a level of the reference, every instruction set equal to the interpreter."""
     model, shape = MODELS[name]
@@ -302,7 +302,7 @@ def test_models_of_data_movement_run_in_int8(name, isa):
     reference, lowered = quantized(randomize(model), x)
     assert not lowered.islands, lowered.skipped
     check_graph(lowered.graph)
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     compiled = stages.compile(lowered, isa=isa)
     for batch in (x, x[:1], x[:0]):
         for found, expected in zip(compiled(batch), lowered(batch), strict=True):
@@ -327,8 +327,8 @@ def test_channels_moved_last_and_back_move_no_byte():
     assert not [
         step for step in plan_graph(lowered.graph).steps if step.partition.anchor.kind in ("permute", "reshape")
     ]
-    assert_equal_levels(reference, lowered, x)
-    for isa in HERE:
+    assert_equal_quantized(reference, lowered, x)
+    for isa in RUNNABLE_ISAS:
         assert torch.equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 

@@ -16,10 +16,23 @@ from intaglio.numerics import float_math
 from intaglio.ops import check_graph
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.ops.loop_ops.primitives import PRIMITIVES
-from support.float_loops import BF16, BOOL, F32, I64, STRANGE, U8, C, N, Sample, equal, some, to_levels
+from support.float_loops import (
+    BF16,
+    BOOL,
+    F32,
+    I64,
+    SPECIAL_VALUES,
+    U8,
+    C,
+    LoopGraph,
+    N,
+    equal,
+    random_rows,
+    write_quantize,
+)
 from support.lowering import tensors
-from support.matmul_library import HERE
-from support.rarely import rarely
+from support.matmul_library import RUNNABLE_ISAS
+from support.slow_params import slow_params
 
 
 def test_every_operator_of_a_loop_body_has_c_code():
@@ -42,7 +55,7 @@ def test_powers_and_logarithms_are_within_a_part_in_eight_million():
 
 
 def test_special_float_values_are_handled_as_in_torch():
-    x = torch.tensor(STRANGE)
+    x = torch.tensor(SPECIAL_VALUES)
     for ours, theirs in ((float_math.exp, torch.exp), (float_math.log, torch.log)):
         found = torch.from_numpy(ours(x.numpy()))
         torch.testing.assert_close(found, theirs(x), rtol=2e-7, atol=1.2e-38, equal_nan=True)
@@ -64,7 +77,7 @@ ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
 
 def each_operator() -> Lowered:
     """Every primitive once: between float ends, along rows of free length."""
-    net = Sample(
+    net = LoopGraph(
         x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL)
     )
     for kind in UNARY:
@@ -94,7 +107,7 @@ class Pair(NamedTuple):
         return self.model.artifact.program.isa
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def operators(request):
     lowered = each_operator()
     return Pair(lowered, stages.compile(lowered, isa=request.param))
@@ -108,8 +121,8 @@ def test_every_host_operator_matches_its_meaning(operators, rows, columns, seed)
     draw = np.random.default_rng(seed)
     ids = torch.from_numpy(draw.integers(-(2**40), 2**40, (rows, columns)) * draw.integers(0, 2, (rows, columns)))
     given = (
-        some((rows, columns), seed),
-        some((rows, columns), seed + 1),
+        random_rows((rows, columns), seed),
+        random_rows((rows, columns), seed + 1),
         ids,
         torch.from_numpy(draw.random((rows, columns)) < 0.5),
     )
@@ -120,7 +133,9 @@ def test_every_host_operator_matches_its_meaning(operators, rows, columns, seed)
 def at_random(seed: int, columns: int) -> Lowered:
     """Loops of random operators and reductions over levels, floats and constants; some results read by others."""
     draw = np.random.default_rng(seed)
-    net = Sample(x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32))
+    net = LoopGraph(
+        x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32)
+    )
     values = [
         "x",
         "y",
@@ -147,7 +162,7 @@ def at_random(seed: int, columns: int) -> Lowered:
                 made = body(str(draw.choice(["mean", "max", "sum", "min"])), body("add", picked[0], "x"), axis=2)
             given.append(made)
         last = body("add", given[-1], "x")
-        return last, to_levels(body, last, 0.02, 100, 3, 240), given[-2] if given[-2] not in values else given[-1]
+        return last, write_quantize(body, last, 0.02, 100, 3, 240), given[-2] if given[-2] not in values else given[-1]
 
     for _ in range(4):
         made = net.add(write)
@@ -155,24 +170,25 @@ def at_random(seed: int, columns: int) -> Lowered:
     return net.lowered(merge=bool(seed % 2))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize(
-    ("seed", "columns"), [(0, 35), (3, 3), (5, 1), *rarely((1, 35), (2, 16), (7, 100), reason="more random bodies")]
+    ("seed", "columns"),
+    [(0, 35), (3, 3), (5, 1), *slow_params((1, 35), (2, 16), (7, 100), reason="more random bodies")],
 )
 def test_random_loop_bodies_match_the_reference(isa, seed, columns):
     lowered = at_random(seed, columns)
     model = stages.compile(lowered, isa=isa)
     for batch in (0, 1, 4):
-        given = [some((batch, *rest), seed) for rest in ((3, columns), (1, columns), (3, 1))]
+        given = [random_rows((batch, *rest), seed) for rest in ((3, columns), (1, columns), (3, 1))]
         for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):
             assert equal(found, expected), name
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("columns", [C, 35, 5000])
 def test_rows_longer_than_the_cache_are_bit_identical(isa, columns):
     """Values are computed again rather than kept: layer norm of what an exponential gives."""
-    net = Sample(x=TensorType((N, columns), F32))
+    net = LoopGraph(x=TensorType((N, columns), F32))
 
     def write(b: Inside) -> str:
         power = b("exp", b("add", b("mul", "x", "x"), -1.0))
@@ -183,16 +199,16 @@ def test_rows_longer_than_the_cache_are_bit_identical(isa, columns):
     lowered = net.lowered()
     model = stages.compile(lowered, isa=isa)
     for size in (17, 4096, 4099) if columns is C else (columns,):
-        x = some((3, size), 2).clamp(-3, 3)
+        x = random_rows((3, size), 2).clamp(-3, 3)
         assert equal(*[tensors(run(x))[0] for run in (model, lowered)])
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_quantized_values_saturate_and_round_ties_to_even(isa):
-    net = Sample(x=TensorType((N, 40), F32))
-    net.add(lambda b: to_levels(b, b("neg", "x"), 0.5, 7, 2, 201))
+    net = LoopGraph(x=TensorType((N, 40), F32))
+    net.add(lambda b: write_quantize(b, b("neg", "x"), 0.5, 7, 2, 201))
     lowered = net.lowered()
-    x = -torch.cat([torch.arange(-20, 20) * 0.25, torch.tensor([*STRANGE[:8]] * 5)]).reshape(2, 40)
+    x = -torch.cat([torch.arange(-20, 20) * 0.25, torch.tensor([*SPECIAL_VALUES[:8]] * 5)]).reshape(2, 40)
     (found,), (expected,) = stages.compile(lowered, isa=isa)(x), lowered(x)
     assert torch.equal(found, expected)
     levels = found / 0.5 + 7
@@ -214,7 +230,7 @@ def test_the_comparison_detects_one_changed_bit():
 
 def broken(change) -> Graph:
     """A softmax whose body ``change`` spoils."""
-    net = Sample(x=TensorType((N, 5), F32))
+    net = LoopGraph(x=TensorType((N, 5), F32))
 
     def write(b: Inside) -> str:
         powers = b("exp", b("sub", "x", b("max", "x", axis=1)))

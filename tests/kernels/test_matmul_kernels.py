@@ -15,14 +15,14 @@ from intaglio.kernels import ISAS, TileSpec, permutation
 from intaglio.kernels.tile_spec import RESULTS
 from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
-from support.matmul_cases import Case, cases, numbers, run
-from support.matmul_library import HERE, LOOKS_UP, kernels
+from support.matmul_cases import Case, case_data, cases, run
+from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, kernels
 
 SIZE_LIMIT = 1 << 21
 
 
 def check(isa: str, case: Case) -> None:
-    drawn = numbers(case)
+    drawn = case_data(case)
     result = run(isa, case, drawn)
     assert np.array_equal(result.values, drawn.expected)
     assert drawn.rest is None or np.array_equal(result.rest, drawn.rest)
@@ -30,7 +30,7 @@ def check(isa: str, case: Case) -> None:
     assert (result.halo == case.zero_points[1]).all()
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @settings(max_examples=5 * settings.default.max_examples)
 @given(st.data())
 def test_random_convolutions_match_the_reference_on_any_schedule(isa, data):
@@ -70,11 +70,11 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
     )
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_every_kernel_gives_the_levels_of_its_meaning(isa, subtests):
     """Check whole panels and parts of one: every column, every mask. After a crash, the name is the last in `-s`."""
     for spec in ISAS[isa].specs():
-        if spec.table and not LOOKS_UP:
+        if spec.table and not HAS_VBMI:
             continue
         print(f"{isa} {spec.name}")
         with subtests.test(kernel=spec.name):
@@ -83,7 +83,7 @@ def test_every_kernel_gives_the_levels_of_its_meaning(isa, subtests):
 
 
 @pytest.mark.case("problem 14", "backend 27")
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("result", RESULTS)
 def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
     """255 times +-127 in every product, where 16-bit sums of pairs would overflow."""
@@ -93,7 +93,7 @@ def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
             check(isa, replace(case, zero_points=(zero_x, 3, 250), exponent=-22, blocks=blocks, rows=tallest))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_threads_and_blocking_do_not_change_a_bit(isa):
     blocks, tallest = max(ISAS[isa].tallest.items())
     case = Case(
@@ -108,7 +108,7 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
         blocks=blocks,
         rows=tallest,
     )
-    drawn = numbers(case)
+    drawn = case_data(case)
     for threads in (1, 2, 3, 8):
         for split in (0, 1 << 40):
             for chunk in (1, 1000, 1 << 30):
@@ -116,7 +116,7 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
                 assert np.array_equal(run(isa, replace(case, **schedule), drawn).values, drawn.expected), schedule
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("result", RESULTS)
 def test_results_may_end_at_the_end_of_a_memory_page(isa, result):
     """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
@@ -126,10 +126,10 @@ def test_results_may_end_at_the_end_of_a_memory_page(isa, result):
             check(isa, replace(case, behind=0, seed=outputs))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_the_oracle_detects_one_flipped_bit_of_a_weight(isa):
     case = Case(width=5, per_group=5, per_group_out=20, result="f32", blocks=min(2, ISAS[isa].blocks), rows=4)
-    drawn = numbers(case)
+    drawn = case_data(case)
     assert np.array_equal(run(isa, case, drawn).values, drawn.expected)
     flipped = drawn.weight.copy()
     flipped[17, 4] ^= 1
@@ -169,7 +169,7 @@ def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
 # ---- the planner
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 1 << 33)), max_size=30))
 def test_no_two_buffers_alive_together_overlap(isa, drawn):
     lives, sizes = [(min(a, b), max(a, b)) for a, b, _ in drawn], [size for _, _, size in drawn]
@@ -184,7 +184,7 @@ def test_no_two_buffers_alive_together_overlap(isa, drawn):
             assert not alive or ends[i] <= offsets[j] or ends[j] <= offsets[i]
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_buffers_that_never_meet_share_their_bytes(isa):
     assert kernels(isa).place([(0, 1), (2, 3), (1, 2)], [1000, 1000, 500]) == ([0, 0, 1088], 1088 + 576)
 

@@ -12,7 +12,7 @@ from intaglio.ops import OPS
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
-from support.lowering import assert_equal_levels, kinds, quantized, tensors
+from support.lowering import assert_equal_quantized, kinds, quantized, tensors
 from support.nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -25,7 +25,7 @@ def conv(inputs: int = 3, outputs: int = 8, kernel: int = 3, padding: int = 1, *
 def run(body, *args: torch.Tensor, recipe=None, **modules):
     model = nets.randomize(Body(body, **modules))
     reference, lowered = quantized(model, *args, recipe=recipe)
-    assert_equal_levels(reference, lowered, *args)
+    assert_equal_quantized(reference, lowered, *args)
     return model, reference, lowered
 
 
@@ -148,7 +148,7 @@ def test_a_shared_weight_is_stored_once(net):
     assert len(weights) == 1
     assert len(convs) == 2
     assert {op.inputs[1] for op in convs} == set(weights)
-    assert_equal_levels(reference, lowered, nets.example(model, 4, seed=5))
+    assert_equal_quantized(reference, lowered, nets.example(model, 4, seed=5))
 
 
 @pytest.mark.case("calibration 28", "frontends A13", "problem 3")

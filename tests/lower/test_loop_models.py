@@ -12,8 +12,8 @@ from intaglio import stages
 from intaglio.ir import DType
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from support.float_loops import equal
-from support.lowering import assert_equal_levels, quantized
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, quantized
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.side_by_side import SideBySide
 
@@ -52,7 +52,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
     assert not lowered.islands
     assert all(skip.node in lowered.native for skip in lowered.skipped)
     assert [op.kind for op in lowered.graph.ops].count("loop") <= 4
-    assert_equal_levels(reference, lowered, *given)
+    assert_equal_quantized(reference, lowered, *given)
     found, expected = lowered(*given), reference(*given)
     assert [one.dtype for one in found] == [one.dtype for one in expected]
     for one, other in zip(found, expected, strict=True):
@@ -61,7 +61,7 @@ def test_a_residual_block_is_few_loops_and_no_island(blocks):
         )
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_block_is_bit_identical_after_saving_and_loading(isa, blocks, tmp_path):
     given, _, lowered = blocks
     model = stages.compile(lowered, isa=isa)
@@ -146,7 +146,7 @@ def image(m, x):
     return m.d(z), torch.softmax(z, 1), z.sum(-1), wide, torch.log_softmax(y.permute(0, 2, 3, 1), -1), flat
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_images_are_read_and_written_in_their_memory_format(isa):
     layers = {"c": nn.Conv2d(3, 8, 3, padding=1), "d": nn.Conv2d(8, 5, 3, padding=1)}
     x = torch.randn(2, 3, 9, 11, generator=torch.Generator().manual_seed(0))
@@ -166,7 +166,7 @@ def test_a_third_operator_between_two_loops_keeps_them_apart():
     assert [op.kind for op in lowered.graph.ops][-3:] == ["loop", "island", "loop"]
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_loop_writes_directly_into_the_buffer_of_the_move_after_it(isa):
     def stacked(m, x):
         y = m.conv(x).clone()

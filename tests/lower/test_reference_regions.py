@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from support import lowering, nets
-from support.lowering import assert_equal_levels, captured_net, kinds, quantized, sqnr, tensors, worst_levels
+from support.lowering import assert_equal_quantized, captured_net, kinds, largest_differences, quantized, sqnr, tensors
 from support.nets import Body
 from support.side_by_side import SideBySide
 
@@ -30,7 +30,7 @@ def test_every_net_is_within_one_quantized_value_of_the_reference(net):
     model, captured = captured_net(net)
     reference, lowered = lowering.lowered(captured, nets.example(model, 16))
     x = nets.example(model, 8, seed=3)
-    levels = assert_equal_levels(reference, lowered, x)
+    levels = assert_equal_quantized(reference, lowered, x)
     assert levels.rate <= 1e-4
     for ours, theirs, exact in zip(*(tensors(run(x.clone())) for run in (lowered, reference, model)), strict=True):
         assert ours.shape == exact.shape
@@ -45,7 +45,7 @@ def test_the_comparison_detects_a_wrong_factor():
         if name.endswith("_factor_b"):
             array *= 1.1
     with pytest.raises(AssertionError, match="more than the contract allows"):
-        assert_equal_levels(reference, lowered, nets.example(model, 4))
+        assert_equal_quantized(reference, lowered, nets.example(model, 4))
 
 
 X, X8 = (4, 3, 9, 9), (4, 8, 9, 9)
@@ -136,7 +136,7 @@ def test_unusual_but_valid_graphs_run_in_int8(subtests):
     model = SideBySide(rows).eval()
     reference, lowered = quantized(model, *model.inputs)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
-    assert_equal_levels(reference, lowered, *[batch(*x.shape, seed=1) for x in model.inputs])
+    assert_equal_quantized(reference, lowered, *[batch(*x.shape, seed=1) for x in model.inputs])
     found, expected = lowered(*model.inputs), model(*model.inputs)
     for name in ODD:
         with subtests.test(name=name):
@@ -152,7 +152,7 @@ def test_linear_layers_of_any_rank_equal_flattened_ones(shape):
     x = batch(*shape)
     reference, lowered = quantized(model, x)
     _, flat = quantized(model, x.reshape(-1, 16))
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert torch.equal(lowered(x).reshape(-1, 7), flat(x.reshape(-1, 16)))
 
 
@@ -196,7 +196,7 @@ def test_convolutions_of_any_geometry(data):
     x = batch(draw(st.integers(1, 3)), per_group * groups, *size, seed=draw(st.integers(0, 99)))
     reference, lowered = quantized(model, x)
     assert kinds(lowered) == ["quantize", "conv2d", "requantize", "dequantize"]
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert lowered(x).shape == model(x).shape
 
 
@@ -222,7 +222,7 @@ def test_pools_of_any_geometry(data):
     x = batch(2, 2, *size, seed=draw(st.integers(0, 99)))
     reference, lowered = quantized(model, x)
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     assert lowered(x).shape == model(x).shape
 
 
@@ -244,12 +244,12 @@ def test_sums_of_any_scales_are_bit_identical(data):
     reference, lowered = quantized(model, x)
     assert "add" in kinds(lowered)
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
 
 
 def test_mismatches_are_counted_where_the_reference_quantizes():
     model = nets.randomize(nets.ConvBnRelu())
     x = nets.example(model, 2)
-    levels = worst_levels(*quantized(model, x), x)
+    levels = largest_differences(*quantized(model, x), x)
     assert len(levels.worst) == 3
     assert levels.total == 2 * 144 * (3 + 8 + 8)

@@ -17,7 +17,7 @@ from intaglio.plan import plan_graph
 from intaglio.plan.layouts import separate_layouts
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net, W
-from support.matmul_library import HERE, Memory
+from support.matmul_library import RUNNABLE_ISAS, Memory
 from support.programs import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
 SLACK = 64
@@ -198,7 +198,7 @@ def cases(draw) -> Case:
     )
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @given(case=cases(), threads=st.integers(1, 3))
 def test_attention_kernels_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
@@ -218,7 +218,7 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("name", NAMED)
 def test_attention_kernels_handle_named_cases(isa, name):
     for threads in (1, 2, 3):
@@ -227,7 +227,7 @@ def test_attention_kernels_handle_named_cases(isa, name):
 
 def test_the_comparison_detects_a_wrong_zero_point():
     case = NAMED["bert"]
-    numbers = [run(case, HERE[0], 1), expected(Case(**{**case.__dict__, "zero": case.zero + 1}))]
+    numbers = [run(case, RUNNABLE_ISAS[0], 1), expected(Case(**{**case.__dict__, "zero": case.zero + 1}))]
     assert not np.array_equal(*numbers)
 
 
@@ -286,7 +286,7 @@ def images(net: Net) -> tuple[str, ...]:
 
 
 @pytest.mark.case("problem 12")
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("program", [encoder, decoder], ids=lambda program: program.__name__)
 def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     net, lowered = built(program)
@@ -295,7 +295,7 @@ def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     assert_stays_inside(net, lowered, model.artifact)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_attention_and_image_operators_work_in_one_model(isa):
     """By copies between the layouts."""
     net, lowered = built(images)
@@ -313,7 +313,7 @@ def test_heads_are_read_where_the_layer_in_front_wrote_them():
 
 
 def test_products_are_counted():
-    steps = compiled(decoder, HERE[0]).artifact.program.steps
+    steps = compiled(decoder, RUNNABLE_ISAS[0]).artifact.program.steps
     free = {"n": 2, "h": 7, "w": 11}
     counted = [evaluate(step.work.macs, free) for step in steps if step.kinds == "attention"]
     assert counted == [2 * 6 * 7 * 7 * 32, 2 * 3 * 7 * 11 * (8 + 33), 2 * 3 * 7 * 11 * (8 + 33)]

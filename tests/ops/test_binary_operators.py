@@ -8,10 +8,10 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.quant.annotate.sites import Observed, Shared
-from support.lowering import assert_equal_levels, tensors
-from support.matmul_library import BEST_HERE
+from support.lowering import assert_equal_quantized, tensors
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 def conv(inputs: int = 3, outputs: int = 20, kernel: int = 3) -> nn.Conv2d:
@@ -109,7 +109,7 @@ def all_stages(net, x):
 @pytest.mark.case("problem 9", "frontends A9")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "products",
         "slopes",
         "norm alone",
@@ -120,14 +120,14 @@ def all_stages(net, x):
         reason="other operands of the same operators",
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_operators_with_several_activations_have_a_site_each(name, isa):
     """The interpreter within a level of the reference, every instruction set equal to the interpreter."""
     body, islands = BODIES[name]
     x = torch.randn(3, 3, 7, 9)
     _, reference, lowered = all_stages(model(body), x)
     assert len(lowered.islands) == islands
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     compiled = stages.compile(lowered, isa=isa)
     for batch in (x, x[:1]):
         for found, expected in zip(tensors(compiled(batch)), tensors(lowered(batch)), strict=True):

@@ -11,10 +11,10 @@ from intaglio import stages
 from intaglio.ir.phases import phases
 from intaglio.native.cpu import isas
 from intaglio.plan import plan_graph
-from support.lowering import assert_equal_levels, quantized, sqnr
-from support.matmul_library import BEST_HERE
+from support.lowering import assert_equal_quantized, quantized, sqnr
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import randomize
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 CONVOLUTIONS = {
     "1d": (nn.Conv1d(6, 20, 3, padding=1), (6, 17)),
@@ -80,19 +80,19 @@ def many(start: str) -> tuple[nn.Module, list[tuple[int, ...]], list[str]]:
     [
         "transposed 2d",
         "transposed 3d",
-        *rarely(
+        *slow_params(
             "1d", "3d", "transposed 1d", reason="a dozen convolutions of other axes; one of each runs in other tests"
         ),
     ],
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_reference_interpreter_and_kernels_agree(start, isa):
     net, shapes, names = many(start)
     draw = torch.Generator().manual_seed(1)
     x, again = ([torch.randn(batch, *shape, generator=draw) for shape in shapes] for batch in (3, 2))
     reference, lowered = quantized(net, *x)
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, *x)
+    assert_equal_quantized(reference, lowered, *x)
     expected = lowered(*again)
     turned = [one.transpose(-1, -2).contiguous().transpose(-1, -2) for one in again]
     model = stages.compile(lowered, isa=isa)
@@ -172,7 +172,7 @@ def test_pools_of_lines_and_volumes():
     x = [torch.randn(3, 3, *shape[1:], generator=draw) for _, shape in POOLS.values()]
     reference, lowered = quantized(net, *x)
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, *x)
+    assert_equal_quantized(reference, lowered, *x)
     expected = lowered(*x)
     for isa in isas():
         found = stages.compile(lowered, isa=isa)(*x)

@@ -23,10 +23,10 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.integer_graphs import Net
 from support.lowering import kinds, quantized, sqnr
-from support.matmul_library import BEST_HERE, HERE, Memory
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS, Memory
 from support.nets import Body, randomize
 from support.programs import threads
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 DYNAMIC = Recipe.named("int8_dynamic")
 BY = {mode: Recipe.of({}, Setting(activations=mode)) for mode in ROW_MODES}
@@ -97,7 +97,7 @@ EXPORT void back(float* at, int64_t rows, int64_t apart, int64_t channel, int64_
 """
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def twin(request):
     return load(build(TWIN, name="rows_twin", isa=request.param))
 
@@ -182,11 +182,11 @@ def assert_bits(compiled, lowered, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("mode", ROW_MODES)
 @pytest.mark.parametrize(
     "shape",
-    rarely_except(
+    slow_params_except(
         (3, 37), (2, 3, 2, 2, 37), of=[(3, 37), (2, 7, 37), (2, 3, 4, 37), (2, 3, 2, 2, 37)], reason="ranks in between"
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_kernels_have_the_bits_of_the_interpreter(mode, shape, isa):
     x = torch.from_numpy(rows_of(shape, 5)).clamp(-1e6, 1e6)
     reference, lowered = quantized(randomize(Rows()), x.nan_to_num(), recipe=BY[mode])
@@ -306,7 +306,7 @@ def test_a_dynamic_layers_result_may_be_a_static_site():
     _, lowered = quantized(model, x, recipe=Recipe.of({"0": {"activations": "token"}}))
     assert kinds(lowered) == ["quantize_rows", "linear", "dequantize_rows", "loop", "linear", "dequantize"]
     assert lowered.graph.ops[3].output == lowered.graph.ops[4].inputs[0]  # floats clamped and quantized in one pass
-    for isa in HERE:
+    for isa in RUNNABLE_ISAS:
         assert torch.equal(stages.compile(lowered, isa=isa)(x), lowered(x))
 
 

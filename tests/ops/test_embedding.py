@@ -13,9 +13,9 @@ from intaglio import Recipe, numerics, stages
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
 from intaglio.ops import check_graph
-from support.float_loops import Sample, equal
-from support.lowering import assert_equal_levels, kinds, quantized
-from support.matmul_library import HERE
+from support.float_loops import LoopGraph, equal
+from support.lowering import assert_equal_quantized, kinds, quantized
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 
 INT8 = Recipe.of({"type:Embedding*": {"embeddings": "int8"}})
@@ -100,7 +100,7 @@ def test_quantized_embedding_tables_stay_uint8_in_reference_and_loop(sums):
     assert not any(kind.shape == (50, 35) and kind.dtype is F32 for kind in lowered.graph.types.values())
     names = [str(node.target) for node in reference.module.graph.nodes]
     assert names.count("quantized_decomposed.dequantize_per_channel.default") == 3 + 2  # a weight and a bias too
-    assert_equal_levels(reference, lowered, *given)
+    assert_equal_quantized(reference, lowered, *given)
     for found, expected, real in zip(lowered(*given), reference(*given), model(*given), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert (found - real).abs().max() < 0.05
@@ -118,7 +118,7 @@ def test_an_embedding_is_torchs_quantized_one():
     torch.testing.assert_close(lowered(x), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_embedding_rows_are_bit_identical_after_saving_and_loading(isa, sums, tmp_path):
     given, _, _, lowered = sums
     model = stages.compile(lowered, isa=isa)
@@ -141,8 +141,8 @@ def test_an_id_outside_the_table_is_an_error_as_in_torch(sums, outside):
 WIDTHS = (1, 7, 16, 37, 64)
 
 
-def every_width() -> Sample:
-    net = Sample(ids=TensorType((symbol("n"), 3), I64))
+def every_width() -> LoopGraph:
+    net = LoopGraph(ids=TensorType((symbol("n"), 3), I64))
     draw = np.random.default_rng(0)
     for width in WIDTHS:
         table = (draw.standard_normal((23, width)) * np.exp(draw.uniform(-20, 20, (23, 1)))).astype(np.float32)
@@ -158,7 +158,7 @@ def every_width() -> Sample:
     return net
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def widths(request):
     lowered = every_width().lowered()
     return lowered, stages.compile(lowered, isa=request.param)
@@ -193,7 +193,7 @@ def test_a_tied_layer_keeps_its_own_integers():
     x = torch.randint(30, (2, 5))
     reference, lowered = quantized(model, x, recipe=INT8)
     assert {kind.dtype for kind in lowered.graph.types.values() if kind.shape == (30, 16)} == {U8, DType.S8}
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
 
 
 def test_a_table_that_is_not_finite_stays_in_float_and_says_why():

@@ -14,22 +14,22 @@ from intaglio import Recipe, numerics, stages
 from intaglio.ir import DType, Graph, Op, TensorType, symbol
 from intaglio.ops import check_graph
 from intaglio.ops.embedding import MODES
-from support.float_loops import Sample, equal
-from support.lowering import assert_equal_levels, kinds, lowered, quantized
-from support.matmul_library import BEST_HERE, HERE
+from support.float_loops import LoopGraph, equal
+from support.lowering import assert_equal_quantized, kinds, lowered, quantized
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 F32, I64, U8 = DType.F32, DType.I64, DType.U8
 INT8 = Recipe.of({"type:EmbeddingBag": {"embeddings": "int8"}})
 ROWS, WIDTH = 23, 37
 
 
-def every_bag() -> Sample:
+def every_bag() -> LoopGraph:
     """All modes over a table of floats and one of levels; weights, the other way to give ends, an id that is none."""
     count, bags = symbol("n"), symbol("n1")
-    net = Sample(ids=TensorType((count,), I64), offsets=TensorType((bags,), I64), weights=TensorType((count,), F32))
+    net = LoopGraph(ids=TensorType((count,), I64), offsets=TensorType((bags,), I64), weights=TensorType((count,), F32))
     table = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)
     levels, scales, zeros = numerics.quantize_table(table)
     tables = [net.constant(table)], [net.constant(levels, U8), net.constant(scales), net.constant(zeros)]
@@ -45,13 +45,13 @@ def every_bag() -> Sample:
     return net
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def bags(request):
     graph = every_bag().lowered()
     return graph, stages.compile(graph, isa=request.param)
 
 
-def some(count: int, cuts: list[int], seed: int) -> tuple[torch.Tensor, ...]:
+def random_rows(count: int, cuts: list[int], seed: int) -> tuple[torch.Tensor, ...]:
     draw = np.random.default_rng(seed)
     offsets = [0, *sorted(cut % (count + 1) for cut in cuts), *[count] * (seed % 2)]
     found = draw.integers(0, ROWS, count), np.array(offsets), draw.standard_normal(count).astype(np.float32)
@@ -62,7 +62,7 @@ def some(count: int, cuts: list[int], seed: int) -> tuple[torch.Tensor, ...]:
 @given(st.integers(0, 30), st.lists(st.integers(0, 100), max_size=6), st.integers(0, 2**32 - 1), st.integers(1, 3))
 def test_kernels_are_their_meaning_and_that_is_torchs(bags, count, cuts, seed, workers):
     graph, model = bags
-    call = some(count, cuts, seed)
+    call = random_rows(count, cuts, seed)
     expected = graph(*call)
     with threads(workers):
         found = model(*call)
@@ -88,7 +88,7 @@ def test_kernels_are_their_meaning_and_that_is_torchs(bags, count, cuts, seed, w
 
 def test_the_comparison_detects_a_missing_bag(bags):
     graph, model = bags
-    ids, offsets, weights = some(9, [2, 4], 0)
+    ids, offsets, weights = random_rows(9, [2, 4], 0)
     assert not torch.equal(model(ids, offsets, weights)[0], graph(ids, offsets - (offsets > 3).long(), weights)[0])
 
 
@@ -104,7 +104,7 @@ def test_the_comparison_detects_a_missing_bag(bags):
 )
 def test_ids_and_offsets_that_lead_outside_are_errors(bags, change):
     graph, model = bags
-    ids, offsets, weights = some(9, [2, 4], 0)
+    ids, offsets, weights = random_rows(9, [2, 4], 0)
     for run in (graph, model):
         with pytest.raises(IndexError, match="index out of range in self"):
             run(*change(ids, offsets), weights)
@@ -123,8 +123,8 @@ CALLS = {
 
 @pytest.mark.case("frontends C6", "backend 30")
 @pytest.mark.parametrize("recipe", [None, INT8], ids=["float", "int8"])
-@pytest.mark.parametrize("name", rarely_except("weights", of=CALLS, reason="other arguments of the same kernel"))
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("name", slow_params_except("weights", of=CALLS, reason="other arguments of the same kernel"))
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_bag_is_one_operator(name, recipe, isa):
     settings, example = CALLS[name]
     model = randomize(
@@ -136,7 +136,7 @@ def test_a_bag_is_one_operator(name, recipe, isa):
     assert {skip.node for skip in graph.skipped} <= graph.native
     assert kinds(graph)[-4:] == ["embedding_bag", "quantize", "linear", "dequantize"]
     assert graph.operators == 1 + (recipe is INT8)
-    assert_equal_levels(reference, graph, *call)
+    assert_equal_quantized(reference, graph, *call)
     torch.testing.assert_close(graph(*call), reference(*call), rtol=1e-5, atol=1e-5)
     assert (graph(*call) - model(*call)).abs().max() < 0.1
     compiled = stages.compile(graph, isa=isa)
@@ -168,7 +168,7 @@ def test_bags_of_small_integers_stay_in_pytorch_and_say_why():
 # ---- ranges of whole numbers
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_ranges_of_free_length_are_made_by_the_program(isa):
     def body(m, x):
         places = torch.arange(2, x.shape[1] + 2)

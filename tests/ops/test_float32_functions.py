@@ -25,11 +25,11 @@ from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.integer_graphs import Net
-from support.lowering import assert_equal_levels, kinds, lowered, quantized, sqnr, tensors
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, kinds, lowered, quantized, sqnr, tensors
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 ALL = Recipe.of({}, Setting(functions="precise"))
 SLOPE = {"slope": 0.2}
@@ -69,7 +69,7 @@ extern "C" __attribute__((visibility("default"))) void each_{name}(int64_t n, co
 NUMBERS = st.floats(width=32, allow_nan=False)
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def twin(request):
     library = load(build(TWIN, name="functions_twin", isa=request.param))
 
@@ -204,10 +204,13 @@ def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [("leaky_relu", "gelu"), *rarely((tuple(TORCH),), reason="nine layers of every function; two show the layers")],
+    [
+        ("leaky_relu", "gelu"),
+        *slow_params((tuple(TORCH),), reason="nine layers of every function; two show the layers"),
+    ],
     ids=["two", "all"],
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_every_layer_has_the_bits_of_the_interpreter(names, isa):
     """No hidden site, within a level of the reference, on every instruction set, batch and number of threads."""
     functions = [TORCH[name] for name in names]
@@ -216,7 +219,7 @@ def test_every_layer_has_the_bits_of_the_interpreter(names, isa):
     assert not integer.islands
     assert kinds(integer).count("activate") == 9 * len(functions)
     assert "table" not in kinds(integer)
-    assert assert_equal_levels(reference, integer, x).rate < 1e-4
+    assert assert_equal_quantized(reference, integer, x).rate < 1e-4
     compiled = stages.compile(integer, isa=isa)
     with threads(3):
         assert_same_bits(compiled, integer, x)
@@ -231,10 +234,10 @@ def channels_of(count: int):
     return nn.Sequential(nn.Conv2d(4, count, 1), nn.Hardswish(), each, nn.SiLU())
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(
     "counts",
-    [(8, 33, 130), *rarely(((16, 24, 64, 97),), reason="other numbers of full panels and channels beside them")],
+    [(8, 33, 130), *slow_params(((16, 24, 64, 97),), reason="other numbers of full panels and channels beside them")],
     ids=["few", "others"],
 )
 def test_float32_layers_take_any_number_of_channels(counts, isa):
@@ -248,7 +251,7 @@ def test_float32_layers_take_any_number_of_channels(counts, isa):
         assert_same_bits(compiled, integer, torch.randn(size, 4, 3, 150))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_requantize_after_the_function_becomes_a_table(isa):
     """A table in the kernel of a function: the function first."""
     net = Net()
@@ -330,7 +333,7 @@ def test_an_accumulator_that_others_read_is_no_precise_function():
     model = randomize(Body(body, conv=nn.Conv2d(3, 8, 3), last=nn.Conv2d(8, 4, 1)))
     reference, integer = quantized(model, torch.randn(*X), recipe=ALL)
     assert kinds(integer).count("table") == 1
-    assert_equal_levels(reference, integer, torch.randn(*X))
+    assert_equal_quantized(reference, integer, torch.randn(*X))
 
 
 def test_coverage_notes_name_precise_functions():

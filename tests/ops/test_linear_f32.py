@@ -18,12 +18,12 @@ from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
 from intaglio.numerics import float_math
 from intaglio.ops import check_graph
 from intaglio.runtime.threads import segment_costs
-from support.float_loops import Sample, equal
+from support.float_loops import LoopGraph, equal
 from support.lowering import kinds, quantized
-from support.matmul_library import HERE
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 F16, F32, S8 = DType.F16, DType.F32, DType.S8
 HALF = Recipe.of({}, Setting(activations="float", weights_dtype="f16"))
@@ -32,9 +32,9 @@ SIZES = ((1, 1), (3, 64), (70, 131), (33, 10))
 """Inputs and outputs: less than a panel, a whole one, two and a part of a vector."""
 
 
-def every_layer() -> Sample:
+def every_layer() -> LoopGraph:
     """Both element types, with and without a bias."""
-    draw, net = np.random.default_rng(0), Sample(**{f"x{k}": TensorType((symbol("n"), k), F32) for k, _ in SIZES})
+    draw, net = np.random.default_rng(0), LoopGraph(**{f"x{k}": TensorType((symbol("n"), k), F32) for k, _ in SIZES})
     for k, n in SIZES:
         half, levels = draw.standard_normal((n, k)).astype(np.float16), draw.integers(-127, 128, (n, k)).astype(np.int8)
         half[0, 0] = 2.0**-24  # the least there is
@@ -51,7 +51,7 @@ def every_layer() -> Sample:
     return net
 
 
-@pytest.fixture(scope="module", params=HERE)
+@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
 def every(request):
     graph = every_layer().lowered()
     return graph, stages.compile(graph, isa=request.param)
@@ -104,10 +104,10 @@ def test_products_are_summed_in_the_order_of_the_inputs():
     assert (found != by_hand(reversed(range(40)))).any()
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_every_float16_becomes_the_float32_it_is(isa):
     halves = np.arange(2**16).astype(np.uint16).view(np.float16)
-    net = Sample(x=TensorType((symbol("n"), 1), F32))
+    net = LoopGraph(x=TensorType((symbol("n"), 1), F32))
     net.types["y"] = TensorType((symbol("n"), len(halves)), F32)
     net.ops.append(Op("linear_f32", ("x", net.constant(halves[:, None], F16)), ("y",)))
     net.outputs.append("y")
@@ -119,7 +119,9 @@ def test_every_float16_becomes_the_float32_it_is(isa):
 
 
 @pytest.mark.case("frontends C4")
-@pytest.mark.parametrize("kind", [torch.float32, *rarely(torch.bfloat16, reason="another type of the same weights")])
+@pytest.mark.parametrize(
+    "kind", [torch.float32, *slow_params(torch.bfloat16, reason="another type of the same weights")]
+)
 def test_weights_may_be_float16(kind, tmp_path):
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).eval().to(kind)
     x = torch.randn(16, 64).to(kind)
@@ -167,8 +169,8 @@ OTHER_KIND = pytest.mark.slow(reason="each kind of weight runs on one set of ins
     ("recipe", "isa"),
     [
         pytest.param(recipe, isa, marks=[OTHER_KIND] * (isa != fast), id=f"{kind}-{isa}")
-        for recipe, kind, fast in ((HALF, "f16", HERE[0]), (INT8, "s8", "portable"))
-        for isa in HERE
+        for recipe, kind, fast in ((HALF, "f16", RUNNABLE_ISAS[0]), (INT8, "s8", "portable"))
+        for isa in RUNNABLE_ISAS
     ],
 )
 def test_weight_only_layers_take_any_axes_and_shared_weights(recipe, isa):
@@ -189,7 +191,7 @@ def test_weight_only_layers_take_any_axes_and_shared_weights(recipe, isa):
             assert (found - exact).norm() <= 2e-2 * exact.norm()
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_linear_layer_between_images_uses_row_major_layout(isa):
     """Of a convolution's result, whose channels lie together, along a line; what follows is a convolution again."""
 

@@ -12,10 +12,10 @@ from intaglio.ir import QParams
 from intaglio.ops import OPS
 from intaglio.ops.unary import UNARY_OPS
 from support.activation_calls import CALLS
-from support.lowering import assert_equal_levels, quantized
+from support.lowering import assert_equal_quantized, quantized
 from support.nets import Body, randomize
-from support.rarely import rarely, rarely_except
 from support.side_by_side import SideBySide
+from support.slow_params import slow_params, slow_params_except
 
 MORE = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -64,7 +64,10 @@ def test_lookup_tables_match_torch(name):
 @pytest.mark.case("backend 18", "backend 25")
 @pytest.mark.parametrize(
     "names",
-    [FEW, *rarely((tuple(CALLS),), reason="one kernel looks up every function; each has its table compared above")],
+    [
+        FEW,
+        *slow_params((tuple(CALLS),), reason="one kernel looks up every function; each has its table compared above"),
+    ],
     ids=["few", "all"],
 )
 def test_functions_between_convolutions_run_in_int8(names, subtests):
@@ -75,7 +78,7 @@ def test_functions_between_convolutions_run_in_int8(names, subtests):
     reference, lowered = quantized(model, *model.inputs)
     assert not lowered.islands
     x = [torch.randn(3, 3, 7, 6) for _ in model.inputs]
-    assert_equal_levels(reference, lowered, *x)
+    assert_equal_quantized(reference, lowered, *x)
     found, expected = stages.compile(lowered)(*x), lowered(*x)
     for name in names:
         with subtests.test(name=name):
@@ -84,7 +87,9 @@ def test_functions_between_convolutions_run_in_int8(names, subtests):
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except("constants of one element", "clamp_min", "gelu", of=MORE, reason="other functions written otherwise"),
+    slow_params_except(
+        "constants of one element", "clamp_min", "gelu", of=MORE, reason="other functions written otherwise"
+    ),
 )
 def test_other_spellings_of_lookup_functions_run_in_int8(name):
     model = net(MORE[name])

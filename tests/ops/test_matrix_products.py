@@ -16,8 +16,8 @@ from intaglio.ops import OPS
 from intaglio.ops.products.scratch_memory import LINE
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net
-from support.lowering import assert_equal_levels, quantized
-from support.matmul_library import HERE, Memory
+from support.lowering import assert_equal_quantized, quantized
+from support.matmul_library import RUNNABLE_ISAS, Memory
 from support.nets import Body, randomize
 from support.programs import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
 
@@ -144,13 +144,13 @@ def cases(draw) -> Case:
     )
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @given(case=cases(), threads=st.integers(1, 3))
 def test_kernels_are_bit_identical_to_the_reference(isa, case, threads):
     assert np.array_equal(run(case, isa, threads), expected(case))
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_kernels_write_nothing_past_a_row(isa):
     """Results in float lie apart; kernels of other products would fill their last block."""
     case = Case(rows=30, columns=37, floats=True)
@@ -165,8 +165,8 @@ def test_the_comparison_detects_an_operand_with_other_strides():
     """Square, so that both readings are possible."""
     case = Case(depth=24, columns=24, b_order=(0, 1, 3, 2))
     straight = Case(depth=24, columns=24)
-    assert np.array_equal(run(case, HERE[0], 1), run(straight, HERE[0], 1))
-    assert not np.array_equal(run(case, HERE[0], 1), expected(Case(depth=24, columns=24, seed=1)))
+    assert np.array_equal(run(case, RUNNABLE_ISAS[0], 1), run(straight, RUNNABLE_ISAS[0], 1))
+    assert not np.array_equal(run(case, RUNNABLE_ISAS[0], 1), expected(Case(depth=24, columns=24, seed=1)))
 
 
 # ---- programs
@@ -188,7 +188,7 @@ def products(net: Net) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_program_has_the_bits_of_the_interpreter(isa):
     net, lowered = built(products)
     model = compiled(products, isa)
@@ -197,7 +197,7 @@ def test_a_program_has_the_bits_of_the_interpreter(isa):
 
 
 def test_products_are_counted():
-    work = [step.work for step in compiled(products, HERE[0]).artifact.program.steps if "bmm" in step.kinds]
+    work = [step.work for step in compiled(products, RUNNABLE_ISAS[0]).artifact.program.steps if "bmm" in step.kinds]
     free = {"n": 2, "h": 8, "w": 11}
     counted = sorted(evaluate(each.macs, free) for each in work)
     assert counted == sorted([2 * 3 * 9 * 20 * 31, *[2 * 3 * 9 * 31 * 70] * 2, 2 * 5 * 12 * 8, 31 * 70 * 31])
@@ -220,8 +220,8 @@ def test_products_of_activations_in_a_model_are_integer():
     products = [op for op in lowered.graph.ops if op.kind == "bmm"]
     assert len(products) == 2
     assert not lowered.islands
-    assert_equal_levels(reference, lowered, x)
-    for isa in HERE:
+    assert_equal_quantized(reference, lowered, x)
+    for isa in RUNNABLE_ISAS:
         compiled_model = build.compile(lowered, isa=isa)
         for batch in (x, x[:1]):
             assert torch.equal(compiled_model(batch), lowered(batch))

@@ -27,11 +27,11 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing.capture_check import free_symbols
 from support.lowering import kinds, quantized, tensors
-from support.matmul_library import BEST_HERE, HERE
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
-from support.rarely import rarely_except
 from support.side_by_side import SideBySide
+from support.slow_params import slow_params_except
 
 DYNAMIC = Recipe.named("int8_dynamic")
 RECIPES = {"static": None, "dynamic": DYNAMIC}
@@ -55,7 +55,7 @@ def assert_bits(compiled, lowered, *x: torch.Tensor) -> None:
     assert not [pytree.keystr(path) for (path, a), b in pairs if not torch.equal(a.nan_to_num(7), b.nan_to_num(7))]
 
 
-def everywhere(lowered, *batches: tuple[torch.Tensor, ...], isas: Sequence[str] = HERE[:1]) -> None:
+def everywhere(lowered, *batches: tuple[torch.Tensor, ...], isas: Sequence[str] = RUNNABLE_ISAS[:1]) -> None:
     """The best instruction set, or others; fewer, as many and more rows than threads."""
     for isa in isas:
         compiled = stages.compile(lowered, isa=isa)
@@ -147,9 +147,11 @@ def test_the_comparison_with_torch_detects_swapped_gates():
 @pytest.mark.parametrize("mode", RECIPES)
 @pytest.mark.parametrize(
     "kind",
-    rarely_except("lstm", of=RECURRENT, reason="hidden sizes, free steps and cells of both kinds are tested below"),
+    slow_params_except(
+        "lstm", of=RECURRENT, reason="hidden sizes, free steps and cells of both kinds are tested below"
+    ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
     """One integer operator each, close to the float model, the bits of its meaning everywhere."""
     torch.manual_seed(0)
@@ -170,14 +172,16 @@ def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
     everywhere(lowered, (x,), isas=[isa])
 
 
-@pytest.mark.parametrize("kind", rarely_except("gru", of=RECURRENT, reason="every flag of an LSTM is tested above"))
+@pytest.mark.parametrize(
+    "kind", slow_params_except("gru", of=RECURRENT, reason="every flag of an LSTM is tested above")
+)
 def test_hidden_sizes_that_fill_vectors_and_that_do_not(kind):
     torch.manual_seed(0)
     x = torch.randn(3, 4, 3)
     layers = {size: MODULES[kind](3, size, bidirectional=True, num_layers=2).eval() for size in (1, 16, 33, 80)}
     model = SideBySide({str(size): (layer, [x]) for size, layer in layers.items()})
     _, lowered = quantized(model, x, recipe=DYNAMIC)
-    everywhere(lowered, (x,), isas=HERE)
+    everywhere(lowered, (x,), isas=RUNNABLE_ISAS)
 
 
 def with_free_steps(lowered, steps: int):
@@ -194,7 +198,7 @@ def with_free_steps(lowered, steps: int):
 
 
 @pytest.mark.parametrize(
-    "mode", rarely_except("static", of=RECIPES, reason="scales made per call run with every flag above")
+    "mode", slow_params_except("static", of=RECIPES, reason="scales made per call run with every flag above")
 )
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_steps_and_batch_are_free(mode, kind):
@@ -243,7 +247,7 @@ def test_recurrent_cells_with_and_without_states_run_in_int8(mode, kind):
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_results_depend_on_no_other_entry_of_the_batch(kind, isa):
     torch.manual_seed(0)
     model = MODULES[kind](6, 10, batch_first=True, bidirectional=True, num_layers=2).eval()

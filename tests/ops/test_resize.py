@@ -11,10 +11,10 @@ from torch import nn
 from intaglio import stages
 from intaglio.ops import check_graph
 from intaglio.ops.images.resize import linear, nearest
-from support.lowering import assert_equal_levels, kinds, quantized, tensors
-from support.matmul_library import BEST_HERE
+from support.lowering import assert_equal_quantized, kinds, quantized, tensors
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 SIZES = st.integers(1, 40)
 FACTORS = st.one_of(st.sampled_from([1.0, 1.5, 2.0, 3.0, 0.5]), st.floats(0.3, 4.0, allow_nan=False))
@@ -103,15 +103,17 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", rarely_except("sizes", "lines", of=MODELS, reason="other axes of the same kernel"))
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize(
+    "name", slow_params_except("sizes", "lines", of=MODELS, reason="other axes of the same kernel")
+)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_upsampling_runs_in_int8(name, isa):
     """No island, the interpreter within a level of the reference, every instruction set equal to the interpreter."""
     x = torch.randn(3, 3, 6, 8, generator=torch.Generator().manual_seed(2))
     reference, lowered = quantized(randomize(MODELS[name]), x)
     assert not lowered.islands, lowered.skipped
     check_graph(lowered.graph)
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
     compiled = stages.compile(lowered, isa=isa)
     for batch in (x, x[:1], x[:0]):
         pairs = zip(tensors(compiled(batch)), tensors(lowered(batch)), strict=True)

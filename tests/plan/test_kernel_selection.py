@@ -14,7 +14,7 @@ from intaglio.plan.kernel_records import (
     MovementKernel,
     TiledKernel,
 )
-from support.float_loops import F32, Sample
+from support.float_loops import F32, LoopGraph
 from support.integer_graphs import Net
 
 N = symbol("n")
@@ -90,7 +90,7 @@ def test_a_reshape_between_layouts_is_copied_and_one_between_shapes_follows_logi
 
 def softmax(size: Dim) -> Plan:
     """Return the plan of a loop of two reductions along rows of so many elements."""
-    net = Sample(x=TensorType((N, size), F32))
+    net = LoopGraph(x=TensorType((N, size), F32))
 
     def write(body):
         exponential = body("exp", body("sub", "x", body("max", "x", axis=1)))
@@ -116,7 +116,7 @@ def test_differences_from_the_row_maximum_are_recognized():
 
 def test_large_float_results_use_streaming_stores():
     for rows, streamed in ((1 << 12, False), (1 << 13, True), (N, True)):
-        net = Sample(x=TensorType((rows, 512), F32))
+        net = LoopGraph(x=TensorType((rows, 512), F32))
         (y,) = net.add(lambda body: body("neg", "x"))
         (loop,) = plan_graph(net.lowered().graph).loops.values()
         assert loop.streamed == ({y} if streamed else set())

@@ -21,7 +21,7 @@ from intaglio.native import cpu as machine
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 from support.lowering import quantized
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 
 def retrained(net, isa=None):
@@ -246,7 +246,7 @@ class Features(Dataset):
         return self.model(picture(1, index))[0]
 
 
-@pytest.mark.parametrize("way", ["fork", *rarely("spawn", reason="starts processes that import everything")])
+@pytest.mark.parametrize("way", ["fork", *slow_params("spawn", reason="starts processes that import everything")])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_of_a_data_loader_compute_too(way):
     model, lowered = compiled(nets.Residual)

@@ -23,7 +23,7 @@ from support import nets
 from support.exported_c import Exported, Library, build, exported
 from support.int8_models import assert_same, compiled, picture
 from support.lowering import quantized
-from support.matmul_library import HERE
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 
 X = picture(3)
@@ -36,7 +36,7 @@ def residual(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("START", "BARRIER", "BARRIER_THREAD"):
             patch.setattr(threads, name, 0.0)
-        compiled(nets.Residual)[0].export_c(folder, isa=HERE)
+        compiled(nets.Residual)[0].export_c(folder, isa=RUNNABLE_ISAS)
     build(folder)
     return folder
 
@@ -72,7 +72,7 @@ def test_a_convolutional_network_has_the_bits_of_the_python_call_at_every_batch(
             assert_same(found(picture(batch, batch), threads=count), [model(picture(batch, batch))])
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_every_instruction_set_alone_has_the_same_bits(isa, tmp_path):
     found = exported(compiled(nets.ConvBnRelu)[0], tmp_path, isa)
     assert found.library.isa(found.handle) == isa.encode()
@@ -81,14 +81,14 @@ def test_every_instruction_set_alone_has_the_same_bits(isa, tmp_path):
 
 def test_the_best_instruction_set_of_several_is_chosen_when_it_runs(residual):
     found = opened(residual)
-    assert found.library.isa(found.handle) == HERE[0].encode()
+    assert found.library.isa(found.handle) == RUNNABLE_ISAS[0].encode()
 
 
 @pytest.mark.slow(reason="compiles a large model; smaller ones have free sizes and lookups, too")
 @pytest.mark.parametrize(
     "isa",
     [
-        HERE[0],
+        RUNNABLE_ISAS[0],
         pytest.param(
             "portable",
             marks=pytest.mark.slow(reason="a second compiler run of a large model; smaller ones run on all sets"),
@@ -154,12 +154,12 @@ def test_a_loaded_model_exports_the_same_files(tmp_path):
     model.save(tmp_path / "model.intaglio")
     loaded = intaglio.load(tmp_path / "model.intaglio")
     for one, folder in ((model, tmp_path / "a"), (loaded, tmp_path / "b"), (loaded, tmp_path / "b")):
-        one.export_c(folder, isa=("portable", *HERE))
+        one.export_c(folder, isa=("portable", *RUNNABLE_ISAS))
     compared = filecmp.dircmp(tmp_path / "a", tmp_path / "b")
     kernels = compared.subdirs["kernels"]
     different = [d.left_only + d.right_only + d.diff_files for d in (compared, kernels)]
     assert different == [[], []]
-    assert len(kernels.common) > len(HERE)
+    assert len(kernels.common) > len(RUNNABLE_ISAS)
 
 
 # ---- building -------------------------------------------------------------------------------------------------------

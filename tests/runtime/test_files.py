@@ -42,7 +42,7 @@ from intaglio.runtime.saved.json_codec import (
 from intaglio.runtime.saved.signature_codec import decode_tree, encode_tree
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 NETS = [net for net in nets.ALL if net is not nets.CrossNet]  # nothing of which can be quantized
 
@@ -66,7 +66,7 @@ def good(tmp_path_factory) -> Path:
 @pytest.mark.case("frontends A12")
 @pytest.mark.parametrize(
     "net",
-    rarely_except(
+    slow_params_except(
         nets.InplaceMutations,
         nets.SharedConvBn,
         nets.Residual,
@@ -136,7 +136,7 @@ FLOAT_PARTS = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "several results", "constants", "types and infinities", of=FLOAT_PARTS, reason="other operators of float parts"
     ),
 )

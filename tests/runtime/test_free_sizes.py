@@ -22,10 +22,10 @@ from intaglio.ops.images.pool import bind_pool, pool_shape, whole_windows
 from intaglio.ops.interpret import sizes_of
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel
-from support.lowering import assert_equal_levels, tensors
-from support.matmul_library import BEST_HERE, HERE
+from support.lowering import assert_equal_quantized, tensors
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 AUTO = Dim.AUTO
 IMAGE, SEQUENCE = {0: AUTO, 2: AUTO, 3: AUTO}, {0: AUTO, 1: AUTO}
@@ -128,18 +128,22 @@ def same(found, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(expected), strict=True))
 
 
-@pytest.mark.parametrize("name", rarely_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes"))
+@pytest.mark.parametrize(
+    "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
+)
 def test_dynamic_sizes_leave_no_operator_in_float(name):
     """And the interpreter is within a level of the reference at sizes it was not calibrated with."""
     reference, lowered = all_stages(name)
     assert not lowered.islands, lowered.skipped
     sizes = iter([3, 17, 26])
     x = torch.randn(NETS[name][3](lambda low, high: next(sizes)), generator=torch.Generator().manual_seed(2))
-    assert_equal_levels(reference, lowered, x)
+    assert_equal_quantized(reference, lowered, x)
 
 
-@pytest.mark.parametrize("name", rarely_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes"))
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize(
+    "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
+)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, isa, data):
@@ -155,14 +159,16 @@ def test_programs_have_the_bits_of_the_interpreter_at_any_size(name, isa, data):
 
 def test_the_comparison_detects_another_size():
     x = torch.randn(2, 3, 9, 11)
-    assert not same(program("weighed", HERE[0])(x[..., :10]), all_stages("weighed")[1](x[..., 1:]))
+    assert not same(program("weighed", RUNNABLE_ISAS[0])(x[..., :10]), all_stages("weighed")[1](x[..., 1:]))
 
 
 @pytest.mark.case("backend 6")
-@pytest.mark.parametrize("name", rarely_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes"))
+@pytest.mark.parametrize(
+    "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
+)
 def test_changing_shapes_needs_one_compilation(name, counting_compiler):
     """Case 6: batch 1, 3, 1, another size, and the first again: equal each time, and nothing is compiled for it."""
-    model, lowered = program(name, HERE[0]), all_stages(name)[1]
+    model, lowered = program(name, RUNNABLE_ISAS[0]), all_stages(name)[1]
     before, first = counting_compiler.read_text(), NETS[name][2]
     calls = [(1, *first[1:]), (3, *first[1:]), (1, *first[1:]), NETS[name][3](lambda low, high: 7), (1, *first[1:])]
     xs = {shape: torch.randn(shape) for shape in calls}
@@ -175,10 +181,10 @@ def test_changing_shapes_needs_one_compilation(name, counting_compiler):
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_saved_model_keeps_its_free_sizes(name, tmp_path):
-    model, shape = program(name, HERE[0]), NETS[name][3](lambda low, high: 8)
+    model, shape = program(name, RUNNABLE_ISAS[0]), NETS[name][3](lambda low, high: 8)
     model.save(tmp_path / "model.intaglio")
     x = torch.randn(shape)
-    assert same(intaglio.load(tmp_path / "model.intaglio", isa=HERE[0])(x), model(x))
+    assert same(intaglio.load(tmp_path / "model.intaglio", isa=RUNNABLE_ISAS[0])(x), model(x))
 
 
 SMALL = {"weighed": (1, 3, 0, 9), "lines": (1, 6, 2), "moved": (1, 3, 9, 0)}
@@ -191,7 +197,7 @@ def test_sizes_that_give_empty_results_are_refused_like_in_the_float_model(name)
     with pytest.raises(RuntimeError):
         NETS[name][0](x)
     with pytest.raises(InputError, match=r"of at least|fewer than 1"):
-        program(name, HERE[0])(x)
+        program(name, RUNNABLE_ISAS[0])(x)
     found = [need for need in needs(own.graph) if evaluate(need.value, sizes_of(own.graph, [x.numpy()])) < 0]
     assert any("fewer than 1" in need.problem for need in found)
 
@@ -224,7 +230,7 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("name", STRIDES)
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_strides_are_read_as_they_are(name, isa):
     x = STRIDES[name](torch.randn(2, 3, 12, 14))
     model = program("weighed", isa)
@@ -236,4 +242,6 @@ def test_strides_are_read_as_they_are(name, isa):
 def test_the_comparison_detects_an_index_of_a_wrong_pixel():
     """Means of an adaptive pool divide by what a call has: of another size they differ."""
     x = torch.randn(1, 3, 30, 22)
-    assert not np.array_equal(tensors(program("weighed", HERE[0])(x))[2], tensors(all_stages("weighed")[1](x * 0.5))[2])
+    assert not np.array_equal(
+        tensors(program("weighed", RUNNABLE_ISAS[0])(x))[2], tensors(all_stages("weighed")[1](x * 0.5))[2]
+    )

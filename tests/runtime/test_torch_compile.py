@@ -17,7 +17,7 @@ from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 from support.lowering import tensors
 from support.nets import randomize
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 INDUCTOR = pytest.mark.slow(reason="Inductor compiles every model; aot_eager traces the same")
 BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=INDUCTOR))
@@ -70,7 +70,7 @@ def test_a_pipeline_is_one_graph_for_all_batches(backend):
 
 
 @pytest.mark.parametrize(
-    "backend", ["eager", *rarely("aot_eager", reason="another backend of the same graph"), BACKENDS[-1]]
+    "backend", ["eager", *slow_params("aot_eager", reason="another backend of the same graph"), BACKENDS[-1]]
 )
 def test_nested_results_keep_structure_bits_and_strides(backend):
     model = nested()

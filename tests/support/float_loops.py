@@ -16,7 +16,7 @@ N, C = symbol("n"), symbol("c")
 F32, BOOL, I64, U8, BF16 = DType.F32, DType.BOOL, DType.I64, DType.U8, DType.BF16
 
 
-STRANGE = [
+SPECIAL_VALUES = [
     np.nan,
     np.inf,
     -np.inf,
@@ -36,7 +36,7 @@ STRANGE = [
 ]
 
 
-class Sample:
+class LoopGraph:
     """A graph of loops over inputs; ``add`` writes one loop whose body ``write`` fills. Results that are levels leave
     the graph dequantized."""
 
@@ -83,7 +83,7 @@ class Sample:
         return Lowered(graph, {}, Signature(inputs, tuple(map(Output, self.outputs)), *trees))
 
 
-def to_levels(body: Inside, x: str, scale: float, zero: int, low: int = 0, high: int = 255) -> str:
+def write_quantize(body: Inside, x: str, scale: float, zero: int, low: int = 0, high: int = 255) -> str:
     name = body("quantize", x)
     body.types[name] = TensorType(body.types[x].shape, U8, QParams((scale,), (zero,), low, high))
     return name
@@ -99,12 +99,12 @@ def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and torch.equal(*bits)
 
 
-def some(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def random_rows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Numbers of several sizes, strange ones among them; some rows of -inf."""
     draw = np.random.default_rng(seed)
     x = (draw.standard_normal(shape) * np.exp(draw.uniform(-3, 3, shape))).astype(np.float32)
     odd = draw.random(shape) < 0.02 * (seed % 3)
-    x[odd] = draw.choice(STRANGE, int(odd.sum()))
+    x[odd] = draw.choice(SPECIAL_VALUES, int(odd.sum()))
     if seed % 4 == 0 and x.size:
         x[..., : shape[-1]][0] = -np.inf
     return torch.from_numpy(x)

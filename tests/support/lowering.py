@@ -26,7 +26,7 @@ from support import nets
 
 
 @dataclass(frozen=True)
-class Levels:
+class QuantizedDifferences:
     """``worst``: largest distance in levels per value; ``wrong`` of ``total`` levels differ at all; ``floats``: largest
     distance of a float value that leaves a region, relative to the largest there."""
 
@@ -52,7 +52,7 @@ class _Recorder(fx.Interpreter):
         return self.seen[n]
 
 
-def worst_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> Levels:
+def largest_differences(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> QuantizedDifferences:
     """Every integer operator is fed what the reference has there, so that errors do not add up along the network."""
     leaves = bind(reference.signature, args, kwargs)
     symbols = dims_of(reference.signature, leaves)
@@ -76,7 +76,7 @@ def worst_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: A
             elif op.kind == "dequantize":
                 peak = np.abs(expected).max(initial=1e-30)
                 floats = max(floats, float(np.abs(result - expected).max(initial=0) / peak))
-    return Levels(worst, wrong, total, floats)
+    return QuantizedDifferences(worst, wrong, total, floats)
 
 
 def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, np.ndarray]:
@@ -124,9 +124,9 @@ def lowered(captured: Captured, *batch: Any, recipe=None, **kwargs: Any) -> tupl
     return reference, requantize(reference)
 
 
-def assert_equal_levels(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> Levels:
+def assert_equal_quantized(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> QuantizedDifferences:
     """At most ``OpDef.levels`` in every region; float results of regions equal but for rounding. Prints the rate."""
-    levels = worst_levels(reference, lowered, *args, **kwargs)
+    levels = largest_differences(reference, lowered, *args, **kwargs)
     kinds = {name: op.kind for op in lowered.graph.ops for name in op.outputs}
     far = {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].levels}
     print(f"{levels.wrong} of {levels.total} levels differ ({levels.rate:.1e}), floats by {levels.floats:.1e}")

@@ -13,7 +13,7 @@ from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.tile_spec import RESULTS
 from intaglio.ops import OPS
-from support.matmul_library import LOOKS_UP, SLACK, Image, Memory, kernels
+from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
 CANARY = 0xA5
 MARGIN = 256
@@ -61,7 +61,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class CaseData:
     """Operands in logical order, whether products may leave int32, and what the kernels must give."""
 
     x: np.ndarray
@@ -76,7 +76,7 @@ class Numbers:
     other_rest: np.ndarray | None = None
 
 
-def numbers(case: Case) -> Numbers:
+def case_data(case: Case) -> CaseData:
     """Draw the operands and let the operators' meanings say what the result is."""
     draw = np.random.default_rng(case.seed)
     outputs = case.groups * case.per_group_out
@@ -96,7 +96,7 @@ def numbers(case: Case) -> Numbers:
     assert reach.max() < 2**31
     if case.result == "f32":
         expected = OPS["dequantize"].meaning(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
-        return Numbers(x, weight, bias, factor, None, None, False, expected)
+        return CaseData(x, weight, bias, factor, None, None, False, expected)
     names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
     if case.rest:
         factor *= np.float32(numerics.QUANT_STEPS)
@@ -106,7 +106,7 @@ def numbers(case: Case) -> Numbers:
         if case.table != "none":
             expected = table_of(case)[expected]  # which is within bounds
         expected, rest = expected if case.rest else (expected, None)
-        return Numbers(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected, rest)
+        return CaseData(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected, rest)
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
     spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
@@ -120,7 +120,7 @@ def numbers(case: Case) -> Numbers:
     found = OPS["add"].meaning(Op("add", (), names, bounds), operands, types, _levels(zero_y))
     expected, rest = found if case.rest else (found, None)
     needs_guard = bool((reach * abs(factor) + most * abs(other_factor)).max() >= 2**29)
-    return Numbers(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)
+    return CaseData(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)
 
 
 def bounds_of(case: Case) -> tuple[int, int]:
@@ -163,7 +163,7 @@ class Result:
     rest: np.ndarray | None
 
 
-def run(isa: str, case: Case, given: Numbers) -> Result:
+def run(isa: str, case: Case, given: CaseData) -> Result:
     """The convolution, then the halo of its result, on memory full of canaries."""
     inputs, outputs = given.x.shape[1], len(given.weight)
     packs = ISAS[isa].packs and case.result != "f32"
@@ -233,7 +233,7 @@ def _address(table) -> int:
     return np.frombuffer(table, np.uint8).ctypes.data
 
 
-def _fields(case: Case, given: Numbers, plan: PanelPacking, image: Image) -> dict[str, int]:
+def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> dict[str, int]:
     """Geometry and schedule, as `codegen.emit_matmul` prints them."""
     taps = 1 if plan.joined else case.taps[1]
     flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
@@ -265,7 +265,7 @@ def _signed(mask: int) -> int:
     return mask - (mask >> 63 << 64)
 
 
-def _operands(case: Case, given: Numbers, plan: PanelPacking) -> dict[str, int]:
+def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]:
     """Packed constants, each up to a guard page."""
     zero_x, zero_y, zero_other = case.zero_points
     zero_y = numerics.widen(1, zero_y).zero_point if case.rest else zero_y
@@ -302,7 +302,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         per_group, per_group_out = 1, 1
     blocks = draw(st.sampled_from(sorted(ISAS[isa].tallest)))
     result = draw(st.sampled_from(results))
-    looks_up = ["kernel"] * (LOOKS_UP and bool(ISAS[isa].looks_up))
+    looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].looks_up))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
     level = st.sampled_from([0, 255, *range(1, 255)])
     bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))

@@ -20,15 +20,15 @@ from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 
-LOOKS_UP = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
+HAS_VBMI = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 """Whether this machine runs the kernels that look up levels."""
-HERE = [name for name in machine.isas() if name in ISAS]
+RUNNABLE_ISAS = [name for name in machine.isas() if name in ISAS]
 """Instruction sets this machine runs and the generator has kernels for."""
-BEST_HERE = [
-    *HERE[:1],
+BEST_ISA_PARAMS = [
+    *RUNNABLE_ISAS[:1],
     *(
         pytest.param(isa, marks=pytest.mark.slow(reason="kernels and programs are tested on every set elsewhere"))
-        for isa in HERE[1:]
+        for isa in RUNNABLE_ISAS[1:]
     ),
 ]
 """Parameters for tests above the kernels: the best set always, the others with `make slow`."""

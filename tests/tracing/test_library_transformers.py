@@ -20,7 +20,7 @@ from intaglio.runtime.saved.signature_codec import decode_signature, encode_sign
 from intaglio.tracing import Captured, capture, run
 from support import torchvision_stub as beside
 from support.lowering import lowered
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -82,7 +82,7 @@ LAYERS = {"linear", "scaled_dot_product_attention", "layer_norm", "gelu", "add"}
 @pytest.mark.parametrize(
     ("name", "attention", "batch"),
     [
-        *rarely(
+        *slow_params(
             ("Bert", "sdpa", 1),
             ("DistilBert", "sdpa", 2),
             ("Bert", "eager", 1),
@@ -112,7 +112,7 @@ def test_encoders_of_text_have_a_free_batch_and_length(library, name, attention,
     ("name", "attention"),
     [
         ("Bert", "sdpa"),
-        *rarely(
+        *slow_params(
             *(("Bert", "eager"), ("DistilBert", "eager"), ("DistilBert", "sdpa")),
             reason="other models of the same library; attention written out has tests in fxgraph",
         ),

@@ -22,7 +22,7 @@ from intaglio.tracing.local_decompositions import decompose_single_operators
 from support import nets
 from support.lowering import captured_net
 from support.nets import Body
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -42,7 +42,7 @@ def same(captured, model, *args, **kwargs) -> None:
 @pytest.mark.case("problem 28")
 @pytest.mark.parametrize(
     "net",
-    rarely_except(
+    slow_params_except(
         nets.SharedConvBn,
         nets.InplaceMutations,
         nets.ConvThenUnsupported,
@@ -339,7 +339,9 @@ FAILING = {
 @pytest.mark.case("calibration 41")
 @pytest.mark.parametrize(
     "step",
-    rarely_except("nothing", "calibration", of=["nothing", *FAILING], reason="other steps leave the model alone, too"),
+    slow_params_except(
+        "nothing", "calibration", of=["nothing", *FAILING], reason="other steps leave the model alone, too"
+    ),
 )
 def test_the_float_model_is_the_same_afterwards_also_when_a_step_fails(step):
     model = mixed_modes()

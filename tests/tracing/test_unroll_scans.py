@@ -22,10 +22,10 @@ from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import Captured, capture
 from intaglio.tracing import unroll_scans as scans
 from support.int8_models import assert_same
-from support.lowering import assert_equal_levels, tensors
-from support.matmul_library import BEST_HERE
+from support.lowering import assert_equal_quantized, tensors
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 @pytest.fixture(autouse=True)
@@ -138,17 +138,17 @@ def lowered_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Reference, Low
 @pytest.mark.case("frontends C8")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         *("cell", "two that share a weight"),
         of=MODELS,
         reason="loops over the same operators; norms and convolutions in a body run in while loops",
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_loop_bodies_are_quantized_like_top_level_models(name, isa, tmp_path):
     """C8: the reference within the contract, the same bits on every instruction set, and from a file."""
     model, given, reference, lowered = lowered_of(name)
-    assert_equal_levels(reference, lowered, *given)
+    assert_equal_quantized(reference, lowered, *given)
     assert lowered.macs[0] == lowered.macs[1] > 0
     assert not lowered.islands
     expected = lowered(*given)

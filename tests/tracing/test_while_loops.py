@@ -24,10 +24,10 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import Captured, capture
 from support.int8_models import assert_same
-from support.lowering import worst_levels
-from support.matmul_library import BEST_HERE
+from support.lowering import largest_differences
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 STEPS = (0, 1, 5)
 
@@ -115,13 +115,13 @@ def lowered_of(name: str) -> tuple[nn.Module, Tensor, Reference, Lowered]:
 @pytest.mark.case("frontends C8")
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         *("a count", "convolution and norms"),
         of=MODELS,
         reason="scans and conditions run in tests of their own; tracing them together takes seconds",
     ),
 )
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_loop_body_runs_in_int8_a_data_dependent_number_of_times(name, isa, tmp_path):
     """C8: any count, none among them; the same bits on every instruction set, and from a file."""
     model, x, reference, lowered = lowered_of(name)
@@ -158,7 +158,7 @@ def pairs(result) -> list[Tensor]:
 def test_loop_bodies_of_a_reference_follow_the_contract():
     _, x, reference, lowered = lowered_of("a count")
     body, inner = reference.bodies["while_loop"], lowered.bodies["while_loop"]
-    levels = worst_levels(body, inner, start(), x, torch.tensor(3))
+    levels = largest_differences(body, inner, start(), x, torch.tensor(3))
     kinds = {name: op.kind for op in inner.graph.ops for name in op.outputs}
     assert levels.worst
     assert not {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].levels}

@@ -36,8 +36,8 @@ from intaglio.tune.schedule_cache import ScheduleCache
 from intaglio.tune.schedule_search import best_times, fastest, unflatten_call
 from support import nets
 from support.integer_graphs import H, N, Net, W
-from support.matmul_cases import cases, numbers, run
-from support.matmul_library import BEST_HERE, HERE
+from support.matmul_cases import case_data, cases, run
+from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 
 CACHES = CacheSizes(l1=1 << 10, l2=4000)
 """Small, so that chunks of the images here differ."""
@@ -87,13 +87,13 @@ def candidates(layer: Geometry, problem: Problem, isa: str, threads: int) -> lis
     return [*tiles, *(one for tile in tiles for one in refinements(tile, layer, CACHES, threads))]
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @given(st.data())
 def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
     case = data.draw(cases(isa, results=("u8", "add")))
     case = replace(case, images=max(case.images, 1))
     assume(case.height * case.width * case.per_group * case.per_group_out * case.groups * case.taps[1] < 1 << 18)
-    drawn = numbers(case)
+    drawn = case_data(case)
     outputs = len(drawn.weight)
     layer = Geometry(
         kinds=("conv2d", "requantize"),
@@ -117,7 +117,7 @@ def test_every_candidate_gives_the_bits_of_the_meaning(isa, data):
         assert np.array_equal(run(isa, taken, drawn).values, drawn.expected), schedule
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_candidates_are_a_handful_and_all_different(isa, lowered):
     planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
@@ -160,7 +160,7 @@ def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
 # ---- what is chosen
 
 
-@pytest.mark.parametrize("isa", BEST_HERE)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_the_faster_candidate_is_taken_layer_by_layer(isa, lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
     chosen = search(lowered, isa, inputs)
@@ -194,7 +194,7 @@ def test_a_schedule_is_taken_that_is_faster_by_the_margin_in_both_halves(second,
 
 def test_every_step_of_every_program_is_timed(lowered, nothing_known, monkeypatch):
     monkeypatch.setattr("intaglio.tune.schedule_search.ROUNDS", range(2, 3))
-    programs = [build.compile(lowered, isa=isa) for isa in HERE[:2]]
+    programs = [build.compile(lowered, isa=isa) for isa in RUNNABLE_ISAS[:2]]
     found = best_times(programs, unflatten_call(lowered.signature, random_sample(lowered.signature)))
     assert len(found) == len(programs)
     values = {step.partition.output for step in plan_graph(lowered.graph).steps}
@@ -206,23 +206,23 @@ def test_every_step_of_every_program_is_timed(lowered, nothing_known, monkeypatc
 
 def test_a_second_search_measures_nothing(lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
-    first = search(lowered, HERE[0], inputs)
+    first = search(lowered, RUNNABLE_ISAS[0], inputs)
     count = len(narrow_is_fast)
-    assert search(lowered, HERE[0], inputs) == first
+    assert search(lowered, RUNNABLE_ISAS[0], inputs) == first
     assert len(narrow_is_fast) == count
 
 
 def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
     inputs = random_sample(lowered.signature)
-    search(lowered, HERE[0], inputs)
+    search(lowered, RUNNABLE_ISAS[0], inputs)
     net = Net()
     x = net.conv(net.quantize(net.input(N, 5, 9, 7)), 96, 3, padding=1)
     more = net.lowered(net.dequantize(net.conv(x, 160, 1)))
     old, new = geometries(plan_graph(more.graph), {"n": 1}).items()
     assert old[1] in geometries(plan_graph(lowered.graph), {"n": 1}).values()
-    stored = ScheduleCache(HERE[0], torch.get_num_threads()).load(old[1])
+    stored = ScheduleCache(RUNNABLE_ISAS[0], torch.get_num_threads()).load(old[1])
     narrow_is_fast.clear()
-    search(more, HERE[0], inputs)
+    search(more, RUNNABLE_ISAS[0], inputs)
     tried = [program.artifact.program.notes["schedules"] for race in narrow_is_fast for program in race]
     assert {schedules[old[0]] for schedules in tried} == {stored}
     assert len({schedules[new[0]] for schedules in tried}) > 1
@@ -230,17 +230,17 @@ def test_only_new_layers_are_timed(lowered, nothing_known, narrow_is_fast):
 
 def test_schedules_are_keyed_by_threads_sizes_and_instruction_set(lowered, nothing_known):
     small, large = (next(iter(geometries(plan_graph(lowered.graph), {"n": n}).values())) for n in (1, 2))
-    schedule_cache = ScheduleCache(HERE[0], 2)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 2)
     schedule_cache.store({small: Schedule(2, 1, 3, 4)})
     assert schedule_cache.load(small) == Schedule(2, 1, 3, 4)
     assert schedule_cache.load(large) is None
-    assert ScheduleCache(HERE[0], 3).load(small) is None
-    assert ScheduleCache("portable" if HERE[0] != "portable" else "avx2", 2).load(small) is None
+    assert ScheduleCache(RUNNABLE_ISAS[0], 3).load(small) is None
+    assert ScheduleCache("portable" if RUNNABLE_ISAS[0] != "portable" else "avx2", 2).load(small) is None
 
 
 def test_schedules_are_keyed_by_processor_and_generator(lowered, nothing_known, monkeypatch):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
     schedule_cache.store({layer: Schedule(1, 1)})
     monkeypatch.setattr("intaglio.tune.schedule_cache.GENERATOR", 0)
     assert schedule_cache.load(layer) is None
@@ -265,7 +265,7 @@ def test_schedules_are_keyed_by_processor_and_generator(lowered, nothing_known, 
 )
 def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothing_known, caplog):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
     schedule_cache.store({layer: Schedule(1, 1)})
     schedule_cache.path(layer).write_bytes(content)
     with caplog.at_level(logging.WARNING, "intaglio"):
@@ -277,7 +277,7 @@ def test_a_damaged_entry_is_a_warning_and_is_timed_again(content, lowered, nothi
 
 def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_known, caplog):
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
     for numbers_ in ({"tile_rows": 99}, {"tile_rows": 1.5}, {"tile_columns": True}, {"chunk_bytes": None}):
         schedule_cache.store({layer: Schedule(1, 1)})
         entry = json.loads(schedule_cache.path(layer).read_text())
@@ -290,7 +290,7 @@ def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_kno
 def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monkeypatch, caplog):
     Path(fresh_cache, "schedules").write_text("not a folder")
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
-    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
     schedule_cache.store({layer: Schedule(1, 1)})
     assert "cannot be remembered" in caplog.text
     assert schedule_cache.load(layer) is None
@@ -300,7 +300,7 @@ def test_the_least_recently_used_schedule_is_evicted_first(lowered, nothing_know
     monkeypatch.setattr("intaglio.config.cache_limit_bytes", lambda: 2 * 16 * 4096)
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
     layers = [replace(layer, read=(size,)) for size in range(4)]
-    schedule_cache = ScheduleCache(HERE[0], 1)
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
     for age, one in enumerate(layers[:3]):
         schedule_cache.store({one: Schedule(1, 1)})
         if schedule_cache.path(one).exists():

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from intaglio.errors import CalibrationError, CaptureError
 from intaglio.stages import calibrate, capture, compile, prepare
 from intaglio.tracing.trace import PADDING_SKIPPED
-from support.lowering import assert_equal_levels, quantized, sqnr
+from support.lowering import assert_equal_quantized, quantized, sqnr
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 LENGTH, WIDTH, HEADS, INF = 10, 32, 4, float("inf")
 X = torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -96,7 +96,7 @@ def several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize(
     "way",
-    rarely_except(
+    slow_params_except(
         "added, of pairs",
         "extended by a library",
         of=WAYS,
@@ -107,7 +107,7 @@ def several(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_a_mask_stays_float_and_everything_else_is_int8(way):
     model, mask = model_of(way)
     reference, lowered = quantized(model, X, mask)
-    assert_equal_levels(reference, lowered, X, mask)
+    assert_equal_quantized(reference, lowered, X, mask)
     running = compile(lowered)
     assert running.coverage.macs == 1
     assert not running.islands
@@ -121,7 +121,7 @@ def test_a_mask_stays_float_and_everything_else_is_int8(way):
     [
         "attention, added of keys",
         "extended by a library",
-        *rarely("attention, boolean of keys", reason="the same mask as booleans"),
+        *slow_params("attention, boolean of keys", reason="the same mask as booleans"),
     ],
 )
 def test_a_fully_masked_row_has_attention_zero(way):

@@ -14,7 +14,7 @@ from intaglio.ir import DType, Origin, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
 from support.nets import Body
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 ATEN = torch.ops.aten
 X = torch.randn(3, 7, 24, generator=torch.Generator().manual_seed(1))
@@ -37,8 +37,10 @@ def away(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in nodes if "n" not in symbols_of(tensor_type(node).shape[0])]
 
 
-@pytest.mark.parametrize("free", [True, *rarely(False, reason="a length that is fixed")])
-@pytest.mark.parametrize("weights", [False, *rarely(True, reason="attention written out, as weights are returned")])
+@pytest.mark.parametrize("free", [True, *slow_params(False, reason="a length that is fixed")])
+@pytest.mark.parametrize(
+    "weights", [False, *slow_params(True, reason="attention written out, as weights are returned")]
+)
 def test_torchs_attention_keeps_the_batch_in_front(free, weights):
     model = nn.MultiheadAttention(24, 3, batch_first=True)
     one = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}

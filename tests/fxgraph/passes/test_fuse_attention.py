@@ -13,7 +13,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.tracing import capture, run
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 HEADS, WIDTH = 2, 8
 X = torch.randn(3, 5, HEADS * WIDTH, generator=torch.Generator().manual_seed(1))
@@ -90,7 +90,7 @@ def operators(module) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "a choice added",
         "scaled behind the mask, which is boolean",
         "a mask filled in",
@@ -172,7 +172,8 @@ IDLE = {
 
 
 @pytest.mark.parametrize(
-    "name", rarely_except("not never", "below the length", of=IDLE, reason="other comparisons that are always true")
+    "name",
+    slow_params_except("not never", "below the length", of=IDLE, reason="other comparisons that are always true"),
 )
 def test_an_all_true_mask_is_removed(name):
     captured, _, _ = passed(masked(IDLE[name]), X)
@@ -190,7 +191,7 @@ def test_a_mask_that_hides_elements_is_kept():
     "mask",
     [
         lambda x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] >= 0),
-        *rarely(lambda x: positions(x)[1] <= positions(x)[0], reason="the same comparison turned round"),
+        *slow_params(lambda x: positions(x)[1] <= positions(x)[0], reason="the same comparison turned round"),
     ],
 )
 def test_a_lower_triangular_mask_is_causal(mask):
@@ -202,7 +203,7 @@ def test_a_lower_triangular_mask_is_causal(mask):
     "mask",
     [
         lambda x: positions(x)[1] < positions(x)[0] + 1,
-        *rarely(
+        *slow_params(
             lambda x: positions(x)[0] <= positions(x)[1],
             lambda x: positions(x)[1] <= positions(x)[0] + 1,
             reason="other comparisons that are not causal",

@@ -29,8 +29,8 @@ from intaglio.runtime.saved import model_file as files
 from intaglio.tracing import Captured, capture
 from support import nets
 from support.int8_models import assert_same, compiled
-from support.lowering import assert_equal_levels, kinds, sqnr
-from support.matmul_library import HERE
+from support.lowering import assert_equal_quantized, kinds, sqnr
+from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body
 
 IMAGENET = Image(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -186,7 +186,7 @@ def _stored_weight(reference: Reference, image: Image, channels: int, groups: in
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_integers_equal_the_reference(name):
     _, _, x, reference, graph = absorbed(name)
-    assert_equal_levels(reference, graph, x)
+    assert_equal_quantized(reference, graph, x)
 
 
 def test_byte_inputs_are_at_least_as_accurate_as_observed_ranges():
@@ -209,7 +209,7 @@ def test_all_convolutions_that_read_an_image_absorb_it():
     x = IMAGENET.normalize(photos())
     reference, graph = lowered(model, IMAGENET, x)
     assert kinds(graph).count("pixels") == 1
-    assert_equal_levels(reference, graph, x)
+    assert_equal_quantized(reference, graph, x)
     for found, expected in zip(graph(x), model(x), strict=True):
         assert sqnr(found, expected) > 30
 
@@ -230,7 +230,7 @@ def test_a_model_may_have_parameters_of_any_name():
 def test_a_batch_norm_after_the_convolution_is_folded_too():
     model, reference, graph = residual()
     x = IMAGENET.normalize(photos(8, width=12))
-    assert_equal_levels(reference, graph, x)
+    assert_equal_quantized(reference, graph, x)
     assert sqnr(graph(x), model(x)) >= sqnr(residual(None)[2](x), model(x)) - 1
 
 
@@ -255,7 +255,7 @@ WIDE = [Image(np.linspace(0.05, 0.95, channels), np.linspace(0.1, 0.6, channels)
 
 
 @cache
-def stems(isa: str = HERE[0]) -> tuple[Lowered, QuantizedModel]:
+def stems(isa: str = RUNNABLE_ISAS[0]) -> tuple[Lowered, QuantizedModel]:
     """A convolution for each of `SHAPES`."""
     each = ((channels, 5 * groups, 3, padding, groups) for channels, padding, groups in SHAPES)
     convs = {f"c{i}": conv(*rest, groups=groups) for i, (*rest, groups) in enumerate(each)}
@@ -273,7 +273,7 @@ def normalized(pixels: list[Tensor]) -> list[Tensor]:
     return [image.normalize(x) for image, x in zip(WIDE, pixels, strict=True)]
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("view", MEMORY.values(), ids=MEMORY)
 def test_floats_and_bytes_in_any_memory_give_the_bits_of_the_integer_graph(isa, view):
     graph, model = stems(isa)
@@ -283,7 +283,7 @@ def test_floats_and_bytes_in_any_memory_give_the_bits_of_the_integer_graph(isa, 
     assert_same(model(*[view(x) for x in normalized(wide_photos())]), expected)
 
 
-@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("name", ["rows of planes", "channels last", "transposed"])
 def test_floats_that_are_no_pixels_give_the_bits_of_the_integer_graph(isa, name):
     graph, model = stems(isa)

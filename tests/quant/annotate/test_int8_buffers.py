@@ -17,8 +17,8 @@ from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from support import nets
 from support.lowering import kinds, sqnr
-from support.matmul_library import HERE
-from support.rarely import rarely
+from support.matmul_library import RUNNABLE_ISAS
+from support.slow_params import slow_params
 
 
 class Attention(nn.Module):
@@ -331,7 +331,7 @@ class Heads(nn.Module):
 
 
 @pytest.mark.case("frontends C8")
-@pytest.mark.parametrize("pushed", [True, *rarely(False, reason="a cache that is written otherwise")])
+@pytest.mark.parametrize("pushed", [True, *slow_params(False, reason="a cache that is written otherwise")])
 def test_attention_reads_the_bytes_of_its_cache_on_every_instruction_set(pushed):
     """Keys and values go from the layer that makes them to the kernel that reads them without a float between."""
     model = nets.randomize(Heads(pushed))
@@ -346,7 +346,7 @@ def test_attention_reads_the_bytes_of_its_cache_on_every_instruction_set(pushed)
     assert [graph.graph.types[name].levels for name in attention.inputs[1:]] == [
         entry.type.levels for entry in graph.signature.state
     ]
-    models = [stages.compile(graph, isa=isa) for isa in HERE]
+    models = [stages.compile(graph, isa=isa) for isa in RUNNABLE_ISAS]
     for call in calls:
         wanted, exact = graph(*call), model(*call)
         assert sqnr(wanted, exact) > 20

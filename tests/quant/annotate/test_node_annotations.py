@@ -33,9 +33,9 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.annotators import Extremum, Shifted, X, conv, counts, prepared, reference
-from support.lowering import assert_equal_levels
+from support.lowering import assert_equal_quantized
 from support.nets import Body
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 U8, WEIGHT = QuantizedAs(), QuantizedAs("s8")
 CONV = "aten.conv2d.default"
@@ -180,7 +180,7 @@ def test_a_site_may_share_with_a_later_site():
     assert len(stage.observers) == 2
     found = convert(stage)
     assert found.qparams["a#0/conv2d.0"] == found.qparams["b#0/conv2d.0"] == found.qparams["#0/add.0"]
-    assert_equal_levels(found, stages.requantize(found), X)
+    assert_equal_quantized(found, stages.requantize(found), X)
 
 
 @pytest.mark.case("frontends B16")
@@ -208,7 +208,7 @@ def test_without_implicit_sharing_a_reader_has_parameters_of_its_own():
     assert counts(found) == "3:3:2"
     assert "a#0/alias.0" in found.qparams
     assert not [n for n in found.module.graph.nodes if "alias" in operator(n)]
-    assert_equal_levels(found, stages.requantize(found), X)
+    assert_equal_quantized(found, stages.requantize(found), X)
 
 
 def test_readers_that_want_different_levels_have_them():
@@ -216,7 +216,7 @@ def test_readers_that_want_different_levels_have_them():
     found = reference(model, By(conv2d=lambda n: layer(n, QuantizedAs("u7") if n.name == "conv2d_2" else U8)))
     assert found.qparams["a#0/conv2d.0"].qmax == 255
     assert found.qparams["a#0/alias.0"].qmax == 127
-    assert_equal_levels(found, stages.requantize(found), X)
+    assert_equal_quantized(found, stages.requantize(found), X)
 
 
 def test_a_second_preparation_of_the_same_graph_finds_the_same_sites():
@@ -476,7 +476,7 @@ ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 
 @pytest.mark.slow(reason="starts a process; files of models have tests of their own")
 @pytest.mark.case("frontends C10")
-@pytest.mark.parametrize("activation", [CustomObserver(Shifted), *rarely(U8, reason="levels of the type itself")])
+@pytest.mark.parametrize("activation", [CustomObserver(Shifted), *slow_params(U8, reason="levels of the type itself")])
 def test_a_model_converted_by_a_custom_observer_is_saved_and_loaded(activation, tmp_path):
     """C10: in a process that has not imported torch's operators of levels either."""
     stage = with_own_levels(activation)

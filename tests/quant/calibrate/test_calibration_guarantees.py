@@ -19,7 +19,7 @@ from intaglio.quant.qdq.convert import convert
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing import capture
 from support import nets
-from support.lowering import assert_equal_levels, captured_net, kinds, quantized, sqnr
+from support.lowering import assert_equal_quantized, captured_net, kinds, quantized, sqnr
 from support.nets import Body
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
@@ -47,7 +47,7 @@ def test_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change
     twice = requantize(reference)
     if change:
         assert kinds(twice).count("table") == 1 + kinds(plain).count("table")
-        assert_equal_levels(reference, twice, IMAGES)
+        assert_equal_quantized(reference, twice, IMAGES)
     else:
         assert kinds(twice) == kinds(plain)
         assert torch.equal(twice(IMAGES), plain(IMAGES))
@@ -128,7 +128,7 @@ def test_scales_per_channel_end_at_the_requantize():
         one_scale = all(q is None or q.axis is None for q in read)
         assert one_scale or op.kind in ("requantize", "dequantize", "add"), op.kind
     assert {"reshape", "slice", "cat", "permute"} <= set(kinds(lowered))
-    assert_equal_levels(reference, lowered, IMAGES)
+    assert_equal_quantized(reference, lowered, IMAGES)
 
 
 class Statless(nn.Module):

@@ -33,7 +33,7 @@ from intaglio.tracing import capture
 from support import nets
 from support.lowering import captured_net
 from support.project_files import ROOT
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
 BATCHES = [nets.example(MODEL, 1 + index % 3, seed=index) * 2.0 ** (index % 4) for index in range(7)]
@@ -159,7 +159,7 @@ def test_statistics_of_uneven_and_empty_shards_in_any_order_are_those_of_one_pro
 
 
 @pytest.mark.case("calibration 27")
-@pytest.mark.parametrize("size", [3, *rarely(2, 8, reason="other numbers of ranks")])
+@pytest.mark.parametrize("size", [3, *slow_params(2, 8, reason="other numbers of ranks")])
 def test_calibration_by_ranks_gives_the_file_and_the_parameters_of_one_process(size):
     """Eight ranks for seven batches: one has none."""
     alone = prepare(CAPTURED)
@@ -175,7 +175,7 @@ def test_calibration_by_ranks_gives_the_file_and_the_parameters_of_one_process(s
 
 @pytest.mark.case("calibration 27")
 @pytest.mark.parametrize("setting", [{}, {"rounding": "nearest", "bias": "outputs"}], ids=str)
-@pytest.mark.parametrize("size", [3, *rarely(2, 8, reason="other numbers of ranks")])
+@pytest.mark.parametrize("size", [3, *slow_params(2, 8, reason="other numbers of ranks")])
 def test_corrections_by_ranks_are_those_of_one_process_to_the_bit(size, setting):
     """Equalization, integers of weights and biases too; eight ranks for seven batches: one has none."""
     quantizer = Quantizer(Recipe(default=Setting(**setting)))
@@ -281,7 +281,7 @@ SCRIPT = """
 
 @pytest.mark.slow(reason="starts processes; ranks in threads show the same sums")
 @pytest.mark.case("calibration 27")
-@pytest.mark.parametrize("size", [2, *rarely(3, reason="three processes that import PyTorch")])
+@pytest.mark.parametrize("size", [2, *slow_params(3, reason="three processes that import PyTorch")])
 def test_ranks_give_the_file_of_one_process_and_do_not_wait_for_failed_ones(tmp_path, size):
     code = textwrap.dedent(SCRIPT).format(paths=[str(ROOT / "src"), str(ROOT / "tests")])
     started = [

@@ -18,7 +18,7 @@ from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 
 def prepared_of(model, batch, **setting):
@@ -59,7 +59,7 @@ def noise(exact, found):
 
 
 @pytest.mark.parametrize(
-    "name", rarely_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
+    "name", slow_params_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
 )
 def test_equalizing_leaves_the_float_function_alone(name):
     model = uneven(nets.randomize(NETS[name]()))
@@ -315,7 +315,7 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
 
 @pytest.mark.parametrize("setting", [{"rounding": "gptq"}, {"rounding": "nearest", "bias": "weights"}], ids=str)
 @pytest.mark.parametrize(
-    "name", rarely_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
+    "name", slow_params_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
 )
 def test_a_corrected_model_is_still_equal_to_its_integer_graph(name, setting):
     model = nets.randomize(NETS[name]())

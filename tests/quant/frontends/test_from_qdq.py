@@ -20,7 +20,7 @@ from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, QDQ_PASSES
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32
 from support.nets import Body, randomize
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 OPS = torch.ops.quantized_decomposed
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -91,7 +91,7 @@ def body(first=U8, last=RELU, **weight):
 
 
 @pytest.mark.parametrize("first", [U8, S8, (0.04, 60, 0, 127, torch.uint8), (0.04, 3, -64, 63, torch.int8)], ids=str)
-@pytest.mark.parametrize("folded", [True, *rarely(False, reason="constants that are not folded")])
+@pytest.mark.parametrize("folded", [True, *slow_params(False, reason="constants that are not folded")])
 def test_every_kind_of_activation_and_weight_is_one_kernel(first, folded):
     model = body(first, folded=folded)
     reference = taken(model)
@@ -200,7 +200,9 @@ BETWEEN = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except("an order", "a rounded pool", "padding", of=BETWEEN, reason="other operators that select values"),
+    slow_params_except(
+        "an order", "a rounded pool", "padding", of=BETWEEN, reason="other operators that select values"
+    ),
 )
 @pytest.mark.parametrize("where", ["in front", "behind"])
 def test_quantize_is_propagated_through_operators_that_select_values(name, where):
@@ -232,7 +234,7 @@ ODD = {
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "16 bits",
         "a constant",
         "a zero point outside",

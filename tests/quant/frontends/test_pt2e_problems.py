@@ -35,7 +35,7 @@ from support import nets
 from support.lowering import lowered as lowered_of
 from support.lowering import quantized, sqnr
 from support.nets import Body
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 SOURCES = Path(intaglio.__file__).parent
 
@@ -172,7 +172,7 @@ STEPS = {
 
 
 @pytest.mark.case("export problem 13")
-@pytest.mark.parametrize("body", rarely_except(mobile, of=STEPS, reason="another network"))
+@pytest.mark.parametrize("body", slow_params_except(mobile, of=STEPS, reason="another network"))
 def test_the_number_of_passes_per_network_does_not_grow(body):
     parts, steps = STEPS[body]
     model = nets.randomize(Body(body, **parts)).eval()

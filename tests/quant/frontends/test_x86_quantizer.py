@@ -24,7 +24,7 @@ from intaglio.quant.qdq.convert import convert
 from support import nets
 from support.annotators import conv, counts
 from support.nets import Body
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 from support.x86_models import DYNAMIC, HALF, IMAGE, MODELS, ROWS, TRAINING, example, linear, reference
 
 INT8 = get_symmetric_quantization_config()
@@ -33,7 +33,7 @@ TRAINED = get_symmetric_quantization_config(is_qat=True)
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except(
+    slow_params_except(
         "sums in series",
         "pool and power",
         "flatten, then int8",
@@ -81,7 +81,7 @@ def dynamic_counts(found) -> str:
     return ":".join(map(str, [*rows, counts(found).split(":")[-1]]))
 
 
-@pytest.mark.parametrize("after", [*rarely(None, reason="less than with a function behind it"), F.relu])
+@pytest.mark.parametrize("after", [*slow_params(None, reason="less than with a function behind it"), F.relu])
 def test_float16_weights_are_one_conversion_and_nothing_else(after):
     """torchao's graph has two: to float16, which we fold as every quantize of a weight is, and back."""
     model = Body(lambda m, x: m.a(x) if after is None else after(m.a(x)), a=linear())
@@ -98,7 +98,9 @@ def test_float16_weights_are_one_conversion_and_nothing_else(after):
 
 @pytest.mark.parametrize(
     "name",
-    rarely_except("sum and function", "function and pool", "no norm", of=TRAINING, reason="parts of the other models"),
+    slow_params_except(
+        "sum and function", "function and pool", "no norm", of=TRAINING, reason="parts of the other models"
+    ),
 )
 def test_in_training_the_layer_with_a_folded_norm_is_quantized(name):
     """As torchao's quantizer has it for training, also where a float operator reads them."""

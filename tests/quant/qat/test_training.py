@@ -20,7 +20,7 @@ from intaglio.quant.qat.fake_quantize import FakeQuantize, Mode, RoundToLevels
 from support import nets
 from support.nets import Body
 from support.qat_models import assert_evaluates_alike, trainable
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 EPS, MOMENTUM = 1e-3, 0.03
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -64,14 +64,14 @@ def assert_same_gradients(prepared: PreparedQat, model: nn.Module) -> None:
 
 CASES = [
     *(("conv", 2), ("transposed", 1), ("grouped", 2), ("linear", 1)),
-    *rarely(
+    *slow_params(
         *(("conv", 1), ("conv", 3), ("transposed", 2), ("transposed", 3)), reason="the same layers over other axes"
     ),
 ]
 
 
 @pytest.mark.case("frontends A16")
-@pytest.mark.parametrize("relu", [True, *rarely(False, reason="without a function behind the norm")])
+@pytest.mark.parametrize("relu", [True, *slow_params(False, reason="without a function behind the norm")])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("kind", "axes"), CASES)
 def test_without_rounding_the_training_graph_is_the_float_model(kind, axes, bias, relu):
@@ -95,7 +95,7 @@ def test_without_rounding_the_training_graph_is_the_float_model(kind, axes, bias
 
 
 @pytest.mark.case("frontends A16")
-@pytest.mark.parametrize("learned", [True, *rarely(False, reason="scales that are not learned")])
+@pytest.mark.parametrize("learned", [True, *slow_params(False, reason="scales that are not learned")])
 @pytest.mark.parametrize(("kind", "axes"), CASES)
 def test_the_converted_model_matches_the_fake_quantized_one(kind, axes, learned):
     """A16, C13: after some steps the folded int8 model is the fake-quantized one, with scales that were learned too."""
@@ -435,7 +435,7 @@ def test_learned_scales_are_those_of_the_int8_model():
 
 @pytest.mark.parametrize(
     "setting",
-    rarely_except(
+    slow_params_except(
         {"weights_dtype": "s4", "weights": "group:4", "activations_dtype": "u4"},
         of=[
             {"weights_dtype": "s4", "weights": "group:4", "activations_dtype": "u4"},

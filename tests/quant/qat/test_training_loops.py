@@ -14,7 +14,7 @@ import intaglio
 from intaglio import stages
 from support import nets
 from support.qat_models import assert_evaluates_alike, trainable
-from support.rarely import rarely, rarely_except
+from support.slow_params import slow_params, slow_params_except
 
 FOUR = intaglio.Setting(weights_dtype="s4", activations_dtype="u4")
 
@@ -291,10 +291,10 @@ def encoder() -> tuple[nn.Module, list[torch.Tensor]]:
 
 @pytest.mark.parametrize(
     "setting",
-    rarely_except(FOUR, of=[intaglio.Setting(), FOUR], reason="the same training in eight bits"),
+    slow_params_except(FOUR, of=[intaglio.Setting(), FOUR], reason="the same training in eight bits"),
     ids=["eight", "four"],
 )
-@pytest.mark.parametrize("network", [mobile, *rarely(encoder, reason="a small training of another field")])
+@pytest.mark.parametrize("network", [mobile, *slow_params(encoder, reason="a small training of another field")])
 def test_networks_of_two_fields_learn_in_eight_and_four_bits(network, setting):
     model, inputs = network()
     captured = stages.capture(model, tuple(inputs), train=True)

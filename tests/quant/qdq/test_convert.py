@@ -19,7 +19,7 @@ from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing import capture
 from support import nets
-from support.lowering import assert_equal_levels, quantized, sqnr, tensors
+from support.lowering import assert_equal_quantized, quantized, sqnr, tensors
 from support.nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -33,7 +33,7 @@ def conv(inputs: int = 3, outputs: int = 4, **rest) -> nn.Conv2d:
 def one(module: nn.Module, x: torch.Tensor, recipe=None):
     """A model of one module: reference and integer graph, compared."""
     found = quantized(Body(lambda m, x: m.a(x), a=module), x, recipe=recipe)
-    assert_equal_levels(*found, x)
+    assert_equal_quantized(*found, x)
     return found
 
 
@@ -137,7 +137,7 @@ def test_a_shared_weight_is_scaled_for_the_larger_bias_and_stored_once():
     with torch.no_grad():
         model.c.bias.fill_(1e4)
     reference, lowered = quantized(model, X)
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
     integers = [n for n in reference.module.graph.nodes if n.op == "get_attr" and info(n).type.dtype is DType.S8]
     assert len(integers) == 1
     assert len(integers[0].users) == 2
@@ -148,7 +148,7 @@ def test_tied_parameters_stay_one_tensor_or_agree():
     a, b = nn.Linear(8, 8), nn.Linear(8, 8)
     b.weight = a.weight
     reference, lowered = quantized(nets.randomize(Body(lambda m, x: m.b(F.relu(m.a(x))), a=a, b=b)), X)
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
     scales = {q.scale for name, q in reference.qparams.items() if name.endswith("weight")}
     assert len(scales) == 1
 
@@ -190,7 +190,7 @@ def test_seven_bits_stay_in_0_127():
 def test_clamps_fused_and_unfused_agree(body, modules):
     """Unfused: another setting on the activation function puts a site between it and the convolution's result."""
     reference, lowered = quantized(nets.randomize(Body(body, **modules)), X)
-    assert_equal_levels(reference, lowered, X)
+    assert_equal_quantized(reference, lowered, X)
     for ours, theirs in zip(tensors(lowered(X)), tensors(reference(X)), strict=True):
         assert (ours - theirs).abs().max() <= max(q.scale[0] for q in reference.qparams.values())
 

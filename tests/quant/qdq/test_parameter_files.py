@@ -22,7 +22,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.lowering import captured_net, quantized, sqnr
 from support.nets import Body
-from support.rarely import rarely_except
+from support.slow_params import slow_params_except
 
 MODEL, CAPTURED = captured_net(nets.Residual)
 X = nets.example(MODEL, 4)
@@ -53,7 +53,7 @@ def reference(setting: dict | None = None):
 
 @pytest.mark.parametrize(
     "setting",
-    rarely_except(SETTINGS[0], SETTINGS[2], SETTINGS[5], of=SETTINGS, reason="other parameters of the same file"),
+    slow_params_except(SETTINGS[0], SETTINGS[2], SETTINGS[5], of=SETTINGS, reason="other parameters of the same file"),
 )
 def test_parameters_from_a_file_give_the_same_bits_without_data(setting, tmp_path):
     made = reference(setting)
@@ -68,7 +68,7 @@ def test_parameters_from_a_file_give_the_same_bits_without_data(setting, tmp_pat
 
 @pytest.mark.parametrize(
     "setting",
-    rarely_except(SETTINGS[0], SETTINGS[2], SETTINGS[5], of=SETTINGS, reason="other parameters of the same file"),
+    slow_params_except(SETTINGS[0], SETTINGS[2], SETTINGS[5], of=SETTINGS, reason="other parameters of the same file"),
 )
 def test_saving_what_was_loaded_gives_the_same_bytes(setting, tmp_path):
     reference(setting).parameters.save(tmp_path / "a")
@@ -169,7 +169,7 @@ def skipping(*selectors: str):
 
 @pytest.mark.parametrize(
     "selectors",
-    rarely_except(
+    slow_params_except(
         ("fc",),
         ("type:Linear", "blocks.1"),
         of=[("stem",), ("fc",), ("blocks.0.conv1",), ("type:Linear", "blocks.1")],

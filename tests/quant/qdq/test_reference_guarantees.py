@@ -21,7 +21,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
 from support.nets import Body
-from support.rarely import rarely
+from support.slow_params import slow_params
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
@@ -130,7 +130,7 @@ def test_tags_survive_what_is_folded_and_rewritten():
     "again",
     [
         lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).run_decompositions({}).module(),
-        *rarely(
+        *slow_params(
             copy.deepcopy,
             lambda model: torch.export.export(model, (X,), dynamic_shapes=FREE).module(),
             reason="names are kept by fewer steps, too",

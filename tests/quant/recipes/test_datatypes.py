@@ -18,7 +18,7 @@ from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from intaglio.runtime.saved.bit_packing import pack, pack_bits, unpack, unpack_bits
 from support import nets
-from support.lowering import assert_equal_levels, captured_net, lowered, quantized, sqnr
+from support.lowering import assert_equal_quantized, captured_net, lowered, quantized, sqnr
 from support.nets import Body
 from support.processor import HAS_AVX512
 
@@ -61,7 +61,7 @@ def file_of(model, path) -> dict[str, np.ndarray]:
 def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
     reference, graph = lowered(CAPTURED, X, recipe=all_of(setting))
     assert not graph.islands
-    assert_equal_levels(reference, graph, X)
+    assert_equal_quantized(reference, graph, X)
     model = stages.compile(graph)
     assert torch.equal(model(X), graph(X))
     assert any(line.startswith("weights: ") and "kernels compute with them as int8" in line for line in reference.notes)
@@ -177,7 +177,7 @@ def test_a_zero_weight_and_a_zero_group_stay_zero():
     assert not levels[0].any()
     assert not levels[1, :32].any()
     assert levels[1, 32:].any()
-    assert_equal_levels(reference, graph, x)
+    assert_equal_quantized(reference, graph, x)
 
 
 def test_six_bits_are_one_record(monkeypatch, tmp_path):
@@ -303,7 +303,7 @@ def test_a_transposed_convolution_of_groups_takes_four_bits():
     model = Body(lambda m, x: m.a(x), a=nn.ConvTranspose2d(4, 6, 3, groups=2))
     x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(0))
     reference, graph = quantized(model, x, recipe=all_of({"weights_dtype": "s4"}))
-    assert_equal_levels(reference, graph, x)
+    assert_equal_quantized(reference, graph, x)
     assert torch.equal(stages.compile(graph)(x), graph(x))
 
 
