@@ -34,8 +34,8 @@ from torch import nn
 from intaglio import eager, stages
 
 Call = Callable[[torch.Tensor], object]
-LINES = 20
-"""Operators of one turn of `Functions`, each on its line: one that runs more than 64 times would share parameters."""
+OPERATORS_PER_ITERATION = 20
+"""Operators of one iteration of `Functions`, one a line: a line that runs more than 64 times shares parameters."""
 
 
 class Functions(nn.Module):
@@ -43,11 +43,11 @@ class Functions(nn.Module):
 
     def __init__(self, operators: int) -> None:
         super().__init__()
-        self.first, self.turns = nn.Linear(16, 16), operators // LINES
+        self.first, self.iterations = nn.Linear(16, 16), operators // OPERATORS_PER_ITERATION
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for _ in range(self.turns):
+        for _ in range(self.iterations):
             x = torch.relu(x)
             x = x + x
             x = x * 0.5
@@ -75,13 +75,13 @@ def modules(operators: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), *[(nn.ReLU, nn.Hardswish)[i % 2]() for i in range(operators)])
 
 
-class Nothing(nn.Module):
+class IdentityOperators(nn.Module):
     """``repeats`` operators that need nothing between two that do."""
 
     def __init__(self, operator: str, repeats: int) -> None:
         super().__init__()
         self.first, self.identity, self.dropout = nn.Linear(16, 16), nn.Identity(), nn.Dropout()
-        self.operator, self.repeats = NOTHING[operator], repeats
+        self.operator, self.repeats = IDENTITY_OPERATORS[operator], repeats
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, operator = self.first(x), self.operator
@@ -90,7 +90,7 @@ class Nothing(nn.Module):
         return torch.relu(x)
 
 
-NOTHING: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+IDENTITY_OPERATORS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "x.shape": lambda m, x: x.shape,
     "x.size(0)": lambda m, x: x.size(0),
     "x.dtype": lambda m, x: x.dtype,
@@ -137,7 +137,7 @@ def _seconds(call: Call, x: torch.Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def chains(operators: int, blocks: int) -> list[dict]:
+def measure_chains(operators: int, blocks: int) -> list[dict]:
     rows, x = [], torch.randn(1, 16)
     for name, model in (("functions", Functions(operators)), ("modules", modules(operators))):
         own = converted(model.eval(), [x])
@@ -149,12 +149,12 @@ def chains(operators: int, blocks: int) -> list[dict]:
     return rows
 
 
-def nothings(blocks: int, repeats: int = 60) -> list[dict]:
+def measure_identities(blocks: int, repeats: int = 60) -> list[dict]:
     rows, x = [], torch.randn(1, 16)
-    for name in NOTHING:
+    for name in IDENTITY_OPERATORS:
         ways: dict[str, Call] = {}
         for count in (0, repeats):
-            model = Nothing(name, count).eval()
+            model = IdentityOperators(name, count).eval()
             ways[f"float {count}"], ways[f"converted {count}"] = model, converted(model, [x])
             program_of(ways[f"converted {count}"], x)
         found = times(ways, x, blocks, 50, min)
@@ -226,9 +226,9 @@ def main(given: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         for case in arguments.cases.split(","):
             if case == "chain":
-                rows += chains(arguments.operators, arguments.blocks)
+                rows += measure_chains(arguments.operators, arguments.blocks)
             elif case == "nothing":
-                rows += nothings(arguments.blocks)
+                rows += measure_identities(arguments.blocks)
             else:
                 rows.append(network(case, arguments.blocks, arguments.calls))
     print(table(rows))

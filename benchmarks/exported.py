@@ -93,7 +93,7 @@ def measure(arguments: argparse.Namespace, python: Callable[[], object], c: Call
             blocks[name].append(block(call, arguments.seconds))
         engines.reverse()
     ratios = [c / python for python, c in zip(*blocks.values(), strict=True)]
-    return {"idle": record.busy() <= record.IDLE and quiet, "ratio": statistics.median(ratios), **blocks}
+    return {"idle": record.busy() <= record.IDLE_SHARE and quiet, "ratio": statistics.median(ratios), **blocks}
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ from intaglio.plan.graph_passes.lut_passes import near_functions
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""
-LARGE = 1 << 26
+LARGE_BYTES = 1 << 26
 """Bytes, twice what the third-level cache of the recorded machine holds."""
-LEVELS = QParams((0.03,), (128,), 0, 255)
+U8_QPARAMS = QParams((0.03,), (128,), 0, 255)
 COPY = """
 #include "elementwise/loops.h"
 #include "base/run.h"
@@ -129,13 +129,13 @@ CASES: dict[str, tuple[Callable[[Body], tuple[str, ...]], tuple[int, int]]] = {
 
 def _levels(body: Body, value: str) -> str:
     name = body("quantize", value)
-    body.types[name] = TensorType(body.types[value].shape, DType.U8, LEVELS)
+    body.types[name] = TensorType(body.types[value].shape, DType.U8, U8_QPARAMS)
     return name
 
 
 def model_of(write: Callable[[Body], tuple[str, ...]], shape: tuple[int, int]) -> intaglio.QuantizedModel:
     """A program that quantizes what the loop reads as levels and dequantizes what it gives so."""
-    real, levels = TensorType(shape, DType.F32), TensorType(shape, DType.U8, LEVELS)
+    real, levels = TensorType(shape, DType.F32), TensorType(shape, DType.U8, U8_QPARAMS)
     row = TensorType(shape[1:], DType.F32)
     types = {"x": real, "y": real, "a": levels, "b": levels, "w": row}
     body = Body("loop", types)
@@ -197,7 +197,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
         "loop_us": round(loop, 2),
         "copy_us": round(statistics.median(copies[0]), 2),
         "ratio": round(plain, 3),
-        "of_streamed": round(streamed, 3) if total >= LARGE else None,
+        "of_streamed": round(streamed, 3) if total >= LARGE_BYTES else None,
         "ns_64": round(1e3 * loop * threads * 64 / (shape[0] * shape[1]), 2),
         "threads": threads,
     }

@@ -42,7 +42,7 @@ CHANNELS = 64
 INPUT_BYTES = 128 << 10
 """Of activations a call reads at most, so that they and as many weights fit the second level."""
 MOST_TILES = 32
-SECONDS = 0.001
+BLOCK_SECONDS = 0.001
 """Of one block."""
 
 SOURCE = """
@@ -227,7 +227,7 @@ def measure(case: Case, peak: Callable[[float], float], multiply: Timer, rounds:
     multiplications = 8 * repeats(lambda count: multiply(8 * count))
     best_peak, best, cycle = 0.0, np.inf, np.inf
     for _ in range(rounds):
-        best_peak = max(best_peak, peak(SECONDS))
+        best_peak = max(best_peak, peak(BLOCK_SECONDS))
         best = min(best, case.time(calls) / calls)
         cycle = min(cycle, multiply(multiplications) / multiplications / 3)
     rate = case.macs / best / 1e9
@@ -246,7 +246,7 @@ def repeats(time: Timer) -> int:
     """Calls that fill a block."""
     trial = 8
     time(trial)
-    return max(1, int(SECONDS / (time(trial) / trial)))
+    return max(1, int(BLOCK_SECONDS / (time(trial) / trial)))
 
 
 def report(isa: str, results: list[dict[str, Any]], lengths: Sequence[int]) -> Table:

@@ -23,14 +23,14 @@ Shape = tuple[int, ...]
 def build(name: str, data: Path | None = None, image: int = 224, sequence: int = 128) -> tuple[nn.Module, Shape]:
     """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm (these need
     transformers), or a torchvision model. The shape of text is its length."""
-    if name in TEXTS:
+    if name in TEXT_ENCODERS:
         return text_encoder(name), (sequence,)
     if name.startswith("cifar_resnet"):
         if data is None:
             raise SystemExit(f"{name} is a trained network: say where its weights are with --data")
         return cifar_resnet(int(name.removeprefix("cifar_resnet")), data), (3, 32, 32)
     torch.manual_seed(0)
-    model = OWN[name]() if name in OWN else torchvision_model(name)
+    model = LOCAL_NETWORKS[name]() if name in LOCAL_NETWORKS else torchvision_model(name)
     draw_batch_norms(model)
     for module in model.modules():  # torchvision's vision transformers begin with a head of zeros
         if isinstance(module, nn.Linear) and not module.weight.any():
@@ -61,7 +61,7 @@ def count_macs(model: nn.Module, shape: Shape) -> int:
     return counter.get_total_flops() // 2
 
 
-TEXTS = {"bert": {}, "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}}
+TEXT_ENCODERS = {"bert": {}, "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}}
 """BERT-base, and the sizes of all-MiniLM-L6: 12 heads each."""
 
 
@@ -81,7 +81,7 @@ def text_encoder(name: str) -> nn.Module:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    return TextEncoder(BertModel(BertConfig(attn_implementation="sdpa", **TEXTS[name]))).eval()
+    return TextEncoder(BertModel(BertConfig(attn_implementation="sdpa", **TEXT_ENCODERS[name]))).eval()
 
 
 def conv_bn(inputs: int, outputs: int, kernel: int, stride: int = 1, relu: bool = True) -> nn.Sequential:
@@ -128,7 +128,7 @@ class ResNet(nn.Module):
         return self.fc(self.pool(self.blocks(self.stem(x))).flatten(1))
 
 
-OWN = {
+LOCAL_NETWORKS = {
     "resnet18": lambda: ResNet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: ResNet((3, 4, 6, 3), bottleneck=True),
 }

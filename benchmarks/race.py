@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
     """The race, the limit of a network of ``macs`` an image, and whether nobody else used the machine."""
     quiet = record.idle()
     results = race(arguments)
-    quiet = record.busy() <= record.IDLE and quiet
+    quiet = record.busy() <= record.IDLE_SHARE and quiet
     rates = limits.int8_rates(arguments.threads)
     limit = limits.limit_ms(macs, arguments.batch, rates) if rates else None
     return {"idle": quiet, "limit_ms": limit, "rates_gmacs": rates, "engines": results}

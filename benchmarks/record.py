@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "avx_vnni", "avx512_bf16", "amx_int8", "amx_tile")
 PACKAGES = ("torch", "torchvision", "torchao", "onnx", "onnxruntime", "openvino", "nncf", "numpy")
-IDLE = 0.05
+IDLE_SHARE = 0.05
 """Share of the cores that others may use before times mean nothing."""
 
 
@@ -77,7 +77,7 @@ def idle() -> bool:
     share = busy()
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     print(f"before: load average {load}; {100 * share:.0f} % of the processors in use")
-    return share <= IDLE
+    return share <= IDLE_SHARE
 
 
 def append(name: str, arguments: argparse.Namespace, results: dict) -> None:

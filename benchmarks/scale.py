@@ -25,7 +25,7 @@ from torch import nn
 import intaglio
 from intaglio.runtime.threads import segment_costs, thread_counts
 
-CALL = 12e-6
+CALL_SECONDS = 12e-6
 """Seconds from Python into the program and back."""
 
 
@@ -65,7 +65,7 @@ def measure(name: str, batches: list[int], threads: list[int], rounds: int, seco
         for allowed in threads:
             chosen = thread_counts(program, symbols, allowed)
             parts = zip(segment_costs(program, symbols), chosen, strict=True)
-            predicted = CALL + sum(cost.time(count) for cost, count in parts)
+            predicted = CALL_SECONDS + sum(cost.time(count) for cost, count in parts)
             rows.append(
                 {
                     "network": name,
@@ -111,7 +111,7 @@ def main() -> None:
             )
             rows.append(row)
         console.print(table)
-    quiet = record.busy() <= record.IDLE and quiet
+    quiet = record.busy() <= record.IDLE_SHARE and quiet
     if not quiet:
         console.print("Others used this machine: measured figures that are not worth quoting.")
     record.append("scale", arguments, {"idle": quiet, "rows": rows})

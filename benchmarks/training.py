@@ -26,14 +26,14 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 
-FOUR = {"weights_dtype": "s4", "activations_dtype": "u4"}
-EIGHT = {"weights_dtype": "s8", "activations_dtype": "u8"}
+FOUR_BITS = {"weights_dtype": "s4", "activations_dtype": "u4"}
+EIGHT_BITS = {"weights_dtype": "s8", "activations_dtype": "u8"}
 
 
 def recipe(ends: int, rounding: str = "gptq") -> intaglio.Recipe:
     """4 bits everywhere, or 8 in the first and the last layer."""
-    entries = {"conv1": EIGHT, "linear": EIGHT} if ends == 8 else {}
-    return intaglio.Recipe.of(entries, default=intaglio.Setting(rounding=rounding, **FOUR))
+    entries = {"conv1": EIGHT_BITS, "linear": EIGHT_BITS} if ends == 8 else {}
+    return intaglio.Recipe.of(entries, default=intaglio.Setting(rounding=rounding, **FOUR_BITS))
 
 
 def training_set(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

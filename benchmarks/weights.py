@@ -24,7 +24,7 @@ SIZES = ((768, 3072), (4096, 4096))
 """Inputs and outputs."""
 DATATYPES = {"f16": 0.001, "s8": 0.01}
 """Of weights -> the largest share of the result's norm that they may change."""
-SECONDS = 0.02
+BLOCK_SECONDS = 0.02
 """Of one block."""
 
 
@@ -46,7 +46,7 @@ def best(runs: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Te
         for name, run in runs.items():
             run(x)
             calls, start = 0, time.perf_counter()
-            while (spent := time.perf_counter() - start) < SECONDS:
+            while (spent := time.perf_counter() - start) < BLOCK_SECONDS:
                 run(x)
                 calls += 1
             found[name] = min(found[name], 1e6 * spent / calls)

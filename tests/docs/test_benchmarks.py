@@ -200,7 +200,7 @@ def test_the_picture_is_drawn_from_the_recorded_results(published, picture, tmp_
 def test_every_kind_of_kernel_is_timed(isa, monkeypatch):
     """The smallest tile of each result, and a depthwise one: what they count, not how fast they are."""
     kernels = script("microkernels")
-    monkeypatch.setattr(kernels, "SECONDS", 1e-5)
+    monkeypatch.setattr(kernels, "BLOCK_SECONDS", 1e-5)
     table = ISAS[isa]
     tiles = [spec for spec in table.specs() if (spec.rows, spec.blocks) in ((2, 1), (1, 4)) and not spec.guard]
     depthwise = kernels.depthwise_specs(table)[:1]
