@@ -82,7 +82,7 @@ def _entry(segment: Segment, weights: str) -> Entry:
     if segment.prepared is not None:
         found = segment.prepared.observers.items()
         entry["statistics"] = {name: observer.statistics.to_dict() for name, observer in found}
-        entry["batch"] = segment.prepared.watch.batch
+        entry["batch"] = segment.prepared.observer_state.batch
     return entry
 
 
@@ -153,4 +153,4 @@ def _count(segment: Segment, entry: Entry) -> None:
         raise InputError("state", None, f"statistics of other sites: {odd}", remedy="prepare with the same recipe")
     for name, observer in own.items():
         observer.statistics = Statistics.from_dict(kept[name])
-    segment.prepared.watch.batch = entry["batch"]
+    segment.prepared.observer_state.batch = entry["batch"]

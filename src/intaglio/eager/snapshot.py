@@ -22,7 +22,7 @@ class Snapshot:
             (found, set(found)) for found in (session.transitions, session.unrecorded, session.float_operators)
         ]
         prepared = [(segment, segment.prepared) for segment in self.segments if segment.prepared is not None]
-        self.batches = {segment: one.watch.batch for segment, one in prepared}
+        self.batches = {segment: one.observer_state.batch for segment, one in prepared}
         self.statistics = {
             segment: {name: observer.statistics for name, observer in one.observers.items()}
             for segment, one in prepared
@@ -39,6 +39,6 @@ class Snapshot:
             found.intersection_update(before)
         for segment, statistics in self.statistics.items():
             assert segment.prepared is not None
-            segment.prepared.watch.batch = self.batches[segment]
+            segment.prepared.observer_state.batch = self.batches[segment]
             for name, observer in segment.prepared.observers.items():
                 observer.statistics = statistics.get(name, observer.statistics)

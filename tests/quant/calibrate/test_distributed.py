@@ -170,7 +170,7 @@ def test_calibration_by_ranks_gives_the_file_and_the_parameters_of_one_process(s
     for one in prepared:
         assert convert(one).qparams == convert(alone).qparams
         assert convert(one.with_method("ema:0.3")).qparams == convert(alone.with_method("ema:0.3")).qparams
-    assert {one.watch.batch for one in prepared} == {len(BATCHES)}
+    assert {one.observer_state.batch for one in prepared} == {len(BATCHES)}
 
 
 @pytest.mark.case("calibration 27")

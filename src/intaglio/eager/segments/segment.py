@@ -105,7 +105,7 @@ class Segment:
         for name, observer in self.prepared.observers.items():
             if name in before.observers:
                 observer.statistics = before.observers[name].statistics
-        self.prepared.watch.batch = before.watch.batch
+        self.prepared.observer_state.batch = before.observer_state.batch
         for kept in (self.parts, self.programs, self.reusable):
             kept.clear()
         self._sizes.clear()
@@ -206,22 +206,22 @@ class Segment:
     def clear(self) -> None:
         """Discard all statistics."""
         if self.prepared is not None:
-            self.prepared.watch.batch = 0
+            self.prepared.observer_state.batch = 0
             for observer in self.prepared.observers.values():
                 observer.statistics = Statistics()
 
     def next_batch(self) -> None:
         """Count the tensors observed from now on to the next batch."""
         if self.prepared is not None:
-            self.prepared.watch.batch += self.prepared.watch.stride
+            self.prepared.observer_state.batch += self.prepared.observer_state.stride
 
     def observe(self) -> None:
         """Collect statistics of the recorded tensors."""
         assert self.prepared is not None
         args, kwargs = example_of(self.recording)
-        batch = self.prepared.watch.batch
+        batch = self.prepared.observer_state.batch
         self.prepared(*args, **kwargs)
-        self.prepared.watch.batch = batch
+        self.prepared.observer_state.batch = batch
 
     def run_event(
         self, event: Event, value: Callable[[int], torch.Tensor], size: Callable[[int, int], int]

@@ -14,9 +14,15 @@ from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_tables
-from intaglio.quant.annotate.find_regions import PRECISE_ROWS, active_regions, end_reasons, find_shortcuts, regions_of
-from intaglio.quant.annotate.find_sites import sites_of
-from intaglio.quant.annotate.from_annotator import annotated, run_annotator
+from intaglio.quant.annotate.find_regions import (
+    PRECISE_ROWS,
+    find_regions,
+    find_shortcuts,
+    first_last_reasons,
+    quantized_regions,
+)
+from intaglio.quant.annotate.find_sites import find_sites
+from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
 from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.refusals import refusal, skipped
@@ -43,7 +49,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     name_operators(graph, quantizer.operators)
     annotator = quantizer.annotator
     resolved = None if annotator is None else run_annotator(module, annotator)
-    computing = [node for node in graph.nodes if node.op == "call_function" and not _is_aside(node)]
+    computing = [node for node in graph.nodes if node.op == "call_function" and not _is_marker(node)]
     recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
     if resolved is not None:
@@ -54,15 +60,17 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     if quantizer.patterns:
         won, rejected = find(graph, patterns_of(quantizer.patterns), reasons)
         matches = {node: found for found in won for node in found.nodes}
-        _follow(matches, recipe, classes, settings, reasons)
+        _apply_patterns(matches, recipe, classes, settings, reasons)
     if annotator is not None and resolved is not None:
-        buffers, returned = _leaving(graph, quantizer)
-        return annotated(module, annotator, resolved.with_quantized(returned), settings, reasons, buffers)
-    found = regions_of(graph, settings, reasons, matches)
-    regions = active_regions(found)
+        buffers, returned = _returned_quantized(graph, quantizer)
+        return annotations_from_annotator(
+            module, annotator, resolved.with_quantized(returned), settings, reasons, buffers
+        )
+    found = find_regions(graph, settings, reasons, matches)
+    regions = quantized_regions(found)
     if quantizer.skip_first or quantizer.skip_last:
-        reasons.update(end_reasons(graph, regions, quantizer))
-        regions = active_regions(region for region in found if reasons[region.root] is None)
+        reasons.update(first_last_reasons(graph, regions, quantizer))
+        regions = quantized_regions(region for region in found if reasons[region.root] is None)
     write_regions(graph, regions)
     tables = find_tables(settings)
     skips = skipped(regions, tables, reasons)
@@ -71,7 +79,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     return _with_sites(decided, quantizer, classes)
 
 
-def annotations_of_changed(
+def reannotate_graph(
     before: Annotations, module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]
 ) -> Annotations:
     """Return the annotations of a graph with the same operators, whose constants and inputs were changed.
@@ -86,7 +94,7 @@ def annotations_of_changed(
     divisions = {
         node.args[1]: node for node in graph.nodes if info(node).divides_by_smoothing and node.name not in known
     }
-    regions = tuple(_of_changed(region, nodes, divisions) for region in before.regions)
+    regions = tuple(_changed_region(region, nodes, divisions) for region in before.regions)
     inside = {node for region in regions for node in region.nodes}
     reasons = {n: refusal(n, quantizer.recipe.setting(origin(n), classes)) for n in divisions.values()}
     skips = [*before.skipped, *skipped(regions, (), reasons)]
@@ -99,7 +107,7 @@ def annotations_of_changed(
     return _with_sites(found, quantizer, classes)
 
 
-def _of_changed(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping[fx.Node, fx.Node]) -> Region:
+def _changed_region(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping[fx.Node, fx.Node]) -> Region:
     """Return a region with the nodes of a changed graph."""
     chain = tuple(nodes[node.name] for node in region.nodes)
     if region.name == FUNCTION.name and chain[-1] in divisions:
@@ -110,14 +118,14 @@ def _of_changed(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping
 def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
     """Return annotations with the sites of their regions, and of values that leave the model quantized."""
     graph = found.module.graph
-    buffers, returned = _leaving(graph, quantizer)
+    buffers, returned = _returned_quantized(graph, quantizer)
     leaving = {node: quantizer.recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
-    sites = checked_buffers(buffers, sites_of(graph, found.regions, leaving, buffers))
+    sites = checked_buffers(buffers, find_sites(graph, found.regions, leaving, buffers))
     outputs = frozenset(node.name for node in returned)
     return replace(found, sites=sites, leaders=groups(sites), outputs=outputs, buffers=names_of(buffers))
 
 
-def _leaving(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
+def _returned_quantized(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
     """Return the quantized buffers with their values after a call, and all values that leave the model quantized."""
     buffers = chosen_buffers(graph, quantizer.buffers)
     returned = _returned(graph) if quantizer.integers else {}
@@ -132,12 +140,12 @@ def _returned(graph: fx.Graph) -> dict[fx.Node, None]:
     return {node: None for node, kind in kinds.items() if kind is not None and kind.dtype is DType.F32}
 
 
-def _is_aside(node: fx.Node) -> bool:
+def _is_marker(node: fx.Node) -> bool:
     """Return whether a node is only a marker: image pixels, or an alias for a reader with its own parameters."""
     return info(node).zero_points is not None or is_reader_alias(node)
 
 
-def _follow(
+def _apply_patterns(
     matches: Mapping[fx.Node, Found],
     recipe: Recipe,
     classes: Mapping[str, str],

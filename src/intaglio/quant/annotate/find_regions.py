@@ -21,14 +21,14 @@ from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
 
 
-def active_regions(found: Iterable[Region]) -> tuple[Region, ...]:
+def quantized_regions(found: Iterable[Region]) -> tuple[Region, ...]:
     """Return those of the regions found that are quantized, in execution order."""
     regions = list(found)
-    active = _spread(regions)
+    active = _propagate_quantization(regions)
     return tuple(region for region in regions if region in active)
 
 
-def end_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
+def first_last_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:
     """Return the operators of the first and last regions, with the reason why they stay in float.
 
     Regions that only select or clamp values do not count as first or last, because they compute nothing.
@@ -99,7 +99,7 @@ PRECISE_ROWS = frozenset(row.name for row in GRAPH_FUSIONS if row.precise)
 """Names of the fusion rows that compute a function precisely instead of through a 256-entry lookup table."""
 
 
-def regions_of(
+def find_regions(
     graph: fx.Graph,
     settings: Mapping[fx.Node, Setting],
     reasons: Mapping[fx.Node, str | None],
@@ -114,11 +114,11 @@ def regions_of(
         reasons: why an operator stays in float; only those with ``None`` are matched.
         matches: operator -> the match of a user's pattern. With patterns, a region is inside one match, and a pattern
             with an operator of its own makes exactly one region.
-        written: an annotator's annotations, which regions must fit.
+        resolved: an annotator's annotations, which regions must fit.
     """
     view, owners = FxGraphView(graph), matches or {}
     nodes = [node for node in settings if reasons[node] is None]
-    found = [_whole_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_whole(one, reasons)]
+    found = [_composite_region(one, settings) for one in dict.fromkeys(owners.values()) if _is_composite(one, reasons)]
     taken = {node for region in found for node in region.nodes}
 
     def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> Region | None:
@@ -126,7 +126,7 @@ def regions_of(
             return None
         if row.precise and settings[chain[-1]].functions != FunctionForm.PRECISE:
             return None
-        if not (_alike(chain, settings) if resolved is None else resolved.fits(chain)):
+        if not (_same_setting(chain, settings) if resolved is None else resolved.fits(chain)):
             return None
         setting = settings[chain[-1] if resolved is None else chain[0]]
         return Region(chain, row.name, setting, _pattern_of(chain, owners))
@@ -135,28 +135,28 @@ def regions_of(
     found += [
         Region((node,), known_record(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
-        if node not in taken and (resolved.fits((node,)) if resolved else not _behind_only(node, settings[node]))
+        if node not in taken and (resolved.fits((node,)) if resolved else not _only_after_product(node, settings[node]))
     ]
     return sorted(found, key=lambda region: view.position(region.root))
 
 
-def _alike(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
+def _same_setting(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
     """Return whether all operators of a chain have the same setting, apart from options of single operators."""
     return len({replace(settings[node], functions=None, shortcut=None, residual=None) for node in nodes}) == 1
 
 
-def _behind_only(node: fx.Node, setting: Setting) -> bool:
+def _only_after_product(node: fx.Node, setting: Setting) -> bool:
     """Return whether the recipe keeps a function or a scaling in float unless it directly follows a matrix product."""
     record = known_record(node)
     return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.scales)
 
 
-def _is_whole(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
+def _is_composite(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
     """Return whether a pattern match becomes one composite operator, and all its operators can be quantized."""
     return found.pattern.operator is not None and all(reasons[node] is None for node in found.nodes)
 
 
-def _whole_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
+def _composite_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
     """Return the region of a pattern match that is replaced by one composite operator."""
     assert found.pattern.operator is not None, f"{found.pattern.name} has no record of its own"
     whole = whole_of(found, found.pattern.operator)
@@ -181,7 +181,7 @@ def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> Qu
     return next((owners[node].pattern for node in nodes if node in owners), None)
 
 
-def _spread(regions: Iterable[Region]) -> set[Region]:
+def _propagate_quantization(regions: Iterable[Region]) -> set[Region]:
     """Return the regions to quantize, starting from the anchors and spreading to their neighbours.
 
     Anchors are quantized, and so are matches of patterns with ``alone``. Another region follows when everything it
@@ -206,7 +206,7 @@ def _spread(regions: Iterable[Region]) -> set[Region]:
             readers = [reader.get(user) for user in region.root.users]
             if region in active or not region.shares or _clamps_float(region):
                 continue
-            if readers and all(_reads_levels(r, region.root, active) for r in readers):
+            if readers and all(_reads_quantized(r, region.root, active) for r in readers):
                 active.add(region)
                 roots.add(region.root)
         changed = len(active) != before
@@ -221,6 +221,6 @@ def _clamps_float(region: Region) -> bool:
     return region.record.clamps and region.activations()[0].op == "call_function"
 
 
-def _reads_levels(region: Region | None, value: fx.Node, active: set[Region]) -> bool:
+def _reads_quantized(region: Region | None, value: fx.Node, active: set[Region]) -> bool:
     """Return whether `region` reads `value` quantized; attention reads its mask in float."""
     return region in active and not region.dynamic and value in region.activations()

@@ -14,7 +14,7 @@ from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import layer_operands, operands, operator
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_regions import find_shortcuts
-from intaglio.quant.annotate.per_token import row_sites
+from intaglio.quant.annotate.per_token import dynamic_sites
 from intaglio.quant.annotate.recurrent_sites import weight_sites
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site
@@ -24,7 +24,7 @@ from intaglio.quant.recipes.choices import Role, WeightScales
 from intaglio.quant.recipes.settings import Setting
 
 
-def sites_of(
+def find_sites(
     graph: fx.Graph,
     regions: tuple[Region, ...],
     returned: Mapping[fx.Node, Setting],
@@ -38,49 +38,49 @@ def sites_of(
         returned: values that leave the model quantized, with their settings; quantized buffers are among them.
         buffers: quantized buffers -> their values after a call.
     """
-    names = Names(graph)
+    names = ValueNames(graph)
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
     sites: dict[tuple[str, Role], Site] = {}
-    symmetric = second_factors(regions, buffers)
+    symmetric = signed_operands(regions, buffers)
     for node in graph.nodes:
-        if node in produced and (node in wanted or node in returned or not _may_give_float(produced[node])):
+        if node in produced and (node in wanted or node in returned or not _may_return_float(produced[node])):
             site = _output_site(produced[node], names)
         elif (node in wanted or node in returned) and node not in produced:
             site = activation_site(names.of(node), node, wanted[node].setting if node in wanted else returned[node])
         else:
             continue
-        put(sites, _as_given(around_zero(site) if node in symmetric else site, node))
-    operand_sites(regions, sites, names)
+        add_site(sites, _with_model_qparams(as_signed(site) if node in symmetric else site, node))
+    add_operand_sites(regions, sites, names)
     for value, reason in find_shortcuts(regions).items():
         if reason is None:
-            put(sites, _shortcut(sites[value.name, Role.ACTIVATION]))
-    shared = {site.name: _share(site, produced, sites) for site in sites.values()}
+            add_site(sites, _shortcut_site(sites[value.name, Role.ACTIVATION]))
+    shared = {site.name: _shared_site(site, produced, sites) for site in sites.values()}
     for region in regions:
         if region.record.variadic and region.shares:
-            _join([sites[value.name, Role.ACTIVATION].name for value in region.activations()], shared)
-    join_buffers(buffers, sites, shared)
-    join_iterations(graph, shared)
-    return in_order(graph, shared.values())
+            _share_parameters([sites[value.name, Role.ACTIVATION].name for value in region.activations()], shared)
+    share_buffer_parameters(buffers, sites, shared)
+    share_iteration_parameters(graph, shared)
+    return in_execution_order(graph, shared.values())
 
 
-def operand_sites(regions: Iterable[Region], sites: dict[tuple[str, Role], Site], names: Names) -> None:
+def add_operand_sites(regions: Iterable[Region], sites: dict[tuple[str, Role], Site], names: ValueNames) -> None:
     """Add the sites of dynamically quantized activations, weights and biases of regions to `sites`."""
-    for site in row_sites(regions, names.of):
-        put(sites, site)
+    for site in dynamic_sites(regions, names.of):
+        add_site(sites, site)
     for region in regions:
-        _parameters(region, sites, names)
+        _add_parameter_sites(region, sites, names)
 
 
-def in_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
+def in_execution_order(graph: fx.Graph, sites: Iterable[Site]) -> tuple[Site, ...]:
     """Return the sites in execution order of their values."""
     order = {node.name: index for index, node in enumerate(graph.nodes)}
     rank = {Role.ACTIVATION: 0, Role.SHORTCUT: 1, Role.TOKEN: 2, Role.TENSOR: 2, Role.WEIGHT: 3, Role.BIAS: 4}
     return tuple(sorted(sites, key=lambda site: (order[site.value], rank[site.role])))
 
 
-def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def signed_operands(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """Return the values that kernels read as signed, like weights, and all values that share parameters with them.
 
     These are the second operands of products of two activations, such as the keys and values of attention.
@@ -97,7 +97,7 @@ def second_factors(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node]
     return found
 
 
-def around_zero(site: Site) -> Site:
+def as_signed(site: Site) -> Site:
     """Return the site with symmetric quantized values around 128, which kernels read as signed: 1..255 for 8 bits."""
     if not isinstance(site.spec, Observed) or site.dtype is not DType.U8:
         return site
@@ -105,39 +105,39 @@ def around_zero(site: Site) -> Site:
     return replace(site, spec=replace(site.spec, symmetric=True), qmin=128 - half, qmax=128 + half)
 
 
-def _may_give_float(region: Region) -> bool:
+def _may_return_float(region: Region) -> bool:
     """Return whether the region may return its accumulator dequantized to float."""
     plain = len(region.nodes) == 1 or region.name == "product_number"
     return plain and region.record.anchor and (region.record.accumulates or region.record.recurrent)
 
 
-def _join(names: list[str], sites: dict[str, Site]) -> None:
+def _share_parameters(names: list[str], sites: dict[str, Site]) -> None:
     """Let the sites share the parameters of the first, as operands of a concatenation do.
 
     If a site already shares the parameters of another one, that one is changed instead.
     """
     for name in names[1:]:
-        first, own = _owner(names[0], sites), _owner(name, sites)
+        first, own = _parameter_owner(names[0], sites), _parameter_owner(name, sites)
         if own != first:
             sites[own] = replace(sites[own], spec=Shared(first, observed=isinstance(sites[first].spec, Observed)))
 
 
-def _owner(name: str, sites: Mapping[str, Site]) -> str:
+def _parameter_owner(name: str, sites: Mapping[str, Site]) -> str:
     """Return the site that holds the parameters, following `Shared` specs."""
     while isinstance(spec := sites[name].spec, Shared):
         name = spec.site
     return name
 
 
-def join_buffers(
+def share_buffer_parameters(
     buffers: Mapping[fx.Node, fx.Node], sites: Mapping[tuple[str, Role], Site], shared: dict[str, Site]
 ) -> None:
     """Let each buffer share the parameters of its value after a call; its initial contents are observed too."""
     for before, after in buffers.items():
-        _join([sites[node.name, Role.ACTIVATION].name for node in (after, before)], shared)
+        _share_parameters([sites[node.name, Role.ACTIVATION].name for node in (after, before)], shared)
 
 
-def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
+def share_iteration_parameters(graph: fx.Graph, sites: dict[str, Site]) -> None:
     """Give an operator of an unrolled loop one range for all iterations, observed over all of them.
 
     An iteration keeps its own range if its site differs in spec or type from the first one's, for example because its
@@ -153,10 +153,10 @@ def join_iterations(graph: fx.Graph, sites: dict[str, Site]) -> None:
             continue
         number = seen[iteration, kind] = seen[iteration, kind] + 1  # A pass may replace one operator by several.
         partner = first.setdefault((iteration.position_in_body, kind, number), site.name)
-        owners = [sites[_owner(name, sites)] for name in (partner, site.name)]
+        owners = [sites[_parameter_owner(name, sites)] for name in (partner, site.name)]
         alike = {(one.spec, one.dtype, one.qmin, one.qmax, one.axis) for one in owners}
         if len(alike) == 1 and isinstance(owners[0].spec, Observed) and not _selects(site):
-            _join([partner, site.name], sites)
+            _share_parameters([partner, site.name], sites)
 
 
 def _selects(site: Site) -> bool:
@@ -164,12 +164,12 @@ def _selects(site: Site) -> bool:
     return isinstance(site.spec, Shared) and not site.spec.observed
 
 
-def put(sites: dict[tuple[str, Role], Site], site: Site) -> None:
+def add_site(sites: dict[tuple[str, Role], Site], site: Site) -> None:
     """Add a site, unless there is one of the same value and role."""
     sites.setdefault((site.value, site.role), site)
 
 
-def _as_given(site: Site, node: fx.Node) -> Site:
+def _with_model_qparams(site: Site, node: fx.Node) -> Site:
     """Return the site with the parameters of the model's own Q/DQ around the value, unless kernels need others."""
     q = dequantized_u8_qparams(node)
     if q is None or site.dtype is not DType.U8 or not isinstance(site.spec, Observed):
@@ -179,7 +179,7 @@ def _as_given(site: Site, node: fx.Node) -> Site:
     return replace(site, spec=Fixed(q.step, q.zero), qmin=q.qmin, qmax=q.qmax, datatype="u8")
 
 
-def _output_site(region: Region, names: Names) -> Site:
+def _output_site(region: Region, names: ValueNames) -> Site:
     return activation_site(names.of(region.root), region.root, region.setting)
 
 
@@ -196,7 +196,7 @@ def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
     )
 
 
-def _shortcut(site: Site) -> Site:
+def _shortcut_site(site: Site) -> Site:
     """Return the 16-bit site of the same value."""
     low, high = numerics.QUANT_STEPS * site.qmin, numerics.QUANT_STEPS * site.qmax + numerics.QUANT_STEPS - 1
     return replace(
@@ -210,7 +210,7 @@ def _shortcut(site: Site) -> Site:
     )
 
 
-def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, Role], Site]) -> Site:
+def _shared_site(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, Role], Site]) -> Site:
     """Return the site with the parameters of its region's input, if the region does not change them."""
     region = next((r for node, r in produced.items() if node.name == site.value), None)
     if site.role != Role.ACTIVATION or region is None or not region.shares:
@@ -219,11 +219,11 @@ def _share(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[
     return replace(partner, name=site.name, value=site.value, spec=Shared(partner.name), origin=site.origin)
 
 
-def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Names) -> None:
+def _add_parameter_sites(region: Region, sites: dict[tuple[str, Role], Site], names: ValueNames) -> None:
     """Add the weight and bias sites of an anchor: one for each weight tensor, one bias for each call."""
     record = region.record
     for site in weight_sites(region.anchor, names.weight) if record.recurrent else ():
-        put(sites, site)
+        add_site(sites, site)
     if record.roles.weight is None:
         return
     x, weight, bias = layer_operands(region.anchor)
@@ -243,12 +243,12 @@ def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Name
         kind.name,
         group,
     )
-    put(sites, weight_site)
+    add_site(sites, weight_site)
     if region.dynamic or bias is None:
         return
     if sites[weight.name, Role.WEIGHT].native and sites[x.name, Role.ACTIVATION].native:
         sources = (sites[x.name, Role.ACTIVATION].name, sites[weight.name, Role.WEIGHT].name)
-        put(
+        add_site(
             sites,
             Site(
                 f"{names.of(region.anchor)}:bias",
@@ -264,7 +264,7 @@ def _parameters(region: Region, sites: dict[tuple[str, Role], Site], names: Name
         )
 
 
-class Names:
+class ValueNames:
     """Stable names of values: ``module.path#call/operator.number``.
 
     The number counts equal operators of one module call, quantized or not, so a name does not depend on the recipe.

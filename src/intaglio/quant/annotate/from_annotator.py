@@ -10,15 +10,15 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import TAG
 from intaglio.quant.annotate.embedding_tables import find_tables
-from intaglio.quant.annotate.find_regions import regions_of
+from intaglio.quant.annotate.find_regions import find_regions
 from intaglio.quant.annotate.find_sites import (
-    Names,
-    around_zero,
-    in_order,
-    join_buffers,
-    operand_sites,
-    put,
-    second_factors,
+    ValueNames,
+    add_operand_sites,
+    add_site,
+    as_signed,
+    in_execution_order,
+    share_buffer_parameters,
+    signed_operands,
 )
 from intaglio.quant.annotate.int8_buffers import checked_buffers, names_of
 from intaglio.quant.annotate.node_annotations import Annotator, ResolvedAnnotations, resolve
@@ -32,7 +32,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
 
-def annotated(
+def annotations_from_annotator(
     module: fx.GraphModule,
     annotator: Annotator,
     resolved: ResolvedAnnotations,
@@ -48,9 +48,9 @@ def annotated(
     for node in settings:
         if reasons[node] is None and node not in resolved.nodes:
             reasons[node] = "no annotation"
-    regions = tuple(regions_of(module.graph, settings, reasons, None, resolved))
+    regions = tuple(find_regions(module.graph, settings, reasons, None, resolved))
     write_regions(module.graph, regions)
-    sites = _replaced(_annotated_sites(module.graph, regions, resolved, buffers), annotator)
+    sites = _with_replaced_specs(_annotated_sites(module.graph, regions, resolved, buffers), annotator)
     sites = checked_buffers(buffers, sites)
     tables = find_tables({node: setting for node, setting in settings.items() if node in resolved.tables})
     inside = {node for region in regions for node in region.nodes}
@@ -98,9 +98,9 @@ def _annotated_sites(
 
     All members of a sharing group are observed, except for those that are selected from another member.
     """
-    names = Names(graph)
+    names = ValueNames(graph)
     sites: dict[tuple[str, Role], Site] = {}
-    second = {resolved.leaders.get(node) for node in second_factors(regions, buffers)}
+    second = {resolved.leaders.get(node) for node in signed_operands(regions, buffers)}
     selected = {region.root for region in regions if region.shares}
     plain = {
         node: resolved.quantized_as[node].site(names.of(node), node)
@@ -109,18 +109,18 @@ def _annotated_sites(
     }
     for node, site in plain.items():
         leader = resolved.leaders[node]
-        found = around_zero(site) if leader in second else site
+        found = as_signed(site) if leader in second else site
         if leader is not node:
             found = replace(found, spec=Shared(plain[leader].name, observed=node not in selected))
-        put(sites, found)
+        add_site(sites, found)
     named = {site.name: site for site in sites.values()}
-    join_buffers(buffers, sites, named)
+    share_buffer_parameters(buffers, sites, named)
     sites = {(site.value, site.role): site for site in named.values()}
-    operand_sites(regions, sites, names)
-    return in_order(graph, sites.values())
+    add_operand_sites(regions, sites, names)
+    return in_execution_order(graph, sites.values())
 
 
-def _replaced(sites: tuple[Site, ...], annotator: Annotator) -> tuple[Site, ...]:
+def _with_replaced_specs(sites: tuple[Site, ...], annotator: Annotator) -> tuple[Site, ...]:
     """Return the sites with the specs that the annotator's optional method ``specs`` returns for them."""
     if not hasattr(annotator, "specs"):
         return sites

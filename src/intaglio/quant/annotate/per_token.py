@@ -40,7 +40,7 @@ def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
     return None
 
 
-def row_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
+def dynamic_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
     """Yield one site for each dynamically quantized value and mode, which all layers that read it share."""
     for region in regions:
         for value in region.activations() if region.dynamic else ():

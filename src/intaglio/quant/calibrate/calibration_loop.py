@@ -69,11 +69,14 @@ def calibrate(
     expect(prepared, Prepared, "calibrate")
     if nonfinite not in tuple(NonFinite):
         raise CalibrationError("nonfinite", None, f"{nonfinite!r}; allowed are {tuple(map(str, NonFinite))}")
-    group, watch = group or Group.current(), prepared.watch
-    before, earlier = {name: observer.statistics for name, observer in prepared.observers.items()}, replace(watch)
+    group, observer_state = group or Group.current(), prepared.observer_state
+    before, earlier = (
+        {name: observer.statistics for name, observer in prepared.observers.items()},
+        replace(observer_state),
+    )
     first = earlier.batch if first_batch is None else first_batch
-    watch.batch = first + group.rank
-    watch.stride, watch.ignore = group.size, nonfinite == NonFinite.IGNORE
+    observer_state.batch = first + group.rank
+    observer_state.stride, observer_state.ignore = group.size, nonfinite == NonFinite.IGNORE
     _reset(prepared, {name: Statistics() for name in before})
     try:
         group.agree(prepared.observers, "sites")
@@ -82,14 +85,14 @@ def calibrate(
         ranges = _gathered(prepared, seen, group)
         if not ranges.samples and not _runs_itself(data):
             raise CalibrationError("data", None, f"{ranges.batches} batches without a single sample")
-        ended = max(first, *group.gather(watch.batch - group.size + 1))
+        ended = max(first, *group.gather(observer_state.batch - group.size + 1))
     except BaseException:
         _reset(prepared, before)
-        watch.batch = earlier.batch
+        observer_state.batch = earlier.batch
         raise
     finally:
-        watch.stride, watch.ignore = earlier.stride, earlier.ignore
-    watch.batch = ended
+        observer_state.stride, observer_state.ignore = earlier.stride, earlier.ignore
+    observer_state.batch = ended
     _reset(prepared, {name: mine.merge(before[name]) for name, mine in ranges.statistics.items()})
     if samples is not None and 0 < ranges.samples < samples:
         text = f"calibrated on {ranges.samples} samples in {ranges.batches} batches; {samples} were asked for"
@@ -119,7 +122,7 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
             seen = {**seen, **others}
     count = sum(one.samples for one in seen.values())
     observer_qparams = {
-        name: q for name, observer in prepared.observers.items() if (q := observer.chosen()) is not None
+        name: q for name, observer in prepared.observers.items() if (q := observer.custom_qparams()) is not None
     }
     unmergeable = [
         *observer_qparams,
@@ -152,12 +155,12 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
         data(prepared)
         return {}
     _warn_of_repeats(data)
-    binder, seen, watch = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.watch
-    first, count, size = watch.batch - group.rank, 0, 0
+    binder, seen, observer_state = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.observer_state
+    first, count, size = observer_state.batch - group.rank, 0, 0
     items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
     for item in _bar(items, _length(data), progress):
         args, kwargs = binder(item)
-        index, size = watch.batch, size or batch_size(args, kwargs)
+        index, size = observer_state.batch, size or batch_size(args, kwargs)
         if samples is not None and group.size > 1 and (index - first) * size >= samples:
             break
         try:

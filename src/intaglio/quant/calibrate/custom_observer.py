@@ -22,7 +22,7 @@ Edge = tuple[str, str | None]
 """Name of a value and of its reader, or ``None`` for all its readers."""
 
 
-def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any], shown: set[Edge]) -> None:
+def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any], observed_edges: set[Edge]) -> None:
     """Insert a call of each observer on its edge.
 
     Args:
@@ -39,12 +39,12 @@ def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any
                 None,
                 f"an observer that writes its own levels is an nn.Module, not a {type(observer).__name__}",
             )
-        observer.register_forward_hook(partial(_note, shown, edge))
+        observer.register_forward_hook(partial(_note, observed_edges, edge))
         _insert(module, nodes, edge, f"own_{index}", observer)
 
 
-def _note(shown: set[Edge], edge: Edge, *call: Any) -> None:
-    shown.add(edge)
+def _note(observed_edges: set[Edge], edge: Edge, *call: Any) -> None:
+    observed_edges.add(edge)
 
 
 def activation_edges(module: fx.GraphModule, factories: Iterable[Edge]) -> list[Edge]:
@@ -81,7 +81,7 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
 
 
 def convert_custom_observers(
-    module: fx.GraphModule, factories: Iterable[Edge], observed: fx.GraphModule, shown: Collection[Edge]
+    module: fx.GraphModule, factories: Iterable[Edge], observed: fx.GraphModule, observed_edges: Collection[Edge]
 ) -> None:
     """Replace each observer call by the nodes that the observer's ``convert(module, node)`` writes.
 
@@ -97,7 +97,7 @@ def convert_custom_observers(
     calls = {info(node).observer: node for node in observed.graph.nodes if info(node).observer is not None}
     for edge in factories:
         name, nodes = str(calls[edge].target), {node.name: node for node in module.graph.nodes}
-        if edge not in shown and not is_constant(nodes[edge[0]]):
+        if edge not in observed_edges and not is_constant(nodes[edge[0]]):
             where, kind = origin(calls[edge]), type(observed.get_submodule(name)).__name__
             raise CalibrationError(
                 where.path or edge[0],

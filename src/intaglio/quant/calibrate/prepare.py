@@ -16,7 +16,7 @@ from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.ir import About, QParams, Signature, symbols_of
-from intaglio.quant.annotate.annotate_graph import annotate_graph, annotations_of_changed, match_notes, notes_of
+from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
@@ -36,20 +36,20 @@ from intaglio.tracing.while_loops import everything_in, loops_of, with_bodies
 
 
 @dataclass
-class Watch:
+class ObserverState:
     """State that all observers of a model share.
 
     Attributes:
         batch: index of the next batch.
         stride: increment of the index from one batch to the next.
         ignore: whether NaN and infinities are left out instead of an error, unless all values of a batch are such.
-        shown: edges whose values went through an observer that writes its own quantize nodes.
+        observed_edges: edges whose values went through an observer that writes its own quantize nodes.
     """
 
     batch: int = 0
     stride: int = 1
     ignore: bool = False
-    shown: set[Edge] = field(default_factory=set)
+    observed_edges: set[Edge] = field(default_factory=set)
 
 
 class Observer(nn.Module):
@@ -60,9 +60,9 @@ class Observer(nn.Module):
         channels: the axis with separate extrema for each channel; the site's, unless it is changed before calibration.
     """
 
-    def __init__(self, site: Site, samples: int | None = 0, watch: Watch | None = None) -> None:
+    def __init__(self, site: Site, samples: int | None = 0, observer_state: ObserverState | None = None) -> None:
         super().__init__()
-        self.site, self.samples, self.watch = site, samples, watch or Watch()
+        self.site, self.samples, self.observer_state = site, samples, observer_state or ObserverState()
         self.channels = site.axis if isinstance(site.axis, int) else None
         self.statistics = Statistics()
         make = site.spec.observer if isinstance(site.spec, Observed) else None
@@ -75,10 +75,10 @@ class Observer(nn.Module):
             torch.get_num_threads(),
             samples=self.samples,
             channels=self.channels,
-            batch=self.watch.batch,
+            batch=self.observer_state.batch,
         )
-        strange = found.nans + found.infinities
-        if strange and (strange == found.count or not self.watch.ignore):
+        nonfinite = found.nans + found.infinities
+        if nonfinite and (nonfinite == found.count or not self.observer_state.ignore):
             raise CalibrationError(
                 self.site.name,
                 self.site.origin.operator or None,
@@ -92,7 +92,7 @@ class Observer(nn.Module):
             self.custom_observer(x.detach())
         return x
 
-    def chosen(self) -> QParams | None:
+    def custom_qparams(self) -> QParams | None:
         """Return the parameters from the user's own observer; ``None`` without such an observer or without values."""
         if self.custom_observer is None or not self.statistics.count:
             return None
@@ -141,7 +141,7 @@ class Prepared(GraphStage):
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)
     equalization: Equalization = field(default_factory=Equalization)
-    watch: Watch = field(default_factory=Watch)
+    observer_state: ObserverState = field(default_factory=ObserverState)
     bodies: Mapping[str, Prepared] = field(default_factory=dict)
 
     @property
@@ -153,7 +153,7 @@ class Prepared(GraphStage):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the float model's results, and let the observers count one more batch."""
         results = super().__call__(*args, **kwargs)
-        self.watch.batch += self.watch.stride
+        self.observer_state.batch += self.observer_state.stride
         return results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -201,7 +201,7 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
     run(module, passes_for(quantizer, PTQ_PASSES))
-    quantizer = _decided(quantizer, module)
+    quantizer = _resolve_options(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
 
@@ -217,10 +217,12 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
         UnsupportedError: if nothing can be quantized.
     """
     expect(captured, Captured, "prepare")
-    return prepared_by(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
+    return prepare_with_passes(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
 
 
-def prepared_by(module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists) -> Prepared:
+def prepare_with_passes(
+    module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists
+) -> Prepared:
     """Prepare a module with the given passes; the module is rewritten in place."""
     prepared = _prepared(module, captured, quantizer, passes)
     if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
@@ -260,17 +262,19 @@ def _prepared(
     captured: Captured,
     quantizer: Quantizer,
     passes: PassLists,
-    watch: Watch | None = None,
+    observer_state: ObserverState | None = None,
 ) -> Prepared:
-    """Prepare a module and its loop bodies; ``watch`` is the enclosing model's when this is a loop body."""
-    watch = watch or Watch()
+    """Prepare a module and its loop bodies; ``observer_state`` is the enclosing model's when this is a loop body."""
+    observer_state = observer_state or ObserverState()
     bodies = {
-        loop.name: _prepared(copy_graph(loop.body.module), loop.body, _inside(quantizer, loop.body), passes, watch)
+        loop.name: _prepared(
+            copy_graph(loop.body.module), loop.body, _body_quantizer(quantizer, loop.body), passes, observer_state
+        )
         for loop in (node.target for node in loops_of(module))
     }
     steps = passes_for(quantizer, passes)
     run(module, steps)
-    quantizer = _decided(quantizer, module)
+    quantizer = _resolve_options(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
     notes += notes_of(annotations.regions) + table_notes(annotations.tables) + match_notes(annotations)
@@ -279,7 +283,7 @@ def _prepared(
     if not quantizer.has_text:
         del texts["quantizer"]
     about = captured.about.after(notes, **texts)
-    observed, observers = _observed(annotations, captured.signature, watch, bodies)
+    observed, observers = _insert_observers(annotations, captured.signature, observer_state, bodies)
     return Prepared(
         observed,
         captured.signature,
@@ -289,12 +293,12 @@ def _prepared(
         steps,
         quantizer,
         captured.classes,
-        watch=watch,
+        observer_state=observer_state,
         bodies=bodies,
     )
 
 
-def _inside(quantizer: Quantizer, body: Captured) -> Quantizer:
+def _body_quantizer(quantizer: Quantizer, body: Captured) -> Quantizer:
     """Return the quantizer for a loop body, to which the model's input and output options do not apply."""
     origins = [origin(node) for node in everything_in(body.module) if node.op == "call_function"]
     recipe = quantizer.recipe.within(origins, body.classes)
@@ -310,16 +314,16 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
     return lists.patterns if quantizer.patterns else lists.recipe
 
 
-def _decided(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
+def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """Return the quantizer with all open options of its recipe decided for this graph."""
     records = (record_of(node) for node in module.graph.nodes)
     attention = any(record is not None and record.attends for record in records)
     return replace(quantizer, recipe=quantizer.recipe.decided(attention))
 
 
-def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
+def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     """Return the annotations of a rewritten module by the same recipe, with the specs that sites have now."""
-    found = annotations_of_changed(prepared.annotations, module, prepared.quantizer, prepared.classes)
+    found = reannotate_graph(prepared.annotations, module, prepared.quantizer, prepared.classes)
     known = {site.name: site for site in prepared.annotations.sites}
     sites = tuple(
         replace(site, spec=known[site.name].spec)
@@ -330,7 +334,7 @@ def annotated(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     return replace(found, sites=sites)
 
 
-def whole(prepared: Prepared) -> Annotations:
+def annotate_everything(prepared: Prepared) -> Annotations:
     """Return the annotations that the model would have if its recipe left nothing in float.
 
     They are the same for all recipes that differ only in what they leave in float. With patterns or an annotator, which
@@ -344,35 +348,41 @@ def whole(prepared: Prepared) -> Annotations:
     return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
 
 
-def again(prepared: Prepared, module: fx.GraphModule) -> Prepared:
+def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     """Return a rewritten module annotated by the same options, with new observers.
 
     ``module`` must compute the same function as ``prepared.annotations.module``.
     """
-    annotations = annotated(prepared, module)
-    watch = Watch()
-    bodies = {name: _again(body, watch) for name, body in prepared.bodies.items()}
-    observed, observers = _observed(annotations, prepared.signature, watch, bodies)
+    annotations = reannotate(prepared, module)
+    observer_state = ObserverState()
+    bodies = {name: _reprepare_body(body, observer_state) for name, body in prepared.bodies.items()}
+    observed, observers = _insert_observers(annotations, prepared.signature, observer_state, bodies)
     about = prepared.about.after(sites=annotations.text())
     return replace(
-        prepared, module=observed, annotations=annotations, observers=observers, about=about, watch=watch, bodies=bodies
+        prepared,
+        module=observed,
+        annotations=annotations,
+        observers=observers,
+        about=about,
+        observer_state=observer_state,
+        bodies=bodies,
     )
 
 
-def _again(body: Prepared, watch: Watch) -> Prepared:
+def _reprepare_body(body: Prepared, observer_state: ObserverState) -> Prepared:
     """Return a loop body with new observers."""
-    observed, observers = _observed(body.annotations, body.signature, watch, {})
-    return replace(body, module=observed, observers=observers, watch=watch)
+    observed, observers = _insert_observers(body.annotations, body.signature, observer_state, {})
+    return replace(body, module=observed, observers=observers, observer_state=observer_state)
 
 
-def _observed(
-    annotations: Annotations, signature: Signature, watch: Watch, bodies: Mapping[str, Prepared]
+def _insert_observers(
+    annotations: Annotations, signature: Signature, observer_state: ObserverState, bodies: Mapping[str, Prepared]
 ) -> tuple[fx.GraphModule, dict[str, Observer]]:
     """Return a copy of the graph with observers, and all observers by site name, those of loop bodies included."""
     observed = copy_graph(annotations.module)
     nodes = {node.name: node for node in observed.graph.nodes}
     observers = {
-        site.name: Observer(site, _sample_axis(nodes[site.value], signature), watch)
+        site.name: Observer(site, _sample_axis(nodes[site.value], signature), observer_state)
         for site in annotations.sites
         if site.role == Role.ACTIVATION and isinstance(site.spec, Observed)
     }
@@ -381,7 +391,7 @@ def _observed(
         leader = annotations.leaders[site.name]
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
-    insert_custom_observers(observed, annotations.custom_observers, watch.shown)
+    insert_custom_observers(observed, annotations.custom_observers, observer_state.observed_edges)
     with_bodies(observed, {name: body.module for name, body in bodies.items()})
     observed.recompile()
     return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}

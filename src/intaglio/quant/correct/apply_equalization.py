@@ -26,7 +26,7 @@ from intaglio.fxgraph.nodes import (
 from intaglio.fxgraph.passes.batch_norm_folding import insert_affine
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.calibrate.prepare import Prepared, again, whole
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
 from intaglio.quant.recipes.choices import Role
@@ -40,14 +40,14 @@ def equalized(
 ) -> Prepared:
     """Return the prepared model with an equalization applied, and with new observers.
 
-    Factors go to the weights of regions in the model without float layers (`whole`), so they do not depend on what the
-    recipe leaves in float.
+    Factors go to the weights of regions in the model without float layers (`annotate_everything`), so they do not
+    depend on what the recipe leaves in float.
 
     Args:
         prepared: a model without another equalization.
         found: the equalization.
         report: what it gains, for the text "corrections" of the stage.
-        looked_at: the results of `with_inputs` and of `whole`, if the caller has them already.
+        looked_at: the results of `with_inputs` and of `annotate_everything`, if the caller has them already.
 
     Raises:
         CalibrationError: if the model does not have an input or value that the equalization names, or cannot divide it.
@@ -61,7 +61,7 @@ def equalized(
     current = with_inputs(prepared, found) if looked_at is None else looked_at[0]
     if not found.factors:
         return _reported(current, found, report)
-    every = whole(current) if looked_at is None else looked_at[1]
+    every = annotate_everything(current) if looked_at is None else looked_at[1]
     module = copy_graph(current.annotations.module)
     values = {value.site: value for value in divisible(every)}
     smoothed = {value.site: value for value in smoothable(every)}
@@ -78,7 +78,7 @@ def equalized(
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
     _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
     smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
-    return _reported(again(prepared, module), found, report)
+    return _reported(reprepare(prepared, module), found, report)
 
 
 def _reported(made: Prepared, found: Equalization, report: str) -> Prepared:
@@ -97,7 +97,7 @@ def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
             raise CalibrationError("equalization", None, f"the model has no input {name!r}")
         value = insert_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
         update_info(value, zero_points=pixels.zero_points)
-    return again(prepared, module)
+    return reprepare(prepared, module)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin, set_info
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
-from intaglio.quant.annotate.find_sites import Names, in_order, operand_sites
+from intaglio.quant.annotate.find_sites import ValueNames, add_operand_sites, in_execution_order
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import groups
 from intaglio.torch_private import schema_of
@@ -29,8 +29,8 @@ def annotated_with_biases(annotations: Annotations, biases: Mapping[str, torch.T
         replace(region, nodes=tuple(nodes[node.name] for node in region.nodes)) for region in annotations.regions
     )
     sites = {(site.value, site.role): site for site in annotations.sites}
-    operand_sites(regions, sites, Names(module.graph))
-    ordered = in_order(module.graph, sites.values())
+    add_operand_sites(regions, sites, ValueNames(module.graph))
+    ordered = in_execution_order(module.graph, sites.values())
     tables = tuple(replace(table, node=nodes[table.node.name]) for table in annotations.tables)
     return replace(annotations, module=module, sites=ordered, regions=regions, leaders=groups(ordered), tables=tables)
 

@@ -18,7 +18,7 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.prepare import Prepared, whole
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.apply_equalization import arrives, divisible, equalized, normalizes, with_inputs
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, kept_calls
 from intaglio.quant.correct.corrections import CorrectionStep, Equalization
@@ -60,7 +60,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     found = Equalization(inputs=inputs)
     current = with_inputs(prepared, found)
     module = current.annotations.module
-    every, here = whole(current), {site.name for site in current.annotations.sites}
+    every, here = annotate_everything(current), {site.name for site in current.annotations.sites}
     rows = {value.name: value for value in smoothable(every) if value.site in here}
     values = [v for v in divisible(every) if v.site in here and v.region.setting.equalize and v.name not in rows]
     sites = {value.name: value.site for value in values} | {name: value.site for name, value in rows.items()}

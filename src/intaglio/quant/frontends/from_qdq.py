@@ -11,7 +11,7 @@ from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import activations, is_constant, operands, operator, record_of
 from intaglio.ir import DType
-from intaglio.quant.annotate.find_sites import Names
+from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.refusals import skipped
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Fixed, Site
@@ -57,7 +57,7 @@ def from_qdq(captured: Captured) -> Reference:
 
 def _sites(graph: fx.Graph) -> Iterator[Site]:
     """Yield a site for every quantized activation."""
-    names, count = Names(graph), dict[str, int]()
+    names, count = ValueNames(graph), dict[str, int]()
     for node in graph.nodes:
         if operator(node) == QUANTIZE_TENSOR and (q := known_type(node).q) is not None:
             value = node.args[0]

@@ -8,7 +8,7 @@ from typing import Any
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.quant.calibrate.calibration_loop import calibrate
-from intaglio.quant.calibrate.prepare import Prepared, again
+from intaglio.quant.calibrate.prepare import Prepared, reprepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.qat.fake_quantize import FakeQuantize
@@ -63,7 +63,7 @@ def as_trained(trained: PreparedQat) -> Prepared:
     module = copy_graph(prepared.annotations.module)
     for name, values in trained.constants().items():
         setattr(module, name, values)
-    found = again(prepared, module)
+    found = reprepare(prepared, module)
     if found.annotations.sites_text() != prepared.annotations.sites_text():
         raise CalibrationError(
             "model",

@@ -16,7 +16,7 @@ from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.recurrent_sites import is_recurrent
-from intaglio.quant.calibrate.prepare import Prepared, prepared_by
+from intaglio.quant.calibrate.prepare import Prepared, prepare_with_passes
 from intaglio.quant.qat.constant_tape import Tape
 from intaglio.quant.qat.eval_graph import evaluated, followed, marks_of, settle
 from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeWeight, Mode
@@ -206,7 +206,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
     evaluation, tape = evaluated(captured), Tape()
     module = copy_graph(evaluation.module)
     with tape, followed(module):
-        prepared = prepared_by(module, evaluation, Quantizer.of(quantizer), QAT_PASSES)
+        prepared = prepare_with_passes(module, evaluation, Quantizer.of(quantizer), QAT_PASSES)
     settle(prepared.annotations.module)
     _check(prepared, evaluation)
     root, mode = PreparedQat(), Mode()

@@ -12,13 +12,13 @@ from torch import fx
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, drop_unused_constants
 from intaglio.ir import About, DType, QParams, Signature
-from intaglio.quant.annotate.find_sites import Names
+from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.int8_buffers import quantize_buffers
 from intaglio.quant.annotate.recurrent_sites import recurrent_qparams
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.weight_only import store_weights
 from intaglio.quant.calibrate.custom_observer import convert_custom_observers
-from intaglio.quant.calibrate.prepare import Prepared, whole
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.apply_equalization import equalized
 from intaglio.quant.correct.biases import annotated_with_biases
@@ -110,7 +110,9 @@ def convert(
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
     signature, computed = quantize_buffers(module, prepared.signature, held, qparams)
     remarks += computed
-    convert_custom_observers(module, annotations.custom_observers, prepared.module, prepared.watch.shown)
+    convert_custom_observers(
+        module, annotations.custom_observers, prepared.module, prepared.observer_state.observed_edges
+    )
     dequantize = quantized_decomposed().dequantize_per_channel.default
     if stored := store_weights(module, annotations.weight_only, dequantize):
         remarks += stored
@@ -195,9 +197,9 @@ def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str,
 
 
 def left_in_float(prepared: Prepared) -> tuple[set[str], set[str]]:
-    """Return the names of the sites and anchor nodes that `whole(prepared)` has and `prepared` does not."""
-    every, here = whole(prepared), prepared.annotations
-    names = Names(every.module.graph)
+    """Return the names of sites and anchor nodes that `annotate_everything(prepared)` has and `prepared` does not."""
+    every, here = annotate_everything(prepared), prepared.annotations
+    names = ValueNames(every.module.graph)
     values = {value for region in every.regions for value in (*region.nodes, *region.activations())}
     sites = {*map(names.of, values), *(site.name for site in every.sites)} if every is not here else set()
     anchors = {region.anchor.name for region in every.regions}

@@ -57,7 +57,7 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     if ranges and ranges.graph not in ("", prepared.fingerprint):
         raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
     fixed = (ranges.parameters if ranges else None) or {}
-    fixed = {n: q for n, o in prepared.observers.items() if (q := o.chosen()) is not None} | dict(fixed)
+    fixed = {n: q for n, o in prepared.observers.items() if (q := o.custom_qparams()) is not None} | dict(fixed)
     unseen = [name for name in prepared.observers if not found[name].count and name not in fixed]
     if unseen:
         raise CalibrationError(
