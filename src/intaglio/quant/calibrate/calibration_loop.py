@@ -18,7 +18,7 @@ from intaglio.errors import CalibrationError, InputError
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, batches, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
-from intaglio.quant.calibrate.data_checks import lint
+from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
@@ -146,7 +146,7 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
     if group.size > 1:
         chosen = activation_ranges(prepared, {name: s for name, s in statistics.items() if s.finite})
         group.agree([ranges.to_json(), *(f"{name}: {ends}" for name, ends in chosen.items())], "ranges")
-    return replace(ranges, findings=lint(prepared, ranges))
+    return replace(ranges, findings=check_data(prepared, ranges))
 
 
 def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, SeenBatch]:

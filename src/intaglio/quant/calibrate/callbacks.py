@@ -21,7 +21,7 @@ from intaglio.quant.calibrate.batches import Binder, peek
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
 from intaglio.quant.qdq.weight_grid import weight_grid
 from intaglio.quant.recipes.choices import Role
@@ -68,57 +68,59 @@ class CalibrationInfo:
     front of the region has its parameters, so `quantized_inputs` contain the error of all earlier quantization.
     """
 
-    def __init__(self, walk: Walk, region: Region, pattern: QuantizerPattern, sites: RegionSites) -> None:
-        self.pattern, self.region, self.sites, self._walk = pattern, region, sites, walk
+    def __init__(
+        self, evaluation: LayerwiseEvaluation, region: Region, pattern: QuantizerPattern, sites: RegionSites
+    ) -> None:
+        self.pattern, self.region, self.sites, self._evaluation = pattern, region, sites, evaluation
 
     @property
     def batches(self) -> int:
         """Return the number of cached batches."""
-        return len(self._walk.calls)
+        return len(self._evaluation.calls)
 
     @property
     def settled(self) -> Mapping[str, QParams]:
         """Return the sites of the region that already have parameters, which they keep."""
-        return {name: self._walk.qparams[name] for name in self.sites if name in self._walk.qparams}
+        return {name: self._evaluation.qparams[name] for name in self.sites if name in self._evaluation.qparams}
 
     def unquantized_inputs(self, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the float model."""
-        return self._walk.unquantized_inputs(self.region, batch)
+        return self._evaluation.unquantized_inputs(self.region, batch)
 
     def unquantized_outputs(self, batch: int) -> list[torch.Tensor]:
         """Return the outputs of the region in the float model."""
-        return self._walk.unquantized_outputs(self.region, batch)
+        return self._evaluation.unquantized_outputs(self.region, batch)
 
     def quantized_inputs(self, batch: int) -> list[torch.Tensor]:
         """Return the dequantized inputs of the region in the model quantized so far.
 
         Inputs whose parameters are not known yet are float.
         """
-        return self._walk.quantized_inputs(self.region, batch)
+        return self._evaluation.quantized_inputs(self.region, batch)
 
     def quantized_outputs(self, batch: int) -> list[torch.Tensor]:
         """Return the outputs of the region in the model quantized so far.
 
         Its own weight and output are quantized once their parameters are known.
         """
-        return self._walk.quantized_outputs(self.region, batch)
+        return self._evaluation.quantized_outputs(self.region, batch)
 
     def weight(self) -> torch.Tensor | None:
         """Return the float weight, or ``None``."""
         if self.region.record.roles.weight is None:
             return None
-        constant: torch.Tensor = getattr(self._walk.module, layer_operands(self.region.anchor).weight.target)
+        constant: torch.Tensor = getattr(self._evaluation.module, layer_operands(self.region.anchor).weight.target)
         return constant
 
     def weight_axis(self) -> int | None:
         """Return the channel axis of the weight; ``None`` for a single scale."""
-        return None if self.sites.weight is None else _axis(self._walk.annotations, self.sites.weight)
+        return None if self.sites.weight is None else _axis(self._evaluation.annotations, self.sites.weight)
 
     def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
         """Return the region with other parameters, to compare the `quantized_outputs` of several choices."""
-        sites = {site.name: site for site in self._walk.annotations.sites}
+        sites = {site.name: site for site in self._evaluation.annotations.sites}
         chosen = {name: parameters(sites[name], value, self.region) for name, value in given.items()}
-        return CalibrationInfo(_trial(self._walk, self.region, chosen), self.region, self.pattern, self.sites)
+        return CalibrationInfo(_trial(self._evaluation, self.region, chosen), self.region, self.pattern, self.sites)
 
 
 # -- built-in callbacks -----------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class Calibrator:
         batches = list(_until(peek(self.data)[1], binder, self.options.get("samples")))
         ranges = calibrate(self.prepared, batches, **self.options)
         calls = [bind(self.prepared.signature, *binder(batch)) for batch in batches]
-        return replace(ranges, parameters=_Walked(self.prepared, ranges, calls, self.cache).run())
+        return replace(ranges, parameters=_CallbackRunner(self.prepared, ranges, calls, self.cache).run())
 
 
 def _until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
@@ -216,8 +218,8 @@ def _callback(region: Region) -> ParameterChooser | None:
     return region.pattern.calibration if region.pattern is not None else None
 
 
-class _Walked:
-    """Runs the callbacks during one walk over the model.
+class _CallbackRunner:
+    """Runs the callbacks during one layerwise evaluation of the model.
 
     ``given`` holds the chosen parameters by the leading site of each sharing group.
     """
@@ -230,31 +232,31 @@ class _Walked:
         open_until: dict[str, int] = {}
         for index, region in enumerate(self.annotations.regions):
             if _callback(region) is not None:
-                leaders = {self._leader(name) for name in sites_of(self.annotations, region)}
+                leaders = {self._leader(name) for name in region_sites(self.annotations, region)}
                 loose = [name for name in leaders if not isinstance(self.sites[name].spec, Fixed)]
                 open_until.update(dict.fromkeys(loose, index))
         self.plain, self.open_until = plain, open_until
         settled = {name: q for name, q in plain.items() if self._leader(name) not in open_until}
-        self.walk = Walk(self.annotations, calls, settled, cache=cache)
+        self.evaluation = LayerwiseEvaluation(self.annotations, calls, settled, cache=cache)
 
     def run(self) -> dict[str, QParams]:
         """Return the parameters that callbacks chose, by the leading site of each sharing group."""
-        for index, region in enumerate(self.walk):
-            callback, sites = _callback(region), sites_of(self.annotations, region)
+        for index, region in enumerate(self.evaluation):
+            callback, sites = _callback(region), region_sites(self.annotations, region)
             if callback is not None and region.pattern is not None:
-                info = CalibrationInfo(self.walk, region, region.pattern, sites)
+                info = CalibrationInfo(self.evaluation, region, region.pattern, sites)
                 for name, value in callback.calibrate(info).items():
-                    self._take(name, value, sites, region)
+                    self._store_chosen(name, value, sites, region)
             for leader, last in self.open_until.items():
                 if last <= index:
-                    self._settle(leader, self.given.get(leader, self.plain.get(leader)))
+                    self._set_group_qparams(leader, self.given.get(leader, self.plain.get(leader)))
             self._weights(region)
         return dict(self.given)
 
     def _leader(self, name: str) -> str:
         return self.annotations.leaders[name]
 
-    def _take(self, name: str, value: Given, sites: RegionSites, region: Region) -> None:
+    def _store_chosen(self, name: str, value: Given, sites: RegionSites, region: Region) -> None:
         """Store the parameters that a callback chose for a site; sites that already have parameters keep them."""
         label = region.pattern.name if region.pattern is not None else region.name
         if name not in set(sites) or name == sites.bias:
@@ -266,24 +268,24 @@ class _Walked:
                 remedy=f"the sites are {', '.join(one for one in sites if one != sites.bias)}",
             )
         leader = self.sites[self._leader(name)]
-        if leader.name in self.given or leader.name in self.walk.qparams:
+        if leader.name in self.given or leader.name in self.evaluation.qparams:
             return
         self.given[leader.name] = parameters(leader, value, region)
-        self._settle(leader.name, self.given[leader.name])
+        self._set_group_qparams(leader.name, self.given[leader.name])
 
-    def _settle(self, leader: str, q: QParams | None) -> None:
-        """Set the parameters of all activation sites of a sharing group on the walk."""
+    def _set_group_qparams(self, leader: str, q: QParams | None) -> None:
+        """Set the parameters of all activation sites of a sharing group in the evaluation."""
         if q is None:
             return
         for name in self.annotations.leaders:
             if self._leader(name) == leader and self.sites[name].role == Role.ACTIVATION:
-                self.walk.settle(name, q)
+                self.evaluation.set_qparams(name, q)
 
     def _weights(self, region: Region) -> None:
-        quantize_weight(self.walk, region, self.given)
+        quantize_weight(self.evaluation, region, self.given)
 
 
-def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) -> None:
+def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapping[str, QParams]) -> None:
     """Set the region's weight and bias on the quantized track to their dequantized values.
 
     Nothing changes while the region's input has no parameters.
@@ -291,34 +293,37 @@ def quantize_weight(walk: Walk, region: Region, given: Mapping[str, QParams]) ->
     roles = region.record.roles
     if roles.weight is None:
         return
-    x_site, w_site, b_site = anchor_sites(walk.annotations, region)
-    if x_site.name not in walk.qparams:
+    x_site, w_site, b_site = anchor_sites(evaluation.annotations, region)
+    if x_site.name not in evaluation.qparams:
         return
-    found = weight_qparams(replace(walk.annotations, regions=(region,)), walk.qparams, [], given, {})
+    found = weight_qparams(replace(evaluation.annotations, regions=(region,)), evaluation.qparams, [], given, {})
     read, q = layer_operands(region.anchor), found[w_site.name]
-    exact = getattr(walk.module, read.weight.target).detach().numpy()
+    exact = getattr(evaluation.module, read.weight.target).detach().numpy()
     grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
     levels = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
-    walk.weights[read.weight.name] = torch.from_numpy(levels * grid.steps)
+    evaluation.weights[read.weight.name] = torch.from_numpy(levels * grid.steps)
     if b_site is not None:
         assert read.bias is not None  # A bias with a site is never absent.
-        bias = getattr(walk.module, read.bias.target).detach().numpy()
-        steps = numerics.bias_steps(bias, walk.qparams[x_site.name].step, each_output(q.scales, len(bias)))
+        bias = getattr(evaluation.module, read.bias.target).detach().numpy()
+        steps = numerics.bias_steps(bias, evaluation.qparams[x_site.name].step, each_output(q.scales, len(bias)))
         unit = np.array(found[b_site.name].scales, np.float32)
-        walk.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
+        evaluation.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
 
 
-def _trial(walk: Walk, region: Region, chosen: Mapping[str, QParams]) -> Walk:
-    """Return a copy of the walk with other parameters for one region."""
-    found, leaders = copy.copy(walk), walk.annotations.leaders
+def _trial(evaluation: LayerwiseEvaluation, region: Region, chosen: Mapping[str, QParams]) -> LayerwiseEvaluation:
+    """Return a copy of the evaluation with other parameters for one region."""
+    found, leaders = copy.copy(evaluation), evaluation.annotations.leaders
     named = {leaders[name]: q for name, q in chosen.items()}
-    found.qparams = {**walk.qparams, **{name: named[leader] for name, leader in leaders.items() if leader in named}}
-    found.weights, found.biases = dict(walk.weights), dict(walk.biases)
+    found.qparams = {
+        **evaluation.qparams,
+        **{name: named[leader] for name, leader in leaders.items() if leader in named},
+    }
+    found.weights, found.biases = dict(evaluation.weights), dict(evaluation.biases)
     quantize_weight(found, region, chosen)
     return found
 
 
-def sites_of(annotations: Annotations, region: Region) -> RegionSites:
+def region_sites(annotations: Annotations, region: Region) -> RegionSites:
     """Return the names of a region's sites."""
     by_value = annotations.by_value
     inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
@@ -348,7 +353,7 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
     else:
         first, second = (np.asarray(part).reshape(-1) for part in value)
         try:
-            found = _pair(site, first, second)
+            found = _qparams_of_pair(site, first, second)
         except (ValueError, TypeError) as error:
             raise CalibrationError(site.name, site.origin.operator, f"{value!r}: {error}") from error
     symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
@@ -365,7 +370,7 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
     return found
 
 
-def _pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
+def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
     """Return the parameters for a pair from a callback; raise ValueError for one that the site cannot have."""
     if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
         scales = tuple(float(np.float32(scale)) for scale in first)

@@ -16,7 +16,7 @@ from intaglio.quant.recipes.image import LARGEST_BYTE, Image
 
 FEW_SAMPLES = 32
 """With fewer samples the extrema may not be those of the data."""
-SETTLED = 8
+MIN_BATCHES_FOR_GROWTH = 8
 """Number of batches from which on growing ranges are reported."""
 RANGE_GROWTH = 1.1
 """Ratio by which the last quarter of the batches may widen a range."""
@@ -26,7 +26,7 @@ SHOWN_FINDINGS = 5
 """Number of names that a finding lists."""
 
 
-def lint(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
+def check_data(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
     """Run every check on the ranges of a prepared model, in the order of `CHECKS`."""
     return tuple(finding for check in CHECKS for finding in check(prepared, ranges))
 
@@ -148,7 +148,7 @@ def growing_ranges(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     for name, statistics in ranges.statistics.items():
         ends = [ends for _, ends in sorted(statistics.history.items())]
         early = ends[: len(ends) * 3 // 4]
-        if len(ends) >= SETTLED and _width(ends) > RANGE_GROWTH * _width(early):
+        if len(ends) >= MIN_BATCHES_FOR_GROWTH and _width(ends) > RANGE_GROWTH * _width(early):
             growing.append(name)
     if growing:
         yield Finding(
@@ -182,19 +182,30 @@ def _sites_of(prepared: Prepared) -> dict[str, tuple[Site, bool]]:
     return found
 
 
-CARRIERS = ("add", "sub", "where", "masked_fill", "view", "reshape", "expand", "unsqueeze", "clone", "contiguous")
+MASK_PATH_OPERATORS = (
+    "add",
+    "sub",
+    "where",
+    "masked_fill",
+    "view",
+    "reshape",
+    "expand",
+    "unsqueeze",
+    "clone",
+    "contiguous",
+)
 """ATen operators that may be between a mask and its softmax."""
 
 
 def softmax_operands(module: fx.GraphModule) -> set[str]:
-    """Return the names of values that reach a softmax through `CARRIERS` only."""
+    """Return the names of values that reach a softmax through `MASK_PATH_OPERATORS` only."""
     found: set[fx.Node] = set()
     waiting = [node for node in module.graph.nodes if _kind(node) in ("softmax", "_softmax")]
     while waiting:
         node = waiting.pop()
         new = [value for value in node.all_input_nodes if value not in found]
         found.update(new)
-        waiting += [value for value in new if _kind(value) in CARRIERS]
+        waiting += [value for value in new if _kind(value) in MASK_PATH_OPERATORS]
     return {node.name for node in found}
 
 

@@ -22,7 +22,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, kept_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, Rounded
-from intaglio.quant.correct.layerwise_eval import CACHE, Walk
+from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.second_moments import Moments, moments, over_ranks, unable
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
@@ -62,44 +62,44 @@ def correct(
     expect(prepared, Prepared, "correct")
     group = group or Group.current()
     calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
-    annotations = _complete(prepared)
+    annotations = _annotations_with_biases(prepared)
     qparams = activation_qparams(prepared, ranges)
     scales: dict[tuple[str, int], np.ndarray] = {}
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
     through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
-    walk = Walk(annotations, calls, qparams, exact=through_outputs, cache=cache)
-    work, regions = _Work(walk, units, group), iter(walk)
+    evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=through_outputs, cache=cache)
+    corrector, regions = _WeightCorrector(evaluation, units, group), iter(evaluation)
     while (region := group.together(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
-            work.take(region)
-    final = annotated_with_biases(annotations, walk.biases)
-    biases = {name: values.numpy() for name, values in walk.biases.items()}
-    return Corrections(final, work.weights, biases, tuple(work.steps()), (prepared, ranges), qparams, scales)
+            corrector.correct_region(region)
+    final = annotated_with_biases(annotations, evaluation.biases)
+    biases = {name: values.numpy() for name, values in evaluation.biases.items()}
+    return Corrections(final, corrector.weights, biases, tuple(corrector.steps()), (prepared, ranges), qparams, scales)
 
 
 @dataclass
-class _Work:
+class _WeightCorrector:
     """The corrections found so far.
 
     Attributes:
-        walk: the walk over the model.
+        evaluation: the evaluation of the model, layer by layer.
         units: parameters of weights and biases before correction, by site.
         group: the processes that take part.
         weights: weight site -> rounded weight.
-        levels: weight site -> quantized values, in steps of its grid.
-        noise: name of a correction -> ratios of noise to signal before and after it, for each operator.
+        quantized_weights: weight site -> quantized values, in steps of its grid.
+        noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
     """
 
-    walk: Walk
+    evaluation: LayerwiseEvaluation
     units: Mapping[str, QParams]
     group: Group
     weights: dict[str, Rounded] = field(default_factory=dict)
-    levels: dict[str, np.ndarray] = field(default_factory=dict)
-    noise: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
+    noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
-    def take(self, region: Region) -> None:
+    def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
-        annotations, record, setting = self.walk.annotations, region.record, region.setting
+        annotations, record, setting = self.evaluation.annotations, region.record, region.setting
         x, weight_node, _ = layer_operands(region.anchor)
         site = annotations.by_value[weight_node.name, Role.WEIGHT]
         weight, _ = parameters_of(annotations.module, region)
@@ -110,83 +110,83 @@ class _Work:
         if site.record.floating:
             return
         if region.dynamic or unable(region, operand_site(annotations, region)):
-            self._keep(weight_node, grid, grid.nearest(weight))
+            self._set_weight(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
-        rows, step = (_grouped(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        rows, step = (_by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             if site.record.squares and not site.group and len(q.scales) == len(weight):
-                q = _rescaled(q, rows, step, found, grid)
+                q = _rescale(q, rows, step, found, grid)
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
-                step = _grouped(region, np.broadcast_to(grid.steps, weight.shape))
+                step = _by_group(region, np.broadcast_to(grid.steps, weight.shape))
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
             plain = nearest(rows, step, found, grid.low, grid.high)
-            self._report(setting.rounding, rows, step, plain, levels, found)
-            self.levels[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
-            self.weights[site.name] = Rounded(q, grid.stored(self.levels[site.name]))
-        levels_now = self.levels.get(site.name, grid.nearest(weight))
-        self._keep(weight_node, grid, levels_now)
+            self._record_noise(setting.rounding, rows, step, plain, levels, found)
+            self.quantized_weights[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
+            self.weights[site.name] = Rounded(q, grid.stored(self.quantized_weights[site.name]))
+        levels_now = self.quantized_weights.get(site.name, grid.nearest(weight))
+        self._set_weight(weight_node, grid, levels_now)
         if setting.bias != BiasCorrection.NONE:
-            self._bias(region, rows, rows - _grouped(region, levels_now) * step, found)
+            self._correct_bias(region, rows, rows - _by_group(region, levels_now) * step, found)
 
-    def _keep(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
-        """Let the walk use the dequantized weight from now on."""
-        self.walk.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
+    def _set_weight(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
+        """Let the evaluation use the dequantized weight from now on."""
+        self.evaluation.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
 
     def _moments(self, region: Region, x: fx.Node) -> Moments:
         """Return the second moments of a region's quantized input over all ranks."""
-        site = self.walk.sites[x.name]
-        batches = (self.walk.levels(x, batch) for batch in range(len(self.walk.calls)))
-        q = self.walk.qparams[site.name]
+        site = self.evaluation.sites[x.name]
+        batches = (self.evaluation.quantized_values(x, batch) for batch in range(len(self.evaluation.calls)))
+        q = self.evaluation.qparams[site.name]
         return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
 
-    def _report(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
+    def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
         matrix = found.matrix
         signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
         plain = loss(nearest, rows, step, matrix).sum().item()
         chosen = loss(levels, rows, step, matrix).sum().item()
         if signal > 0:
-            self.noise.setdefault(name, []).append((plain / signal, chosen / signal))
+            self.noise_ratios.setdefault(name, []).append((plain / signal, chosen / signal))
 
-    def _bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
+    def _correct_bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
         """Add to the bias the mean error of each output channel.
 
         By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
         concerns more than the weights, and may even increase their error.
         """
-        _, bias = parameters_of(self.walk.module, region)
+        _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
-            moved = self._difference(region)
+            moved = self._mean_output_error(region)
         else:
             x = layer_operands(region.anchor).x
             mean = found.sums.double() / max(found.count, 1)
             lost = (error @ mean[..., None])[..., 0]
-            moved = lost.reshape(-1) * self.walk.qparams[self.walk.sites[x.name].name].step
+            moved = lost.reshape(-1) * self.evaluation.qparams[self.evaluation.sites[x.name].name].step
             matrix = found.matrix
             signal, before = (((part @ matrix) * part).sum().item() for part in (rows, error))
             if signal > 0:
                 after = before - found.count * lost.square().sum().item()
-                self.noise.setdefault("bias of weights", []).append((before / signal, after / signal))
-        self.walk.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
+                self.noise_ratios.setdefault("bias of weights", []).append((before / signal, after / signal))
+        self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
-    def _difference(self, region: Region) -> torch.Tensor:
+    def _mean_output_error(self, region: Region) -> torch.Tensor:
         """Return the mean of the float anchor's results minus the quantized anchor's, for each output channel.
 
         The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly.
         """
-        x_site, w_site, _ = anchor_sites(self.walk.annotations, region)
-        outputs = len(parameters_of(self.walk.module, region)[0])
-        step = numerics.accumulator_scale(self.walk.qparams[x_site.name].step, self.units[w_site.name].scales)
+        x_site, w_site, _ = anchor_sites(self.evaluation.annotations, region)
+        outputs = len(parameters_of(self.evaluation.module, region)[0])
+        step = numerics.accumulator_scale(self.evaluation.qparams[x_site.name].step, self.units[w_site.name].scales)
         unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
         axis = -1 if region.record.is_linear_layer else 1
         total = torch.zeros(outputs + 1, dtype=torch.int64)
 
         def add_up() -> None:
-            for batch in range(len(self.walk.calls)):
-                exact, found = self.walk.anchor_outputs(region, batch)
+            for batch in range(len(self.evaluation.calls)):
+                exact, found = self.evaluation.anchor_outputs(region, batch)
                 difference = (exact.double() - found.double()).movedim(axis, 0).flatten(1)
                 total[:-1] += (difference.sum(1) / unit).round().to(torch.int64)
                 total[-1] += difference.shape[1]
@@ -197,7 +197,7 @@ class _Work:
 
     def steps(self) -> Iterator[CorrectionStep]:
         """Yield the mean signal-to-noise ratios before and after each correction."""
-        for name, pairs in self.noise.items():
+        for name, pairs in self.noise_ratios.items():
             means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
             yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
@@ -207,7 +207,7 @@ FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
 
-def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
+def _rescale(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
     """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
 
     They are used for AdaRound too, which is too slow to run for each ratio.
@@ -225,13 +225,13 @@ def _rescaled(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments
     return replace(q, scale=tuple(scales.tolist()))
 
 
-def _grouped(region: Region, weight: np.ndarray) -> torch.Tensor:
+def _by_group(region: Region, weight: np.ndarray) -> torch.Tensor:
     """Reshape a weight of any rank to float64 [groups, rows, k]."""
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
 
 
-def _complete(prepared: Prepared) -> Annotations:
+def _annotations_with_biases(prepared: Prepared) -> Annotations:
     """Return annotations in which every anchor whose bias is corrected has a bias."""
     annotations = prepared.annotations
     outputs = {

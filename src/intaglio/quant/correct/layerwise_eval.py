@@ -31,11 +31,11 @@ Reader = Callable[[fx.Node, fx.Node], Any]
 """Returns the value of a node for another node that reads it."""
 
 
-class Walk:
+class LayerwiseEvaluation:
     """Iterates over regions in execution order on two tracks: the float model, and the model quantized so far.
 
     A value with a site is quantized on the second track as soon as ``qparams`` has the site, which may happen just
-    before the region that reads it (`settle`).
+    before the region that reads it (`set_qparams`).
 
     Attributes:
         annotations: the annotated graph.
@@ -51,12 +51,12 @@ class Walk:
         calls: Sequence[Sequence[Any]],
         qparams: Parameters | None = None,
         *,
-        exact: bool = True,
+        float_track: bool = True,
         cache: int = CACHE,
     ) -> None:
-        """Start a walk.
+        """Start an evaluation.
 
-        ``exact=False`` omits the float track. ``cache``: bytes of live values in memory, for both tracks together.
+        ``float_track=False`` omits the float model. ``cache``: bytes of live values in memory, for both tracks.
         """
         self.annotations, self.calls, self.module = annotations, calls, annotations.module
         self.qparams: dict[str, QParams] = dict(qparams or {})
@@ -71,7 +71,7 @@ class Walk:
         self._places = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
         self._last = _last_readers(self.module.graph, annotations.regions)
         store = _Store(cache)
-        self._exact = _Track(store) if exact else None
+        self._float = _Track(store) if float_track else None
         self._quantized = _Track(store)
         self.results: list[tuple[Any, ...]] = []
 
@@ -93,11 +93,11 @@ class Walk:
 
     def unquantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the float model, in the order of its activations."""
-        return [self._of_exact().get(value.name, batch) for value in region.activations()]
+        return [self._require_float_track().get(value.name, batch) for value in region.activations()]
 
     def unquantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the outputs of the region in the float model."""
-        return [self._run(region, self._read_exact(batch), exact=True)]
+        return [self._run(region, self._read_float(batch), float_track=True)]
 
     def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the model quantized so far; those without parameters are float."""
@@ -108,7 +108,7 @@ class Walk:
 
         They are quantized if the site of the result has parameters.
         """
-        value = self._run(region, self._reader(batch, inside=True), exact=False)
+        value = self._run(region, self._reader(batch, inside=True), float_track=False)
         site = self.sites.get(region.root.name)
         q = None if site is None else self.qparams.get(site.name)
         if site is None or q is None:
@@ -118,26 +118,26 @@ class Walk:
     def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of the anchor alone in the float model, and in the model quantized so far."""
         anchor = replace(region, nodes=region.nodes[:1])
-        return self._run(anchor, self._read_exact(batch), True), self._run(anchor, self._reader(batch, True), False)
+        return self._run(anchor, self._read_float(batch), True), self._run(anchor, self._reader(batch, True), False)
 
-    def levels(self, node: fx.Node, batch: int) -> torch.Tensor:
+    def quantized_values(self, node: fx.Node, batch: int) -> torch.Tensor:
         """Return the quantized values of a node that regions read; its site must have parameters."""
         kept = self._quantized.get(node.name, batch)
-        return self._narrow(node, kept, self.qparams[self.sites[node.name].name])
+        return self._quantized_8bit(node, kept, self.qparams[self.sites[node.name].name])
 
-    def settle(self, site: str, q: QParams) -> None:
+    def set_qparams(self, site: str, q: QParams) -> None:
         """Set the parameters of a site, which values on the second track use from now on."""
         self.qparams[site] = q
 
     # -- running -------------------------------------------------------------------------------------------------
 
     def _tracks(self) -> list[_Track]:
-        return [track for track in (self._exact, self._quantized) if track is not None]
+        return [track for track in (self._float, self._quantized) if track is not None]
 
-    def _of_exact(self) -> _Track:
-        if self._exact is None:
-            raise ValueError("this walk leaves the float model out")
-        return self._exact
+    def _require_float_track(self) -> _Track:
+        if self._float is None:
+            raise ValueError("this evaluation omits the float model")
+        return self._float
 
     def _step(self, node: fx.Node, region: Region | None) -> None:
         """Run a region or an operator outside of regions on all batches and tracks, and store its results."""
@@ -148,22 +148,24 @@ class Walk:
         if node.op == "get_attr":
             return
         for batch, leaves in enumerate(self.calls):
-            if self._exact is not None:
-                self._exact.put(node.name, batch, self._value(node, region, leaves, self._read_exact(batch), True))
+            if self._float is not None:
+                self._float.put(node.name, batch, self._value(node, region, leaves, self._read_float(batch), True))
             inside = region is not None
             value = self._value(node, region, leaves, self._reader(batch, inside), False)
-            self._quantized.put(node.name, batch, self._kept(node, value, produced=inside))
+            self._quantized.put(node.name, batch, self._to_store(node, value, produced=inside))
 
-    def _value(self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, exact: bool) -> Any:
+    def _value(
+        self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, float_track: bool
+    ) -> Any:
         """Return the value of a node or region for one batch."""
         if node.op == "placeholder":
             return leaves[self._places.index(node.name)]
         if region is not None:
-            return self._run(region, read, exact)
+            return self._run(region, read, float_track)
         args, kwargs = self._values((node.args, node.kwargs), read, node)
         return node.target(*args, **kwargs)
 
-    def _run(self, region: Region, read: Reader, exact: bool) -> torch.Tensor:
+    def _run(self, region: Region, read: Reader, float_track: bool) -> torch.Tensor:
         """Run the region's operators, with ``read`` for the values from outside."""
         found: dict[str, Any] = {}
 
@@ -171,25 +173,25 @@ class Walk:
             if node.name in found:
                 return found[node.name]
             if node.op == "get_attr":
-                return self._constant(node, exact)
+                return self._constant(node, float_track)
             return read(node, user)
 
         for node in region.nodes:
             args, kwargs = _mapped((node.args, node.kwargs), value, node)
-            if not exact and node is region.anchor and node.name in self.biases:
+            if not float_track and node is region.anchor and node.name in self.biases:
                 args, kwargs = _with_bias(node, args, kwargs, self.biases[node.name])
             found[node.name] = node.target(*args, **kwargs)
         return found[region.root.name]
 
-    def _constant(self, node: fx.Node, exact: bool) -> torch.Tensor:
+    def _constant(self, node: fx.Node, float_track: bool) -> torch.Tensor:
         own = getattr(self.module, node.target)
-        return own if exact else self.weights.get(node.name, own)
+        return own if float_track else self.weights.get(node.name, own)
 
     def _values(self, tree: Any, read: Reader, user: fx.Node) -> Any:
         return _mapped(tree, lambda n, user: self._constant(n, True) if n.op == "get_attr" else read(n, user), user)
 
-    def _read_exact(self, batch: int) -> Reader:
-        track = self._of_exact() if self._exact is not None else self._quantized
+    def _read_float(self, batch: int) -> Reader:
+        track = self._require_float_track() if self._float is not None else self._quantized
         return lambda node, user: track.get(node.name, batch)
 
     def _reader(self, batch: int, inside: bool) -> Reader:
@@ -204,32 +206,32 @@ class Walk:
             return kept.real
         region = self._member.get(user) if user is not None else None
         if kept.wide and region is not None and reads_shortcut(region, user, node, self._shortcuts):
-            return self._widely(node, kept)
-        return _dequantized(self._narrow(node, kept, q), q, site)
+            return self._dequantized_16bit(node, kept)
+        return _dequantized(self._quantized_8bit(node, kept, q), q, site)
 
-    def _narrow(self, node: fx.Node, kept: _Kept, q: QParams) -> torch.Tensor:
+    def _quantized_8bit(self, node: fx.Node, kept: _StoredValue, q: QParams) -> torch.Tensor:
         """Return the 8-bit quantized values; 16-bit values are rounded once more."""
         site = self.sites[node.name]
-        if kept.levels is None:
+        if kept.quantized is None:
             return _levels(kept.real, q, site)
-        return _levels(self._widely(node, kept), q, site) if kept.wide else kept.levels
+        return _levels(self._dequantized_16bit(node, kept), q, site) if kept.wide else kept.quantized
 
-    def _widely(self, node: fx.Node, kept: _Kept) -> torch.Tensor:
+    def _dequantized_16bit(self, node: fx.Node, kept: _StoredValue) -> torch.Tensor:
         """Return a value dequantized from 16 bits."""
         site = self._wide[node.name]
-        return _dequantized(kept.levels, self.qparams[site.name], site)
+        return _dequantized(kept.quantized, self.qparams[site.name], site)
 
-    def _kept(self, node: fx.Node, value: Any, produced: bool) -> _Kept:
+    def _to_store(self, node: fx.Node, value: Any, produced: bool) -> _StoredValue:
         """Return what to store of a value: quantized values only, unless a reader outside of regions needs floats."""
         site = self.sites.get(node.name)
         if site is None or site.name not in self.qparams:
-            return _Kept(real=value)
+            return _StoredValue(real=value)
         wide = self._wide.get(node.name)
         wide = wide if wide is not None and wide.name in self.qparams else None
         kind = site if wide is None else wide
         levels = _levels(value, self.qparams[kind.name], kind)
         floating = not produced and any(user.name not in self._inside for user in node.users)
-        return _Kept(value if floating else None, levels, wide is not None)
+        return _StoredValue(value if floating else None, levels, wide is not None)
 
 
 def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
@@ -280,11 +282,11 @@ def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[
 
 
 @dataclass
-class _Kept:
+class _StoredValue:
     """A stored value of the second track, in float, quantized, or both; ``wide`` marks 16-bit quantized values."""
 
     real: Any = None
-    levels: Any = None
+    quantized: Any = None
     wide: bool = False
 
 
@@ -313,7 +315,7 @@ class _Store:
             self.used += size
             return tensor
         if self.file is None:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # The unnamed file lives as long as the walk.
+            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # The unnamed file lives as long as the evaluation.
         places = self.free.get(size)
         offset = places.pop() if places else self.end
         self.end = max(self.end, offset + size)
@@ -354,15 +356,15 @@ class _Track:
     values: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     def put(self, name: str, batch: int, value: Any) -> None:
-        parts, tree = pytree.tree_flatten(_open(value))
+        parts, tree = pytree.tree_flatten(_fields(value))
         kept = [self.store.put(_dense(part)) if isinstance(part, torch.Tensor) else part for part in parts]
-        self.values.setdefault(name, {})[batch] = (type(value) is _Kept, kept, tree)
+        self.values.setdefault(name, {})[batch] = (type(value) is _StoredValue, kept, tree)
 
     def get(self, name: str, batch: int) -> Any:
         pair, kept, tree = self.values[name][batch]
         parts = [self.store.get(part) if isinstance(part, (torch.Tensor, _Spilled)) else part for part in kept]
         value = pytree.tree_unflatten(parts, tree)
-        return _Kept(*value) if pair else value
+        return _StoredValue(*value) if pair else value
 
     def drop(self, name: str) -> None:
         for _, kept, _ in self.values.pop(name, {}).values():
@@ -371,5 +373,5 @@ class _Track:
                     self.store.drop(part)
 
 
-def _open(value: Any) -> Any:
-    return (value.real, value.levels, value.wide) if type(value) is _Kept else value
+def _fields(value: Any) -> Any:
+    return (value.real, value.quantized, value.wide) if type(value) is _StoredValue else value
