@@ -16,7 +16,7 @@ from intaglio.errors import ArtifactError, CalibrationError, InputError, Unsuppo
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qat import PreparedQat
-from intaglio.quant.qat.fake_quantize import FakeQuantize, Mode, RoundToLevels
+from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeFunction, FakeQuantizeMode
 from support import nets
 from support.nets import Body
 from support.qat_models import assert_evaluates_alike, trainable
@@ -322,7 +322,7 @@ def test_fake_quantize_rounds_like_numerics_and_has_no_gradient_outside_the_rang
     draw = torch.Generator().manual_seed(0)
     x = (torch.randn(1000, generator=draw) * 3).requires_grad_()
     scale, zero = torch.tensor(0.0123), torch.tensor(97.0)
-    y = RoundToLevels.apply(x, scale, zero, None, 0, 255, 1.0)
+    y = FakeQuantizeFunction.apply(x, scale, zero, None, 0, 255, 1.0)
     levels = numerics.quantize(x.detach().numpy(), scale.numpy(), 97, 0, 255)
     assert np.array_equal(y.detach().numpy(), numerics.dequantize(levels, scale.numpy(), 97))
     y.sum().backward()
@@ -338,7 +338,7 @@ def test_gradients_of_scale_and_zero_point_are_those_of_the_papers(low, high, ze
     x, upstream = 4 * torch.randn(4000, generator=draw), torch.randn(4000, generator=draw)
     scale, zero_point = torch.tensor(0.05, requires_grad=True), torch.tensor(zero, requires_grad=True)
     share = (4000 * high) ** -0.5
-    (RoundToLevels.apply(x, scale, zero_point, None, low, high, share) * upstream).sum().backward()
+    (FakeQuantizeFunction.apply(x, scale, zero_point, None, low, high, share) * upstream).sum().backward()
     v, s = x / 0.05, 0.0
     below, above = v < low - zero, v > high - zero
     assert below.any()
@@ -380,7 +380,7 @@ def test_gradients_of_scales_are_normalized_by_the_number_of_values():
 def test_learned_scales_count_values_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
     """C13: Esser et al. 2020, section 2.2; an unsigned type with its zero point in the middle is a signed one."""
     site = Site("x", "x", "activation", Observed("minmax", low == 1), DType.U8, low, high)
-    rounding = FakeQuantize(site, 1, 2, Mode())
+    rounding = FakeQuantize(site, 1, 2, FakeQuantizeMode())
     rounding(torch.tensor([ends]))
     rounding.mode.observe, rounding.mode.learn = False, True
     rounding.scale.requires_grad_(True)

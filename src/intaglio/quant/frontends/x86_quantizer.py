@@ -30,7 +30,7 @@ from intaglio.quant.annotate.node_annotations import (
     annotation_of,
 )
 from intaglio.quant.annotate.sites import Dynamic, Observed
-from intaglio.quant.qat.eval_graph import Norm
+from intaglio.quant.qat.eval_graph import BatchNormMark
 from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
@@ -218,7 +218,7 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
     a folded batch norm is quantized for all its readers.
     """
     root, anchor = nodes[0], nodes[-1]
-    normed = any(isinstance(mark, Norm) for mark in info(anchor).marks)
+    normed = any(isinstance(mark, BatchNormMark) for mark in info(anchor).marks)
     for node in nodes:
         inputs: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = {}
         if config is not None and node is anchor:

@@ -24,13 +24,13 @@ from intaglio.tracing.captured import Captured
 
 EVALUATED_NORM = torch.ops.aten._native_batch_norm_legit_no_training.default
 TRAINED_NORM = "aten._native_batch_norm_legit_functional.default"
-EMPTIES = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
+EMPTY_TARGETS = ("aten.new_empty.default", "aten.empty.memory_format", "aten.empty_like.default")
 BATCH_NORM_COUNTERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of a batch norm's buffers."""
 
 
 @dataclass(frozen=True)
-class Norm:
+class BatchNormMark:
     """Mark of a value that a batch norm computes.
 
     Attributes:
@@ -49,27 +49,27 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Dropout:
+class DropoutMark:
     """Mark of a value whose readers receive it with dropout.
 
     Attributes:
         p: probability of a zero.
-        whole: axes along which the mask is constant, as for channel dropout.
+        broadcast_axes: axes along which the mask is constant, as for channel dropout.
         number: index of the dropout's node in the graph.
         path: path of the dropout's module.
-        inside: whether dropout applies to the probabilities inside the attention that computes the value.
+        in_attention: whether dropout applies to the probabilities inside the attention that computes the value.
         readers: names of the readers that receive dropout; empty for all.
     """
 
     p: float
-    whole: tuple[int, ...]
+    broadcast_axes: tuple[int, ...]
     number: int
     path: str
-    inside: bool = False
+    in_attention: bool = False
     readers: tuple[str, ...] = ()
 
 
-def evaluated(captured: Captured) -> Captured:
+def to_evaluation(captured: Captured) -> Captured:
     """Return the model in evaluation: batch norms with running statistics and no dropout, both marked on their nodes.
 
     Raises:
@@ -83,13 +83,13 @@ def evaluated(captured: Captured) -> Captured:
     _drop_counters(module, states, known)
     for node in module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and record_of(node) is None:
-            raise _unable(node, "random numbers that are no dropout", "train the parts of the model around it")
-    with followed(module):
+            raise _unsupported(node, "random numbers that are no dropout", "train the parts of the model around it")
+    with propagate_marks(module):
         run(module, CAPTURE_PASSES)
     return replace(captured, module=module, signature=replace(captured.signature, state=()))
 
 
-def _unable(node: fx.Node, problem: str, remedy: str) -> UnsupportedError:
+def _unsupported(node: fx.Node, problem: str, remedy: str) -> UnsupportedError:
     where = origin(node)
     return UnsupportedError(where.path or "model", where.operator, problem, remedy=remedy, source=where.source or None)
 
@@ -109,7 +109,7 @@ def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[
         copy_info(value, first)
         path = counted[0].path.rpartition(".")[0]
         names = tuple(None if c is None else str(c.target) for c in (weight, bias, *constants))
-        _mark(value, Norm(path, names, float(momentum), float(eps), number))
+        _add_mark(value, BatchNormMark(path, names, float(momentum), float(eps), number))
         first.replace_all_uses_with(value)
         known.add(path)
     return known
@@ -157,13 +157,13 @@ def _drop_dropout(module: fx.GraphModule) -> None:
         name = operator(node)
         if name == "aten.native_dropout.default" or name == "aten.dropout.default":
             (value,) = [u for u in node.users if u.args[1] == 0] if "native" in name else [node]
-            _without(value, node.args[0], float(node.args[1]), (), number)
+            _bypass_dropout(value, node.args[0], float(node.args[1]), (), number)
         elif name == "aten.mul.Tensor" and (found := _map_dropout(node)) is not None:
-            _without(node, *found, number)
+            _bypass_dropout(node, *found, number)
         elif name == SDPA_TARGET and (p := float(arguments(node)["dropout_p"])):
             node.args = tuple(0.0 if i == 4 else a for i, a in enumerate(node.args))
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "dropout_p"}
-            _mark(node, Dropout(p, (), number, origin(node).path, inside=True))
+            _add_mark(node, DropoutMark(p, (), number, origin(node).path, in_attention=True))
 
 
 def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None:
@@ -171,14 +171,14 @@ def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None
     x, mask = node.args
     if operator(mask) in ("aten.div.Scalar", "aten.div.Tensor") and operator(mask.args[0]) == "aten.bernoulli.p":
         shape = known_type(mask).shape
-        if operator(mask.args[0].args[0]) in EMPTIES and len(shape) == len(known_type(x).shape):
+        if operator(mask.args[0].args[0]) in EMPTY_TARGETS and len(shape) == len(known_type(x).shape):
             keep = float(mask.args[0].args[1])
-            whole = tuple(axis for axis, size in enumerate(shape) if size != known_type(x).shape[axis])
-            return x, 1 - keep, whole
+            broadcast_axes = tuple(axis for axis, size in enumerate(shape) if size != known_type(x).shape[axis])
+            return x, 1 - keep, broadcast_axes
     return None
 
 
-def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], number: int) -> None:
+def _bypass_dropout(value: fx.Node, source: fx.Node, p: float, broadcast_axes: tuple[int, ...], number: int) -> None:
     """Let the readers of a dropout's result read its input, which gets the mark."""
     call = value.args[0] if value.target is python_operator.getitem else value
     alone = source.users.keys() <= {call, *_shape_readers(source)}
@@ -186,7 +186,7 @@ def _without(value: fx.Node, source: fx.Node, p: float, whole: tuple[int, ...], 
     where = origin(call).path
     value.replace_all_uses_with(source)
     _erase(value)
-    _mark(source, Dropout(p, whole, number, where, readers=readers))
+    _add_mark(source, DropoutMark(p, broadcast_axes, number, where, readers=readers))
 
 
 def _erase(node: fx.Node) -> None:
@@ -201,19 +201,19 @@ def _erase(node: fx.Node) -> None:
 
 
 def _shape_readers(source: fx.Node) -> list[fx.Node]:
-    return [user for user in source.users if operator(user) in EMPTIES or info(user).dim is not None]
+    return [user for user in source.users if operator(user) in EMPTY_TARGETS or info(user).dim is not None]
 
 
-def _mark(node: fx.Node, mark: Norm | Dropout) -> None:
+def _add_mark(node: fx.Node, mark: BatchNormMark | DropoutMark) -> None:
     update_info(node, marks=(*info(node).marks, mark))
 
 
-def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, Norm | Dropout]]:
+def marks_of(module: fx.GraphModule) -> list[tuple[fx.Node, BatchNormMark | DropoutMark]]:
     """Return all marks with their nodes, in graph order."""
     return [(node, mark) for node in module.graph.nodes for mark in info(node).marks]
 
 
-def settle(module: fx.GraphModule) -> None:
+def keep_first_marks(module: fx.GraphModule) -> None:
     """Keep each mark only on the first node that carries it along any path."""
     above: dict[fx.Node, set[tuple[type, int]]] = {}
     for node in module.graph.nodes:
@@ -225,7 +225,7 @@ def settle(module: fx.GraphModule) -> None:
 
 
 @contextlib.contextmanager
-def followed(module: fx.GraphModule) -> Iterator[None]:
+def propagate_marks(module: fx.GraphModule) -> Iterator[None]:
     """Copy marks to replacement nodes while passes run inside this context.
 
     When matmuls are fused into attention, the dropout of the probabilities moves inside it.
@@ -235,7 +235,7 @@ def followed(module: fx.GraphModule) -> Iterator[None]:
         found = next(node for node in module.graph.nodes if node.name == new)
         marks = info(old).marks
         if operator(found) == SDPA_TARGET and operator(old) in MATMUL_TARGETS and isinstance(old.args[0], fx.Node):
-            marks += tuple(replace(m, inside=True) for m in info(old.args[0]).marks if isinstance(m, Dropout))
+            marks += tuple(replace(m, in_attention=True) for m in info(old.args[0]).marks if isinstance(m, DropoutMark))
         own = info(found).marks
         if added := tuple(mark for mark in marks if mark not in own):
             update_info(found, marks=(*own, *added))

@@ -20,12 +20,12 @@ from intaglio.quant.qdq.weight_grid import weight_grid
 
 AVERAGING = 0.01
 """Weight of a new batch in the moving averages of the extremes."""
-SMALLEST = 2.0**-100
+SMALLEST_SCALE = 2.0**-100
 """Lower bound of a learned scale."""
 
 
 @dataclass
-class Mode:
+class FakeQuantizeMode:
     """Switches that all modules of a model share. `observe` and `learn` are never both set.
 
     Attributes:
@@ -41,13 +41,13 @@ class Mode:
     frozen: bool = False
 
 
-class RoundToLevels(torch.autograd.Function):
+class FakeQuantizeFunction(torch.autograd.Function):
     """Computes ``(clamp(rne(x * (1/s)) + zp, low, high) - zp) * s``, as in `intaglio.numerics`.
 
     Weight groups with multiples m use steps of ``s * m``. With v = x / (s * m), the gradient of x passes where low <= v
     + zp <= high and is 0 outside (straight-through estimator). The gradient of s is ``round(v) - v`` inside and
     ``clamp(v)`` outside, times m (Esser et al. 2020, eq. 3). The gradient of zp is ``-s`` outside and 0 inside (Bhalgat
-    et al. 2020, eq. 5). Both are multiplied by ``share`` (see `gradient_share`).
+    et al. 2020, eq. 5). Both are multiplied by ``gradient_factor`` (see `lsq_gradient_factor`).
     """
 
     @staticmethod
@@ -59,13 +59,13 @@ class RoundToLevels(torch.autograd.Function):
         multiples: torch.Tensor | None,
         low: int,
         high: int,
-        share: float,
+        gradient_factor: float,
     ) -> torch.Tensor:
         steps = scale if multiples is None else scale * multiples
         v = x * (1.0 / steps)
         level = numerics.round_clamp(v, low, high, zero_point).sub_(zero_point)
         ctx.save_for_backward(v, scale, zero_point, multiples)
-        ctx.bounds, ctx.share = (low, high), share
+        ctx.bounds, ctx.gradient_factor = (low, high), gradient_factor
         return (level if multiples is None else level * multiples) * scale
 
     @staticmethod
@@ -79,13 +79,13 @@ class RoundToLevels(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             slope = torch.where(inside, torch.round(v) - v, numerics.round_clamp(v, low, high))
             slope = slope if multiples is None else slope * multiples
-            grad_scale = (grad * slope).sum_to_size(scale.shape) * ctx.share
+            grad_scale = (grad * slope).sum_to_size(scale.shape) * ctx.gradient_factor
         if ctx.needs_input_grad[2]:
-            grad_zero = (grad * ~inside * -scale).sum_to_size(zero_point.shape) * ctx.share
+            grad_zero = (grad * ~inside * -scale).sum_to_size(zero_point.shape) * ctx.gradient_factor
         return grad_x, grad_scale, grad_zero, None, None, None, None
 
 
-def gradient_share(values: int, levels: int) -> float:
+def lsq_gradient_factor(values: int, levels: int) -> float:
     """Return ``1/sqrt(n * levels)``, the gradient scale of LSQ (Esser et al. 2020, section 2.2).
 
     It makes scales move at the rate of weights. Unlike LSQ, which starts from ``2 * mean|x| / sqrt(Q_P)``, scales start
@@ -98,7 +98,7 @@ def gradient_share(values: int, levels: int) -> float:
     return (max(values, 1) * levels) ** -0.5
 
 
-def longer_side(low: int, high: int, zero: int) -> int:
+def max_quantized_magnitude(low: int, high: int, zero: int) -> int:
     """Return the number of quantized values on the larger side of the zero point."""
     return max(high - zero, zero - low)
 
@@ -121,7 +121,7 @@ class FakeQuantize(nn.Module):
     high: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, site: Site, channels: int, rank: int, mode: Mode) -> None:
+    def __init__(self, site: Site, channels: int, rank: int, mode: FakeQuantizeMode) -> None:
         super().__init__()
         self.site, self.mode = site, mode
         self.shape = [channels if axis == site.axis else 1 for axis in range(rank)] if site.axis is not None else []
@@ -146,18 +146,20 @@ class FakeQuantize(nn.Module):
             if self.training and counts:
                 self._observe(x.detach())
             elif self.seen:
-                self.follow()  # DDP may have replaced the averages, which are buffers
+                self.update_qparams()  # DDP may have replaced the averages, which are buffers
         if not self.mode.quantize or not self.seen:
             return x
-        scale, zero_point = self.parameters_of_levels()
+        scale, zero_point = self.effective_qparams()
         low, high = self.site.qmin, self.site.qmax
-        levels = max(longer_side(low, high, int(zero)) for zero in zero_point.tolist())
-        share = gradient_share(x.numel() // max(len(x), 1), levels)
-        return RoundToLevels.apply(x, scale.reshape(self.shape), zero_point.reshape(self.shape), None, low, high, share)
+        levels = max(max_quantized_magnitude(low, high, int(zero)) for zero in zero_point.tolist())
+        gradient_factor = lsq_gradient_factor(x.numel() // max(len(x), 1), levels)
+        return FakeQuantizeFunction.apply(
+            x, scale.reshape(self.shape), zero_point.reshape(self.shape), None, low, high, gradient_factor
+        )
 
-    def parameters_of_levels(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def effective_qparams(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positive scale and the integer zero point within the quantized range that are in effect."""
-        scale = self.scale.abs().clamp_min(SMALLEST)
+        scale = self.scale.abs().clamp_min(SMALLEST_SCALE)
         clamped = self.zero_point.clamp(self.site.qmin, self.site.qmax)
         return scale, clamped + (clamped.round() - clamped).detach()
 
@@ -179,14 +181,14 @@ class FakeQuantize(nn.Module):
                 source=self.site.origin.source or None,
                 remedy="check the data; if training diverged, a lower rate, or batch norms that are not frozen yet",
             )
-        share = AVERAGING if self.seen else 1.0
-        self.low.lerp_(low.double().reshape(-1), share)
-        self.high.lerp_(high.double().reshape(-1), share)
+        weight = AVERAGING if self.seen else 1.0
+        self.low.lerp_(low.double().reshape(-1), weight)
+        self.high.lerp_(high.double().reshape(-1), weight)
         self.seen.fill_(True)
-        self.follow()
+        self.update_qparams()
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def update_qparams(self) -> None:
         """Compute scale and zero point from the moving averages."""
         ends = list(zip(self.low.tolist(), self.high.tolist(), strict=True))
         if isinstance(self.site.spec, Observed) and self.site.spec.symmetric:
@@ -197,7 +199,7 @@ class FakeQuantize(nn.Module):
         self.zero_point.copy_(torch.tensor(zeros))
 
     @torch.no_grad()
-    def start(self, q: QParams) -> None:
+    def set_qparams(self, q: QParams) -> None:
         """Set known parameters, and the averages to the ends of their range, which give the same parameters again."""
         scales, zeros = (torch.tensor(values, dtype=torch.float64) for values in (q.scales, q.zeros))
         self.low.copy_((q.qmin - zeros) * scales)
@@ -217,7 +219,7 @@ class FakeQuantize(nn.Module):
 
     def qparams(self) -> QParams:
         """Return the parameters that are in effect."""
-        scale, zero_point = self.parameters_of_levels()
+        scale, zero_point = self.effective_qparams()
         zeros = tuple(int(zero) for zero in zero_point.tolist())
         return QParams(tuple(scale.tolist()), zeros, self.site.qmin, self.site.qmax, self.site.axis)
 
@@ -234,7 +236,7 @@ class FakeQuantizeWeight(nn.Module):
         own: computes the scales of a weight as `convert` does.
     """
 
-    def __init__(self, site: Site, constant: str, weight: torch.Tensor, own: OwnScales, mode: Mode) -> None:
+    def __init__(self, site: Site, constant: str, weight: torch.Tensor, own: OwnScales, mode: FakeQuantizeMode) -> None:
         super().__init__()
         self.site, self.constant, self.own, self.mode = site, constant, own, mode
         self.scale = nn.Parameter(torch.from_numpy(own(weight.detach().numpy())).clone(), requires_grad=False)
@@ -243,7 +245,7 @@ class FakeQuantizeWeight(nn.Module):
         if not self.mode.quantize:
             return weight
         if self.mode.observe:
-            self.follow(weight)
+            self.update_qparams(weight)
         site, kind, axis = self.site, self.site.record, self.own.axis or 0
         scale, multiples = self.positive_scale(), None
         if site.group:
@@ -251,18 +253,20 @@ class FakeQuantizeWeight(nn.Module):
             multiples = torch.from_numpy(grid.multiples.astype(np.float32))
         shape = [1] * weight.dim()
         shape[axis] = len(scale)
-        share = gradient_share(weight.numel() // len(scale), kind.qmax)
+        gradient_factor = lsq_gradient_factor(weight.numel() // len(scale), kind.qmax)
         zero = torch.zeros(())
-        return RoundToLevels.apply(weight, scale.reshape(shape), zero, multiples, kind.qmin, kind.qmax, share)
+        return FakeQuantizeFunction.apply(
+            weight, scale.reshape(shape), zero, multiples, kind.qmin, kind.qmax, gradient_factor
+        )
 
     @torch.no_grad()
-    def follow(self, weight: torch.Tensor) -> None:
+    def update_qparams(self, weight: torch.Tensor) -> None:
         """Compute the scale from the weight."""
         self.scale.copy_(torch.from_numpy(self.own(weight.detach().numpy())))
 
     def positive_scale(self) -> torch.Tensor:
         """Return the scale that is in effect, which is positive."""
-        return self.scale.abs().clamp_min(SMALLEST)
+        return self.scale.abs().clamp_min(SMALLEST_SCALE)
 
     def learnable(self) -> list[nn.Parameter]:
         """Return the trainable parameters."""
@@ -277,50 +281,54 @@ class FakeQuantizeWeight(nn.Module):
         return f"{self.site.name}, {self.site.record.qmin}..{self.site.record.qmax}"
 
 
-def fake_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantizeWeight) -> torch.Tensor:
+def fake_quantize_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantizeWeight) -> torch.Tensor:
     """Round a bias to int32 steps of ``s_x * s_w``; the gradient passes unchanged."""
     if not x.mode.quantize or not x.seen:
         return bias
     with torch.no_grad():
         scales = weight.positive_scale().repeat(len(bias) // weight.scale.numel()).numpy()
-        step = float(x.parameters_of_levels()[0][0])
+        step = float(x.effective_qparams()[0][0])
         levels = numerics.bias_steps(bias.detach().numpy(), step, scales)
         units = numerics.accumulator_scale(step, scales).astype(np.float32)
         real = torch.from_numpy(levels.astype(np.float32) * units)
     return bias + (real - bias.detach())
 
 
-def fake_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
+def fake_quantize_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
     """Fake-quantize a value to 16 bits with trainable parameters that `numerics.widen` derives from its 8-bit ones."""
     if not levels.mode.quantize or not levels.seen:
         return x
-    scale, zero_point = levels.parameters_of_levels()
+    scale, zero_point = levels.effective_qparams()
     q = levels.qparams()
     wide = numerics.widen(q.step, q.zero)
-    share = gradient_share(x.numel() // max(len(x), 1), longer_side(low, high, wide.zero_point))
+    gradient_factor = lsq_gradient_factor(
+        x.numel() // max(len(x), 1), max_quantized_magnitude(low, high, wide.zero_point)
+    )
     fine = scale.reshape([]) / numerics.QUANT_STEPS
     fine = fine + (wide.scale - fine).detach()
     shifted = zero_point.reshape([]) * numerics.QUANT_STEPS + (wide.zero_point - q.zero * numerics.QUANT_STEPS)
-    return RoundToLevels.apply(x, fine, shifted, None, low, high, share)
+    return FakeQuantizeFunction.apply(x, fine, shifted, None, low, high, gradient_factor)
 
 
-class Switch(nn.Module):
+class ModeHolder(nn.Module):
     """Holds the mode for fake-quantize functions without parameters of their own."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: FakeQuantizeMode) -> None:
         super().__init__()
         self.mode = mode
 
 
-def fake_fixed(switch: Switch, x: torch.Tensor, scale: float, zero_point: int, low: int, high: int) -> torch.Tensor:
+def fake_quantize_fixed(
+    switch: ModeHolder, x: torch.Tensor, scale: float, zero_point: int, low: int, high: int
+) -> torch.Tensor:
     """Fake-quantize with fixed parameters."""
     if not switch.mode.quantize:
         return x
     values = torch.tensor(scale), torch.tensor(float(zero_point))
-    return RoundToLevels.apply(x, *values, None, low, high, 0.0)
+    return FakeQuantizeFunction.apply(x, *values, None, low, high, 0.0)
 
 
-def fake_rows(switch: Switch, x: torch.Tensor, mode: str) -> torch.Tensor:
+def fake_quantize_per_token(switch: ModeHolder, x: torch.Tensor, mode: str) -> torch.Tensor:
     """Fake-quantize dynamically per token or per batch entry. Nothing is clipped, so the whole gradient passes."""
     if not switch.mode.quantize:
         return x

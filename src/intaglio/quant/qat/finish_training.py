@@ -25,7 +25,7 @@ def calibrate_qat(trained: PreparedQat, data: Any, **options: Any) -> Ranges:
     qparams = activation_qparams(prepared, ranges)
     for module in trained.rounding():
         if isinstance(module, FakeQuantize) and module.observed:
-            module.start(qparams[module.site.name])
+            module.set_qparams(qparams[module.site.name])
     trained.follow_weights()
     return ranges
 

@@ -12,15 +12,15 @@ from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.unique_names import unique_name
 from intaglio.ir import DType
 from intaglio.quant.qat.constant_tape import Tape
-from intaglio.quant.qat.eval_graph import BATCH_NORM_COUNTERS, Norm, marks_of
-from intaglio.quant.qat.fake_quantize import Mode
+from intaglio.quant.qat.eval_graph import BATCH_NORM_COUNTERS, BatchNormMark, marks_of
+from intaglio.quant.qat.fake_quantize import FakeQuantizeMode
 from intaglio.quant.qat.train_layers import StatisticsNorm, folded_norm
 from intaglio.tracing.captured import Captured
 
 FIXED = "fixed"
 
 
-class Tree:
+class ParameterTree:
     """Places parameters, buffers and submodules on `root`, the module that is trained.
 
     Attributes:
@@ -29,12 +29,12 @@ class Tree:
         counters: module path of a batch norm -> path of its `num_batches_tracked`.
     """
 
-    def __init__(self, root: nn.Module, captured: Captured, evaluated: Captured, mode: Mode) -> None:
-        self.root, self.module, self.paths = root, evaluated.module, dict[str, str]()
-        marks = [mark for _, mark in marks_of(evaluated.module)]
-        self.norms = {mark.path: mark for mark in marks if isinstance(mark, Norm)}
+    def __init__(self, root: nn.Module, captured: Captured, evaluation: Captured, mode: FakeQuantizeMode) -> None:
+        self.root, self.module, self.paths = root, evaluation.module, dict[str, str]()
+        marks = [mark for _, mark in marks_of(evaluation.module)]
+        self.norms = {mark.path: mark for mark in marks if isinstance(mark, BatchNormMark)}
         self.counters: dict[str, str] = {}
-        constants = [node for node in evaluated.module.graph.nodes if node.op == "get_attr"]
+        constants = [node for node in evaluation.module.graph.nodes if node.op == "get_attr"]
         leaves = {info(node).path or str(node.target) for node in constants}
         for path in self.norms:
             if not path:
@@ -51,14 +51,14 @@ class Tree:
             elif path and any(known.startswith(f"{path}.") for known in leaves):
                 self.place(path, nn.Module())
         for node in constants:
-            self._leaf(node, getattr(evaluated.module, str(node.target)))
+            self._leaf(node, getattr(evaluation.module, str(node.target)))
         for state in captured.signature.state:
             owner, _, name = state.path.rpartition(".")
             if state.type.dtype is DType.I64 and name == BATCH_NORM_COUNTERS[2]:
                 self.counters[owner] = state.path
                 self.place(state.path, torch.from_numpy(state.initial.copy()))
 
-        self.quantizers = self.free("quantizers")
+        self.quantizers = self.unused_name("quantizers")
 
     def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
         path, requires_grad = info(node).path or str(node.target), info(node).requires_grad
@@ -89,7 +89,7 @@ class Tree:
         self.place(f"{self.quantizers}.{name}", module)
         return f"{self.quantizers}.{name}"
 
-    def free(self, name: str) -> str:
+    def unused_name(self, name: str) -> str:
         """Return a name that the model does not use, derived from `name`."""
         return unique_name(self.root, name)
 
@@ -108,7 +108,7 @@ class Tree:
 
         def fixed(tensor: torch.Tensor) -> fx.Node:
             nonlocal number
-            name, number = self.free(f"{FIXED}{number}"), number + 1
+            name, number = self.unused_name(f"{FIXED}{number}"), number + 1
             self.place(name, tensor.clone(), persistent=False)
             return graph.get_attr(name)
 

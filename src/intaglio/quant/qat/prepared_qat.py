@@ -18,9 +18,9 @@ from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.recurrent_sites import is_recurrent
 from intaglio.quant.calibrate.prepare import Prepared, prepare_with_passes
 from intaglio.quant.qat.constant_tape import Tape
-from intaglio.quant.qat.eval_graph import evaluated, followed, marks_of, settle
-from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeWeight, Mode
-from intaglio.quant.qat.parameter_tree import Tree
+from intaglio.quant.qat.eval_graph import BatchNormMark, keep_first_marks, marks_of, propagate_marks, to_evaluation
+from intaglio.quant.qat.fake_quantize import FakeQuantize, FakeQuantizeMode, FakeQuantizeWeight
+from intaglio.quant.qat.parameter_tree import ParameterTree
 from intaglio.quant.qat.training_graph import TrainingGraph
 from intaglio.quant.qdq.prepare_passes import QAT_PASSES
 from intaglio.quant.recipes.datatypes import FLOAT8
@@ -62,7 +62,7 @@ class PreparedQat(nn.Module):
     """
 
     _plan: TrainingPlan
-    _mode: Mode
+    _mode: FakeQuantizeMode
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class PreparedQat(nn.Module):
         for name, values in self.constants().items():
             for module in self.rounding():
                 if isinstance(module, FakeQuantizeWeight) and module.constant == name:
-                    module.follow(values)
+                    module.update_qparams(values)
 
     @torch.no_grad()
     def constants(self) -> dict[str, torch.Tensor]:
@@ -203,14 +203,14 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
             remedy="capture(model, example_inputs, train=True)",
         )
     refuse_loops(captured.module, "its body is not trained", "write a loop of a fixed count")
-    evaluation, tape = evaluated(captured), Tape()
+    evaluation, tape = to_evaluation(captured), Tape()
     module = copy_graph(evaluation.module)
-    with tape, followed(module):
+    with tape, propagate_marks(module):
         prepared = prepare_with_passes(module, evaluation, Quantizer.of(quantizer), QAT_PASSES)
-    settle(prepared.annotations.module)
+    keep_first_marks(prepared.annotations.module)
     _check(prepared, evaluation)
-    root, mode = PreparedQat(), Mode()
-    tree = Tree(root, captured, evaluation, mode)
+    root, mode = PreparedQat(), FakeQuantizeMode()
+    tree = ParameterTree(root, captured, evaluation, mode)
     training = TrainingGraph(prepared.annotations, tree, mode)
     run = training.write()
     compute = tree.constants(prepared.annotations.module, training.names, tape)
@@ -259,7 +259,8 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     kept = {(type(mark), mark.number) for _, mark in marks_of(annotations.module)}
     for _, mark in marks_of(evaluation.module):
         if (type(mark), mark.number) not in kept:
-            problem = f"a {type(mark).__name__.lower()} that is rewritten into something else"
+            name = "norm" if isinstance(mark, BatchNormMark) else "dropout"
+            problem = f"a {name} that is rewritten into something else"
             raise UnsupportedError(mark.path or "model", None, problem, remedy="train the model without it")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from intaglio.quant.qat.fake_quantize import Mode
+from intaglio.quant.qat.fake_quantize import FakeQuantizeMode
 
-VANISHED = 2.0**-60
+SMALLEST_NORM_WEIGHT = 2.0**-60
 """Batch norm weights below this magnitude are treated as zero."""
 
 
@@ -19,12 +19,12 @@ class StatisticsNorm(nn.Module):
     factor and normalized with batch statistics (Krishnamoorthi 2018, section 3.2.2).
     """
 
-    def __init__(self, mode: Mode, momentum: float, eps: float) -> None:
+    def __init__(self, mode: FakeQuantizeMode, momentum: float, eps: float) -> None:
         super().__init__()
         self.mode, self.momentum, self.eps = mode, momentum, eps
 
     @property
-    def counts(self) -> bool:
+    def uses_batch_statistics(self) -> bool:
         """Return whether batch statistics are used and the running ones are updated."""
         return self.training and not self.mode.frozen
 
@@ -43,10 +43,10 @@ def folded_norm(
     Where the weight is 0, it is replaced by 1: the output could not be divided by 0, and the weight still trains.
     """
     factor = torch.rsqrt(var.double() + norm.eps).float()
-    if not norm.counts:
+    if not norm.uses_batch_statistics:
         return weight, bias, mean, var, factor
     if weight is not None:
-        weight = torch.where(weight.abs() < VANISHED, torch.ones_like(weight), weight).detach()
+        weight = torch.where(weight.abs() < SMALLEST_NORM_WEIGHT, torch.ones_like(weight), weight).detach()
         factor = factor * weight
     return weight, None if bias is None else torch.zeros_like(bias), torch.zeros_like(mean), var, factor
 
@@ -62,7 +62,7 @@ def normalized(
     batches: torch.Tensor | None,
 ) -> torch.Tensor:
     """Apply the part of a batch norm that `folded_norm` left out to the output `y` of the preceding operator."""
-    if not norm.counts:
+    if not norm.uses_batch_statistics:
         return y
     if batches is not None:
         batches.add_(1)
@@ -73,15 +73,15 @@ def normalized(
 class DropoutMask(nn.Module):
     """Applies one dropout mask to a value, or to several quantized forms of it."""
 
-    def __init__(self, p: float, whole: tuple[int, ...]) -> None:
+    def __init__(self, p: float, broadcast_axes: tuple[int, ...]) -> None:
         super().__init__()
-        self.p, self.whole = p, whole
+        self.p, self.broadcast_axes = p, broadcast_axes
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the values unchanged in evaluation; otherwise multiply all by one mask and rescale."""
         if not self.training or not self.p:
             return values
-        shape = [1 if axis in self.whole else size for axis, size in enumerate(values[0].shape)]
+        shape = [1 if axis in self.broadcast_axes else size for axis, size in enumerate(values[0].shape)]
         mask = nn.functional.dropout(torch.ones(shape), self.p)
         return tuple(value * mask for value in values)
 
@@ -89,7 +89,7 @@ class DropoutMask(nn.Module):
         return f"p={self.p}"
 
 
-def attended(
+def attention_with_dropout(
     dropout: DropoutMask,
     q: torch.Tensor,
     k: torch.Tensor,

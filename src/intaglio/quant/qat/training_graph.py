@@ -20,19 +20,19 @@ from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_R
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Derived, Fixed, Shared, Site
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.qat.eval_graph import Dropout, Norm, marks_of
+from intaglio.quant.qat.eval_graph import BatchNormMark, DropoutMark, marks_of
 from intaglio.quant.qat.fake_quantize import (
     FakeQuantize,
+    FakeQuantizeMode,
     FakeQuantizeWeight,
-    Mode,
-    Switch,
-    fake_bias,
-    fake_fixed,
-    fake_rows,
-    fake_shortcut,
+    ModeHolder,
+    fake_quantize_bias,
+    fake_quantize_fixed,
+    fake_quantize_per_token,
+    fake_quantize_shortcut,
 )
-from intaglio.quant.qat.parameter_tree import Tree
-from intaglio.quant.qat.train_layers import DropoutMask, attended, normalized
+from intaglio.quant.qat.parameter_tree import ParameterTree
+from intaglio.quant.qat.train_layers import DropoutMask, attention_with_dropout, normalized
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
 from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
 from intaglio.quant.recipes.choices import Role
@@ -50,7 +50,7 @@ class TrainingGraph:
     norm.
     """
 
-    def __init__(self, annotations: Annotations, tree: Tree, mode: Mode) -> None:
+    def __init__(self, annotations: Annotations, tree: ParameterTree, mode: FakeQuantizeMode) -> None:
         self.annotations, self.tree, self.mode = annotations, tree, mode
         self.sites = {site.name: site for site in annotations.sites}
         self.anchors = {r.anchor.name: r for r in annotations.regions if r.record.roles.weight is not None}
@@ -63,7 +63,7 @@ class TrainingGraph:
         self.constants = {name: self.graph.placeholder(f"constant_{name}") for name in self.names}
         self.factors = {path: self.graph.placeholder(f"factor{i}") for i, path in enumerate(tree.norms)}
         self.forms = {node.name: [new] for node, new in self.env.items()}
-        self.inside = self._dropouts_inside()
+        self.in_attention = self._dropouts_inside()
         self.switch: str | None = None
         self.dropouts: dict[tuple[str, float, tuple[int, ...]], str] = {}
 
@@ -78,7 +78,7 @@ class TrainingGraph:
                 self.env[node] = self._call(node)
                 self.forms.setdefault(node.name, []).insert(0, self.env[node])
         for node, mark in marks_of(self.source):
-            if isinstance(mark, Dropout) and not mark.inside:
+            if isinstance(mark, DropoutMark) and not mark.in_attention:
                 self._drop(node, mark)
         self.graph.lint()
         return self.graph
@@ -111,7 +111,7 @@ class TrainingGraph:
             names += [str(constant.target) for constant in (weight, bias) if constant is not None]
         return list(dict.fromkeys(names))
 
-    def _dropouts_inside(self) -> dict[str, Dropout]:
+    def _dropouts_inside(self) -> dict[str, DropoutMark]:
         """Return dropout marks by the name of the product that reads the dropped probabilities.
 
         Only quantized attention is decomposed, in graph order; float attention applies its dropout itself.
@@ -126,10 +126,10 @@ class TrainingGraph:
             dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE_PREFIX)
             if dequantized and info(reads.args[0]).site is None:
                 wholes[id(info(node).composite)] = node.name
-        found = dict[str, Dropout]()
+        found = dict[str, DropoutMark]()
         for attention, product in zip(written, wholes.values(), strict=True):
             for mark in info(attention).marks:
-                if isinstance(mark, Dropout) and mark.inside:
+                if isinstance(mark, DropoutMark) and mark.in_attention:
                     found[product] = mark
         return found
 
@@ -142,30 +142,32 @@ class TrainingGraph:
             site = info(node).site
             return self.env[source] if site is None else self._constant(node, self.sites[site])
         if name == QUANTIZE_ROWS_TARGET:
-            made = self.graph.call_function(fake_rows, (self._switch(), self.env[source], node.args[1]))
+            made = self.graph.call_function(fake_quantize_per_token, (self._switch(), self.env[source], node.args[1]))
             self.forms[node.args[0].name].append(made)
             return made
         if name == DEQUANTIZE_ROWS_TARGET or (node.target is getitem and operator(source) == QUANTIZE_ROWS_TARGET):
             return self.env[source]
-        inside = [m for m in info(node).marks if isinstance(m, Dropout) and m.inside]
+        inside = [m for m in info(node).marks if isinstance(m, DropoutMark) and m.in_attention]
         if name == SDPA_TARGET and inside:
             given = arguments(node)
             mask = self._module(DropoutMask(inside[0].p, ()), inside[0])
             values = [fx.map_arg(given[key], self.env.__getitem__) for key in ("query", "key", "value", "attn_mask")]
             rest = (given["is_causal"], given["scale"], given["enable_gqa"])
-            return self.graph.call_function(attended, (self.graph.get_attr(mask), *values, *rest))
+            return self.graph.call_function(attention_with_dropout, (self.graph.get_attr(mask), *values, *rest))
         made = self.graph.node_copy(node, self.env.__getitem__)
         made.meta = {}
-        if node.name in self.inside:
-            mark = self.inside[node.name]
+        if node.name in self.in_attention:
+            mark = self.in_attention[node.name]
             with self.graph.inserting_before(made):
-                dropped = self.graph.call_module(self._module(DropoutMask(mark.p, mark.whole), mark), (made.args[0],))
+                dropped = self.graph.call_module(
+                    self._module(DropoutMask(mark.p, mark.broadcast_axes), mark), (made.args[0],)
+                )
                 made.args = (self.graph.call_function(getitem, (dropped, 0)), *made.args[1:])
         for mark in info(node).marks:
-            made = self._normalized(node, made, mark) if isinstance(mark, Norm) else made
+            made = self._normalized(node, made, mark) if isinstance(mark, BatchNormMark) else made
         return made
 
-    def _normalized(self, node: fx.Node, made: fx.Node, mark: Norm) -> fx.Node:
+    def _normalized(self, node: fx.Node, made: fx.Node, mark: BatchNormMark) -> fx.Node:
         if operator(node) not in NORMED:
             where = origin(node)
             raise UnsupportedError(
@@ -184,12 +186,12 @@ class TrainingGraph:
         """Insert fake quantization for a quantize, and record the result as another form of the site's value."""
         name = info(node).site
         if name is None:
-            return self.graph.call_function(fake_fixed, (self._switch(), x, *node.args[1:5]))
+            return self.graph.call_function(fake_quantize_fixed, (self._switch(), x, *node.args[1:5]))
         site = self.sites[name]
         if isinstance(site.spec, Derived):
             of = self.sites[site.spec.sources[0]]
             module = self.graph.get_attr(self.quantizers[self.annotations.leaders[of.name]])
-            made = self.graph.call_function(fake_shortcut, (x, module, site.qmin, site.qmax))
+            made = self.graph.call_function(fake_quantize_shortcut, (x, module, site.qmin, site.qmax))
         else:
             counts = not isinstance(site.spec, Shared) or site.spec.observed
             path = self.quantizers[self.annotations.leaders[site.name]]
@@ -208,18 +210,18 @@ class TrainingGraph:
         bias = layer_operands(region.anchor).bias
         assert bias is not None  # a bias site exists only for a bias
         return self.graph.call_function(
-            fake_bias, (self.constants[str(bias.target)], *map(self.graph.get_attr, modules))
+            fake_quantize_bias, (self.constants[str(bias.target)], *map(self.graph.get_attr, modules))
         )
 
     def _switch(self) -> fx.Node:
         if self.switch is None:
-            self.switch = self.tree.place_quantizer("switch", Switch(self.mode))
+            self.switch = self.tree.place_quantizer("switch", ModeHolder(self.mode))
         return self.graph.get_attr(self.switch)
 
-    def _module(self, module: DropoutMask, mark: Dropout) -> str:
+    def _module(self, module: DropoutMask, mark: DropoutMark) -> str:
         """Return the path of a dropout's module; all calls of one module in the float model share it."""
         path = mark.path.partition("@")[0]
-        key = path, mark.p, mark.whole
+        key = path, mark.p, mark.broadcast_axes
         if key not in self.dropouts:
             path = f"{path}.dropout".lstrip(".") if not path or _taken(self.tree.root, path) else path
             while _taken(self.tree.root, path):
@@ -228,7 +230,7 @@ class TrainingGraph:
             self.dropouts[key] = path
         return self.dropouts[key]
 
-    def _drop(self, node: fx.Node, mark: Dropout) -> None:
+    def _drop(self, node: fx.Node, mark: DropoutMark) -> None:
         """Let the readers of a value, in all its forms, read it with dropout."""
         forms = list(dict.fromkeys(self.forms[node.name]))
         users = [user for form in forms for user in form.users if user not in forms]
@@ -241,7 +243,7 @@ class TrainingGraph:
         users = [user for user in users if user.target is not torch.ops.aten.sym_size.int]
         read = [form for form in forms if any(user in form.users for user in users)]
         with self.graph.inserting_after(forms[-1]):
-            call = self.graph.call_module(self._module(DropoutMask(mark.p, mark.whole), mark), tuple(read))
+            call = self.graph.call_module(self._module(DropoutMask(mark.p, mark.broadcast_axes), mark), tuple(read))
         for place, form in enumerate(read):
             with self.graph.inserting_after(call):
                 value = self.graph.call_function(getitem, (call, place))
