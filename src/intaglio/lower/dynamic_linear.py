@@ -11,7 +11,7 @@ from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.accumulators import weight_of
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.dynamic_quant import row_accumulator, row_levels, scales_shape
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
 from intaglio.quant.annotate.regions import Chain
 
 
@@ -51,7 +51,7 @@ def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
     """
     node, record = region.anchor, region.record
     read = layer_operands(node)
-    rows = rows_behind(read.x)
+    rows = dynamic_operands(read.x)
     assert rows is not None, f"{node} reads no rows"
     x, scales = (builder.values[part] for part in rows)
     weight, columns = weight_of(builder, region)

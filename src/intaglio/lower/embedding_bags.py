@@ -13,25 +13,25 @@ from intaglio.fxgraph.nodes import arguments, is_constant, operator, resolve
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.embedding import MODES, NO_PADDING
-from intaglio.quant.annotate.embedding_tables import BAGS, bag_refusal, table_behind
+from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS, bag_refusal, table_operands
 
 
 def part_of_bag(node: fx.Node) -> bool:
     """Return whether a node is an embedding bag with a kernel, or takes the result of one."""
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return operator(node) in BAGS and bag_refusal(node) is None
+    return operator(node) in EMBEDDING_BAG_TARGETS and bag_refusal(node) is None
 
 
 def embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
     """Lower an embedding bag at the getitem node of its first result, the only one that may be read."""
-    if operator(node) in BAGS:
+    if operator(node) in EMBEDDING_BAG_TARGETS:
         builder.values[node] = ""
         return
     bag = node.args[0]
     given = arguments(bag)
     names = [_named(builder, given[name]) for name in ("weight", "indices", "offsets")]
-    table = table_behind(given["weight"])
+    table = table_operands(given["weight"])
     names += [_named(builder, part) for part in table[1:]] if table is not None else []
     weighted = given["per_sample_weights"] is not None
     names += [_named(builder, given["per_sample_weights"])] if weighted else []

@@ -18,7 +18,7 @@ from intaglio.ops import BY_TARGET, OpDef
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.movement.data_movement import MOVED_TYPES
-from intaglio.quant.annotate.embedding_tables import table_behind
+from intaglio.quant.annotate.embedding_tables import table_operands
 
 STORED = (torch.float32, torch.bool, torch.int64)
 """Data types of constants that loops can read."""
@@ -41,7 +41,7 @@ def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
     held |= {
         name: getattr(module, str(table[0].target))
         for name, value in arguments(node).items()
-        if (table := table_behind(value)) is not None
+        if (table := table_operands(value)) is not None
     }
     constants = {name: value.detach().numpy() for name, value in held.items()}
     call = FloatCall(operator(node), given, result, constants)
@@ -94,7 +94,7 @@ def loop_of(
     body = Body(result, types)
     given = arguments(node)
     values = {name: _value(value, names) for name, value in given.items()}
-    for table in filter(None, map(table_behind, given.values())):
+    for table in filter(None, map(table_operands, given.values())):
         values |= {name: names[part] for name, part in zip(("scales", "zero_points"), table[1:], strict=True)}
     loop = _loop_of(call.target)
     if loop is None:
@@ -118,7 +118,7 @@ def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
-        names |= {part: builder.add_parameter(part) for part in table_behind(leaf) or ()}
+        names |= {part: builder.add_parameter(part) for part in table_operands(leaf) or ()}
     result = builder.add_value(node.name, known_type(node), node)
     op, arrays = loop_of(node, call, names, builder.types, result)
     assert op.body is not None  # loops always have a body

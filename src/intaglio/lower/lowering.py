@@ -16,7 +16,7 @@ from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.stored_weights import stored_weight
 from intaglio.ops import verify
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
-from intaglio.quant.annotate.embedding_tables import table_behind
+from intaglio.quant.annotate.embedding_tables import table_operands
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
@@ -52,7 +52,7 @@ def requantize(reference: Reference) -> Lowered:
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in nodes.regions for node in region.nodes}.union(node.name for node in stacks)
     own = [*nodes.float_ops, *(node for node in builder.values if part_of_bag(node) or stored_weight(node))]
-    inside |= {node.name for node in own if any(map(table_behind, node.args))}
+    inside |= {node.name for node in own if any(map(table_operands, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated(reference.annotations, inside)
     floats += _without_reason(nodes.cut, {skip.node for skip in floats})

@@ -20,8 +20,8 @@ from intaglio.lower.region_lowering import lower_region, quantize_node
 from intaglio.lower.stored_weights import linear_f32, stored_weight, widens_stored
 from intaglio.ops import OpDef
 from intaglio.ops.loop_ops.loop_builder import FloatCall
-from intaglio.quant.annotate.embedding_tables import table_behind
-from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.embedding_tables import table_operands
+from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.qdq.integer_regions import (
     IntegerRegion,
     dequantized_constant,
@@ -110,7 +110,7 @@ class NodeLowering:
     def _lower(self, unit: Unit) -> None:
         """Add the values and operators of a region or node whose operands are available."""
         builder, node = self.builder, unit.nodes[0]
-        if unit.region is not None and rows_behind(operands(node)[0]):
+        if unit.region is not None and dynamic_operands(operands(node)[0]):
             product_of_rows(builder, unit.region)
         elif unit.region is not None:
             lower_region(builder, unit.region)
@@ -124,7 +124,7 @@ class NodeLowering:
             linear_f32(builder, node)
         elif attrs := range_of(node):
             arange(builder, node, attrs)
-        elif table := table_behind(node):
+        elif table := table_operands(node):
             builder.values[node] = builder.add_parameter(table[0])
         elif dequantized_qparams(node) or dequantized_qparams(node, DType.U16) or quantize_qparams(node, DType.U16):
             builder.values[node] = builder.quantized_value(node.args[0])
@@ -158,7 +158,7 @@ class NodeLowering:
 def _region_unit(region: IntegerRegion) -> Unit:
     """Return the unit of a region with the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
-    needs = [n for n in needs if dequantized_qparams(n) or dequantized_qparams(n, DType.U16) or rows_behind(n)]
+    needs = [n for n in needs if dequantized_qparams(n) or dequantized_qparams(n, DType.U16) or dynamic_operands(n)]
     if region.record.attends:
         needs = [value for value in region.operands() if value is not None and not is_constant(value)]
     return Unit(region.nodes, tuple(needs), True, region)
@@ -177,7 +177,7 @@ def _native_unit(node: fx.Node) -> Unit | None:
         return Unit((node,), tuple(needs), True)
     if stored_weight(node):
         return Unit((node,), tuple(x for x in operands(node)[:1] if not is_constant(x)), True)
-    return Unit((node,), (), True) if table_behind(node) else None
+    return Unit((node,), (), True) if table_operands(node) else None
 
 
 def _only_read_by(node: fx.Node, inner: set[fx.Node]) -> bool:

@@ -20,7 +20,7 @@ from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
 from intaglio.fxgraph.nodes import is_constant, operator
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, ROW_UNITS
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, UNSCALED_DEQUANTIZE_ARGUMENTS
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, DEQUANTIZE_TENSOR, QUANTIZE_TENSOR
 
@@ -107,7 +107,7 @@ def scale_tokens_after_linear(module: fx.GraphModule) -> None:
             continue
         levels, scales = rows.args
         call = functools.partial(_before, linear)
-        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *ROW_UNITS)
+        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *UNSCALED_DEQUANTIZE_ARGUMENTS)
         steps = call(aten.linear.default, x, weight)
         y = call(aten.mul.Tensor, steps, scales)
         if bias and bias[0] is not None:

@@ -20,8 +20,8 @@ from intaglio.fxgraph.node_info import constant_path, known_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET, LINEAR_TARGET
 from intaglio.ir import DType, TensorType
-from intaglio.quant.annotate.embedding_tables import table_behind
-from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, rows_behind
+from intaglio.quant.annotate.embedding_tables import table_operands
+from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
@@ -58,7 +58,7 @@ def legalize_token_linear(module: fx.GraphModule, node: fx.Node) -> None:
     """
     if operator(node) != LINEAR_TARGET:
         return
-    rows, (_, weight, *bias) = rows_behind(node.args[0]), node.args
+    rows, (_, weight, *bias) = dynamic_operands(node.args[0]), node.args
     if rows is None or operator(weight) != DEQUANTIZE_CHANNEL:
         return
     levels, scales = weight.args[:2]
@@ -121,10 +121,10 @@ def dequantize_tokens(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
 def gather_quantized_embedding(module: fx.GraphModule, node: fx.Node) -> None:
     """Gather rows of a quantized embedding table before dequantizing them, so that the table stays quantized in the
     file. Its zero points are not integers, which DequantizeLinear does not support."""
-    if operator(node) == EMBEDDING_TARGET and (table := table_behind(node.args[0])) is not None:
+    if operator(node) == EMBEDDING_TARGET and (table := table_operands(node.args[0])) is not None:
         replace_node(node, call_before(node, known_type(node), embedding_rows, *table, node.args[1]))
         return
-    table, alone = table_behind(node), all(operator(user) == EMBEDDING_TARGET for user in node.users)
+    table, alone = table_operands(node), all(operator(user) == EMBEDDING_TARGET for user in node.users)
     if table is not None and not alone and known_type(table[2]).dtype is DType.F32:
         replace_node(node, call_before(node, known_type(node), dequantized_table, *table))
 

@@ -13,7 +13,7 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.ir import DType
-from intaglio.quant.annotate.embedding_tables import find_tables
+from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import (
     PRECISE_ROWS,
     find_regions,
@@ -23,7 +23,7 @@ from intaglio.quant.annotate.find_regions import (
 )
 from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
-from intaglio.quant.annotate.int8_buffers import checked_buffers, chosen_buffers, names_of
+from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
 from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
@@ -72,7 +72,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
     write_regions(graph, regions)
-    tables = find_tables(settings)
+    tables = find_embedding_tables(settings)
     skips = skipped(regions, tables, reasons)
     weight_only = find_weight_only(regions, settings)
     decided = Annotations(module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only)
@@ -120,14 +120,14 @@ def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, 
     graph = found.module.graph
     buffers, returned = _returned_quantized(graph, quantizer)
     leaving = {node: quantizer.recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
-    sites = checked_buffers(buffers, find_sites(graph, found.regions, leaving, buffers))
+    sites = check_buffer_sites(buffers, find_sites(graph, found.regions, leaving, buffers))
     outputs = frozenset(node.name for node in returned)
-    return replace(found, sites=sites, leaders=groups(sites), outputs=outputs, buffers=names_of(buffers))
+    return replace(found, sites=sites, leaders=groups(sites), outputs=outputs, buffers=buffer_names(buffers))
 
 
 def _returned_quantized(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
     """Return the quantized buffers with their values after a call, and all values that leave the model quantized."""
-    buffers = chosen_buffers(graph, quantizer.buffers)
+    buffers = selected_buffers(graph, quantizer.buffers)
     returned = _returned(graph) if quantizer.integers else {}
     return buffers, returned | dict.fromkeys([*buffers, *buffers.values()])
 

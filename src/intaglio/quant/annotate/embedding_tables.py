@@ -20,7 +20,7 @@ from intaglio.quant.recipes.choices import EmbeddingType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.torch_private import quantized_decomposed
 
-BAGS = (
+EMBEDDING_BAG_TARGETS = (
     "aten.embedding_bag.padding_idx",
     "aten.embedding_bag.default",
     "aten._embedding_bag.default",
@@ -29,7 +29,7 @@ BAGS = (
 
 
 @dataclass(frozen=True)
-class Table:
+class EmbeddingTable:
     """The table of one embedding whose recipe asks for quantization.
 
     Attributes:
@@ -45,15 +45,19 @@ class Table:
         return f"table of {origin(self.node).path or self.node.name}: {kind}"
 
 
-def find_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Table, ...]:
+def find_embedding_tables(settings: Mapping[fx.Node, Setting]) -> tuple[EmbeddingTable, ...]:
     """Return the tables that the recipe wants quantized, in execution order."""
     asked = [
         node for node, setting in settings.items() if setting.quantize and setting.embeddings == EmbeddingType.INT8
     ]
-    return tuple(Table(node, _refusal(node.args[0])) for node in asked if operator(node) in (EMBEDDING_TARGET, *BAGS))
+    return tuple(
+        EmbeddingTable(node, _table_refusal(node.args[0]))
+        for node in asked
+        if operator(node) in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS)
+    )
 
 
-def _unread(table: fx.Node) -> str | None:
+def _float_table_refusal(table: fx.Node) -> str | None:
     """Return why kernels cannot read a float table; ``None`` if they can."""
     if not is_constant(table) or known_type(table).dtype is not DType.F32:
         return "it is no constant of float32"
@@ -61,9 +65,9 @@ def _unread(table: fx.Node) -> str | None:
     return None if len(shape) == 2 and 0 not in shape else f"its shape is {list(shape)}"
 
 
-def _refusal(table: fx.Node) -> str | None:
+def _table_refusal(table: fx.Node) -> str | None:
     """Return why a table cannot be quantized; ``None`` if it can."""
-    if (reason := _unread(table)) is not None:
+    if (reason := _float_table_refusal(table)) is not None:
         return reason
     values = getattr(table.graph.owning_module, str(table.target)).detach()
     spans = values.amax(1) - values.amin(1)
@@ -74,7 +78,7 @@ def bag_refusal(node: fx.Node) -> str | None:
     """Return why an embedding bag runs in PyTorch; ``None`` if a kernel computes it."""
     given = arguments(node)
     table, weights = given["weight"], given["per_sample_weights"]
-    if table_behind(table) is None and (reason := _unread(table)) is not None:
+    if table_operands(table) is None and (reason := _float_table_refusal(table)) is not None:
         return f"its table: {reason}"
     ids, offsets = (known_type(value) for value in (given["indices"], given["offsets"]))
     if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
@@ -86,16 +90,16 @@ def bag_refusal(node: fx.Node) -> str | None:
     return None
 
 
-def table_notes(tables: Iterable[Table]) -> tuple[str, ...]:
+def table_notes(tables: Iterable[EmbeddingTable]) -> tuple[str, ...]:
     """Return one line for each table that the recipe wants quantized, without duplicates."""
     return tuple(dict.fromkeys(map(str, tables)))
 
 
-Store = Callable[[str, np.ndarray, TensorType], fx.Node]
+StoreConstant = Callable[[str, np.ndarray, TensorType], fx.Node]
 """Stores a constant under a key and returns its node."""
 
 
-def quantize_table(node: fx.Node, store: Store) -> None:
+def quantize_table(node: fx.Node, store: StoreConstant) -> None:
     """Replace the embedding's table by a dequantize of quantized constants.
 
     Each embedding gets a dequantize of its own; the constants are shared by all embeddings that use this table.
@@ -116,7 +120,7 @@ def quantize_table(node: fx.Node, store: Store) -> None:
     node.replace_input_with(table, real)
 
 
-def table_behind(node: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def table_operands(node: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """Return the quantized values, scales and zero points of a table's dequantize; ``None`` for any other node."""
     if not isinstance(node, fx.Node) or operator(node) != DEQUANTIZE_CHANNEL or node.args[-1] is not torch.uint8:
         return None

@@ -15,7 +15,7 @@ from intaglio.fxgraph.nodes import layer_operands, operands, operator
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import dynamic_sites
-from intaglio.quant.annotate.recurrent_sites import weight_sites
+from intaglio.quant.annotate.recurrent_sites import recurrent_weight_sites
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Derived, Fixed, Observed, Shared, Site
 from intaglio.quant.qdq.qdq_normalize import dequantized_u8_qparams
@@ -222,7 +222,7 @@ def _shared_site(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[
 def _add_parameter_sites(region: Region, sites: dict[tuple[str, Role], Site], names: ValueNames) -> None:
     """Add the weight and bias sites of an anchor: one for each weight tensor, one bias for each call."""
     record = region.record
-    for site in weight_sites(region.anchor, names.weight) if record.recurrent else ():
+    for site in recurrent_weight_sites(region.anchor, names.weight) if record.recurrent else ():
         add_site(sites, site)
     if record.roles.weight is None:
         return

@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import TAG
-from intaglio.quant.annotate.embedding_tables import find_tables
+from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import find_regions
 from intaglio.quant.annotate.find_sites import (
     ValueNames,
@@ -20,7 +20,7 @@ from intaglio.quant.annotate.find_sites import (
     share_buffer_parameters,
     signed_operands,
 )
-from intaglio.quant.annotate.int8_buffers import checked_buffers, names_of
+from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites
 from intaglio.quant.annotate.node_annotations import Annotator, ResolvedAnnotations, resolve
 from intaglio.quant.annotate.refusals import skipped
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -51,8 +51,8 @@ def annotations_from_annotator(
     regions = tuple(find_regions(module.graph, settings, reasons, None, resolved))
     write_regions(module.graph, regions)
     sites = _with_replaced_specs(_annotated_sites(module.graph, regions, resolved, buffers), annotator)
-    sites = checked_buffers(buffers, sites)
-    tables = find_tables({node: setting for node, setting in settings.items() if node in resolved.tables})
+    sites = check_buffer_sites(buffers, sites)
+    tables = find_embedding_tables({node: setting for node, setting in settings.items() if node in resolved.tables})
     inside = {node for region in regions for node in region.nodes}
     for node in settings:
         if reasons[node] is None and node not in inside:
@@ -75,7 +75,7 @@ def annotations_from_annotator(
         tables,
         edges,
         outputs,
-        names_of(buffers),
+        buffer_names(buffers),
         custom_observers,
         find_weight_only(regions, settings),
     )

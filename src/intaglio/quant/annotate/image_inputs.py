@@ -36,7 +36,7 @@ def declare_images(
         if kind.dtype is not DType.F32 or len(kind.shape) != 4 or not isinstance(kind.shape[1], int):
             raise UnsupportedError(f"input '{name}'", None, f"{kind}; an Image is f32[n, channels, rows, columns]")
         pixels = image.pixels(kind.shape[1])
-        reason = unable_to_absorb(node, quantizer, classes)
+        reason = image_refusal(node, quantizer, classes)
         if entry.leaf in signature.written:
             reason = "the model writes into it"
         if reason is None:
@@ -66,7 +66,7 @@ def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[st
     return given
 
 
-def unable_to_absorb(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
+def image_refusal(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> str | None:
     """Return why the readers of an image cannot take its bytes; ``None`` if they can."""
     users = [user for user in node.users if info(user).dim is None]
     for user in users:

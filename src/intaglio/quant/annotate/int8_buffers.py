@@ -59,7 +59,7 @@ BUFFER_UPDATES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Data movement operators -> their arguments that hold the moved values."""
-WRITES = (
+PARTIAL_WRITE_TARGETS = (
     "aten.index_put.default",
     "aten.slice_scatter.default",
     "aten.select_scatter.default",
@@ -73,7 +73,7 @@ WRITES = (
 # -- selection of buffers, and their sites ----------------------------------------------------------------------------
 
 
-def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, fx.Node]:
+def selected_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, fx.Node]:
     """Return the mutable buffers that are to be quantized -> their values after a call.
 
     Args:
@@ -108,12 +108,12 @@ def chosen_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node, f
     return found
 
 
-def names_of(buffers: Mapping[fx.Node, fx.Node]) -> dict[str, str]:
+def buffer_names(buffers: Mapping[fx.Node, fx.Node]) -> dict[str, str]:
     """Return the buffers by node names, which copies of the graph share."""
     return {before.name: after.name for before, after in buffers.items()}
 
 
-def checked_buffers(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...]) -> tuple[Site, ...]:
+def check_buffer_sites(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...]) -> tuple[Site, ...]:
     """Return the sites unchanged; raise `UnsupportedError` if one of a buffer is not uint8 with a single scale."""
     kept = {node.name for pair in buffers.items() for node in pair}
     for site in sites:
@@ -130,7 +130,7 @@ def is_destination(reader: fx.Node, value: fx.Node) -> bool:
     """
     while operator(value) in BUFFER_UPDATES and len(value.all_input_nodes) == 1:
         value = value.all_input_nodes[0]
-    return operator(reader) in WRITES and reader.args[0] is value and info(value).buffer is not None
+    return operator(reader) in PARTIAL_WRITE_TARGETS and reader.args[0] is value and info(value).buffer is not None
 
 
 # -- conversion -------------------------------------------------------------------------------------------------------

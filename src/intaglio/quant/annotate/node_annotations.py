@@ -15,7 +15,7 @@ from intaglio.fxgraph.nodes import activations, is_constant, known_record, opera
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import Origin
 from intaglio.ir.disjoint_sets import DisjointSets
-from intaglio.quant.annotate.embedding_tables import BAGS
+from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS
 from intaglio.quant.annotate.int8_buffers import is_destination
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
 from intaglio.quant.recipes.choices import ActivationMode, Role
@@ -296,12 +296,12 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Re
 
 def _reads_table(reader: fx.Node, value: fx.Node) -> bool:
     """Return whether a node looks up rows of a value."""
-    return operator(reader) in (EMBEDDING_TARGET, *BAGS) and value is reader.args[0]
+    return operator(reader) in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS) and value is reader.args[0]
 
 
 def _role(reader: fx.Node, value: fx.Node) -> Role | None:
     """Return the role of a value for a reader; ``None`` for embedding operands, updated buffers and other constants."""
-    if operator(reader) in (EMBEDDING_TARGET, *BAGS) or is_destination(reader, value):
+    if operator(reader) in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS) or is_destination(reader, value):
         return None
     record = record_of(reader)
     if record is not None and record.roles.weight is not None and operands(reader)[record.roles.weight] is value:

@@ -24,13 +24,13 @@ from intaglio.quant.recipes.settings import Setting
 if TYPE_CHECKING:
     from intaglio.quant.annotate.regions import Annotations, Region
 
-ROW_UNITS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
+UNSCALED_DEQUANTIZE_ARGUMENTS = 1.0, numerics.ROW_ZERO, 0, 255, torch.uint8
 """Arguments of torch's dequantize_per_tensor that return dynamically quantized values in units of their scales."""
 QUANTIZE_ROWS_TARGET = "intaglio.quantize_rows.default"
 DEQUANTIZE_ROWS_TARGET = "intaglio.dequantize_rows.default"
 
 
-def unable_at_run_time(record: OpDef, setting: Setting) -> str | None:
+def dynamic_refusal(record: OpDef, setting: Setting) -> str | None:
     """Return why the activations of an operator cannot be quantized dynamically; ``None`` if they can."""
     if not (record.is_linear_layer or record.recurrent):
         return "activations are quantized while the model runs, which linear and recurrent layers take"
@@ -58,15 +58,15 @@ def dynamic_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) 
             )
 
 
-def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
+def insert_dynamic_qdq(graph: fx.Graph, annotations: Annotations) -> None:
     """Insert quantize and dequantize nodes for what dynamic layers read, once for all layers that read a value."""
-    nodes, ops = {node.name: node for node in graph.nodes}, row_operators()
+    nodes, ops = {node.name: node for node in graph.nodes}, per_token_operators()
     readers: dict[tuple[fx.Node, Role], list[fx.Node]] = {}
     for region in (region for region in annotations.regions if region.dynamic):
         anchor = nodes[region.anchor.name]
         readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
     for (x, mode), anchors in readers.items():
-        levels, scales = _quantized(graph, ops, x, mode)
+        levels, scales = _insert_quantize(graph, ops, x, mode)
         with graph.inserting_after(scales):
             real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
         inherit_info(real, anchors[0] if len(anchors) == 1 else x, type=info(x).type)
@@ -74,7 +74,7 @@ def quantize_at_run_time(graph: fx.Graph, annotations: Annotations) -> None:
             anchor.replace_input_with(x, real)
 
 
-def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.Node, fx.Node]:
+def _insert_quantize(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.Node, fx.Node]:
     """Insert a dynamic quantize after a value, and return the nodes of quantized values and scales."""
     shape = known_type(x).shape
     with graph.inserting_after(x):
@@ -89,13 +89,13 @@ def _quantized(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple[fx.No
     return levels, scales
 
 
-def rows_behind(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
+def dynamic_operands(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
     """Return the quantized values and scales that a dynamic dequantize reads; ``None`` for any other node."""
     return tuple(node.args) if node is not None and operator(node) == DEQUANTIZE_ROWS_TARGET else None
 
 
 @functools.cache
-def row_operators() -> Any:
+def per_token_operators() -> Any:
     """Return the PyTorch operators, registered on first use; they call the reference implementation."""
     library = torch.library.Library("intaglio", "FRAGMENT")
     for name, (schema, meaning, fake) in OPERATORS.items():
@@ -119,24 +119,24 @@ def _dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     return (levels.to(torch.int32) - numerics.ROW_ZERO).to(torch.float32) * scales
 
 
-def _fake_levels(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), x.new_empty([*x.shape[:-1], 1])
 
 
-def _fake_real(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _fake_dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(levels, dtype=torch.float32)
 
 
 OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-    "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_levels),
-    "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_real),
+    "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_quantize_rows),
+    "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_dequantize_rows),
 }
 """Name -> schema, implementation, and implementation for fake tensors."""
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """Return decompositions of the operators into ATen operators, with bit-identical results."""
-    ops = row_operators()
+    ops = per_token_operators()
     return {ops.quantize_rows.default: _quantize_rows_in_aten, ops.dequantize_rows.default: _dequantize_rows}
 
 

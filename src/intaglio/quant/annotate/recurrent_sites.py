@@ -17,20 +17,20 @@ from intaglio.fxgraph.nodes import arguments, call_of, is_constant, known_record
 from intaglio.ir import Dim, DType, Op, QParams, TensorType
 from intaglio.ops.dynamic_quant import row_levels
 from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_meaning, result_shapes
-from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
 
 RECURRENT_CALL = "intaglio.recurrent.default"
-ZERO_STATES = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
-BIASES = 2
+ZERO_STATE_TARGETS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
+BIASES_PER_DIRECTION = 2
 """Biases of one layer and direction: one added to the product of x, one to the product of the hidden state."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class RecurrentTensors:
     """The tensors of a call, as nodes.
 
     Attributes:
@@ -50,23 +50,23 @@ def is_recurrent(node: fx.Node) -> bool:
     return record is not None and record.recurrent
 
 
-def parts_of(node: fx.Node) -> Parts:
+def recurrent_tensors(node: fx.Node) -> RecurrentTensors:
     """Return the weights, biases and states of a call of a stack or of one cell."""
     given = arguments(node)
     if "w_ih" in given:
         biases = tuple(given[name] for name in ("b_ih", "b_hh") if given[name] is not None)
         weights: tuple[tuple[fx.Node, fx.Node], ...] = ((given["w_ih"], given["w_hh"]),)
-        return Parts(weights, (biases,), _states(given["hx"]))
+        return RecurrentTensors(weights, (biases,), _states(given["hx"]))
     each = len(given["params"]) // (given["num_layers"] * (1 + given["bidirectional"]))
     found = [tuple(given["params"][i : i + each]) for i in range(0, len(given["params"]), each)]
-    behind = 2 + BIASES * bool(given["has_biases"])
-    return Parts(tuple((p[0], p[1]) for p in found), tuple(p[2:behind] for p in found), _states(given["hx"]))
+    behind = 2 + BIASES_PER_DIRECTION * bool(given["has_biases"])
+    return RecurrentTensors(tuple((p[0], p[1]) for p in found), tuple(p[2:behind] for p in found), _states(given["hx"]))
 
 
 def _states(given: Any) -> tuple[fx.Node, ...]:
     """Return the nodes of initial states; none if all are zeros."""
     nodes = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    return () if all(node is None or operator(node) in ZERO_STATES for node in nodes) else nodes
+    return () if all(node is None or operator(node) in ZERO_STATE_TARGETS for node in nodes) else nodes
 
 
 def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -74,15 +74,15 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     given, record = arguments(node), known_record(node)
     attrs = bind_recurrent(call_of(node, record))
     if "params" in given:
-        each = 2 + BIASES * bool(given["has_biases"])
+        each = 2 + BIASES_PER_DIRECTION * bool(given["has_biases"])
         if len(given["params"]) != each * attrs["layers"] * attrs["directions"]:
             return "hidden states are projected (proj_size); the kernel takes them as they are"
-    parts = parts_of(node)
+    parts = recurrent_tensors(node)
     constants = [one for group in (*parts.weights, *parts.biases) for one in group]
     if not all(is_constant(one) for one in constants):
         return "a weight that is computed while the model runs"
     kinds = {known_type(one).dtype for one in (*constants, *parts.states)}
-    if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES}:
+    if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES_PER_DIRECTION}:
         return "weights, biases or states that are not float32, or one bias without the other"
     if setting.activation.name != "u8" or setting.weight.name != "s8":
         kind = f"{setting.activation.name} activations and {setting.weight.name} weights"
@@ -90,19 +90,19 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     return record.check(call_of(node, record))
 
 
-def work_of_recurrent(node: fx.Node) -> Dim:
+def recurrent_macs(node: fx.Node) -> Dim:
     """Return the multiply-accumulates of a call of an LSTM or GRU."""
     if operator(node) == RECURRENT_CALL:
         weights, shape = node.args[5], known_type(node.args[1]).shape
     else:
-        weights = [weight for pair in parts_of(node).weights for weight in pair]
+        weights = [weight for pair in recurrent_tensors(node).weights for weight in pair]
         shape = known_type(node.args[0]).shape
     return macs_of_weights(shape, [known_type(weight).shape for weight in weights])
 
 
-def weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
+def recurrent_weight_sites(node: fx.Node, name_of: Callable[[fx.Node], str]) -> Iterator[Site]:
     """Yield one s8 site for every weight, with one scale for each output row of each gate."""
-    for weight in (one for pair in parts_of(node).weights for one in pair):
+    for weight in (one for pair in recurrent_tensors(node).weights for one in pair):
         spec, kind = Observed("absmax", True), Setting().weight
         yield Site(
             name_of(weight), weight.name, Role.WEIGHT, spec, kind.storage, *kind.stored(0), 0, origin(node), kind.name
@@ -114,7 +114,7 @@ def recurrent_qparams(
 ) -> dict[str, QParams]:
     """Return the parameters of all weights: the given ones, or else those computed from the weight."""
     found = {}
-    for weight in (one for node in nodes for pair in parts_of(node).weights for one in pair):
+    for weight in (one for node in nodes for pair in recurrent_tensors(node).weights for one in pair):
         site = sites[weight.name, Role.WEIGHT]
         values = getattr(module, str(weight.target)).detach().numpy()
         scales = channel_scales(values, site.record, 0) if site.name not in given else given[site.name].scales
@@ -124,16 +124,16 @@ def recurrent_qparams(
 
 # ---- operator of the reference model --------------------------------------------------------------------------------
 
-Store = Callable[[str, np.ndarray, TensorType], fx.Node]
+StoreConstant = Callable[[str, np.ndarray, TensorType], fx.Node]
 """Stores a constant under a key and returns its node."""
 
 
 def quantize_recurrent(
-    node: fx.Node, sites: Mapping[tuple[str, Role], Site], qparams: Mapping[str, QParams], store: Store
+    node: fx.Node, sites: Mapping[tuple[str, Role], Site], qparams: Mapping[str, QParams], store: StoreConstant
 ) -> None:
     """Replace a call whose input is a dequantize by the operator on quantized values, whose items are the results."""
     record = known_record(node)
-    graph, parts, attrs = node.graph, parts_of(node), bind_recurrent(call_of(node, record))
+    graph, parts, attrs = node.graph, recurrent_tensors(node), bind_recurrent(call_of(node, record))
     constants: list[fx.Node] = []
     for pair, biases in zip(parts.weights, parts.biases, strict=True):
         levels, scales, shifts = [], [], []
@@ -147,7 +147,7 @@ def quantize_recurrent(
             bias = _values(biases[place]) if biases else np.zeros(gates, np.float32)
             shifts.append(store(f"{site.name}:bias", bias, TensorType(bias.shape, DType.F32)))
         constants += [*levels, *scales, *shifts]
-    rows = rows_behind(node.args[0])
+    rows = dynamic_operands(node.args[0])
     if rows is not None:
         (x, scale_node), step, zero = rows, 1.0, row_levels("").zero
     else:

@@ -13,14 +13,14 @@ from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType
 from intaglio.ops import BY_TARGET, OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.quant.annotate.embedding_tables import BAGS, Table, bag_refusal
-from intaglio.quant.annotate.per_token import unable_at_run_time
+from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS, EmbeddingTable, bag_refusal
+from intaglio.quant.annotate.per_token import dynamic_refusal
 from intaglio.quant.annotate.recurrent_sites import (
     RECURRENT_CALL,
-    ZERO_STATES,
+    ZERO_STATE_TARGETS,
     is_recurrent,
+    recurrent_macs,
     recurrent_refusal,
-    work_of_recurrent,
 )
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
@@ -29,15 +29,15 @@ from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
 from intaglio.tracing.while_loops import WhileLoop
 
-FLOATS = "the recipe leaves activations in float"
+FLOAT_ACTIVATIONS = "the recipe leaves activations in float"
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
     """Return why an operator stays in float under a setting; ``None`` if it can be quantized."""
     record = record_of(node)
     if operator(node) == BATCH_NORM:
-        return f"{LOOSE_NORM}, and whose parameters are computed"
-    if operator(node) in BAGS:
+        return f"{UNFOLDED_NORM}, and whose parameters are computed"
+    if operator(node) in EMBEDDING_BAG_TARGETS:
         return bag_refusal(node) or "its table is of floats"
     if isinstance(node.target, WhileLoop):
         return "it runs in Python as long as its condition says; its body is a program of its own"
@@ -50,11 +50,11 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if setting.activations in ROW_MODES and (reason := unable_at_run_time(record, setting)) is not None:
+    if setting.activations in ROW_MODES and (reason := dynamic_refusal(record, setting)) is not None:
         return reason
     if setting.activations == ActivationMode.FLOAT:
         own = record.roles.weight is not None
-        return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOATS
+        return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOAT_ACTIVATIONS
     behind = record.anchor or record.shares or _may_follow_product(node, record)
     if setting.residual == ResidualType.FLOAT and not behind:
         return "the recipe leaves what is between products in float"
@@ -81,7 +81,7 @@ def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
 
 
 def skipped(
-    regions: Iterable[Region], tables: Iterable[Table], reasons: Mapping[fx.Node, str | None]
+    regions: Iterable[Region], tables: Iterable[EmbeddingTable], reasons: Mapping[fx.Node, str | None]
 ) -> tuple[Skip, ...]:
     """Return the operators that stay in float, with reasons; those without a reason get a default."""
     taken = {node for region in regions for node in region.nodes}
@@ -94,13 +94,13 @@ def macs(node: fx.Node) -> int:
 
     The batch is 1, and other free dimensions have their size in the example.
     """
-    return size_in_example(_work(node), node)
+    return size_in_example(_macs(node), node)
 
 
-def _work(node: fx.Node) -> Dim:
+def _macs(node: fx.Node) -> Dim:
     """Return the multiply-accumulates of an operator, which may depend on free dimensions."""
     if is_recurrent(node) or operator(node) == RECURRENT_CALL:
-        return work_of_recurrent(node)
+        return recurrent_macs(node)
     record = BY_TARGET.get(operator(node))
     if record is None or record.macs is None or tensor_type(node) is None:
         return 0
@@ -116,7 +116,7 @@ def _counts(node: fx.Node) -> bool:
     All-zero initial states of LSTMs and GRUs are not reported.
     """
     kind = tensor_type(node)
-    if operator(node) in ZERO_STATES and node.users and all(is_recurrent(user) for user in node.users):
+    if operator(node) in ZERO_STATE_TARGETS and node.users and all(is_recurrent(user) for user in node.users):
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False
@@ -126,8 +126,8 @@ def _counts(node: fx.Node) -> bool:
 
 
 def _skip(node: fx.Node, reason: str | None) -> Skip:
-    default = LOOSE_NORM if "batch_norm" in origin(node).operator else "no quantized operator beside it"
+    default = UNFOLDED_NORM if "batch_norm" in origin(node).operator else "no quantized operator beside it"
     return Skip(node.name, reason or default, origin(node), macs(node))
 
 
-LOOSE_NORM = "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"
+UNFOLDED_NORM = "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"

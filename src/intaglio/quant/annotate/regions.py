@@ -12,7 +12,7 @@ from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import activations, call_of, known_record, operands
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import ROW_MODES
-from intaglio.quant.annotate.embedding_tables import Table, table_notes
+from intaglio.quant.annotate.embedding_tables import EmbeddingTable, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
@@ -171,7 +171,7 @@ class Annotations:
     skipped: tuple[Skip, ...]
     leaders: Mapping[str, str]
     rejected: tuple[Rejected, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[EmbeddingTable, ...] = ()
     edges: frozenset[tuple[str, str]] = frozenset()
     outputs: frozenset[str] = frozenset()
     buffers: Mapping[str, str] = field(default_factory=dict)

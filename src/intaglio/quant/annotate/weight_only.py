@@ -56,41 +56,47 @@ def store_weights(module: fx.GraphModule, found: Mapping[str, Setting], dequanti
         group = group_of(origin(node), setting)
         with module.graph.inserting_before(node):
             if setting.weight.storage is DType.F16:
-                half = _halves(module, weight)
+                half = _f16_weight(module, weight)
                 real = module.graph.call_function(torch.ops.aten._to_copy.default, (half,), {"dtype": torch.float32})
             else:
                 ends = *setting.weight.stored(group), torch.int8
-                real = module.graph.call_function(dequantize, (*_levels(module, weight, setting, group), 0, *ends))
+                real = module.graph.call_function(
+                    dequantize, (*_quantized_weight(module, weight, setting, group), 0, *ends)
+                )
         inherit_info(real, node, type=tensor_type(weight))
         node.replace_input_with(weight, real)
     counts = Counter(setting.weight.name for setting in found.values())
     return [f"weights only: {count} layers compute in float32 on {name} weights" for name, count in counts.items()]
 
 
-def _levels(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
+def _quantized_weight(module: fx.GraphModule, weight: fx.Node, setting: Setting, group: int) -> tuple[fx.Node, ...]:
     """Return the quantized values, a scale for each output channel, and zero points, which are all 0."""
-    values, kind = _values(module, weight), setting.weight
+    values, kind = _float_weight(module, weight), setting.weight
     rows = values.reshape(1 if setting.weights == WeightScales.TENSOR else len(values), -1)
     scales = np.resize(channel_scales(rows, kind, group), len(values))
     grid = weight_grid(values, scales, kind, group)
-    levels = _constant(module, weight, "levels", grid.stored(grid.nearest(values)))
+    levels = _add_weight_constant(module, weight, "levels", grid.stored(grid.nearest(values)))
     update_info(levels, type=TensorType(values.shape, DType.S8, packing=kind.packing(group)))
     zeros = np.zeros(len(values), np.int64)
-    return levels, _constant(module, weight, "scale", scales), _constant(module, weight, "zero_point", zeros)
+    return (
+        levels,
+        _add_weight_constant(module, weight, "scale", scales),
+        _add_weight_constant(module, weight, "zero_point", zeros),
+    )
 
 
-def _halves(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
+def _f16_weight(module: fx.GraphModule, weight: fx.Node) -> fx.Node:
     """Return the weight rounded to float16 and saturated, as torch's fp16 linear does."""
-    values, largest = _values(module, weight), np.finfo(np.float16).max
-    return _constant(module, weight, "f16", np.clip(values, -largest, largest).astype(np.float16))
+    values, largest = _float_weight(module, weight), np.finfo(np.float16).max
+    return _add_weight_constant(module, weight, "f16", np.clip(values, -largest, largest).astype(np.float16))
 
 
-def _values(module: fx.GraphModule, weight: fx.Node) -> np.ndarray:
+def _float_weight(module: fx.GraphModule, weight: fx.Node) -> np.ndarray:
     values: np.ndarray = getattr(module, str(weight.target)).detach().numpy()
     return values
 
 
-def _constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.ndarray) -> fx.Node:
+def _add_weight_constant(module: fx.GraphModule, weight: fx.Node, label: str, array: np.ndarray) -> fx.Node:
     """Return a constant made from a weight; it is registered once."""
     name = f"{weight.target}_{label}"
     if not hasattr(module, name):

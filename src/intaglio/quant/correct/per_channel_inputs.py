@@ -13,7 +13,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.ir import DType
-from intaglio.quant.annotate.image_inputs import unable_to_absorb
+from intaglio.quant.annotate.image_inputs import image_refusal
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.corrections import PerChannelBytes
@@ -56,7 +56,7 @@ def channels_of_inputs(
         plain = kind is not None and kind.dtype is DType.F32 and len(kind.shape) == 4 and isinstance(kind.shape[1], int)
         if not plain or entry.leaf in prepared.signature.written or not _wanted(node, prepared):
             continue
-        if unable_to_absorb(node, prepared.quantizer, prepared.classes) is not None:
+        if image_refusal(node, prepared.quantizer, prepared.classes) is not None:
             continue
         own = [_channels(leaves[place]) for leaves in calls]
         found = [channels for theirs in group.gather(own) for channels in theirs]

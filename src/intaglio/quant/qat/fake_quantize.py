@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from intaglio import numerics
 from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
-from intaglio.quant.annotate.per_token import row_operators
+from intaglio.quant.annotate.per_token import per_token_operators
 from intaglio.quant.annotate.sites import Fixed, Observed, Site
 from intaglio.quant.qdq.qparams import OwnScales
 from intaglio.quant.qdq.weight_grid import weight_grid
@@ -332,7 +332,7 @@ def fake_quantize_per_token(switch: ModeHolder, x: torch.Tensor, mode: str) -> t
     """Fake-quantize dynamically per token or per batch entry. Nothing is clipped, so the whole gradient passes."""
     if not switch.mode.quantize:
         return x
-    ops = row_operators()
+    ops = per_token_operators()
     with torch.no_grad():
         real = ops.dequantize_rows(*ops.quantize_rows(x.detach().contiguous(), mode))
     return x + (real - x.detach())

@@ -24,7 +24,7 @@ from intaglio.fxgraph.nodes import (
     record_of,
 )
 from intaglio.ir import DType, QParams
-from intaglio.quant.annotate.per_token import rows_behind
+from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.regions import Chain, Region, RegionMark, mark_operators
 from intaglio.quant.qdq.qdq_normalize import (
     DEQUANTIZE_CHANNEL,
@@ -197,7 +197,7 @@ def _composite_region(nodes: Sequence[fx.Node]) -> IntegerRegion:
 
 def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
     """Return the region of a chain, with the parameters of its result if all its readers agree on them."""
-    if rows_behind(operands(nodes[0])[0]) is not None:
+    if dynamic_operands(operands(nodes[0])[0]) is not None:
         return IntegerRegion(nodes, None)
     results = {_result(user) for user in nodes[-1].users}
     wide = {quantize_qparams(user, DType.U16) for user in nodes[-1].users}
@@ -208,7 +208,7 @@ def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
 
 def _takes_integers(nodes: tuple[fx.Node, ...]) -> bool:
     """Return whether every operand from outside the chain is quantized."""
-    if rows_behind(operands(nodes[0])[0]) is not None:
+    if dynamic_operands(operands(nodes[0])[0]) is not None:
         return len(nodes) == 1 and _has_s8_weight(nodes[0])
     return all(_is_integer_operator(node, nodes) for node in nodes)
 
@@ -217,7 +217,7 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
     """Return whether a chain reads quantized operands only and returns quantized values or a plain accumulator."""
     if not _takes_integers(nodes):
         return False
-    if rows_behind(operands(nodes[0])[0]) is not None:
+    if dynamic_operands(operands(nodes[0])[0]) is not None:
         return True
     record, region = known_record(nodes[0]), _region_of(nodes)
     if len(nodes) == 1 and record.shares and not record.variadic:

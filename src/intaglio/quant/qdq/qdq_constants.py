@@ -24,7 +24,7 @@ from intaglio.fxgraph.nodes import (
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.products.conv import outputs_first
-from intaglio.quant.annotate.embedding_tables import BAGS
+from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS
 from intaglio.quant.qdq.qdq_normalize import (
     DEQUANTIZE_CHANNEL,
     DEQUANTIZE_TENSOR,
@@ -55,7 +55,9 @@ def legalize_constants(module: fx.GraphModule) -> int:
             source = add_constant_like(module, f"{source.args[0].target}_levels", levels, source.args[0])
             node.update_arg(0, source)
             hits += 1
-        if not is_constant(source) or (operator(reader) in (EMBEDDING_TARGET, *BAGS) and _is_u8_table(node)):
+        if not is_constant(source) or (
+            operator(reader) in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS) and _is_u8_table(node)
+        ):
             continue
         record = record_of(reader)
         places = () if record is None or record.variadic else [i for i, v in enumerate(operands(reader)) if v is node]
@@ -68,7 +70,7 @@ def legalize_constants(module: fx.GraphModule) -> int:
 
 
 def _is_u8_table(node: fx.Node) -> bool:
-    """Return whether a node dequantizes a u8 table per row, the form that `embedding_tables.table_behind` reads."""
+    """Return whether a node dequantizes a u8 table per row, as `embedding_tables.table_operands` expects."""
     return operator(node) == DEQUANTIZE_CHANNEL and node.args[3] == 0 and node.args[-1] is torch.uint8
 
 

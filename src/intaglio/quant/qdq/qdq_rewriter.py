@@ -21,7 +21,7 @@ from intaglio.ops.dynamic_quant import row_levels
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.node_annotations import is_reader_alias
-from intaglio.quant.annotate.per_token import quantize_at_run_time
+from intaglio.quant.annotate.per_token import insert_dynamic_qdq
 from intaglio.quant.annotate.recurrent_sites import quantize_recurrent
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
@@ -77,7 +77,7 @@ class Rewriter:
             if site.role == Role.ACTIVATION:
                 everyone = site.value in produced or site.value in self.annotations.outputs
                 self._activation(site, readers, everyone)
-        quantize_at_run_time(self.graph, self.annotations)
+        insert_dynamic_qdq(self.graph, self.annotations)
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
                 self._anchor(region)
