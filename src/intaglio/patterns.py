@@ -3,7 +3,7 @@
 In a pattern, `op` matches an operator, `seq` a chain of operators, `wildcard` any value and `const` a constant;
 `builtin` returns intaglio's own patterns. `OpDef` is the record of an operator, `Roles` says which of its operands are
 activations, and `Call` describes a call to the functions of the record. `quantize` and `dequantize` are the reference
-arithmetic for the integer meaning of an operator.
+arithmetic for the reference implementation of an operator.
 """
 
 from intaglio.fusion.pattern import Pattern, const, op, seq, wildcard

@@ -215,8 +215,8 @@ def test_constant_operands_are_scalars_or_per_channel(setting):
 def test_per_token_quantize_is_decomposed_bit_identically(mode):
     x = torch.randn(3, 5, 8) * torch.logspace(-30, 30, 5)[:, None]
     x[0, 0, 0], x[1, 1], x[2, 2, 1] = float("nan"), 0, float("inf")
-    meaning = decompositions()[torch.ops.intaglio.quantize_rows.default]
-    for got, wanted in zip(meaning(x, mode), levels_of_rows(x.numpy(), mode), strict=True):
+    reference = decompositions()[torch.ops.intaglio.quantize_rows.default]
+    for got, wanted in zip(reference(x, mode), levels_of_rows(x.numpy(), mode), strict=True):
         np.testing.assert_array_equal(got.numpy(), wanted)
 
 

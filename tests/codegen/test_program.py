@@ -199,7 +199,7 @@ def test_every_operator_with_a_kernel_has_an_emitter():
     """A requantize is never an anchor: the accumulator it ends has one. Functions of one value become tables, sums with
     a factor per channel sums."""
     tails = {"requantize", "activate", "dequantize_rows"}
-    records = [record for record in OPS.values() if record.kernel is not None and record.meaning is not None]
+    records = [record for record in OPS.values() if record.kernel is not None and record.reference is not None]
     assert set(EMITTERS) == {record.emitter for record in records if record.name not in tails}
 
 

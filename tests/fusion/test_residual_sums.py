@@ -81,7 +81,7 @@ SCALED = {
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_meaning(name, recipe, isa):
+def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_reference(name, recipe, isa):
     x, body, modules = SCALED[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), x, recipe=recipe)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
@@ -184,7 +184,7 @@ SHORTCUTS = {
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_shortcuts_of_16_bits_have_the_bits_of_their_meaning(name, isa):
+def test_shortcuts_of_16_bits_have_the_bits_of_their_reference(name, isa):
     body, modules, count = SHORTCUTS[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
     assert not lowered.islands

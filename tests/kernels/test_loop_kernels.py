@@ -1,4 +1,4 @@
-"""Float operators between integer or float ends as one generated loop: meanings, kernels, what is merged."""
+"""Float operators between integer or float ends as one generated loop: references, kernels, what is merged."""
 
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ def test_special_float_values_are_handled_as_in_torch():
     )
 
 
-# ---- kernels: bodies written by hand and at random, against their meaning
+# ---- kernels: bodies written by hand and at random, against their reference
 
 
 UNARY = [

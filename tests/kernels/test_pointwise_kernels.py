@@ -1,4 +1,4 @@
-"""Pointwise and pooling kernels on their own against the operators' meanings, on memory that ends at a guard page."""
+"""Pointwise and pooling kernels on their own against the operators' references, on memory that ends at a guard page."""
 
 import ctypes
 from dataclasses import astuple, dataclass
@@ -133,11 +133,11 @@ class Levels:
 
 
 def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndarray], how: Levels, **attrs) -> None:
-    """Run a kernel on one or two images in NCHW; the result is the meaning's, and nothing around it changes."""
+    """Run a kernel on one or two images in NCHW; the result is the reference's, and nothing around it changes."""
     types, result = how.types()
     op = Op(kind, (), ("y",), attrs | {"low": how.bounds[0], "high": how.bounds[1]})
     logical = [np.moveaxis(array, 1, -1) for array in arrays] if kind == "layer_norm" else arrays
-    expected = OPS[kind].meaning(op, [*logical, *constants, *([EPS] if kind == "layer_norm" else [])], types, result)
+    expected = OPS[kind].reference(op, [*logical, *constants, *([EPS] if kind == "layer_norm" else [])], types, result)
     expected = expected if kind == "layer_norm" else expected.transpose(0, 2, 3, 1)
     pools, halo = kind.endswith("pool2d"), how.halos[2]
     images = {"a": stored("a", arrays[0], how.halos[0], SLACK * pools)}

@@ -202,7 +202,7 @@ def test_kernels_have_the_bits_of_the_interpreter(mode, shape, isa):
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 70), st.booleans(), st.integers(0, 2**32 - 1))
 def test_a_product_of_rows_is_exact_before_it_is_scaled(rows, inputs, outputs, tensor, seed):
-    """By the meaning of the graph: no compile an example."""
+    """By the reference of the graph: no compile an example."""
     net = Net(seed)
     x = net.input(rows, inputs)
     levels, scales = net.quantize_rows(x, "tensor" if tensor else "token")

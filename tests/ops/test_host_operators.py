@@ -1,4 +1,4 @@
-"""Operators of a user's own: their meaning in NumPy runs in the interpreter and in the program, on the same levels."""
+"""Operators of a user's own: their reference in NumPy runs in interpreter and program, on the same levels."""
 
 import copy
 
@@ -69,7 +69,7 @@ def test_no_dequantize_is_inserted_before_a_host_operator(mirrored):
 
 def test_coverage_and_profile_name_host_operators(mirrored):
     *_, model = mirrored
-    assert "1 host operator:\n  mirror_add: mirror_add: a meaning in NumPy, no kernel" in str(model.coverage)
+    assert "1 host operator:\n  mirror_add: mirror_add: a NumPy implementation, no kernel" in str(model.coverage)
     assert "1 host operator" in repr(model)
     profile = model.profile(DATA[0], calls=2)
     assert [part.kinds for part in profile.parts if part.kernel == "host operator"] == ["host"]
@@ -105,7 +105,7 @@ def test_a_file_with_another_shape_rule_is_refused(mirrored, tmp_path):
         "mirror_add",
         operands=("x", "y"),
         roles=Roles(x=(0, 1)),
-        meaning=MIRROR_ADD.meaning,
+        reference=MIRROR_ADD.reference,
         infer=lambda attrs, shapes: shapes[0][:1],
     )
     with pytest.raises(ArtifactError, match=r"mirror_add|host gives"):
@@ -165,20 +165,28 @@ def test_host_operators_may_begin_and_end_the_quantized_part():
 )
 def test_a_meaning_that_returns_no_uint8_is_an_error(result):
     roles = Roles(x=(0, 1))
-    record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, meaning=lambda op, args, *types: result(args))
+    record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, reference=lambda op, args, *types: result(args))
     model = all_stages(beside, quantizer=stages.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
-    with pytest.raises(InputError, match=r"its meaning gave .*; the program reads uint8\[4, 8, 9, 9\]"):
+    with pytest.raises(
+        InputError, match=r"its reference implementation returned .*; the program reads uint8\[4, 8, 9, 9\]"
+    ):
         model(DATA[0])
 
 
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        (OpDef("own"), "neither a meaning in integers nor a function"),
-        (OpDef("add", ("x.y.default",), meaning=SWISH.meaning), "another operator has this name"),
-        (OpDef("own", ("aten.relu.default",), meaning=SWISH.meaning), "another operator answers to aten.relu.default"),
-        (OpDef("own", ("x.y.default",), meaning=SWISH.meaning, kernel="fast"), "a host operator has no kernel"),
-        (OpDef("own", ("intaglio_tests.soft_sign.default",), meaning=SWISH.meaning), "no argument self; there are x"),
+        (OpDef("own"), "neither a reference implementation nor a function"),
+        (OpDef("add", ("x.y.default",), reference=SWISH.reference), "another operator has this name"),
+        (
+            OpDef("own", ("aten.relu.default",), reference=SWISH.reference),
+            "another operator answers to aten.relu.default",
+        ),
+        (OpDef("own", ("x.y.default",), reference=SWISH.reference, kernel="fast"), "a host operator has no kernel"),
+        (
+            OpDef("own", ("intaglio_tests.soft_sign.default",), reference=SWISH.reference),
+            "no argument self; there are x",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):

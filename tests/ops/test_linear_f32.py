@@ -1,4 +1,4 @@
-"""Linear layers of floats whose weights are float16 or integers: meaning, kernel, models, files, what is refused.
+"""Linear layers of floats whose weights are float16 or integers: reference, kernel, models, files, what is refused.
 
 Weights as integers alone are in end_to_end/test_layers.py too.
 """
@@ -59,7 +59,7 @@ def every(request):
 
 @settings(max_examples=15)
 @given(st.integers(1, 120), st.integers(0, 2**32 - 1), st.integers(1, 3))
-def test_kernels_are_their_meaning_and_that_is_torchs(every, rows, seed, workers):
+def test_kernels_are_their_reference_and_that_is_torchs(every, rows, seed, workers):
     graph, model = every
     draw = np.random.default_rng(seed)
     call = [torch.from_numpy(draw.standard_normal((rows, k)).astype(np.float32)) for k, _ in SIZES]

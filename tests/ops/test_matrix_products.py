@@ -1,4 +1,4 @@
-"""Products of two activations: kernels against the operator's meaning, and in programs."""
+"""Products of two activations: kernels against the operator's reference, and in programs."""
 
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ TABLE = np.random.default_rng(0).permutation(256).astype(np.uint8)
 
 def expected(case: Case) -> np.ndarray:
     types = types_of(case)
-    acc = OPS["bmm"].meaning(Op("bmm", ("a", "b"), ("y",)), drawn(case), types, types[0])
+    acc = OPS["bmm"].reference(Op("bmm", ("a", "b"), ("y",)), drawn(case), types, types[0])
     if case.floats:
         return acc.astype(np.float32) * FACTOR
     levels = numerics.requantize(acc, FACTOR, *BOUNDS).astype(np.uint8)

@@ -21,7 +21,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops import check_graph
 from intaglio.ops.dynamic_quant import levels_of_rows, row_levels
-from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_meaning, states
+from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_reference, states
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
@@ -109,7 +109,7 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": False, "rows": rows}
     arrays = [levels, *([scales] if rows else []), *held, *(given if start else [])]
     kind_of_x = TensorType(shape, DType.U8, q)
-    found = recurrent_meaning(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
+    found = recurrent_reference(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
     exact = (levels.astype(np.float64) - q.zero) * (scales if rows else 0.02)
     first = [torch.from_numpy((s if start else 0 * s).astype(np.float64)) for s in given]
     call = torch.ops.aten.lstm.input if kind == "lstm" else torch.ops.aten.gru.input
@@ -136,7 +136,7 @@ def test_the_comparison_with_torch_detects_swapped_gates():
     kind = TensorType(levels.shape, DType.U8, QParams((0.02,), (100,), 0, 255))
     op = Op("lstm", (), ("y",), attrs)
     swapped = [np.concatenate([array[6:12], array[:6], array[12:]]) for array in held]
-    y, other = (recurrent_meaning(op, [levels, *parts], [kind], kind)[0] for parts in (held, swapped))
+    y, other = (recurrent_reference(op, [levels, *parts], [kind], kind)[0] for parts in (held, swapped))
     assert np.abs(y - other).max() > 0.05
 
 
@@ -153,7 +153,7 @@ def test_the_comparison_with_torch_detects_swapped_gates():
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
-    """One integer operator each, close to the float model, the bits of its meaning everywhere."""
+    """One integer operator each, close to the float model, the bits of its reference everywhere."""
     torch.manual_seed(0)
     x = torch.randn(7, 5, 11)
     model = SideBySide({name: (MODULES[kind](11, 21, **flags).eval(), [x]) for name, flags in FLAGS.items()})

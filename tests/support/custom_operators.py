@@ -46,7 +46,7 @@ def levels(values, kind):
     return quantize(values.astype(np.float32), q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
-def mirror_add_meaning(op, args, types, out):
+def mirror_add_reference(op, args, types, out):
     x, y = (real(array, kind) for array, kind in zip(args, types, strict=True))
     return levels(x + y[:, ::-1] * np.float32(op.attrs["scale"]), out)
 
@@ -57,7 +57,7 @@ MIRROR_ADD = OpDef(
     operands=("x", "y"),
     roles=Roles(x=(0, 1)),
     bind=lambda call: {"scale": call.arguments["scale"]},
-    meaning=mirror_add_meaning,
+    reference=mirror_add_reference,
 )
 WEIGH = OpDef(
     name="weigh",
@@ -65,7 +65,7 @@ WEIGH = OpDef(
     operands=("weight", "x"),
     roles=Roles(x=(1,)),
     infer=lambda attrs, shapes: shapes[1],
-    meaning=lambda op, args, types, out: levels(args[0].reshape(-1, 1, 1) * real(args[1], types[1]), out),
+    reference=lambda op, args, types, out: levels(args[0].reshape(-1, 1, 1) * real(args[1], types[1]), out),
 )
 SOFT_SIGN = OpDef(
     name="soft_sign",
@@ -74,7 +74,7 @@ SOFT_SIGN = OpDef(
     function=lambda x, attrs: x / (1 + np.abs(x)),
 )
 SWISH = OpDef(
-    name="swish", operands=("x",), meaning=lambda op, args, types, out: levels(swish(real(args[0], types[0])), out)
+    name="swish", operands=("x",), reference=lambda op, args, types, out: levels(swish(real(args[0], types[0])), out)
 )
 """Of a pattern: ``x * sigmoid(x)``."""
 

@@ -77,7 +77,7 @@ class CaseData:
 
 
 def case_data(case: Case) -> CaseData:
-    """Draw the operands and let the operators' meanings say what the result is."""
+    """Draw the operands and let the operators' references say what the result is."""
     draw = np.random.default_rng(case.seed)
     outputs = case.groups * case.per_group_out
     x = draw.integers(0, 256, (case.images, case.groups * case.per_group, case.height, case.width)).astype(np.uint8)
@@ -89,20 +89,20 @@ def case_data(case: Case) -> CaseData:
         bias = draw.integers(-(2**30), 2**30, outputs).astype(np.int32)
     zero_x, zero_y, zero_other = case.zero_points
     attrs = {"stride": case.stride, "padding": case.padding, "dilation": case.dilation, "groups": case.groups}
-    acc = OPS["conv2d"].meaning(Op("conv2d", (), ("acc",), attrs), [x, weight, bias], [_levels(zero_x)], _acc([1.0]))
+    acc = OPS["conv2d"].reference(Op("conv2d", (), ("acc",), attrs), [x, weight, bias], [_levels(zero_x)], _acc([1.0]))
     unit = 60 / max(float(acc.std()) if acc.size else 1.0, 1.0) if case.exponent is None else 2.0**case.exponent
     factor = (unit * draw.uniform(0.5, 1.5, outputs)).astype(np.float32)
     reach = numerics.accumulator_bound(weight, bias, 0, 255, zero_x)
     assert reach.max() < 2**31
     if case.result == "f32":
-        expected = OPS["dequantize"].meaning(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
+        expected = OPS["dequantize"].reference(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
         return CaseData(x, weight, bias, factor, None, None, False, expected)
     names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
     if case.rest:
         factor *= np.float32(numerics.QUANT_STEPS)
     if case.result == "u8":
         tail = Op("requantize", (), names, bounds)
-        expected = OPS["requantize"].meaning(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
+        expected = OPS["requantize"].reference(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
         if case.table != "none":
             expected = table_of(case)[expected]  # which is within bounds
         expected, rest = expected if case.rest else (expected, None)
@@ -117,7 +117,7 @@ def case_data(case: Case) -> CaseData:
     if case.other_rest:
         other_rest, most = draw.integers(0, numerics.QUANT_STEPS, acc.shape).astype(np.uint8), 2**16
         operands.append(other_rest)
-    found = OPS["add"].meaning(Op("add", (), names, bounds), operands, types, _levels(zero_y))
+    found = OPS["add"].reference(Op("add", (), names, bounds), operands, types, _levels(zero_y))
     expected, rest = found if case.rest else (found, None)
     needs_guard = bool((reach * abs(factor) + most * abs(other_factor)).max() >= 2**29)
     return CaseData(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)

@@ -156,7 +156,7 @@ def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given:
                 raise ArtifactError(
                     str(path),
                     None,
-                    f"the model has host operators: {', '.join(missing)}; their meaning is in no file",
+                    f"the model has host operators: {', '.join(missing)}; they are not in the file",
                     remedy="give their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
@@ -320,7 +320,7 @@ def _coverage(lowered: Lowered) -> Coverage:
         FloatPart(
             op.origin.path,
             op.origin.operator,
-            f"{op.attrs['operator']}: a meaning in NumPy, no kernel",
+            f"{op.attrs['operator']}: a NumPy implementation, no kernel",
             source=op.origin.source,
         )
         for op in lowered.graph.ops

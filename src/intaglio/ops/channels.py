@@ -72,7 +72,7 @@ def constant_ratio(call: Call) -> str | None:
     return "factors that are not one per channel" if channel_axis(call.shape(2), call.shape()) is None else None
 
 
-def affine_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.affine_requantize` with a factor and an offset per channel."""
     x, *values = args
     factor, offset = (along(value, x.ndim, op.attrs["axis"]) for value in values)
@@ -93,7 +93,7 @@ def slope_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scal
     return {"rise": rise, "fall": numerics.multiplier(slopes * scale_x, scale_y)}, attrs
 
 
-def prelu_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def prelu_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.requantize` with a factor that depends on the sign; ``rise`` is a number, ``fall`` one per
     channel.
     """
@@ -143,7 +143,7 @@ AFFINE = OpDef(
     operands=("tensor1", "tensor2", "self"),
     bind=bind_affine,
     check=first_reason(float_activations, ANY_CHANNELS, constant_channels),
-    meaning=affine_meaning,
+    reference=affine_reference,
     loop=FloatLoop(bodies.scaled_sum),
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
     validate=valid_affine,
@@ -158,7 +158,7 @@ PRELU = OpDef(
     targets=("aten.prelu.default",),
     operands=("self", "weight"),
     check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_slopes),
-    meaning=prelu_meaning,
+    reference=prelu_reference,
     constants=slope_factors,
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
     validate=valid_slopes,

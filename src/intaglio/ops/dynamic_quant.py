@@ -43,14 +43,14 @@ def levels_of_rows(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
     return numerics.quantize_rows(x, peaks)
 
 
-def quantize_rows_meaning(
+def quantize_rows_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
     """Quantize dynamically; return quantized values and scales."""
     return levels_of_rows(args[0], op.attrs["mode"])
 
 
-def dequantize_rows_meaning(
+def dequantize_rows_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
     """Compute `numerics.dequantize_rows`."""
@@ -86,7 +86,7 @@ def valid_row_accumulator(op: Op, graph: Graph) -> None:
 
 QUANTIZE_ROWS = OpDef(
     name="quantize_rows",
-    meaning=quantize_rows_meaning,
+    reference=quantize_rows_reference,
     types=TypeRule(((F32,),), (U8, F32), outputs=(2, 2)),
     validate=valid_row_levels,
     results_differ=True,
@@ -97,7 +97,7 @@ QUANTIZE_ROWS = OpDef(
 DEQUANTIZE_ROWS = OpDef(
     name="dequantize_rows",
     operands=("acc", "rows", "columns", "bias"),
-    meaning=dequantize_rows_meaning,
+    reference=dequantize_rows_reference,
     types=TypeRule(((I32,), (F32,), (F32,), (F32,)), (F32,)),
     validate=valid_row_accumulator,
     layout=Layout.ROW_MAJOR,

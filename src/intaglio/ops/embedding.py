@@ -37,7 +37,7 @@ def bags_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (offsets[0] - int(attrs["ends"]), table[1])
 
 
-def bags_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def bags_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Return f32[B, D] of a table f32 or u8[V, D], ids i64[L] and offsets i64[B].
 
     Bag b has the ids from its offset up to the next offset, the last bag those up to the end. With attribute ``ends``
@@ -81,7 +81,7 @@ def arange_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (attrs["size"],)
 
 
-def arange_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def arange_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Return i64[size]: ``start + i * step``."""
     return op.attrs["start"] + op.attrs["step"] * np.arange(op.attrs["size"], dtype=np.int64)
 
@@ -119,12 +119,12 @@ def valid_range(op: Op, graph: Graph) -> None:
 EMBEDDING_BAG = OpDef(
     name="embedding_bag",
     infer=bags_shape,
-    meaning=bags_meaning,
+    reference=bags_reference,
     validate=valid_bags,
     emit="embedding_bag",
     kernel="tables",
 )
 ARANGE = OpDef(
-    name="arange", infer=arange_shape, meaning=arange_meaning, validate=valid_range, emit="arange", kernel="tables"
+    name="arange", infer=arange_shape, reference=arange_reference, validate=valid_range, emit="arange", kernel="tables"
 )
 EMBEDDING_OPS = (EMBEDDING_BAG, ARANGE)

@@ -26,7 +26,7 @@ PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
 """Functions of an `activate` by attribute ``function``; each maps float32 ``x`` and the attributes ``a`` to float32."""
 
 
-def activate_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def activate_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.activate` with the factor ``float32(s_x * s_w)``; a third operand is the gain per channel."""
     acc, factor, *gains = args
     q, axis = out.levels, types[0].levels.axis
@@ -48,7 +48,7 @@ def valid_function(op: Op, graph: Graph) -> None:
 ACTIVATE = OpDef(
     name="activate",
     operands=("acc", "factor"),
-    meaning=activate_meaning,
+    reference=activate_reference,
     types=TypeRule(((I32,), (F32,)), (U8,), optional=(F32,)),
     validate=valid_function,
     layout=Layout.SAME,

@@ -30,9 +30,9 @@ def run_op(
     """
     op = replace(op, attrs={key: _fixed(value, symbols) for key, value in op.attrs.items()}) if symbols else op
     name = op.attrs["operator"] if op.is_host else op.kind
-    if name not in ops or (meaning := ops[name].meaning) is None:
-        raise ValueError(f"{name} has no meaning in NumPy")
-    found = meaning(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
+    if name not in ops or (reference := ops[name].reference) is None:
+        raise ValueError(f"{name} has no reference implementation")
+    found = reference(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
     return found if isinstance(found, tuple) else [found]
 
 

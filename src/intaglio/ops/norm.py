@@ -48,7 +48,9 @@ def norm_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, sca
     return {"factor": factor, "offset": offset, "eps": eps}, {}
 
 
-def layer_norm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def layer_norm_reference(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     """Compute `numerics.layer_norm`."""
     x, factor, offset, eps = args
     q = out.levels
@@ -71,7 +73,7 @@ LAYER_NORM = OpDef(
     roles=Roles(x=(0,)),
     bind=bind_layer_norm,
     check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
-    meaning=layer_norm_meaning,
+    reference=layer_norm_reference,
     constants=norm_constants,
     loop=FloatLoop(bodies.layer_norm, bodies.last_axis),
     types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),

@@ -109,7 +109,7 @@ class OpDef:
         instead: Record with the same overloads that applies if this operand is not a constant.
         levels: Maximum difference of the integer result from the Q/DQ reference, in quantization steps.
         infer: Shape rule over symbolic dimensions.
-        meaning: Reference implementation of the integer result in NumPy, in logical order.
+        reference: Reference implementation of the integer result in NumPy, in logical order.
         function: Elementwise function in float64, from which lowering computes a lookup table.
         precise: Converts attributes to those of the `activate` that computes the function on an accumulator.
         scales: It multiplies or divides by a number, which is folded into the scale of a preceding product of
@@ -162,7 +162,7 @@ class OpDef:
     instead: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
     levels: int = 1
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
-    meaning: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
+    reference: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     precise: Callable[[Attrs], Attrs] | None = None
     scales: bool = False
@@ -200,7 +200,7 @@ class OpDef:
     @property
     def has_integer_form(self) -> bool:
         """Return whether the operator exists in the integer graph in some form; else it runs in loops or islands."""
-        return self.kernel is not None or self.meaning is not None or self.function is not None
+        return self.kernel is not None or self.reference is not None or self.function is not None
 
     @property
     def computes_on_accumulator(self) -> bool:

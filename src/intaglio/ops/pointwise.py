@@ -42,7 +42,7 @@ def bind_add(call: Call) -> Attrs:
     return {"alpha": -alpha if call.target == "aten.sub.Tensor" else alpha}
 
 
-def add_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
+def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """Compute `numerics.add_requantize` of two quantized values, or of an accumulator and a quantized value.
 
     The zero point is subtracted from a uint8 first operand, not from an accumulator. Factors per channel belong to the
@@ -75,7 +75,7 @@ def stored(op: Op, rounded: np.ndarray) -> Result:
     return level.astype(np.uint8), rest.astype(np.uint8)
 
 
-def mul_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def mul_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.requantize` of the product of both values less their zero points, which is exact in int32."""
     a, b, factor = args
     product = (a.astype(np.int32) - types[0].levels.zero) * (b.astype(np.int32) - types[1].levels.zero)
@@ -121,24 +121,24 @@ def plain_bounds(call: Call) -> str | None:
     return "a bound that is NaN" if any(b is not None and b != b for b in bounds.values()) else None
 
 
-def clamp_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def clamp_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Clamp the quantized values to the integer bounds."""
     return np.clip(args[0], np.uint8(op.attrs["low"]), np.uint8(op.attrs["high"]))
 
 
-def requantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
+def requantize_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """Compute `numerics.requantize` with a factor per channel or a single one."""
     acc, factor = args
     factor = along(factor, acc.ndim, types[0].levels.axis)
     return stored(op, numerics.requantize(acc, factor, *bounds_of(op, out)))
 
 
-def table_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def table_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Look up every quantized value in the table."""
     return args[1][args[0]]
 
 
-def quantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def quantize_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.quantize` with parameters per tensor or per channel."""
     q = out.levels
     scale, zero = along(np.array(q.scale), args[0].ndim, q.axis), along(np.array(q.zero_point), args[0].ndim, q.axis)
@@ -152,7 +152,7 @@ def pixels_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return shapes[0]
 
 
-def pixels_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def pixels_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.quantize` of ``x * gain + shift`` in steps of 1; uint8 inputs are returned unchanged."""
     x, gain, shift = args
     if x.dtype == np.uint8:
@@ -163,7 +163,9 @@ def pixels_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     return numerics.quantize(steps, 1, along(np.array(q.zeros), 4, 1), q.qmin, q.qmax).astype(np.uint8)
 
 
-def dequantize_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def dequantize_reference(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     """Dequantize quantized values, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
     q, rank = types[0].levels, args[0].ndim
     scale, zero = (along(np.array(values), rank, q.axis) for values in (q.scale, q.zero_point))
@@ -220,7 +222,7 @@ ADD = OpDef(
     bind=bind_add,
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
-    meaning=add_meaning,
+    reference=add_reference,
     loop=FloatLoop(bodies.sum_or_difference),
     types=TypeRule(((U8, I32), (U8,), (F32,), (F32,)), (U8,), optional=(U8,), outputs=(1, 2)),
     validate=valid_sum,
@@ -239,7 +241,7 @@ MUL = OpDef(
     commutative=True,
     check=first_reason(float_activations, matching_shapes),
     infer=broadcast_shape,
-    meaning=mul_meaning,
+    reference=mul_reference,
     loop=bodies.binary("mul"),
     types=TypeRule(((U8,), (U8,), (F32,)), (U8,)),
     layout=Layout.SAME,
@@ -260,7 +262,7 @@ CLAMP = OpDef(
     shares=True,
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds),
-    meaning=clamp_meaning,
+    reference=clamp_reference,
     passes_factors=True,
     loop=FloatLoop(bodies.bounds, targets=(*CLAMPS, "aten.hardtanh.default", "aten.clamp.default")),
     changes_nothing=within_bounds,
@@ -273,7 +275,7 @@ CLAMP = OpDef(
 REQUANTIZE = OpDef(
     name="requantize",
     operands=("acc", "multiplier"),
-    meaning=requantize_meaning,
+    reference=requantize_reference,
     types=TypeRule(((I32,), (F32,)), (U8,), outputs=(1, 2)),
     layout=Layout.SAME,
     batch_separable=True,
@@ -283,7 +285,7 @@ REQUANTIZE = OpDef(
 TABLE = OpDef(
     name="table",
     operands=("self", "levels"),
-    meaning=table_meaning,
+    reference=table_reference,
     types=TypeRule(((U8,), (U8,)), (U8,)),
     validate=valid_table,
     follows_product=True,
@@ -294,7 +296,7 @@ TABLE = OpDef(
 )
 QUANTIZE = OpDef(
     name="quantize",
-    meaning=quantize_meaning,
+    reference=quantize_reference,
     types=TypeRule(((F32,),), (U8, S8)),
     layout=Layout.SAME,
     reads_any_strides=True,
@@ -306,7 +308,7 @@ PIXELS = OpDef(
     name="pixels",
     operands=("self", "gain", "shift"),
     infer=pixels_shape,
-    meaning=pixels_meaning,
+    reference=pixels_reference,
     types=TypeRule(((F32,), (F32,), (F32,)), (U8,)),
     layout=Layout.CHANNELS_LAST,
     batch_separable=True,
@@ -315,7 +317,7 @@ PIXELS = OpDef(
 )
 DEQUANTIZE = OpDef(
     name="dequantize",
-    meaning=dequantize_meaning,
+    reference=dequantize_reference,
     types=TypeRule(((U8, S8, I32),), (F32,)),
     layout=Layout.SAME,
     emit="dequantize",

@@ -98,7 +98,7 @@ def _activate_gelu(attrs: Attrs) -> Attrs:
 
 def function(
     name: str,
-    meaning: Function,
+    reference: Function,
     target: str = "",
     *,
     loop: FloatLoop | None = None,
@@ -109,7 +109,7 @@ def function(
 
     Args:
         name: Name of the operator, and of the ATen operator unless there is a ``target``.
-        meaning: Computes the function in float64 from an array and the arguments of the call. Lookup tables use it.
+        reference: Computes the function in float64 from an array and the arguments of the call. Lookup tables use it.
         target: ATen overload.
         loop: The loop that computes it between float tensors; without one it runs in an island.
         precise: Converts the record's attributes to those of the `activate` that computes it on an accumulator.
@@ -121,7 +121,7 @@ def function(
         targets=(target or f"aten.{name}.default",),
         bind=bind,
         check=first_reason(float_activations, plain_numbers),
-        function=meaning,
+        function=reference,
         loop=loop,
         precise=precise,
         scales=scales,

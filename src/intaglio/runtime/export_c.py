@@ -85,7 +85,7 @@ def _check(model: CompiledModel) -> None:
         raise UnsupportedError(
             name,
             None,
-            f"host operators have a meaning in NumPy and no kernel: {', '.join(model.hosts)}",
+            f"host operators have a reference implementation and no kernel: {', '.join(model.hosts)}",
             remedy="quantize the part of the model without them",
         )
     if signature.state or signature.written:

@@ -325,7 +325,7 @@ class HostOperator(Protocol):
     """The part of a host operator's record that running it needs."""
 
     @property
-    def meaning(self) -> ReferenceFunction | None: ...
+    def reference(self) -> ReferenceFunction | None: ...
 
 
 def host_names(graph: Graph) -> tuple[str, ...]:
@@ -336,28 +336,30 @@ def host_names(graph: Graph) -> tuple[str, ...]:
 def run_host(
     call: HostCall, host: HostOperator, graph: Graph, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
 ) -> None:
-    """Run a user-defined operator: read quantized values from the arena, call its meaning and write the result back.
+    """Run a user-defined operator: read quantized values from the arena, call its reference implementation, write the
+    result.
 
     The halo of the result is filled with its zero point.
 
     Raises:
-        InputError: the meaning returns another element type or shape than the program reads.
+        InputError: the reference implementation returns another element type or shape than the program reads.
     """
-    if host.meaning is None:
-        raise ValueError(f"{call.op.attrs['operator']} has no meaning in NumPy")
+    if host.reference is None:
+        raise ValueError(f"{call.op.attrs['operator']} has no reference implementation")
     op, arrays = call.op, []
     for name, place in zip(call.op.inputs, call.inputs, strict=True):
         array = graph.constants[name] if place is None else _quantized_view(place, arena, offsets, symbols)
         arrays.append(array.view())
         arrays[-1].flags.writeable = False
-    result = np.asarray(host.meaning(op, arrays, [graph.types[name] for name in op.inputs], graph.types[op.output]))
+    result = np.asarray(host.reference(op, arrays, [graph.types[name] for name in op.inputs], graph.types[op.output]))
     levels = _quantized_view(call.output, arena, offsets, symbols)
     if result.dtype != np.uint8 or result.shape != levels.shape:
         raise InputError(
             op.origin.path or op.output,
             op.attrs["operator"],
-            f"its meaning gave {result.dtype}{list(result.shape)}; the program reads uint8{list(levels.shape)}",
-            remedy="return levels: numerics.quantize(...).astype(np.uint8), of the shape that infer says",
+            f"its reference implementation returned {result.dtype}{list(result.shape)}; "
+            f"the program reads uint8{list(levels.shape)}",
+            remedy="return quantized values: numerics.quantize(...).astype(np.uint8), of the shape that infer says",
         )
     if frame := evaluate(call.output.frame, symbols):
         start = offsets[call.output.at]

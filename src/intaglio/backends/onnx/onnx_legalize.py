@@ -161,7 +161,7 @@ def float_recurrent(
     batch_first: bool,
     cell: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_meaning`, except that hidden states are not
+    """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_reference`, except that hidden states are not
     rounded."""
     if scales is not None:
         x = dequantize_tokens(levels, scales)

@@ -1,4 +1,4 @@
-// Embedding bags, bit for bit bags_meaning of ops/embedding.py. Compile with -ffp-contract=off.
+// Embedding bags, bit for bit bags_reference of ops/embedding.py. Compile with -ffp-contract=off.
 #pragma once
 
 #include "elementwise/loops.h"

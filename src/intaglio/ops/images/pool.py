@@ -120,7 +120,7 @@ def adaptive_windows(size: int, outputs: int) -> list[Window]:
     return [Window(start, stop, stop - start) for start, stop in bounds]
 
 
-def max_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def max_pool_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute max pooling; padding is the quantized value 0, the smallest, and never wins."""
     kernel, stride, padding, dilation = (op.attrs[k] for k in ("kernel", "stride", "padding", "dilation"))
     image = args[0].shape[2:]
@@ -160,14 +160,14 @@ def mean_over(
     return result
 
 
-def avg_pool_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def avg_pool_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute average pooling."""
     sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
     axes = [windows(op.attrs, i, args[0].shape[2 + i], size) for i, size in enumerate(sizes)]
     return mean_over(args[0], args[1], types[0].levels, out, axes, op.attrs["divisor"])
 
 
-def adaptive_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def adaptive_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute adaptive average pooling."""
     axes = [adaptive_windows(*one) for one in zip(args[0].shape[2:], op.attrs["size"], strict=True)]
     factors = args[1]
@@ -253,7 +253,7 @@ def _max_pool(axes: int) -> OpDef:
         bind=bind_pool,
         check=first_reason(_poolable(axes), whole_windows),
         infer=pool_shape,
-        meaning=max_pool_meaning,
+        reference=max_pool_reference,
         types=TypeRule(((U8,),), (U8,)),
         layout=Layout.CHANNELS_LAST,
         batch_separable=True,
@@ -271,7 +271,7 @@ def _avg_pool(axes: int) -> OpDef:
         bind=bind_pool,
         check=first_reason(_poolable(axes), positive_divisor, whole_windows),
         infer=pool_shape,
-        meaning=avg_pool_meaning,
+        reference=avg_pool_reference,
         constants=window_factors,
         types=TypeRule(((U8,), (F32,)), (U8,)),
         validate=valid_windows,
@@ -291,7 +291,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         bind=bind_adaptive,
         check=first_reason(_poolable(axes), fixed_size),
         infer=adaptive_shape,
-        meaning=adaptive_meaning,
+        reference=adaptive_reference,
         constants=adaptive_factors,
         types=TypeRule(((U8,), (F32,)), (U8,)),
         validate=valid_adaptive,

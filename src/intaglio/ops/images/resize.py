@@ -123,7 +123,7 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*shapes[0][:2], *(shape[0] for shape in shapes[1:-1:2]))
 
 
-def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def nearest_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Copy the nearest value along each axis."""
     x, *indices = args
     if "results" in op.attrs:
@@ -133,7 +133,7 @@ def nearest_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
     return x
 
 
-def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Interpolate in float32 from the last axis to the first, using values less their zero point; then requantize."""
     x, *found, factor = args
     if "results" in op.attrs:
@@ -204,7 +204,7 @@ def _nearest(axes: int) -> OpDef:
         bind=bind_resize,
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=nearest_shape,
-        meaning=nearest_meaning,
+        reference=nearest_reference,
         constants=nearest_constants,
         types=partial(nearest_types, axes),
         validate=valid_nearest,
@@ -224,7 +224,7 @@ def _linear(axes: int, name: str) -> OpDef:
         bind=bind_resize,
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=linear_shape,
-        meaning=linear_meaning,
+        reference=linear_reference,
         constants=linear_constants,
         types=partial(linear_types, axes),
         validate=valid_linear,

@@ -15,14 +15,14 @@ ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
 """Element types of a loop's operands; results may have all but i64."""
 
 
-def loop_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
+def loop_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """Run the body, one primitive after the other."""
     body = body_of(op)
     values = {**body.constants, **dict(zip(body.inputs, args, strict=True))}
     for step in body.ops:
         read = [body.types[name] for name in step.inputs]
-        meaning = PRIMITIVES[step.kind].meaning
-        values[step.output] = meaning(step, [values[name] for name in step.inputs], read, body.types[step.output])
+        reference = PRIMITIVES[step.kind].reference
+        values[step.output] = reference(step, [values[name] for name in step.inputs], read, body.types[step.output])
     return tuple(np.ascontiguousarray(values[name]).reshape(np.shape(values[name])) for name in body.outputs)
 
 
@@ -107,7 +107,7 @@ def layout_of_rows(op: Op, types: Mapping[str, TensorType]) -> Layout:
 
 LOOP = OpDef(
     name="loop",
-    meaning=loop_meaning,
+    reference=loop_reference,
     has_body=True,
     validate=check_loop,
     layout=layout_of_rows,

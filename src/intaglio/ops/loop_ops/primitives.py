@@ -19,7 +19,7 @@ from intaglio.numerics import float_math
 
 REAL, TRUTH, WHOLE_TYPES = (F32, BF16), (BOOL,), (I64,)
 Bound = Callable[[Sequence[float], Attrs], "float | None"]
-Meaning = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
+ReferenceFunction = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
 
 
 def no_bound(sizes: Sequence[float], attrs: Attrs) -> float | None:
@@ -58,7 +58,7 @@ class Primitive:
         name: Name of the primitive.
         operands: Element types of each operand, one row per allowed combination.
         gives: Element type of the result; ``None`` where the result's type decides.
-        meaning: Reference implementation in NumPy.
+        reference: Reference implementation in NumPy.
         attrs: Names of its attributes.
         reduces: Reduction along attribute ``axis``, whose size becomes 1.
         gathers: Reads rows of a table (first operand) by ids (second operand); further operands are parameters of rows.
@@ -79,7 +79,7 @@ class Primitive:
     name: str
     operands: tuple[tuple[tuple[DType, ...], ...], ...]
     gives: DType | None
-    meaning: Meaning
+    reference: ReferenceFunction
     attrs: tuple[str, ...] = ()
     reduces: bool = False
     gathers: bool = False
@@ -111,14 +111,14 @@ class Primitive:
         return not (self.reduces or self.gathers or self.drops_axis or self.adds_axis)
 
 
-def _plain(function: Callable[..., np.ndarray]) -> Meaning:
+def _plain(function: Callable[..., np.ndarray]) -> ReferenceFunction:
     """Return the reference implementation of a primitive without attributes."""
 
-    def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    def reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         with np.errstate(all="ignore"):
             return np.asarray(function(*args))
 
-    return meaning
+    return reference
 
 
 def _unary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
@@ -145,11 +145,11 @@ def _reduction(
 ) -> Primitive:
     """Return the record of a reduction along attribute ``axis``."""
 
-    def meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    def reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
         axis = op.attrs["axis"]
         return np.moveaxis(function(np.moveaxis(args[0], axis, -1)), -1, axis)
 
-    return Primitive(name, ((REAL,),), F32, meaning, ("axis",), reduces=True, lanes=lanes, bound=bound)
+    return Primitive(name, ((REAL,),), F32, reference, ("axis",), reduces=True, lanes=lanes, bound=bound)
 
 
 def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:

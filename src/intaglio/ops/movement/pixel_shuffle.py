@@ -23,7 +23,7 @@ def whole_groups(call: Call) -> str | None:
     return None if isinstance(groups, int) else f"groups {groups}"
 
 
-def shuffle_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def shuffle_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Shuffle the channels."""
     n, c, *image = args[0].shape
     groups = op.attrs["groups"]
@@ -36,7 +36,7 @@ def pixel_shuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c // (r * r), h * r, w * r
 
 
-def pixel_shuffle_meaning(
+def pixel_shuffle_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
     """Move channels to pixels."""
@@ -51,7 +51,7 @@ def pixel_unshuffle_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c * (r * r), h // r, w // r
 
 
-def pixel_unshuffle_meaning(
+def pixel_unshuffle_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
     """Move pixels to channels."""
@@ -67,7 +67,7 @@ def unfold_depth_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, c * taps, (d - attrs["dilation"] * (taps - 1) - 1) // attrs["stride"] + 1, h, w
 
 
-def unfold_depth_meaning(
+def unfold_depth_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
     """Unfold depth windows into channels, tap by tap within each group: [n, (g, k, c), outputs, h, w]."""
@@ -85,7 +85,7 @@ SHUFFLE = movement(
     targets=("aten.channel_shuffle.default",),
     bind=lambda call: {"groups": call.arguments["groups"]},
     check=first_reason(float_activations, rank(3, 4, 5), fixed_channels, whole_groups),
-    meaning=shuffle_meaning,
+    reference=shuffle_reference,
 )
 
 PIXEL_SHUFFLE = movement(
@@ -95,7 +95,7 @@ PIXEL_SHUFFLE = movement(
     bind=lambda call: {"factor": int(call.arguments["upscale_factor"])},
     check=first_reason(float_activations, rank(4), fixed_channels),
     infer=pixel_shuffle_shape,
-    meaning=pixel_shuffle_meaning,
+    reference=pixel_shuffle_reference,
 )
 
 PIXEL_UNSHUFFLE = movement(
@@ -105,14 +105,14 @@ PIXEL_UNSHUFFLE = movement(
     bind=lambda call: {"factor": int(call.arguments["downscale_factor"])},
     check=first_reason(float_activations, rank(4), fixed_channels),
     infer=pixel_unshuffle_shape,
-    meaning=pixel_unshuffle_meaning,
+    reference=pixel_unshuffle_reference,
 )
 
 UNFOLD_DEPTH = movement(
     "unfold_depth",
     unfold_depth_copies,
     infer=unfold_depth_shape,
-    meaning=unfold_depth_meaning,
+    reference=unfold_depth_reference,
     layout=Layout.CHANNELS_LAST,
     shares=False,
     batch_separable=False,

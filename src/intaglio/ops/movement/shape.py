@@ -46,7 +46,7 @@ def known_sizes(call: Call) -> str | None:
     return None if given == made else f"{given} elements become {made}, which cannot be shown to be as many"
 
 
-def reshape_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def reshape_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Reshape in logical order."""
     return args[0].reshape(op.attrs["shape"])
 
@@ -100,7 +100,7 @@ def slice_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return tuple(shape)
 
 
-def slice_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def slice_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Take a slice."""
     index = [slice(None)] * args[0].ndim
     index[op.attrs["axis"]] = slice(op.attrs["start"], op.attrs["stop"], op.attrs["step"])
@@ -142,7 +142,7 @@ def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return tuple(d * (z + 1) + (b + a - z) for d, b, a, z in sides)
 
 
-def pad_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def pad_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Pad with the zero point or with elements of the operand."""
     x, zero, between = args[0], types[0].levels.zero, op.attrs.get("between")
     if between:
@@ -179,7 +179,7 @@ def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*shapes[0][:axis], total, *shapes[0][axis + 1 :])
 
 
-def cat_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def cat_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Concatenate the operands."""
     return np.concatenate(args, op.attrs["axis"])
 
@@ -206,7 +206,7 @@ def permute_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return tuple(shapes[0][axis] for axis in attrs["order"])
 
 
-def permute_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def permute_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Permute the axes."""
     return args[0].transpose(op.attrs["order"])
 
@@ -226,7 +226,7 @@ def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return attrs["shape"]
 
 
-def expand_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def expand_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Repeat axes of one element."""
     return np.broadcast_to(args[0], op.attrs["shape"])
 
@@ -271,7 +271,7 @@ CAT = movement(
     bind=bind_cat,
     check=first_reason(float_activations, ANY_RANK, joinable),
     infer=cat_shape,
-    meaning=cat_meaning,
+    reference=cat_reference,
     changes_nothing=keeps_type,
     types=None,
 )
@@ -293,7 +293,7 @@ RESHAPE = movement(
     bind=bind_reshape,
     check=first_reason(float_activations, ANY_RANK, known_sizes),
     infer=same_elements,
-    meaning=reshape_meaning,
+    reference=reshape_reference,
     keeps_order=True,
     emit="reshape",
     changes_nothing=keeps_type,
@@ -310,7 +310,7 @@ SLICE = movement(
     bind=bind_slice,
     check=first_reason(float_activations, ANY_RANK, known_slice),
     infer=slice_shape,
-    meaning=slice_meaning,
+    reference=slice_reference,
     needs=slice_inside,
     changes_nothing=keeps_type,
     alias=SLICED,
@@ -323,7 +323,7 @@ PAD = movement(
     bind=bind_pad,
     check=first_reason(float_activations, ANY_RANK, plain_pad),
     infer=pad_shape,
-    meaning=pad_meaning,
+    reference=pad_reference,
     needs=pad_inside,
     changes_nothing=keeps_type,
 )
@@ -335,7 +335,7 @@ PERMUTE = movement(
     bind=bind_permute,
     check=first_reason(float_activations, ANY_RANK),
     infer=permute_shape,
-    meaning=permute_meaning,
+    reference=permute_reference,
     changes_nothing=keeps_axes,
     alias=PERMUTED,
     layout=Layout.ANY,
@@ -347,7 +347,7 @@ EXPAND = movement(
     bind=bind_expand,
     check=first_reason(float_activations, ANY_RANK, same_rank),
     infer=expand_shape,
-    meaning=expand_meaning,
+    reference=expand_reference,
     changes_nothing=keeps_type,
     alias=EXPANDED,
     batch_separable=False,

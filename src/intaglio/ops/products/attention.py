@@ -78,7 +78,7 @@ def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*shapes[0][:-1], shapes[2][-1])
 
 
-def attention_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.attention`."""
     levels, y = [kind.levels for kind in types[:3]], out.levels
     q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
@@ -115,7 +115,7 @@ def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*(y if x == 1 else x for x, y in zip(a, b, strict=True)), rows, columns)
 
 
-def bmm_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def bmm_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Multiply the values less their zero points; return exact int32 accumulators."""
     a, b = (x.astype(np.float64) - kind.levels.zero for x, kind in zip(args, types, strict=True))
     return (a @ b).astype(np.int64).astype(np.int32)
@@ -161,7 +161,7 @@ ATTENTION = OpDef(
     bind=bind_attention,
     check=first_reason(floating_operands, plain_attention, fixed_heads, known_mask),
     infer=attention_shape,
-    meaning=attention_meaning,
+    reference=attention_reference,
     levels=2,
     types=TypeRule(((U8,), (U8,), (U8,)), (U8,), optional=(BOOL, F32), symmetric=(1, 2)),
     macs=attention_macs,
@@ -179,7 +179,7 @@ BMM = OpDef(
     anchor=True,
     check=first_reason(float_activations, both_computed, product_axes),
     infer=bmm_shape,
-    meaning=bmm_meaning,
+    reference=bmm_reference,
     types=TypeRule(((U8,), (U8,)), (I32,), symmetric=(1,)),
     macs=bmm_macs,
     widens_halves=True,

@@ -74,7 +74,7 @@ def conv_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, channels, *sizes
 
 
-def conv_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def conv_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute the int32 accumulator of a convolution.
 
     It is the sum over taps of exact float64 matrix products of ``x - zero_point``, zero padded, plus the int32 bias.
@@ -115,7 +115,9 @@ def transposed_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return n, channels, *sizes
 
 
-def transposed_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def transposed_reference(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
     """Compute the int32 accumulator of a transposed convolution by scattering the products of each input to the
     outputs.
     """
@@ -162,7 +164,7 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     return (*shapes[0][:-1], shapes[1][0])
 
 
-def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute the exact int32 accumulator of a linear layer."""
     x, weight, bias = args
     centred = x.astype(np.float64) - types[0].levels.zero
@@ -221,7 +223,7 @@ def _conv(axes: int) -> OpDef:
         bind=bind_conv,
         check=first_reason(float_activations, rank(axes + 2), fixed_depth, constant_weight, short_reduction),
         infer=conv_shape,
-        meaning=conv_meaning,
+        reference=conv_reference,
         types=ACCUMULATED,
         accumulates=True,
         batch_separable=True,
@@ -247,7 +249,7 @@ def _conv_transpose(axes: int) -> OpDef:
             float_activations, rank(axes + 2), fixed_channels, constant_weight, short_transposed, padding_within_taps
         ),
         infer=transposed_shape,
-        meaning=transposed_meaning,
+        reference=transposed_reference,
         types=ACCUMULATED,
         accumulates=True,
         batch_separable=True,
@@ -268,7 +270,7 @@ LINEAR = OpDef(
     anchor=True,
     check=first_reason(float_activations, rank(*range(1, 9)), constant_weight, last_axis_fixed, short_reduction),
     infer=linear_shape,
-    meaning=linear_meaning,
+    reference=linear_reference,
     types=ACCUMULATED,
     accumulates=True,
     batch_separable=True,

@@ -14,7 +14,7 @@ from intaglio.ops.opdef import Layout, OpDef
 from intaglio.ops.products.conv import linear_macs, linear_shape
 
 
-def linear_meaning(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Return f32[..., N] of x f32[..., K] and a weight f16[N, K], or s8[N, K] with scales f32[N], and an optional bias
     f32[N].
     """
@@ -42,7 +42,7 @@ def valid_stored(op: Op, graph: Graph) -> None:
 LINEAR_F32 = OpDef(
     name="linear_f32",
     infer=linear_shape,
-    meaning=linear_meaning,
+    reference=linear_reference,
     types=TypeRule(((F32,), (S8, F16)), (F32,), optional=(F32,)),
     validate=valid_stored,
     macs=linear_macs,

@@ -104,7 +104,7 @@ def run_direction(
     return y, now
 
 
-def recurrent_meaning(
+def recurrent_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
     """Run layer after layer; y is dynamically quantized per token between layers."""
@@ -278,7 +278,7 @@ def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
         bind=bind_recurrent,
         check=first_reason(float_activations, rank(2, 3), fixed_inputs, no_training),
         infer=infer_recurrent(kind),
-        meaning=recurrent_meaning,
+        reference=recurrent_reference,
         validate=valid_recurrent,
         results_differ=True,
         macs=recurrent_macs,

@@ -7,7 +7,7 @@ import numpy as np
 from intaglio.fusion.integer_graph_view import IntegerGraphView
 from intaglio.fusion.table import LOOP_TABLE, QUANTIZED_FUNCTION
 from intaglio.ir import DType, Graph, Op, TensorType, fresh
-from intaglio.ops.loop_ops.loop import loop_meaning
+from intaglio.ops.loop_ops.loop import loop_reference
 from intaglio.ops.loop_ops.loop_space import body_of
 from intaglio.ops.loop_ops.primitives import primitive
 
@@ -35,7 +35,7 @@ def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
     levels = np.arange(256, dtype=np.uint8)
     given = [levels if name == source else graph.constants[name].reshape(()) for name in op.inputs]
     types = [graph.types[name] for name in op.inputs]
-    (found,) = loop_meaning(op, given, types, graph.types[op.output])
+    (found,) = loop_reference(op, given, types, graph.types[op.output])
     return found
 
 

@@ -16,7 +16,7 @@ from intaglio.fxgraph.node_info import copy_info, inherit_info, known_type, orig
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, known_record, operator, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType
 from intaglio.ops.dynamic_quant import row_levels
-from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_meaning, result_shapes
+from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_reference, result_shapes
 from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
@@ -206,14 +206,14 @@ def _recurrent(
     batch_first: bool,
     cell: bool,
 ) -> list[torch.Tensor]:
-    """Run `ops.products.lstm_gru.recurrent_meaning` on tensors."""
+    """Run `ops.products.lstm_gru.recurrent_reference` on tensors."""
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
     q = row_levels("") if rows else QParams((scale,), (zero_point,), 0, 255)
     kind_of_x = TensorType(tuple(levels.shape), DType.U8, q)
     operands = [levels, *([scales] if scales is not None else []), *constants, *states]
     arrays = [tensor.detach().numpy() for tensor in operands]
-    found = recurrent_meaning(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
+    found = recurrent_reference(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
     return [torch.from_numpy(np.ascontiguousarray(array)) for array in found]
 
 

@@ -1,4 +1,4 @@
-"""User patterns: the operators they match, their settings and callbacks, and their integer meaning."""
+"""User patterns: the operators they match, their settings and callbacks, and their integer reference implementation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class QuantizerPattern:
         ranks: allowed ranks of the result; empty for any.
         alone: quantize every match; otherwise only matches that contain a convolution or linear layer or are next to
             something quantized.
-        operator: integer meaning of the whole match, with operands named as the leaves of the pattern. Without it the
+        operator: record of the whole match, with operands named as the leaves of the pattern. Without it the
             built-in fusion rows and records decide which kernels run the match.
     """
 
@@ -151,7 +151,7 @@ def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPatte
 
     Raises:
         SelectorError: two patterns share a name, or a root is not an operator.
-        UnsupportedError: the integer meaning of a pattern is not valid.
+        UnsupportedError: the operator record of a pattern is not valid.
     """
     found = [one for entry in given for one in (builtin(entry) if isinstance(entry, str) else [entry])]
     for name, count in Counter(pattern.name for pattern in found).items():
@@ -194,8 +194,8 @@ def check_operators(records: Iterable[OpDef]) -> None:
     targets: set[str] = set()
     for record in records:
         problem = None
-        if record.meaning is None and record.function is None:
-            problem = "it has neither a meaning in integers nor a function"
+        if record.reference is None and record.function is None:
+            problem = "it has neither a reference implementation nor a function"
         elif record.kernel is not None or record.variadic or record.roles.weight is not None:
             problem = "a host operator has no kernel, no list of operands and no weight: constants are operands"
         elif record.name in OPS or record.name in names:
@@ -214,8 +214,8 @@ def _has_integer_form(target: str) -> bool:
 
 
 def is_host(record: OpDef) -> bool:
-    """Return whether the operator runs in Python: it has an integer meaning but no kernel."""
-    return record.kernel is None and record.meaning is not None
+    """Return whether the operator runs in Python: it has a reference implementation but no kernel."""
+    return record.kernel is None and record.reference is not None
 
 
 def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
