@@ -54,8 +54,8 @@ def _notes(record: OpDef) -> Iterator[str]:
         yield "any number of operands, which share one range"
     elif len(record.roles.x) > 1:
         yield "both operands in int8"
-    if record.levels != 1:
-        yield f"up to {record.levels} levels from the reference"
+    if record.tolerance != 1:
+        yield f"up to {record.tolerance} quantization steps from the reference"
 
 
 def internal() -> str:

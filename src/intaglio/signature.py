@@ -231,7 +231,7 @@ def unflatten_result(signature: Signature, results: tuple[Any, ...], symbols: Ma
     leaves = []
     for output in signature.outputs:
         if output.value is not None:
-            leaves.append(next(values) if output.levels is None else Integers.of(next(values), output.levels))
+            leaves.append(next(values) if output.qparams is None else Integers.of(next(values), output.qparams))
         elif isinstance(output.constant, Expression):
             leaves.append(evaluate(output.constant, symbols))
         else:

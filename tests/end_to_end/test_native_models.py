@@ -133,10 +133,10 @@ def test_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads
     kind = lowered.graph.types[inner]
     assert kind.dtype is DType.U8
     returned = lowered(X)[1].numpy()
-    levels = np.rint(returned / np.float32(kind.levels.step)) + kind.levels.zero
+    levels = np.rint(returned / np.float32(kind.qparams.step)) + kind.qparams.zero
     assert levels.min() >= 0
     assert levels.max() <= 255
-    again = (levels - kind.levels.zero).astype(np.float32) * np.float32(kind.levels.step)
+    again = (levels - kind.qparams.zero).astype(np.float32) * np.float32(kind.qparams.step)
     assert np.array_equal(again, returned)
     assert torch.equal(stages.compile(lowered)(X)[1], lowered(X)[1])
     assert_equal_quantized(reference, lowered, X)

@@ -97,7 +97,7 @@ def test_the_factor_is_the_ratio_of_input_and_output_scales():
     model.r.data.copy_(ratios.reshape(1, 20, 1, 1))
     _, lowered = quantized(model, image())
     (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
-    step_b, step_y = (lowered.graph.types[name].levels.step for name in (add.inputs[1], add.output))
+    step_b, step_y = (lowered.graph.types[name].qparams.step for name in (add.inputs[1], add.output))
     found = lowered.graph.constants[add.inputs[3]]
     assert np.array_equal(found, numerics.multiplier(step_b * ratios.double().numpy(), step_y))
 

@@ -53,7 +53,7 @@ def test_a_host_operator_runs_on_levels_with_the_interpreters_bits(mirrored, bat
 
 def test_a_host_operator_gives_the_result_of_the_reference_model(mirrored):
     float_model, reference, _, model = mirrored
-    step = model.graph.types[model.graph.ops[-1].inputs[0]].levels.step
+    step = model.graph.types[model.graph.ops[-1].inputs[0]].qparams.step
     assert (model(DATA[0]) - reference(DATA[0])).abs().max() <= 1.01 * step
     assert F.mse_loss(model(DATA[0]), float_model(DATA[0])) < 0.01 * float_model(DATA[0]).var()
 

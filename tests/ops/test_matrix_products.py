@@ -54,7 +54,7 @@ def drawn(case: Case) -> list[np.ndarray]:
     draw = np.random.default_rng(case.seed)
 
     def levels(kind: TensorType) -> np.ndarray:
-        low = kind.levels.qmin
+        low = kind.qparams.qmin
         return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
             np.uint8
         )

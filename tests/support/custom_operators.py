@@ -38,11 +38,11 @@ def _(x):
 
 
 def real(levels, kind):
-    return dequantize(levels, np.float32(kind.levels.step), kind.levels.zero)
+    return dequantize(levels, np.float32(kind.qparams.step), kind.qparams.zero)
 
 
 def levels(values, kind):
-    q = kind.levels
+    q = kind.qparams
     return quantize(values.astype(np.float32), q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 

@@ -76,7 +76,7 @@ class Net:
         return QParams((float(np.float32(max(spread, 1e-6) / 60)),), (zero,), 0, 255)
 
     def _real(self, name: str) -> np.ndarray:
-        q = self.types[name].levels
+        q = self.types[name].qparams
         return (self.value[name].astype(np.float64) - q.zero) * q.step
 
     # -- operators
@@ -116,7 +116,7 @@ class Net:
         weight = self._constant(self.draw.integers(-127, 128, shape).astype(np.int8), DType.S8)
         bias = self._constant(self.draw.integers(-3000, 3000, shape[0]).astype(np.int32), DType.I32)
         scales = self.draw.uniform(0.001, 0.003, shape[0]).astype(np.float32)
-        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].levels.step, scales)))
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].qparams.step, scales)))
         q = QParams(unit, (0,) * shape[0], -(2**31), 2**31 - 1, axis)
         return self._tail(self._op(kind, [x, weight, bias], DType.I32, q, **attrs), np.array(unit), axis, **tail)
 
@@ -141,7 +141,7 @@ class Net:
         bounds = {"low": low, "high": high}
         if add is None:
             return self._op("requantize", [acc, factor], DType.U8, q, **bounds)
-        other = self._constant(np.float32([self.types[add].levels.step / q.step]), DType.F32)
+        other = self._constant(np.float32([self.types[add].qparams.step / q.step]), DType.F32)
         return self._op("add", [acc, add, factor, other], DType.U8, q, **bounds)
 
     def quantize_rows(self, x: str, mode: str = "token") -> tuple[str, str]:
@@ -168,7 +168,7 @@ class Net:
     def centred(self, x: str) -> str:
         """The value with parameters that a second factor of a product of activations has: zero point 128, levels from
         1, which its operator must give."""
-        q = self.types[x].levels
+        q = self.types[x].qparams
         self.types[x] = replace(self.types[x], q=QParams(q.scale, (128,), 1, 255))
         self.value[x] = np.maximum(self.value[x], 1)
         return x
@@ -181,19 +181,19 @@ class Net:
 
     def bmm(self, a: str, b: str, **tail: Any) -> str:
         """A product of activations and its tail, see `_tail`."""
-        unit = float(numerics.accumulator_scale(self.types[a].levels.step, self.types[b].levels.step))
+        unit = float(numerics.accumulator_scale(self.types[a].qparams.step, self.types[b].qparams.step))
         acc = self._op("bmm", [a, b], DType.I32, QParams((unit,), (0,), -(2**31), 2**31 - 1))
         return self._tail(acc, np.array([unit]), -1, **tail)
 
     def add(self, a: str, b: str, low: int = 0, high: int = 255) -> str:
         q = self._q((self._real(a) + self._real(b)).std(), None)
-        factors = [self._constant(np.float32([self.types[v].levels.step / q.step]), DType.F32) for v in (a, b)]
+        factors = [self._constant(np.float32([self.types[v].qparams.step / q.step]), DType.F32) for v in (a, b)]
         return self._op("add", [a, b, *factors], DType.U8, q, low=low, high=high)
 
     def mul(self, a: str, b: str, low: int = 0, high: int = 255) -> str:
         """Of two images, or of an image and one pixel on either side."""
         q = self._q((self._real(a) * self._real(b)).std(), None)
-        step = np.float64(self.types[a].levels.step) * np.float64(self.types[b].levels.step)
+        step = np.float64(self.types[a].qparams.step) * np.float64(self.types[b].qparams.step)
         factor = self._constant(np.float32([step / q.step]), DType.F32)
         name, image = self._op("mul", [a, b, factor], DType.U8, q, low=low, high=high), max(a, b, key=self._size)
         self.types[name] = TensorType(self.types[image].shape, DType.U8, q)
@@ -216,7 +216,7 @@ class Net:
     def mean(self, kind: str, x: str, **attrs: Any) -> str:
         """avg_pool2d or adaptive_avg_pool2d."""
         q, shape = self._q(self._real(x).std() / 2, None), self.types[x].shape
-        table, _ = OPS[kind].constants(attrs, shape, (), self.types[x].levels.step, q.step)
+        table, _ = OPS[kind].constants(attrs, shape, (), self.types[x].qparams.step, q.step)
         return self._op(kind, [x, self._constant(table["factors"], DType.F32)], DType.U8, q, **attrs)
 
     # -- the whole

@@ -125,10 +125,10 @@ def lowered(captured: Captured, *batch: Any, recipe=None, **kwargs: Any) -> tupl
 
 
 def assert_equal_quantized(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> QuantizedDifferences:
-    """At most ``OpDef.levels`` in every region; float results of regions equal but for rounding. Prints the rate."""
+    """At most ``OpDef.tolerance`` in every region; float results of regions equal but for rounding. Prints the rate."""
     levels = largest_differences(reference, lowered, *args, **kwargs)
     kinds = {name: op.kind for op in lowered.graph.ops for name in op.outputs}
-    far = {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].levels}
+    far = {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].tolerance}
     print(f"{levels.wrong} of {levels.total} levels differ ({levels.rate:.1e}), floats by {levels.floats:.1e}")
     assert not far, f"more than the contract allows: {far}"
     assert levels.floats < 1e-5

@@ -210,10 +210,10 @@ class Context:
 
     def limits(self, op: Op) -> str:
         """Return a pointer to the `struct Limits` of an operator's results, which have 8 or 16 bits."""
-        q, (low, high), rest = self.graph.types[op.output].levels, result_bounds(op, self.graph), len(op.outputs) > 1
-        other = self.graph.types[op.inputs[1]].levels.zero if op_def(op).pairwise else 0
+        q, (low, high), rest = self.graph.types[op.output].qparams, result_bounds(op, self.graph), len(op.outputs) > 1
+        other = self.graph.types[op.inputs[1]].qparams.zero if op_def(op).pairwise else 0
         if op_def(op).residual is not None and op.inputs[4:]:
-            other = numerics.joined(other, self.graph.types[op.inputs[4]].levels.zero).item()
+            other = numerics.joined(other, self.graph.types[op.inputs[4]].qparams.zero).item()
         zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
 

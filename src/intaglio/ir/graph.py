@@ -169,12 +169,12 @@ class Output:
     Attributes:
         value: Graph value that is returned, or ``None`` for a constant.
         constant: Constant that is returned instead: ``None``, a number, a string.
-        levels: Quantization parameters of a value that is returned as integers.
+        qparams: Quantization parameters of a value that is returned as integers.
     """
 
     value: str | None
     constant: Any = None
-    levels: QParams | None = None
+    qparams: QParams | None = None
 
 
 @dataclass(frozen=True)

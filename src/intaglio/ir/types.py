@@ -170,10 +170,10 @@ class TensorType:
     packing: Packing | None = None
 
     @property
-    def levels(self) -> QParams:
+    def qparams(self) -> QParams:
         """Return the quantization parameters; raise `TypeError` for a value without them."""
         if self.q is None:
-            raise TypeError(f"{self} holds no levels")
+            raise TypeError(f"{self} holds no quantized values")
         return self.q
 
     def __str__(self) -> str:

@@ -88,7 +88,7 @@ def _check_types(op: Op, rule: TypeRule, graph: Graph, label: str) -> None:
     for name, allowed in zip(op.inputs, operands, strict=True):
         _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
     for index in rule.symmetric:
-        q = graph.types[op.inputs[index]].levels
+        q = graph.types[op.inputs[index]].qparams
         around = q.zeros == (128,) and q.qmin >= 1 and q.qmin + q.qmax == 256
         _require(around, f"{label}: %{op.inputs[index]} is not symmetric")
     least, most = rule.outputs

@@ -24,7 +24,7 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
     node, record = region.anchor, region.record
     given = layer_operands(node)
     x, (weight, scales) = builder.values[given.x], weight_of(builder, region)
-    unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].levels.step, scales)))
+    unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].qparams.step, scales)))
     axis = None if len(unit) == 1 else output_axis(record.name, len(known_type(node).shape))
     acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
     bias = dequantized_constant(given.bias, DType.I32)
@@ -57,7 +57,7 @@ def lower_bmm(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
     Multiplications and divisions by a number after it are folded into the scale of the accumulator.
     """
     names = [builder.values[value] for value in region.operands()]
-    unit = float(numerics.accumulator_scale(*[builder.types[name].levels.step for name in names]))
+    unit = float(numerics.accumulator_scale(*[builder.types[name].qparams.step for name in names]))
     for node in region.nodes[1:]:
         number = float(arguments(node)["other"])
         unit = unit * number if known_record(node).name == "mul_number" else unit / number
@@ -95,9 +95,9 @@ def lower_add(
         alphas = 1.0, alpha
     else:
         a, b, alphas = current, builder.values[left], (alpha, 1.0)
-    scale_y, names = (region.wide or result.levels).step, []
+    scale_y, names = (region.wide or result.qparams).step, []
     for value, weight, label in zip((a, *(rest or [b])), alphas, "ab", strict=True):
-        unit = np.array(builder.types[value].levels.scales, np.float64) * weight
+        unit = np.array(builder.types[value].qparams.scales, np.float64) * weight
         names.append(
             builder.add_constant(f"{stem}_factor_{label}", flat_f32(numerics.multiplier(unit, scale_y)), DType.F32)
         )
@@ -115,7 +115,10 @@ def lower_activate(
     """
     record = known_record(node)
     assert record.precise is not None, f"{record.name} has no precise form"
-    names = [acc, builder.add_constant(f"{stem}_unit", flat_f32(np.array(builder.types[acc].levels.scales)), DType.F32)]
+    names = [
+        acc,
+        builder.add_constant(f"{stem}_unit", flat_f32(np.array(builder.types[acc].qparams.scales)), DType.F32),
+    ]
     if scaled is not None:
         gain = getattr(builder.module, known_operands(scaled)[1].target).numpy()
         names.append(builder.add_constant(f"{stem}_gain", flat_f32(gain), DType.F32))

@@ -144,7 +144,7 @@ class GraphBuilder:
 
     def requantized(self, source: str, q: QParams, where: Origin) -> str:
         """Add a lookup table that converts a quantized value to other parameters, and return the name of the result."""
-        old, shape = self.types[source].levels, self.types[source].shape
+        old, shape = self.types[source].qparams, self.types[source].shape
         table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
         levels = self.add_constant(f"{source}_table", table, DType.U8)
         return self.add_op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)

@@ -19,8 +19,8 @@ from intaglio.quant.qdq.integer_regions import IntegerRegion
 def lower_mul(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType, low: int, high: int) -> str:
     """Lower a multiplication of two quantized values."""
     names = [builder.values[value] for value in operands(region.anchor)]
-    unit = numerics.accumulator_scale(*[builder.types[name].levels.step for name in names])
-    factor = builder.add_constant(f"{stem}_factor", flat_f32(numerics.multiplier(unit, result.levels.step)), DType.F32)
+    unit = numerics.accumulator_scale(*[builder.types[name].qparams.step for name in names])
+    factor = builder.add_constant(f"{stem}_factor", flat_f32(numerics.multiplier(unit, result.qparams.step)), DType.F32)
     return builder.add_op("mul", [*names, factor], f"{stem}_mul", result, origin(region.anchor), low=low, high=high)
 
 
@@ -30,7 +30,7 @@ def lower_affine(
     """Lower a scale and shift per channel, folded with the scales of input and result."""
     x, scale, shift = known_operands(region.anchor)
     values = [getattr(builder.module, node.target).numpy().astype(np.float64).ravel() for node in (scale, shift)]
-    step_x, step_y = builder.types[builder.values[x]].levels.step, result.levels.step
+    step_x, step_y = builder.types[builder.values[x]].qparams.step, result.qparams.step
     factors = ((values[0] * step_x / step_y).astype(np.float32), (values[1] / step_y).astype(np.float32))
     names = [
         builder.add_constant(f"{stem}_{label}", factor, DType.F32)
@@ -51,8 +51,8 @@ def lower_cat(builder: GraphBuilder, region: IntegerRegion, stem: str, result: T
     for value in operands(node):
         kind = builder.types[builder.values[value]]
         names.append(builder.values[value])
-        if kind.levels != result.levels:
-            names[-1] = builder.requantized(names[-1], result.levels, origin(node))
+        if kind.qparams != result.qparams:
+            names[-1] = builder.requantized(names[-1], result.qparams, origin(node))
     attrs = region.record.bind(call_of(node, region.record))
     return builder.add_op("cat", names, f"{stem}_cat", result, origin(node), **attrs)
 
@@ -90,7 +90,7 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     node, record = region.anchor, region.record
     attrs, inputs = record.bind(call_of(node, record)), [x]
     if (function := record.function) is not None:
-        ends = builder.types[x].levels, result.levels
+        ends = builder.types[x].qparams, result.qparams
         table = numerics.function_table(lambda real: function(real, attrs), *ends)
         levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
         return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
@@ -98,7 +98,7 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     if record.constants is not None:
         given = [None if value is None else _constant(builder, value) for value in operands(node)[1:]]
         kind = builder.types[x]
-        arrays, attrs = record.constants(attrs, kind.shape, given, kind.levels.step, result.levels.step)
+        arrays, attrs = record.constants(attrs, kind.shape, given, kind.qparams.step, result.qparams.step)
     for label, array in arrays.items():
         dtype = DType.F32 if array.dtype == np.float32 else DType.I32
         inputs.append(builder.add_constant(f"{stem}_{label}", array, dtype))

@@ -39,7 +39,7 @@ def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
         array = getattr(builder.module, constant.target).numpy()
         stored = known_type(constant)
         names.append(
-            builder.add_weight(constant, array, stored.levels)
+            builder.add_weight(constant, array, stored.qparams)
             if stored.dtype is DType.S8
             else builder.add_constant(constant.target, array, stored.dtype)
         )

@@ -57,7 +57,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     elif region.record.multiplies_weight and (function := function_of(region)) is not None:
         name = lower_activate(builder, function, tail.get("affine"), current, stem, result, where)
     elif region.record.accumulates:
-        acc = builder.types[current].levels
+        acc = builder.types[current].qparams
         factors = flat_f32(numerics.multiplier(acc.scales, finest.step))
         factor = builder.add_constant(f"{stem}_multiplier", factors, DType.F32)
         inputs, rest = [current, factor], rest_qparams(region)

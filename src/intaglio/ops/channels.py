@@ -76,7 +76,7 @@ def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     """Compute `numerics.affine_requantize` with a factor and an offset per channel."""
     x, *values = args
     factor, offset = (along(value, x.ndim, op.attrs["axis"]) for value in values)
-    centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
+    centred, q = x.astype(np.int32) - types[0].qparams.zero, out.qparams
     levels = numerics.affine_requantize(centred, factor, offset, q.zero, op.attrs["low"], op.attrs["high"])
     return levels.astype(np.uint8)
 
@@ -98,7 +98,7 @@ def prelu_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
     channel.
     """
     x, rise, fall = args
-    centred, q = x.astype(np.int32) - types[0].levels.zero, out.levels
+    centred, q = x.astype(np.int32) - types[0].qparams.zero, out.qparams
     factor = np.where(centred >= 0, rise.reshape(()), along(fall, x.ndim, 1))
     return numerics.requantize(centred, factor, q.zero, q.qmin, q.qmax).astype(np.uint8)
 

@@ -29,7 +29,7 @@ PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
 def activate_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.activate` with the factor ``float32(s_x * s_w)``; a third operand is the gain per channel."""
     acc, factor, *gains = args
-    q, axis = out.levels, types[0].levels.axis
+    q, axis = out.qparams, types[0].qparams.axis
     unit, gain = along(factor, acc.ndim, axis), along(gains[0], acc.ndim, axis) if gains else 1
     function = partial(PRECISE[op.attrs["function"]], a=op.attrs)
     return numerics.activate(acc, unit, function, q.step, q.zero, q.qmin, q.qmax, gain).astype(np.uint8)

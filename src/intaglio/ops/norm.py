@@ -53,8 +53,8 @@ def layer_norm_reference(
 ) -> np.ndarray:
     """Compute `numerics.layer_norm`."""
     x, factor, offset, eps = args
-    q = out.levels
-    centred = x.astype(np.int32) - types[0].levels.zero
+    q = out.qparams
+    centred = x.astype(np.int32) - types[0].qparams.zero
     return numerics.layer_norm(centred, factor, offset, eps.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 

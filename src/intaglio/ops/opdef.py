@@ -107,7 +107,7 @@ class OpDef:
         bind: Converts the arguments to the attributes of the integer operator.
         check: Returns why a call stays in float, or ``None``.
         instead: Record with the same overloads that applies if this operand is not a constant.
-        levels: Maximum difference of the integer result from the Q/DQ reference, in quantization steps.
+        tolerance: Maximum difference of the integer result from the Q/DQ reference, in quantization steps.
         infer: Shape rule over symbolic dimensions.
         reference: Reference implementation of the integer result in NumPy, in logical order.
         function: Elementwise function in float64, from which lowering computes a lookup table.
@@ -160,7 +160,7 @@ class OpDef:
     bind: Callable[[Call], Attrs] = lambda call: {}
     check: Callable[[Call], str | None] = lambda call: None
     instead: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
-    levels: int = 1
+    tolerance: int = 1
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
     reference: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None

@@ -51,11 +51,11 @@ def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     """
     a, b, factor_a, factor_b, *rest = args
     if types[0].dtype is DType.U8:
-        a = a.astype(np.int32) - types[0].levels.zero
-    b = b.astype(np.int32) - types[1].levels.zero
+        a = a.astype(np.int32) - types[0].qparams.zero
+    b = b.astype(np.int32) - types[1].qparams.zero
     if rest:
-        b = numerics.joined(b, rest[0].astype(np.int32) - types[4].levels.zero)
-    axis = op.attrs.get("axis", types[0].levels.axis if types[0].dtype is DType.I32 else 1)
+        b = numerics.joined(b, rest[0].astype(np.int32) - types[4].qparams.zero)
+    axis = op.attrs.get("axis", types[0].qparams.axis if types[0].dtype is DType.I32 else 1)
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
     zero, low, high = bounds_of(op, out)
     return stored(op, numerics.add_requantize(a, factors[0], b, factors[1], zero, low, high))
@@ -63,7 +63,7 @@ def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 def bounds_of(op: Op, out: TensorType) -> tuple[int, int, int]:
     """Return the zero point and the bounds of a result, those of 16 bits if the operator also stores a remainder."""
-    zero = numerics.widen(1, out.levels.zero).zero_point if len(op.outputs) > 1 else out.levels.zero
+    zero = numerics.widen(1, out.qparams.zero).zero_point if len(op.outputs) > 1 else out.qparams.zero
     return zero, op.attrs["low"], op.attrs["high"]
 
 
@@ -78,8 +78,8 @@ def stored(op: Op, rounded: np.ndarray) -> Result:
 def mul_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.requantize` of the product of both values less their zero points, which is exact in int32."""
     a, b, factor = args
-    product = (a.astype(np.int32) - types[0].levels.zero) * (b.astype(np.int32) - types[1].levels.zero)
-    q = out.levels
+    product = (a.astype(np.int32) - types[0].qparams.zero) * (b.astype(np.int32) - types[1].qparams.zero)
+    q = out.qparams
     return numerics.requantize(product, factor.reshape(()), q.zero, op.attrs["low"], op.attrs["high"]).astype(np.uint8)
 
 
@@ -129,7 +129,7 @@ def clamp_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
 def requantize_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
     """Compute `numerics.requantize` with a factor per channel or a single one."""
     acc, factor = args
-    factor = along(factor, acc.ndim, types[0].levels.axis)
+    factor = along(factor, acc.ndim, types[0].qparams.axis)
     return stored(op, numerics.requantize(acc, factor, *bounds_of(op, out)))
 
 
@@ -140,7 +140,7 @@ def table_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTy
 
 def quantize_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.quantize` with parameters per tensor or per channel."""
-    q = out.levels
+    q = out.qparams
     scale, zero = along(np.array(q.scale), args[0].ndim, q.axis), along(np.array(q.zero_point), args[0].ndim, q.axis)
     return numerics.quantize(args[0], scale, zero, q.qmin, q.qmax).astype(np.uint8)
 
@@ -157,7 +157,7 @@ def pixels_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     x, gain, shift = args
     if x.dtype == np.uint8:
         return x
-    q, spread = out.levels, (1, -1, 1, 1)
+    q, spread = out.qparams, (1, -1, 1, 1)
     with np.errstate(over="ignore", invalid="ignore"):
         steps = x * gain.reshape(spread) + shift.reshape(spread)
     return numerics.quantize(steps, 1, along(np.array(q.zeros), 4, 1), q.qmin, q.qmax).astype(np.uint8)
@@ -167,7 +167,7 @@ def dequantize_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
     """Dequantize quantized values, or an accumulator: ``float32(acc) * float32(s_x * s_w)``."""
-    q, rank = types[0].levels, args[0].ndim
+    q, rank = types[0].qparams, args[0].ndim
     scale, zero = (along(np.array(values), rank, q.axis) for values in (q.scale, q.zero_point))
     return numerics.dequantize(args[0], scale, zero)
 
@@ -202,7 +202,7 @@ def valid_sum(op: Op, graph: Graph) -> None:
 
 def within_bounds(op: Op, graph: Graph) -> bool:
     """Return whether a clamp is the identity because its bounds are those of the quantized values."""
-    q = graph.types[op.output].levels
+    q = graph.types[op.output].qparams
     return op.attrs["low"] <= q.qmin and op.attrs["high"] >= q.qmax
 
 

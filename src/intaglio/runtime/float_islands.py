@@ -363,7 +363,7 @@ def run_host(
         )
     if frame := evaluate(call.output.frame, symbols):
         start = offsets[call.output.at]
-        arena[start : start + frame] = graph.types[op.output].levels.zero
+        arena[start : start + frame] = graph.types[op.output].qparams.zero
     levels[...] = result
 
 

@@ -97,7 +97,7 @@ class ProgramModule(nn.Module):
         self._positional_inputs = _count_positional_inputs(signature)
         self._model_id = register(self)
         alone = signature.out_tree is not None and signature.out_tree.is_leaf()
-        self._returns_tensor = alone and self._results == 1 and signature.outputs[0].levels is None
+        self._returns_tensor = alone and self._results == 1 and signature.outputs[0].qparams is None
         for index, tensor in enumerate(initial_state(signature)):
             self.register_buffer(f"state{index}", tensor)
         super().train(False)

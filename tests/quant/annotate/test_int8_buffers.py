@@ -222,7 +222,7 @@ def test_a_buffer_computed_from_itself_is_reported():
 def test_initial_values_are_stored_as_levels_and_count_for_the_range():
     model, found = reference(Held)
     (entry,) = found.signature.state
-    q = entry.type.levels
+    q = entry.type.qparams
     real = (entry.initial.astype(np.float32) - q.zero) * np.float32(q.step)
     assert np.abs(real - model.rows.numpy()).max() <= q.step * 0.51
 
@@ -343,8 +343,8 @@ def test_attention_reads_the_bytes_of_its_cache_on_every_instruction_set(pushed)
     graph = stages.requantize(found)
     assert kinds(graph).count("quantize") == kinds(graph).count("dequantize") == kinds(graph).count("attention") == 1
     (attention,) = (op for op in graph.graph.ops if op.kind == "attention")
-    assert [graph.graph.types[name].levels for name in attention.inputs[1:]] == [
-        entry.type.levels for entry in graph.signature.state
+    assert [graph.graph.types[name].qparams for name in attention.inputs[1:]] == [
+        entry.type.qparams for entry in graph.signature.state
     ]
     models = [stages.compile(graph, isa=isa) for isa in RUNNABLE_ISAS]
     for call in calls:

@@ -34,7 +34,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
         _mask(code, op.inputs[3], context)
     code(f"a.batch = {context.dim(batch)}, a.heads = {heads}, a.shared = {_number(heads) // _number(groups)};")
     code(f"a.queries = {context.dim(queries)}, a.keys = {context.dim(keys)}, a.depth = {depth}, a.width = {width};")
-    code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {types[op.inputs[0]].levels.zero};")
+    code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {types[op.inputs[0]].qparams.zero};")
     for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
         code(f"a.{field} = {context.number(factor, 'float', field)};")
     code(f"a.limits = {context.limits(op)};")
@@ -64,9 +64,9 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
     code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
-    code(f"p.depth = {context.dim(inner)}, p.columns = {context.dim(columns)}, p.zero_a = {types[a].levels.zero};")
+    code(f"p.depth = {context.dim(inner)}, p.columns = {context.dim(columns)}, p.zero_a = {types[a].qparams.zero};")
     if op_def(tail).dequantizes:
-        factor = np.array(types[partition.anchor.output].levels.scales, np.float64).astype(np.float32)
+        factor = np.array(types[partition.anchor.output].qparams.scales, np.float64).astype(np.float32)
     else:
         factor = context.graph.constants[tail.inputs[1]]
         code(f"p.limits = {context.limits(tail)};")
@@ -88,7 +88,7 @@ def _number(dim: Dim) -> int:
 
 
 def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
-    *inputs, output = (context.graph.types[name].levels.step for name in (*op.inputs[:3], op.output))
+    *inputs, output = (context.graph.types[name].qparams.step for name in (*op.inputs[:3], op.output))
     return numerics.attention_factors(inputs, output, op.attrs["scale"])
 
 

@@ -241,7 +241,7 @@ def _load(name: str, loop: Loop) -> str:
 
 def _load_in_turn(op: Op, loop: Loop) -> str:
     """Return a load fused with its dequantize, with elements interleaved over the vectors of a block."""
-    (name,), q = op.inputs, loop.body.types[op.inputs[0]].levels
+    (name,), q = op.inputs, loop.body.types[op.inputs[0]].qparams
     return f"read_in_turn<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
 
 
@@ -255,7 +255,7 @@ def _store(name: str, loop: Loop) -> str:
 
 def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
     """Return a store fused with its quantize, of all vectors of a block."""
-    step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].levels
+    step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].qparams
     apart, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
     inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
@@ -284,10 +284,10 @@ def _value(op: Op, loop: Loop) -> str:
     given, result = [_operand(name, loop) for name in op.inputs], types[op.output]
     row = primitive(op)
     if row.dequantizes:
-        q = types[op.inputs[0]].levels
+        q = types[op.inputs[0]].qparams
         return f"dequantize_lanes({given[0]}, {q.zero}, {number(q.step)})"
     if row.quantizes:
-        q = result.levels
+        q = result.qparams
         bounds = f"{number(q.qmin - q.zero)}, {number(q.qmax - q.zero)}"
         return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {q.zero}, {bounds})"
     if not row.c:

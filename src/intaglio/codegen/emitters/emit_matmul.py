@@ -40,7 +40,7 @@ def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     elif context.halo(partition.output):
         context.include("base/image.h")
         code(f"const struct Image frame = {context.image(partition.output)};")
-        zero_point = context.graph.types[partition.output].levels.zero
+        zero_point = context.graph.types[partition.output].qparams.zero
         code(f"fill_halo(&frame, {zero_point}, thread, threads);")
 
 
@@ -150,7 +150,7 @@ def _table(partition: Partition, context: Context) -> str:
 
 def _activation(tail: Op, context: Context) -> str:
     """Return the `struct Activation` of a tail that applies a function to float results."""
-    step = context.graph.types[tail.output].levels.step
+    step = context.graph.types[tail.output].qparams.step
     inverse = context.number(numerics.reciprocal(step), "float", "inverse")
     slope = context.number(tail.attrs.get("slope", 0), "float", "slope")
     gain = "0"
@@ -206,7 +206,7 @@ def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, gr
 def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.ndarray:
     """Return the bias minus zero point times weights, i64[outputs]."""
     anchor, graph = partition.anchor, context.graph
-    zeros, groups = graph.types[anchor.inputs[0]].levels.zeros, anchor.attrs.get("groups", 1)
+    zeros, groups = graph.types[anchor.inputs[0]].qparams.zeros, anchor.attrs.get("groups", 1)
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)
     return bias - numerics.zero_point_term(piece.weight, zeros, groups)
 
@@ -218,7 +218,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
     code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
     code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
     if op_def(tail).tail is Tail.DEQUANTIZE:
-        factor = np.array(graph.types[anchor.output].levels.scales, np.float64).astype(np.float32)
+        factor = np.array(graph.types[anchor.output].qparams.scales, np.float64).astype(np.float32)
         code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return

@@ -38,7 +38,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     if rows:
         code(f"q.x_scales = (const float*){context.strided(op.inputs[1])[0]};")
     else:
-        scale = np.array([types[x].levels.step], np.float32)
+        scale = np.array([types[x].qparams.step], np.float32)
         code(f"q.x_scales = {context.constant(scale, 'float', 'x_scale')}, q.x_alike = 1;")
     results = list(op.outputs)
     if not attrs["cell"]:
@@ -66,7 +66,7 @@ def _products(code: Code, op: Op, first: int, schedule: Schedule, context: Conte
     """Print the `struct Matmul` arrays for inputs and hidden states, without images and per-token scales."""
     places = op.attrs["layers"] * op.attrs["directions"]
     arrays = [context.graph.constants[name] for name in op.inputs[first : first + PER_DIRECTION * places]]
-    zero = context.graph.types[op.inputs[0]].levels.zero
+    zero = context.graph.types[op.inputs[0]].qparams.zero
     code(f"struct Matmul of_x[{places}] = {{}}, of_h[{places}] = {{}};")
     for place in range(places):
         w_x, w_h, columns_x, columns_h, bias_x, bias_h = arrays[PER_DIRECTION * place : PER_DIRECTION * (place + 1)]

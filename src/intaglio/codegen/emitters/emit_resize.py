@@ -49,7 +49,7 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
     for name, grid in zip(("row", "column"), grids, strict=True):
         code(f"b.{name} = (struct Grid){grid};")
     code(f"b.factor = {context.constant(factor, 'float', 'factor')};")
-    code(f"b.zero_in = {context.number(graph.types[op.inputs[0]].levels.zero, 'int32_t', 'zero_in')};")
+    code(f"b.zero_in = {context.number(graph.types[op.inputs[0]].qparams.zero, 'int32_t', 'zero_in')};")
     code(f"b.limits = {context.limits(op)};")
     code("upsample_linear(&b, thread, threads);")
     finish(code, context, op.output, context.limits(op))

@@ -43,11 +43,11 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
     else:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]
         code("p.include_pad = {}, p.fixed_divisor = {}, p.adaptive = {};".format(*flags))
-        zero = context.graph.types[op.inputs[0]].levels.zero
+        zero = context.graph.types[op.inputs[0]].qparams.zero
         code(f"p.zero_in = {context.number(zero, 'int32_t', 'zero_in')};")
         factors = context.graph.constants[op.inputs[1]]
         if "size" in op.attrs and not all(isinstance(size, int) for size in shapes[0][2:]):
-            ends = (context.graph.types[name].levels.step for name in (op.inputs[0], op.output))
+            ends = (context.graph.types[name].qparams.step for name in (op.inputs[0], op.output))
             code(f"p.ratio = {context.number(numerics.pool_ratio(*ends), 'double', 'ratio')};")
         else:
             code(f"p.factors = {context.constant(factors, 'float', 'factors')};")
@@ -62,7 +62,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
 
 def fill_pair(code: Code, op: Op, context: Context) -> None:
     """Print a `struct Pair` for an add or mul of two quantized values, without its result image."""
-    zero = context.graph.types[op.inputs[0]].levels.zero
+    zero = context.graph.types[op.inputs[0]].qparams.zero
     factors, each = [context.graph.constants[name] for name in op.inputs[2:]], "axis" in op.attrs
     context.include("elementwise/pair.h")
     code("struct Pair p = {};")
@@ -109,7 +109,7 @@ def _by_channel(context: Context, values: np.ndarray, label: str) -> str:
 
 
 def _affine_call(op: Op, context: Context) -> str:
-    zero = context.graph.types[op.inputs[0]].levels.zero
+    zero = context.graph.types[op.inputs[0]].qparams.zero
     factor, offset = (
         _by_channel(context, context.graph.constants[name], label)
         for name, label in zip(op.inputs[1:], ("factor", "offset"), strict=True)
@@ -128,7 +128,7 @@ def _table_call(op: Op, context: Context) -> str:
 
 
 def _prelu_call(op: Op, context: Context) -> str:
-    zero = context.graph.types[op.inputs[0]].levels.zero
+    zero = context.graph.types[op.inputs[0]].qparams.zero
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
     each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])), "fall")
     first = f"{context.number(zero, 'int32_t', 'zero_in')}, {context.constant(rise, 'float', 'rise')}"
@@ -148,7 +148,7 @@ emit_prelu = one_input("elementwise/pointwise.h", _prelu_call)
 
 
 def _layer_norm_call(op: Op, context: Context) -> str:
-    zero = context.graph.types[op.inputs[0]].levels.zero
+    zero = context.graph.types[op.inputs[0]].qparams.zero
     *parts, eps = (context.graph.constants[name] for name in op.inputs[1:])
     factor, offset = (
         _by_channel(context, part, label) for part, label in zip(parts, ("factor", "offset"), strict=True)
@@ -217,7 +217,7 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     source, strides = context.external(op.inputs[0]), context.strides(op.inputs[0])
     gain, shift = (context.graph.constants[name] for name in op.inputs[1:])
-    zeros = np.broadcast_to(np.array(context.graph.types[op.output].levels.zeros), gain.shape)
+    zeros = np.broadcast_to(np.array(context.graph.types[op.output].qparams.zeros), gain.shape)
     parts = [affine_bytes(*each, 0, 255) for each in zip(gain, shift, np.ones_like(gain), zeros, strict=True)]
     code(f"const struct Image out = {context.image(op.output)};")
     context.include("elementwise/border.h")
@@ -242,7 +242,7 @@ def emit_dequantize(code: Code, partition: Partition, context: Context) -> None:
 
 def _affine(context: Context, value: str) -> str:
     """Store the `struct Affine` with the quantization parameters of a value, and return a pointer to it."""
-    q = context.graph.types[value].levels
+    q = context.graph.types[value].qparams
     return context.constant(
         affine_bytes(numerics.reciprocal(q.step), 0, q.step, q.zero, q.qmin, q.qmax), "struct Affine", "scale"
     )

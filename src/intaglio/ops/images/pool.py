@@ -150,7 +150,7 @@ def mean_over(
     """
     centred = x.astype(np.int64) - q_in.zero
     result = np.empty((*x.shape[:2], *map(len, axes)), np.uint8)
-    q, summed = out.levels, tuple(range(2, x.ndim))
+    q, summed = out.qparams, tuple(range(2, x.ndim))
     whole = (slice(None), slice(None))
     for place in np.ndindex(*map(len, axes)):
         chosen = [found[index] for found, index in zip(axes, place, strict=True)]
@@ -164,7 +164,7 @@ def avg_pool_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     """Compute average pooling."""
     sizes = [evaluate(dim, {}) for dim in pool_shape(op.attrs, [args[0].shape])[2:]]
     axes = [windows(op.attrs, i, args[0].shape[2 + i], size) for i, size in enumerate(sizes)]
-    return mean_over(args[0], args[1], types[0].levels, out, axes, op.attrs["divisor"])
+    return mean_over(args[0], args[1], types[0].qparams, out, axes, op.attrs["divisor"])
 
 
 def adaptive_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -173,8 +173,8 @@ def adaptive_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     factors = args[1]
     if grows(types[0].shape):
         most = prod(max(one.count for one in axis) for axis in axes)
-        factors = numerics.pool_multipliers(types[0].levels.step, out.levels.step, range(1, most + 1))
-    return mean_over(args[0], factors, types[0].levels, out, axes)
+        factors = numerics.pool_multipliers(types[0].qparams.step, out.qparams.step, range(1, most + 1))
+    return mean_over(args[0], factors, types[0].qparams, out, axes)
 
 
 def bind_adaptive(call: Call) -> Attrs:

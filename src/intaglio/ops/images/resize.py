@@ -138,13 +138,13 @@ def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     x, *found, factor = args
     if "results" in op.attrs:
         found = linear_tables(op.attrs)
-    value = (x.astype(np.int32) - types[0].levels.zero).astype(np.float32)
+    value = (x.astype(np.int32) - types[0].qparams.zero).astype(np.float32)
     for axis in reversed(range(2, x.ndim)):
         index, weights = found[2 * (axis - 2) : 2 * (axis - 1)]
         spread = [-1 if i == axis else 1 for i in range(x.ndim)]
         sides = [value.take(index[:, side], axis) * weights[:, side].reshape(spread) for side in (0, 1)]
         value = sides[0] + sides[1]
-    q = out.levels
+    q = out.qparams
     return numerics.finish(value * factor.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 

@@ -82,8 +82,8 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
             continue
         if kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1:
             raise ValueError(f"{where}: %{name} has no parameters of its own")
-    if step.kind == "quantize" and not 0 <= result.levels.qmin <= result.levels.zero <= result.levels.qmax <= 255:
-        raise ValueError(f"{where}: zero point {result.levels.zero} of {result}")
+    if step.kind == "quantize" and not 0 <= result.qparams.qmin <= result.qparams.zero <= result.qparams.qmax <= 255:
+        raise ValueError(f"{where}: zero point {result.qparams.zero} of {result}")
     if any(key != "axis" and not isinstance(value, (int, float)) for key, value in step.attrs.items()):
         raise ValueError(f"{where} with {dict(step.attrs)}")
     if step.kind == "unsqueeze" and step.inputs[0] not in body.inputs:

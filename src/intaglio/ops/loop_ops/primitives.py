@@ -171,12 +171,12 @@ def _cast(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: 
 
 
 def _quantize(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    q = out.levels
+    q = out.qparams
     return numerics.quantize(args[0], q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
 def _dequantize(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    q = types[0].levels
+    q = types[0].qparams
     return numerics.dequantize(args[0], q.step, q.zero)
 
 

@@ -144,7 +144,7 @@ def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def pad_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Pad with the zero point or with elements of the operand."""
-    x, zero, between = args[0], types[0].levels.zero, op.attrs.get("between")
+    x, zero, between = args[0], types[0].qparams.zero, op.attrs.get("between")
     if between:
         wide = [size * (z + 1) - z for size, z in zip(x.shape, between, strict=True)]
         spread = np.full(wide, zero, np.uint8)

@@ -80,7 +80,7 @@ def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.attention`."""
-    levels, y = [kind.levels for kind in types[:3]], out.levels
+    levels, y = [kind.qparams for kind in types[:3]], out.qparams
     q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
     mask = args[3] if len(args) > 3 else None
     factor, ratio = numerics.attention_factors([own.step for own in levels], y.step, op.attrs["scale"])
@@ -117,7 +117,7 @@ def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def bmm_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Multiply the values less their zero points; return exact int32 accumulators."""
-    a, b = (x.astype(np.float64) - kind.levels.zero for x, kind in zip(args, types, strict=True))
+    a, b = (x.astype(np.float64) - kind.qparams.zero for x, kind in zip(args, types, strict=True))
     return (a @ b).astype(np.int64).astype(np.int32)
 
 
@@ -162,7 +162,7 @@ ATTENTION = OpDef(
     check=first_reason(floating_operands, plain_attention, fixed_heads, known_mask),
     infer=attention_shape,
     reference=attention_reference,
-    levels=2,
+    tolerance=2,
     types=TypeRule(((U8,), (U8,), (U8,)), (U8,), optional=(BOOL, F32), symmetric=(1, 2)),
     macs=attention_macs,
     widens_halves=True,

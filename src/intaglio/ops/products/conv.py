@@ -81,7 +81,7 @@ def conv_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     """
     x, weight, bias = args
     stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
-    centred = x.astype(np.float64) - np.array(types[0].levels.zeros).reshape(-1, *[1] * (x.ndim - 2))
+    centred = x.astype(np.float64) - np.array(types[0].qparams.zeros).reshape(-1, *[1] * (x.ndim - 2))
     centred = np.pad(centred, [(0, 0), (0, 0), *zip(padding[::2], padding[1::2], strict=True)])
     kernel, (n, channels, *image) = weight.shape[2:], centred.shape
     sizes = [(i - d * (k - 1) - 1) // s + 1 for i, k, s, d in zip(image, kernel, stride, dilation, strict=True)]
@@ -123,7 +123,7 @@ def transposed_reference(
     """
     x, weight, bias = args
     stride, dilation, groups, padding = (op.attrs[name] for name in ("stride", "dilation", "groups", "padding"))
-    centred = x.astype(np.float64) - types[0].levels.zero
+    centred = x.astype(np.float64) - types[0].qparams.zero
     kernel, (n, channels, *image) = weight.shape[2:], centred.shape
     sizes = transposed_shape(op.attrs, [x.shape, weight.shape])[2:]
     extent = [(i - 1) * s + d * (k - 1) + 1 for i, k, s, d in zip(image, kernel, stride, dilation, strict=True)]
@@ -167,7 +167,7 @@ def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute the exact int32 accumulator of a linear layer."""
     x, weight, bias = args
-    centred = x.astype(np.float64) - types[0].levels.zero
+    centred = x.astype(np.float64) - types[0].qparams.zero
     return (centred @ weight.astype(np.float64).T).astype(np.int64).astype(np.int32) + bias
 
 

@@ -110,8 +110,8 @@ def recurrent_reference(
     """Run layer after layer; y is dynamically quantized per token between layers."""
     attrs, rest = op.attrs, list(args)
     levels = rest.pop(0)
-    rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].levels.step, np.float32)
-    zero, count = types[0].levels.zero, attrs["layers"] * attrs["directions"]
+    rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].qparams.step, np.float32)
+    zero, count = types[0].qparams.zero, attrs["layers"] * attrs["directions"]
     parts = [Direction(*rest[PER_DIRECTION * i : PER_DIRECTION * (i + 1)]) for i in range(count)]
     given = rest[PER_DIRECTION * count :]
     if attrs["cell"]:

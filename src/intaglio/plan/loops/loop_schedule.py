@@ -132,6 +132,6 @@ def _convertible(body: Graph) -> frozenset[str]:
     sizes = magnitudes(body)
 
     def steps(op: Op) -> float:
-        return float(sizes.get(op.inputs[0], np.inf) * numerics.reciprocal(body.types[op.output].levels.step))
+        return float(sizes.get(op.inputs[0], np.inf) * numerics.reciprocal(body.types[op.output].qparams.step))
 
     return frozenset(op.output for op in body.ops if primitive(op).quantizes and steps(op) < LARGEST_SMALL)

@@ -145,6 +145,6 @@ def _magnitude(op: Op, body: Graph, found: Mapping[str, float]) -> float | None:
     """Return the bound of one result's magnitude, or ``None``."""
     row = primitive(op)
     if row.dequantizes:
-        q = body.types[op.inputs[0]].levels
+        q = body.types[op.inputs[0]].qparams
         return max(q.zero, 255 - q.zero) * float(q.step)
     return row.bound([found[name] for name in op.inputs], op.attrs) if found.keys() >= {*op.inputs} else None

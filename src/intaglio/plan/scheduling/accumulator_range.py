@@ -31,7 +31,7 @@ def needs_guard(partition: Partition, graph: Graph) -> bool:
     if op_def(tail).tail not in QUANTIZING_TAILS:
         return False
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
-    x = graph.types[anchor.inputs[0]].levels
+    x = graph.types[anchor.inputs[0]].qparams
     factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
     levels = 255 * (numerics.QUANT_STEPS + 1 if tail.inputs[4:] else 1)
     other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0

@@ -222,7 +222,7 @@ class _QuantizedDataflow:
     def _insert_quantize(self, value: fx.Node) -> fx.Node:
         """Return a node that quantizes a float value with the buffer's parameters."""
         self.rounded |= self._reads_stored(value)
-        q, kind = self.kind.levels, replace(self.kind, shape=known_type(value).shape)
+        q, kind = self.kind.qparams, replace(self.kind, shape=known_type(value).shape)
         if is_constant(value):
             return self._quantized_constant(value, kind)
         parameters = (q.step, q.zero, q.qmin, q.qmax, torch.uint8)
@@ -233,7 +233,7 @@ class _QuantizedDataflow:
 
     def _quantized_constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
         """Return a quantized copy of a constant."""
-        q, array = kind.levels, getattr(self.module, str(value.target)).detach().numpy()
+        q, array = kind.qparams, getattr(self.module, str(value.target)).detach().numpy()
         levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
         name = add_constant(self.module, f"{value.target}_levels", torch.from_numpy(levels))
         with self.graph.inserting_after(value):
@@ -267,5 +267,5 @@ class _QuantizedDataflow:
 
     def _has_buffer_qparams(self, dequantize: fx.Node) -> bool:
         """Return whether a dequantize has the buffer's parameters."""
-        q = self.kind.levels
+        q = self.kind.qparams
         return dequantize.args[1:] == (q.step, q.zero, q.qmin, q.qmax, torch.uint8)

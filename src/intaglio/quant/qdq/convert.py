@@ -191,7 +191,7 @@ def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str,
             index += 1
             if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
                 raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
-            output = replace(output, levels=None if site is None else qparams[site.name])
+            output = replace(output, qparams=None if site is None else qparams[site.name])
         outputs.append(output)
     return replace(signature, outputs=tuple(outputs))
 

@@ -45,7 +45,7 @@ def encode_signature(signature: Signature, parameters: ParameterTable, arrays: d
     return {
         "inputs": [[entry.name, entry.leaf, encode_type(entry.type, parameters)] for entry in signature.inputs],
         "outputs": [
-            {"value": output.value, **_encode_output_parameters(output.levels)}
+            {"value": output.value, **_encode_output_parameters(output.qparams)}
             if output.value is not None
             else {"constant": _leaf(f"leaf {index} of the result", output.constant)}
             for index, output in enumerate(signature.outputs)

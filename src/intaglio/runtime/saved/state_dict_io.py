@@ -63,7 +63,7 @@ def _requantized(kept: State, kind: TensorType) -> State:
     """Return a mutable buffer requantized to the type ``kind``, or unchanged if it is not quantized."""
     if kept.type.q is None or kept.type == kind:
         return kept
-    old, new = kept.type.q, kind.levels
+    old, new = kept.type.q, kind.qparams
     real = numerics.dequantize(kept.initial, old.step, old.zero)
     levels = numerics.quantize(real, new.step, new.zero, new.qmin, new.qmax).astype(kept.initial.dtype)
     return replace(kept, type=kind, initial=levels)
