@@ -39,7 +39,7 @@ def operators() -> str:
 def _operator(record: OpDef) -> tuple[str, ...]:
     overloads = "<br>".join(f"`{target}`" for target in record.targets)
     rows = ", ".join(f"`{row.name}`" for row in GRAPH_FUSIONS if record.name in kinds(row.pattern))
-    owner = "its input's" if record.shares else "its own"
+    owner = "its input's" if record.shares_qparams else "its own"
     return f"`{record.name}`", overloads, owner, record.kernel or "host", rows, "; ".join(_notes(record))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from intaglio import build, stages
 from intaglio.codegen import EMITTERS, emit
-from intaglio.ir import About, Schedule, evaluate
+from intaglio.ir import ModelInfo, Schedule, evaluate
 from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
 from intaglio.native import cpu as machine
@@ -145,7 +145,7 @@ def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(prog
 def test_buffers_alive_in_one_barrier_group_never_overlap(program, monkeypatch):
     """On a machine whose caches hold a whole batch: the buffers of batch tiles have places of their own."""
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(32 << 10, 64 << 20, 64 << 20))
-    lowered = replace(built(program)[1], about=About(program.__name__))
+    lowered = replace(built(program)[1], about=ModelInfo(program.__name__))
     planned, artifact = plan_graph(lowered.graph), build.compile(lowered, isa=RUNNABLE_ISAS[0]).artifact
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))

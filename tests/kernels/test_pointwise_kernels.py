@@ -19,7 +19,7 @@ from intaglio.ops.images.pool import adaptive_counts, pool_shape, window_counts
 from support.matmul_library import EXPORT, RUNNABLE_ISAS, SLACK, Image, Memory
 
 IMAGES = ("a", "b", "out")
-NUMBERS = (
+SCALAR_OPS = (
     "kind",
     "zero",
     "first",
@@ -169,7 +169,7 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
         numbers["shares"] = how.pixel_sums
         numbers["sums"] = memory("sums").hold(np.full((how.pixel_sums, c), 12345, np.int32), SLACK)
     given = [value for name in IMAGES for value in astuple(images.get(name, Image()))]
-    given += [int(numbers.get(name, 0)) for name in NUMBERS]
+    given += [int(numbers.get(name, 0)) for name in SCALAR_OPS]
     library(isa).run_levels((ctypes.c_int64 * len(given))(*given), how.threads, ctypes.c_void_p(parallel_address()))
     inside = framed[:, halo : halo + h, halo : halo + w]
     assert np.array_equal(inside, expected)

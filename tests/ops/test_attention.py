@@ -315,5 +315,5 @@ def test_heads_are_read_where_the_layer_in_front_wrote_them():
 def test_products_are_counted():
     steps = compiled(decoder, RUNNABLE_ISAS[0]).artifact.program.steps
     free = {"n": 2, "h": 7, "w": 11}
-    counted = [evaluate(step.work.macs, free) for step in steps if step.kinds == "attention"]
+    counted = [evaluate(step.cost.macs, free) for step in steps if step.kinds == "attention"]
     assert counted == [2 * 6 * 7 * 7 * 32, 2 * 3 * 7 * 11 * (8 + 33), 2 * 3 * 7 * 11 * (8 + 33)]

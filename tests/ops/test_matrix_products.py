@@ -197,7 +197,7 @@ def test_a_program_has_the_bits_of_the_interpreter(isa):
 
 
 def test_products_are_counted():
-    work = [step.work for step in compiled(products, RUNNABLE_ISAS[0]).artifact.program.steps if "bmm" in step.kinds]
+    work = [step.cost for step in compiled(products, RUNNABLE_ISAS[0]).artifact.program.steps if "bmm" in step.kinds]
     free = {"n": 2, "h": 8, "w": 11}
     counted = sorted(evaluate(each.macs, free) for each in work)
     assert counted == sorted([2 * 3 * 9 * 20 * 31, *[2 * 3 * 9 * 31 * 70] * 2, 2 * 5 * 12 * 8, 31 * 70 * 31])

@@ -10,7 +10,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.ir import Work, evaluate, symbol
+from intaglio.ir import Cost, evaluate, symbol
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.runtime import Artifact
 from intaglio.runtime.threads import MACS_PER_SECOND, SegmentCost, segment_costs, thread_counts
@@ -51,12 +51,12 @@ def test_work_is_not_divided_further_than_it_comes_in_units(units, threads):
 
 def test_work_grows_with_the_free_sizes():
     program = compiled(nets.Residual)[0].artifact.program
-    products = [step for step in program.steps if step.work.macs]
+    products = [step for step in program.steps if step.cost.macs]
     assert products
     for step in products:
-        assert evaluate(step.work.macs, {"n": 7}) == 7 * evaluate(step.work.macs, {"n": 1}) > 0
-        assert evaluate(step.work.bytes, {"n": 7}) == 7 * evaluate(step.work.bytes, {"n": 1})
-        assert 1 <= evaluate(step.work.units, {"n": 1}) <= evaluate(step.work.units, {"n": 7})
+        assert evaluate(step.cost.macs, {"n": 7}) == 7 * evaluate(step.cost.macs, {"n": 1}) > 0
+        assert evaluate(step.cost.bytes, {"n": 7}) == 7 * evaluate(step.cost.bytes, {"n": 1})
+        assert 1 <= evaluate(step.cost.units, {"n": 1}) <= evaluate(step.cost.units, {"n": 7})
     one, many = (sum(s.time(1) for s in segment_costs(program, {"n": n})) for n in (1, 7))
     assert one < many < 7 * one
 
@@ -70,10 +70,10 @@ def test_every_segment_has_its_own_number(cores):
     """A step that costs a second in the one, next to nothing in the other."""
     cores(4)
     program = compiled(nets.ConvThenUnsupported)[0].artifact.program
-    first, last = program.steps[0].work.segment, program.steps[-1].work.segment
+    first, last = program.steps[0].cost.segment, program.steps[-1].cost.segment
     assert first < last
-    second = Work(symbol("n") * 10**12, 1000, 0, 0, first)
-    slow = replace(program, steps=(replace(program.steps[0], work=second), *program.steps))
+    second = Cost(symbol("n") * 10**12, 1000, 0, 0, first)
+    slow = replace(program, steps=(replace(program.steps[0], cost=second), *program.steps))
     found = thread_counts(slow, {"n": 1}, 4)
     assert (found[first], found[last]) == (4, 1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from intaglio import build
-from intaglio.ir import About
+from intaglio.ir import ModelInfo
 from intaglio.lower import Lowered
 from intaglio.plan import CacheSizes
 from intaglio.runtime import Artifact, QuantizedModel
@@ -198,7 +198,7 @@ def built(program: Callable[[Net], tuple[str, ...]]) -> tuple[Net, Lowered]:
 
 @cache
 def compiled(program: Callable[[Net], tuple[str, ...]], isa: str) -> QuantizedModel:
-    return build.compile(replace(built(program)[1], about=About(program.__name__)), isa=isa)
+    return build.compile(replace(built(program)[1], about=ModelInfo(program.__name__)), isa=isa)
 
 
 @contextmanager

@@ -29,13 +29,13 @@ from intaglio.codegen.emitters.emit_steps import (
     emit_table,
 )
 from intaglio.codegen.writer import Code
-from intaglio.ir import External, HostCall, IslandCall, Program, StepNote, TensorType
+from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition, Step
-from intaglio.plan.scheduling.cost_model import work_of
+from intaglio.plan.scheduling.cost_model import cost_of
 
 EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "matmul": emit_matmul,
@@ -112,18 +112,18 @@ def emit(plan: Plan, name: str) -> Program:
     )
 
 
-def _note(index: int, step: Step, context: Context) -> StepNote:
+def _note(index: int, step: Step, context: Context) -> StepInfo:
     """Return the facts about a step for profiling tables and the runtime. The step must have been printed before."""
     partition, graph = step.partition, context.graph
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = context.largest_kernel
     path, types = partition.anchor.origin.path, describe(partition, graph)
-    about = partition.name, kinds, types, work_of(step, context.plan), key, path
+    about = partition.name, kinds, types, cost_of(step, context.plan), key, path
     if largest is not None:
-        return StepNote(*about, largest.name, largest.tile)
+        return StepInfo(*about, largest.name, largest.tile)
     if step.called:
-        return StepNote(*about, HOST if partition.anchor.is_host else "")
-    return StepNote(*about, _symbol(index, step))
+        return StepInfo(*about, HOST if partition.anchor.is_host else "")
+    return StepInfo(*about, _symbol(index, step))
 
 
 def _symbol(index: int, step: Step) -> str:

@@ -27,7 +27,7 @@ from intaglio.fusion.loop_conditions import (
 )
 from intaglio.fusion.partition_conditions import makes_one_result, runs_on_tiles, weighs_channels_of_pixels
 from intaglio.fusion.pattern import op, reads, seq, wildcard
-from intaglio.ops import ACCUMULATING, ANCHORS, NUMBERS, OPS, PRECISE_FUNCTIONS, SUMS
+from intaglio.ops import ACCUMULATING, ANCHORS, OPS, PRECISE_FUNCTIONS, SCALAR_OPS, SUMS
 from intaglio.ops.loop_ops.primitives import PRIMITIVES
 from intaglio.ops.pointwise import MUL
 
@@ -99,7 +99,7 @@ GRAPH_FUSIONS = (
     Fusion("anchor_clamp", seq(ANCHORS, "clamp"), FusionLevel.GRAPH, "a rectifier is bounds of the requantization"),
     Fusion(
         "product_number",
-        seq("bmm", NUMBERS),
+        seq("bmm", SCALAR_OPS),
         FusionLevel.GRAPH,
         "a number behind a product of two activations scales its unit",
         where=scales_by_positive_number,

@@ -15,16 +15,16 @@ from intaglio.ir.dims import (
     symbol,
     symbols_of,
 )
-from intaglio.ir.graph import About, Attrs, Graph, Input, Op, Origin, Output, Signature, State, fresh, prune
-from intaglio.ir.program_records import External, HostCall, IslandCall, Place, Program, Schedule, StepNote, Work
+from intaglio.ir.graph import Attrs, Graph, Input, ModelInfo, Op, Origin, Output, Signature, State, fresh, prune
+from intaglio.ir.program_records import Cost, External, HostCall, IslandCall, Place, Program, Schedule, StepInfo
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
-    "About",
     "Attrs",
     "Axis",
+    "Cost",
     "DType",
     "Dim",
     "Expression",
@@ -34,6 +34,7 @@ __all__ = [
     "HostCall",
     "Input",
     "IslandCall",
+    "ModelInfo",
     "Op",
     "Origin",
     "Output",
@@ -47,11 +48,10 @@ __all__ = [
     "Shape",
     "Signature",
     "State",
-    "StepNote",
+    "StepInfo",
     "TensorType",
     "TypeRule",
     "VerifyError",
-    "Work",
     "c_expression",
     "evaluate",
     "evaluator",

@@ -224,7 +224,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class About:
+class ModelInfo:
     """Information about a model that is passed from stage to stage.
 
     Attributes:
@@ -239,9 +239,9 @@ class About:
     notes: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
 
-    def after(self, notes: tuple[str, ...] = (), **texts: str) -> About:
+    def after(self, notes: tuple[str, ...] = (), **texts: str) -> ModelInfo:
         """Return a copy with the notes and texts of one more stage."""
-        return About(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
+        return ModelInfo(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
 
 
 def fresh(taken: Mapping[str, Any], stem: str) -> str:
@@ -254,4 +254,17 @@ def fresh(taken: Mapping[str, Any], stem: str) -> str:
     return f"{stem}_{number}"
 
 
-__all__ = ["About", "DType", "Dim", "Graph", "Input", "Op", "Origin", "Output", "Signature", "State", "fresh", "prune"]
+__all__ = [
+    "DType",
+    "Dim",
+    "Graph",
+    "Input",
+    "ModelInfo",
+    "Op",
+    "Origin",
+    "Output",
+    "Signature",
+    "State",
+    "fresh",
+    "prune",
+]

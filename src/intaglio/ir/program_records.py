@@ -96,7 +96,7 @@ class HostCall:
 
 
 @dataclass(frozen=True)
-class Work:
+class Cost:
     """Cost of a step.
 
     Attributes:
@@ -115,14 +115,14 @@ class Work:
 
 
 @dataclass(frozen=True)
-class StepNote:
+class StepInfo:
     """Description of a step for readers and for the runtime.
 
     Attributes:
         name: Name of the partition.
         kinds: Kinds of its operators.
         types: Types of its values.
-        work: Cost of the step.
+        cost: Cost of the step.
         island: Key of the island, if it is one.
         path: Module of its anchor.
         kernel: Largest microkernel of the step, else the function that implements it.
@@ -132,7 +132,7 @@ class StepNote:
     name: str
     kinds: str
     types: str
-    work: Work = Work()
+    cost: Cost = Cost()
     island: str = ""
     path: str = ""
     kernel: str = ""
@@ -156,5 +156,5 @@ class Program:
     segments: int
     buffers: int
     notes: Mapping[str, Any] = field(default_factory=dict)
-    steps: tuple[StepNote, ...] = ()
+    steps: tuple[StepInfo, ...] = ()
     kernels: tuple[Any, ...] = ()

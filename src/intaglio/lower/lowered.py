@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio.ir import About, Dim, DType, Graph, Op, Signature, evaluate, graph_text
+from intaglio.ir import Dim, DType, Graph, ModelInfo, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.annotate.sites import Skip
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
@@ -57,7 +57,7 @@ class Lowered:
     skipped: tuple[Skip, ...] = ()
     macs: tuple[int, int] = (0, 0)
     operators: int = 0
-    about: About = field(default_factory=About)
+    about: ModelInfo = field(default_factory=ModelInfo)
     hosts: Mapping[str, OpDef] = field(default_factory=dict)
     native: frozenset[str] = frozenset()
     bodies: Mapping[str, Lowered] = field(default_factory=dict)

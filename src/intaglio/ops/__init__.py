@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles
-from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, NUMBERS, PRECISE_FUNCTIONS, SUMS
+from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, PRECISE_FUNCTIONS, SCALAR_OPS, SUMS
 from intaglio.ops.preconditions import check_graph, needs, verify
 from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, index, op_def
 
@@ -13,9 +13,9 @@ __all__ = [
     "ANCHORS",
     "BY_NAME",
     "BY_TARGET",
-    "NUMBERS",
     "OPS",
     "PRECISE_FUNCTIONS",
+    "SCALAR_OPS",
     "SUMS",
     "Call",
     "Layout",

@@ -100,7 +100,7 @@ class OpDef:
         targets: ATen overloads that the record describes.
         operands: Tensor arguments by schema name.
         roles: See `Roles`.
-        shares: The result has the input's parameters (it selects or clamps values) instead of a range of its own.
+        shares_qparams: The result has the parameters of the input, of which it selects or clamps values.
         anchor: Always quantized; other operators only next to a quantized neighbour.
         commutative: The first two operands may be swapped.
         variadic: The only operand is a list of tensors, all of them activations.
@@ -153,7 +153,7 @@ class OpDef:
     targets: tuple[str, ...] = ()
     operands: tuple[str, ...] = ("self",)
     roles: Roles = Roles()
-    shares: bool = False
+    shares_qparams: bool = False
     anchor: bool = False
     commutative: bool = False
     variadic: bool = False

@@ -259,7 +259,7 @@ CLAMP = OpDef(
         "aten.clamp_min.default",
         "aten.clamp_max.default",
     ),
-    shares=True,
+    shares_qparams=True,
     bind=bind_clamp,
     check=first_reason(float_activations, plain_bounds),
     reference=clamp_reference,

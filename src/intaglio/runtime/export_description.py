@@ -183,11 +183,11 @@ def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
 
 def _amounts(program: Program) -> str:
     """Return the C function that computes MACs, bytes and units of every step."""
-    works = [step.work for step in program.steps]
-    used = [dim for work in works for dim in (work.macs, work.bytes, work.units)]
+    costs = [step.cost for step in program.steps]
+    used = [dim for cost in costs for dim in (cost.macs, cost.bytes, cost.units)]
     lines = [
-        f"    steps[{i}][0] = {_c(work.macs)}, steps[{i}][1] = {_c(work.bytes)}, steps[{i}][2] = {_c(work.units)};"
-        for i, work in enumerate(works)
+        f"    steps[{i}][0] = {_c(cost.macs)}, steps[{i}][1] = {_c(cost.bytes)}, steps[{i}][2] = {_c(cost.units)};"
+        for i, cost in enumerate(costs)
     ]
     head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
     return "\n".join([head, "    (void)dims, (void)steps;", *_dims(used, program.symbols), *lines, "}"])
@@ -205,7 +205,7 @@ def _program_table(programs: Sequence[Program], name: str) -> str:
     declared, rows = [], []
     starts = array_offsets([program.constants for program in programs])
     for start, program in zip(starts, programs, strict=False):
-        isa, groups = program.isa, {step.work.barrier_group for step in program.steps}
+        isa, groups = program.isa, {step.cost.barrier_group for step in program.steps}
         declared += [
             f'extern "C" void {name}_{isa}_run(Run*, int segment, int threads, IntaglioParallel parallel);',
             f'extern "C" int64_t {name}_{isa}_plan(const int64_t* dims, int64_t* offsets);',

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from intaglio.ir import About, Graph, Program, Signature
+from intaglio.ir import Graph, ModelInfo, Program, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.float_islands import HostOperator
@@ -21,7 +21,7 @@ class CompiledModel(Protocol):
     signature: Signature
     graph: Graph
     coverage: Coverage
-    about: About
+    about: ModelInfo
     islands: nn.ModuleDict
     hosts: dict[str, HostOperator]
 

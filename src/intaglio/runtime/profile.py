@@ -175,7 +175,7 @@ def profile_of(
     limit = sum(rates) or None
     parts = []
     for step, *step_times in zip(program.steps, *(clock.step_times(program) for clock in clocks), strict=True):
-        microseconds, macs = median(step_times) / 1e3, evaluate(step.work.macs, symbols)
+        microseconds, macs = median(step_times) / 1e3, evaluate(step.cost.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         about = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
         parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *about))

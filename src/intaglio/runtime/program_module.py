@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio import config
 from intaglio.errors import InputError
-from intaglio.ir import About, Dim, Graph, HostCall, Program, Schedule, Signature
+from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.call_plans import MAX_IDLE_FRAMES, CallPlan, ExternalInput, Frame, NewShapePolicy, SizeEvaluator
 from intaglio.runtime.coverage import Coverage
@@ -45,7 +45,7 @@ class ProgramModule(nn.Module):
         graph: Graph,
         islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]],
         coverage: Coverage,
-        about: About,
+        about: ModelInfo,
         example: Example | None = None,
         libraries: Mapping[str, Library] | None = None,
         recompile: Callable[[Any, Graph], Any] | None = None,

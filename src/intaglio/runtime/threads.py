@@ -99,13 +99,13 @@ def _expressions_of(program: Program) -> _CostExpressions:
     """Return the cost expressions of a program, compiled at the first call."""
     found = _EXPRESSIONS.get(program)
     if found is None:
-        works = [step.work for step in program.steps]
-        evaluate = evaluator([dim for w in works for dim in (w.macs, w.bytes, w.units)], program.symbols)
+        costs = [step.cost for step in program.steps]
+        evaluate = evaluator([dim for cost in costs for dim in (cost.macs, cost.bytes, cost.units)], program.symbols)
         segments = tuple(
-            np.array([i for i, work in enumerate(works) if work.segment == segment], np.intp)
+            np.array([i for i, cost in enumerate(costs) if cost.segment == segment], np.intp)
             for segment in range(program.segments)
         )
-        groups = [len({works[i].barrier_group for i in steps}) for steps in segments]
+        groups = [len({costs[i].barrier_group for i in steps}) for steps in segments]
         found = _EXPRESSIONS[program] = _CostExpressions(
             evaluate, segments, tuple(max(count - 1, 0) for count in groups)
         )

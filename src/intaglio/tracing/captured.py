@@ -15,7 +15,7 @@ from torch import fx, nn
 from intaglio.errors import ArtifactError, InputError
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
-from intaglio.ir import About, Signature
+from intaglio.ir import ModelInfo, Signature
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
 
 
@@ -24,7 +24,7 @@ class GraphStage:
 
     module: fx.GraphModule
     signature: Signature
-    about: About
+    about: ModelInfo
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class Captured(GraphStage):
     module: fx.GraphModule
     signature: Signature
     classes: Mapping[str, str]
-    about: About = field(default_factory=About)
+    about: ModelInfo = field(default_factory=ModelInfo)
     training: bool = False
 
 

@@ -25,7 +25,7 @@ from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import known_type, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
-from intaglio.ir import About, DType, Input, Origin, Output, Signature, State
+from intaglio.ir import DType, Input, ModelInfo, Origin, Output, Signature, State
 from intaglio.torch_private import (
     buffers_of,
     decompose_used_composites,
@@ -208,7 +208,7 @@ def _finished(
     upcast = run(module, CAPTURE_PASSES)["upcast_half_precision"]
     tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    about = About(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
+    about = ModelInfo(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
     return Captured(module, signature, module_classes(model), about, training)
 
 

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
-from intaglio.ir import About, Input, Origin, Output, Signature
+from intaglio.ir import Input, ModelInfo, Origin, Output, Signature
 from intaglio.signature import run_while_loop
 from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -119,7 +119,7 @@ def while_loop(
     if not all(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in operands):
         raise _refused(node, program, "it reads a number that is no tensor")
     held = [None] * len(carried) + [constants.get(one) for one in beside]
-    about, classes = About(type(model).__name__), module_classes(model)
+    about, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
     first, second = (Captured(*_part(node, graph, held, program, names), classes, about, training) for graph in graphs)
     given = [one for one, path in zip(operands, held, strict=True) if path is None]

@@ -38,7 +38,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
             for key, default in (("kernel", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
         )
         code(f"p.{letter} = (struct PoolAxis){{{kernel}, {stride}, {padding}, {dilation}}};")
-    if op_def(op).shares:
+    if op_def(op).shares_qparams:
         code("max_pool(&p, thread, threads);")
     else:
         flags = [int(op.attrs.get("include_pad", 0)), int(bool(op.attrs.get("divisor"))), int("size" in op.attrs)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from intaglio.codegen.context import Context
 from intaglio.ir import Graph
 from intaglio.plan.loops.loop_access import operand_strides
-from intaglio.plan.loops.loop_records import LoopEnd, LoopSchedule
+from intaglio.plan.loops.loop_records import LoopOperand, LoopSchedule
 
 
 class Loop:
@@ -38,11 +38,11 @@ class Loop:
         """Return the stride between the rows of an embedding table, in elements."""
         return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
 
-    def is_result(self, end: LoopEnd) -> bool:
+    def is_result(self, end: LoopOperand) -> bool:
         """Return whether an operand is a result of the loop."""
         return end.name in self.body.outputs
 
-    def is_tile(self, end: LoopEnd) -> bool:
+    def is_tile(self, end: LoopOperand) -> bool:
         """Return whether an operand is the accumulator tile that an epilogue reads."""
         return end.name == self.schedule.tile_name
 

@@ -249,7 +249,7 @@ def _max_pool(axes: int) -> OpDef:
         name=f"max_pool{axes}d",
         passes_factors=axes == 2,
         targets=(f"aten.max_pool{axes}d.default",),
-        shares=True,
+        shares_qparams=True,
         bind=bind_pool,
         check=first_reason(_poolable(axes), whole_windows),
         infer=pool_shape,

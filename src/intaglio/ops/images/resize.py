@@ -200,7 +200,7 @@ def _nearest(axes: int) -> OpDef:
         name=f"upsample_nearest{axes}d",
         targets=(f"aten.upsample_nearest{axes}d.vec",),
         operands=("input",),
-        shares=True,
+        shares_qparams=True,
         bind=bind_resize,
         check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
         infer=nearest_shape,

@@ -114,7 +114,7 @@ UNFOLD_DEPTH = movement(
     infer=unfold_depth_shape,
     reference=unfold_depth_reference,
     layout=Layout.CHANNELS_LAST,
-    shares=False,
+    shares_qparams=False,
     batch_separable=False,
 )
 PIXEL_SHUFFLE_OPS = (SHUFFLE, PIXEL_SHUFFLE, PIXEL_UNSHUFFLE, UNFOLD_DEPTH)

@@ -250,7 +250,7 @@ def movement(name: str, copies: Copies, **fields: Any) -> OpDef:
         fields: Further fields of `OpDef`, which override the common ones.
     """
     common = {
-        "shares": True,
+        "shares_qparams": True,
         "types": MOVED,
         "validate": stays_inside(copies),
         "window": True,

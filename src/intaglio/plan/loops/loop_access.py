@@ -9,13 +9,13 @@ from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
 from intaglio.ops.loop_ops.primitives import primitive
 from intaglio.ops.movement.data_movement import Strides, row_major_strides
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.loops.loop_records import EpilogueTile, LoopEnd, LoopRows
+from intaglio.plan.loops.loop_records import EpilogueTile, LoopOperand, LoopRows
 
 ASSUMED_SIZE = 7
 """Assumed size of a free dimension when axes are sorted by stride."""
 
 
-def loop_ends(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopEnd]:
+def loop_ends(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopOperand]:
     """Return the operands and results of a loop by their names in the body.
 
     Channels of an operand that is read from a tile are contiguous.
@@ -24,28 +24,28 @@ def loop_ends(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopEn
     return {end.name: end for end in (*_operands(op, plan, tile, axes), *_results(op, plan, axes))}
 
 
-def _operands(op: Op, plan: Plan, tile: EpilogueTile | None, axes: int) -> list[LoopEnd]:
+def _operands(op: Op, plan: Plan, tile: EpilogueTile | None, axes: int) -> list[LoopOperand]:
     """Return the operands with the axes that the body adds, except for tables, of which the loop reads only rows."""
-    body, found = body_of(op), list[LoopEnd]()
+    body, found = body_of(op), list[LoopOperand]()
     records = [(step, primitive(step)) for step in body.ops]
     read = {name for step, row in records if not (row.adds_axis or row.gathers) for name in step.inputs}
     read |= {step.inputs[1] for step, row in records if row.gathers}
     for name, value in zip(body.inputs, op.inputs, strict=True):
         dtype, shape = body.types[name].dtype, body.types[name].shape
         if tile is not None and name == tile.name_in(op):
-            found.append(LoopEnd(name, value, dtype, tuple(int(axis == tile.channels) for axis in range(axes))))
+            found.append(LoopOperand(name, value, dtype, tuple(int(axis == tile.channels) for axis in range(axes))))
             continue
         strides = operand_strides(value, plan)
         if name in read:
-            found.append(LoopEnd(name, value, dtype, _aligned(shape, strides, axes)))
+            found.append(LoopOperand(name, value, dtype, _aligned(shape, strides, axes)))
         for step, row in records:
             if row.adds_axis and step.inputs[0] == name:
                 wide = _with_axis(shape, strides, step.attrs["axis"])
-                found.append(LoopEnd(step.output, value, dtype, _aligned(*wide, axes)))
+                found.append(LoopOperand(step.output, value, dtype, _aligned(*wide, axes)))
     return found
 
 
-def _results(op: Op, plan: Plan, axes: int) -> list[LoopEnd]:
+def _results(op: Op, plan: Plan, axes: int) -> list[LoopOperand]:
     """Return the results, with the axes that the body drops as axes of stride 0."""
     body = body_of(op)
     dropped = {step.output: step.attrs["axis"] for step in body.ops if primitive(step).drops_axis}
@@ -54,7 +54,7 @@ def _results(op: Op, plan: Plan, axes: int) -> list[LoopEnd]:
         shape, strides = body.types[name].shape, plan.location(value).strides
         if name in dropped:
             shape, strides = _with_axis(shape, strides, dropped[name])
-        found.append(LoopEnd(name, value, body.types[name].dtype, _aligned(shape, strides, axes)))
+        found.append(LoopOperand(name, value, body.types[name].dtype, _aligned(shape, strides, axes)))
     return found
 
 
@@ -74,7 +74,7 @@ def _aligned(shape: Shape, strides: Strides, axes: int) -> Strides:
     return (0,) * (axes - len(own)) + own
 
 
-def loop_rows(body: Graph, ends: Mapping[str, LoopEnd], tile: EpilogueTile | None) -> LoopRows:
+def loop_rows(body: Graph, ends: Mapping[str, LoopOperand], tile: EpilogueTile | None) -> LoopRows:
     """Choose the rows: along the axis of reductions, or along the smallest stride of an elementwise loop's first
     result.
     """

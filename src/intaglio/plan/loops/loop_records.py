@@ -13,7 +13,7 @@ from intaglio.plan.loops.loop_stages import LoopStage
 
 
 @dataclass(frozen=True)
-class LoopEnd:
+class LoopOperand:
     """An operand or result of a loop.
 
     Attributes:
@@ -89,7 +89,7 @@ class LoopSchedule:
     """
 
     op: Op
-    ends: Mapping[str, LoopEnd]
+    ends: Mapping[str, LoopOperand]
     rows: LoopRows
     axis: int | None
     tile: EpilogueTile | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from intaglio.ir import Dim, Graph, Op, Schedule, Work, numel
+from intaglio.ir import Cost, Dim, Graph, Op, Schedule, numel
 from intaglio.ops import op_def
 from intaglio.ops.products.scratch_memory import QUERIES
 from intaglio.plan.buffers import lies
@@ -15,7 +15,7 @@ F32_BLOCK = 48
 """Rows that a thread takes at a time; ``BLOCK`` of native/products/linear_f32.h."""
 
 
-def work_of(step: Step, plan: Plan) -> Work:
+def cost_of(step: Step, plan: Plan) -> Cost:
     """Return the cost of a step: multiply-accumulates, units that threads can divide, bytes of activations."""
     partition, graph = step.partition, plan.graph
     read = [name for name in partition.reads() if name not in graph.constants]
@@ -26,7 +26,7 @@ def work_of(step: Step, plan: Plan) -> Work:
     record = op_def(anchor)
     if record.macs is None:
         images, lines, _, _ = lies(graph.types[partition.output].shape, partition.output in plan.rows)
-        return Work(0, images * lines, moved, step.barrier_group, step.segment)
+        return Cost(0, images * lines, moved, step.barrier_group, step.segment)
     macs = record.macs(anchor.attrs, [graph.types[name].shape for name in anchor.inputs], graph.types[first].shape)
     if record.multiplies_weight:
         units = _tiles(anchor, graph, plan.schedules[partition.output])
@@ -37,7 +37,7 @@ def work_of(step: Step, plan: Plan) -> Work:
     else:
         units = _float_blocks(anchor, graph)
         moved = moved + graph.constants[anchor.inputs[1]].nbytes  # with few rows, reading the weights dominates
-    return Work(macs, units, moved, step.barrier_group, step.segment)
+    return Cost(macs, units, moved, step.barrier_group, step.segment)
 
 
 def _recurrent_panels(op: Op, plan: Plan) -> Dim:

@@ -159,7 +159,7 @@ def _apply_patterns(
     for node in tuple(settings):
         found = matches.get(node)
         if found is None:
-            if reasons[node] is None and not known_record(node).shares:
+            if reasons[node] is None and not known_record(node).shares_qparams:
                 reasons[node] = "no pattern takes it"
             continue
         if found.pattern.setting is not None:

@@ -33,7 +33,7 @@ def first_last_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Qu
 
     Regions that only select or clamp values do not count as first or last, because they compute nothing.
     """
-    counted = [region for region in regions if not all(known_record(node).shares for node in region.nodes)]
+    counted = [region for region in regions if not all(known_record(node).shares_qparams for node in region.nodes)]
     inside = {node for region in counted for node in region.nodes}
     before: set[fx.Node] = set()
     for node in graph.nodes:
@@ -172,7 +172,7 @@ def _of_one_match(nodes: Iterable[fx.Node], matches: Mapping[fx.Node, Found] | N
     """
     if matches is None:
         return True
-    owners = {matches.get(node) for node in nodes if node in matches or not known_record(node).shares}
+    owners = {matches.get(node) for node in nodes if node in matches or not known_record(node).shares_qparams}
     return len(owners) == 1 and None not in owners
 
 
@@ -198,13 +198,13 @@ def _propagate_quantization(regions: Iterable[Region]) -> set[Region]:
     while changed:
         before = len(active)
         for region in regions:
-            follows = not (region.shares and region.setting.residual == ResidualType.FLOAT)
+            follows = not (region.shares_qparams and region.setting.residual == ResidualType.FLOAT)
             if region not in active and follows and all(value in roots for value in region.activations()):
                 active.add(region)
                 roots.add(region.root)
         for region in reversed(regions):
             readers = [reader.get(user) for user in region.root.users]
-            if region in active or not region.shares or _clamps_float(region):
+            if region in active or not region.shares_qparams or _clamps_float(region):
                 continue
             if readers and all(_reads_quantized(r, region.root, active) for r in readers):
                 active.add(region)

@@ -58,7 +58,7 @@ def find_sites(
             add_site(sites, _shortcut_site(sites[value.name, Role.ACTIVATION]))
     shared = {site.name: _shared_site(site, produced, sites) for site in sites.values()}
     for region in regions:
-        if region.record.variadic and region.shares:
+        if region.record.variadic and region.shares_qparams:
             _share_parameters([sites[value.name, Role.ACTIVATION].name for value in region.activations()], shared)
     share_buffer_parameters(buffers, sites, shared)
     share_iteration_parameters(graph, shared)
@@ -90,7 +90,7 @@ def signed_operands(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node
         if region.record.roles.weight is None and region.record.anchor and info(region.root).composite is None:
             values = operands(region.anchor)
             found.update(values[operand] for operand in region.record.roles.x[1:])
-    alike = [{region.root, *region.activations()} for region in regions if region.shares]
+    alike = [{region.root, *region.activations()} for region in regions if region.shares_qparams]
     alike += [set(pair) for pair in buffers.items()]
     while joined := [values for values in alike if values & found and not values <= found]:
         found.update(*joined)
@@ -213,7 +213,7 @@ def _shortcut_site(site: Site) -> Site:
 def _shared_site(site: Site, produced: Mapping[fx.Node, Region], sites: Mapping[tuple[str, Role], Site]) -> Site:
     """Return the site with the parameters of its region's input, if the region does not change them."""
     region = next((r for node, r in produced.items() if node.name == site.value), None)
-    if site.role != Role.ACTIVATION or region is None or not region.shares:
+    if site.role != Role.ACTIVATION or region is None or not region.shares_qparams:
         return site
     partner = sites[region.activations()[0].name, Role.ACTIVATION]
     return replace(partner, name=site.name, value=site.value, spec=Shared(partner.name), origin=site.origin)

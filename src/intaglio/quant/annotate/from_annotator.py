@@ -101,7 +101,7 @@ def _annotated_sites(
     names = ValueNames(graph)
     sites: dict[tuple[str, Role], Site] = {}
     second = {resolved.leaders.get(node) for node in signed_operands(regions, buffers)}
-    selected = {region.root for region in regions if region.shares}
+    selected = {region.root for region in regions if region.shares_qparams}
     plain = {
         node: resolved.quantized_as[node].site(names.of(node), node)
         for node in graph.nodes

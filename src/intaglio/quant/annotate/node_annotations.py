@@ -231,7 +231,7 @@ class ResolvedAnnotations:
             return False
         if any((value, node) in self.custom_observers for node in nodes for value in node.all_input_nodes):
             return False
-        if record.shares and len(nodes) == 1:
+        if record.shares_qparams and len(nodes) == 1:
             return root in self.quantized_as and all(
                 self.leaders[root] is self.leaders.get(value) for value, _ in outside
             )

@@ -91,9 +91,9 @@ class Region(Chain):
     pattern: QuantizerPattern | None = field(default=None, compare=False)
 
     @property
-    def shares(self) -> bool:
+    def shares_qparams(self) -> bool:
         """Return whether the result has the quantization parameters of the input."""
-        return len(self.nodes) == 1 and self.record.shares
+        return len(self.nodes) == 1 and self.record.shares_qparams
 
     @property
     def moves(self) -> bool:

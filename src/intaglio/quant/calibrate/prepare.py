@@ -15,7 +15,7 @@ from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
-from intaglio.ir import About, QParams, Signature, symbols_of
+from intaglio.ir import ModelInfo, QParams, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
@@ -136,7 +136,7 @@ class Prepared(GraphStage):
     signature: Signature
     annotations: Annotations
     observers: Mapping[str, Observer]
-    about: About = field(default_factory=About)
+    about: ModelInfo = field(default_factory=ModelInfo)
     passes: tuple[Pass, ...] = ()
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)

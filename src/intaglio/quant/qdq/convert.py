@@ -11,7 +11,7 @@ from torch import fx
 
 from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, drop_unused_constants
-from intaglio.ir import About, DType, QParams, Signature
+from intaglio.ir import DType, ModelInfo, QParams, Signature
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.int8_buffers import quantize_buffers
 from intaglio.quant.annotate.recurrent_sites import recurrent_qparams
@@ -61,7 +61,7 @@ class Reference(GraphStage):
     qparams: Mapping[str, QParams]
     annotations: Annotations
     parameters: Parameters
-    about: About = field(default_factory=About)
+    about: ModelInfo = field(default_factory=ModelInfo)
     passes: tuple[Pass, ...] = ()
     bodies: Mapping[str, Reference] = field(default_factory=dict)
 

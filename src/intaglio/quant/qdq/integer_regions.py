@@ -220,7 +220,7 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
     if dynamic_operands(operands(nodes[0])[0]) is not None:
         return True
     record, region = known_record(nodes[0]), _region_of(nodes)
-    if len(nodes) == 1 and record.shares and not record.variadic:
+    if len(nodes) == 1 and record.shares_qparams and not record.variadic:
         x = operands(nodes[0])[0]
         results, wide = (
             {_result(user) for user in nodes[0].users},

@@ -35,7 +35,7 @@ def propagate_qdq(module: fx.GraphModule) -> int:
 
 def _selects(node: fx.Node) -> bool:
     record = record_of(node)
-    if record is None or not record.shares or known_type(node).dtype is not DType.F32:
+    if record is None or not record.shares_qparams or known_type(node).dtype is not DType.F32:
         return False
     values = activations(node)
     return all(v is not None and not is_constant(v) for v in values) and record.check(call_of(node, record)) is None
@@ -61,7 +61,7 @@ def _propagate_dequantize(node: fx.Node) -> None:
 
 def _takes_quantized(user: fx.Node) -> bool:
     record = record_of(user)
-    return record is not None and (record.anchor or record.shares or record.adds)
+    return record is not None and (record.anchor or record.shares_qparams or record.adds)
 
 
 def _propagate_quantize(node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import ArtifactError
-from intaglio.ir import About, Dim, Graph, Program, Schedule, Signature, VerifyError
+from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
@@ -95,7 +95,7 @@ class Saved:
     signature: Signature
     islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]]
     coverage: Coverage
-    about: About
+    about: ModelInfo
     libraries: Mapping[str, Library] = field(default_factory=dict)
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
@@ -249,7 +249,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
         from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
     )
     texts = {_text(stage): _text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
-    about = About(
+    about = ModelInfo(
         _text(manifest["name"]), checked_integer(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts
     )
     example = None
