@@ -114,8 +114,10 @@ def kernels() -> str:
 
 def _kernels(isa: Isa) -> tuple[str, ...]:
     specs = list(isa.specs())
-    tallest = {blocks: max(s.rows for s in specs if s.blocks == blocks) for blocks in sorted({s.blocks for s in specs})}
-    tiles = ", ".join(f"{rows} × {16 * blocks}" for blocks, rows in tallest.items())
+    max_tile_rows = {
+        blocks: max(s.rows for s in specs if s.blocks == blocks) for blocks in sorted({s.blocks for s in specs})
+    }
+    tiles = ", ".join(f"{rows} × {16 * blocks}" for blocks, rows in max_tile_rows.items())
     flags = ", ".join(f"`{flag}`" for flag in sorted(CPU_FLAGS[isa.name])) or "none"
     results = ", ".join(f"`{result}`" for result in dict.fromkeys(spec.result for spec in specs))
     return f"`{isa.name}`", flags, str(len(specs)), tiles, results

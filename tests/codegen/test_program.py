@@ -221,7 +221,7 @@ def test_the_program_text_of_a_tiny_net_is_the_same_for_every_instruction_set(go
     general, texts = plan_graph(net.graph(y)), set[str]()
     for isa, table in ISAS.items():
         source = emit(schedule_plan(general, table, CACHES), "tiny").source.replace(f"for {isa}", "for ISA")
-        source = re.sub(rf"\b(tile_rows=|m\.rows = ){table.tallest[1]}\b", r"\1TALLEST", source)
+        source = re.sub(rf"\b(tile_rows=|m\.rows = ){table.max_tile_rows[1]}\b", r"\1TALLEST", source)
         texts.add(re.sub(r"\btiles_x1_(u8|f32)(_natural)?\b", r"tiles_\1", source))
     (text,) = texts
     golden(text)

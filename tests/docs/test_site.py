@@ -94,8 +94,8 @@ def test_every_instruction_set_has_a_row_with_all_its_kernels():
     for isa, row in zip(ISAS.values(), rows(tables.kernels()), strict=True):
         specs = set(isa.specs())
         assert int(row[2]) == len(specs)
-        tallest = {(spec.rows, 16 * spec.blocks) for spec in specs if spec.rows == isa.tallest[spec.blocks]}
-        assert {tuple(map(int, tile.split(" × "))) for tile in row[3].split(", ")} == tallest
+        max_tile_rows = {(spec.rows, 16 * spec.blocks) for spec in specs if spec.rows == isa.max_tile_rows[spec.blocks]}
+        assert {tuple(map(int, tile.split(" × "))) for tile in row[3].split(", ")} == max_tile_rows
         assert set(re.findall(r"`(.*?)`", row[4])) == {spec.result for spec in specs}
 
 

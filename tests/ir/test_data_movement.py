@@ -17,7 +17,7 @@ from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.ops import OPS, check_graph
 from intaglio.ops.movement.data_movement import Box
 from intaglio.plan import Buffer, plan_graph
-from intaglio.plan.buffers import boxes, moves_nothing, strides
+from intaglio.plan.buffers import boxes, is_identity_copy, strides
 from support.integer_graphs import N, Net
 from support.lowering import assert_equal_quantized, kinds, quantized
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
@@ -38,7 +38,7 @@ def memory(buffer: Buffer) -> np.ndarray:
 
 def inside(buffer: Buffer) -> int:
     """Where the first element lies, behind the halo."""
-    (down, right), (_, _, width, pixel) = buffer.halo, buffer.lies()
+    (down, right), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
     return (down * (width + 2 * right) + right) * pixel
 
 
@@ -199,24 +199,24 @@ def test_a_view_shares_the_memory_of_its_input(move, data):
     op, given_shapes = move
     source = data.draw(layouts(given_shapes[0], widest=0))
     result = data.draw(layouts(tuple(OPS[op.kind].infer(op.attrs, given_shapes)), widest=0))
-    if len(given_shapes) == 1 and moves_nothing(op, source, result):
+    if len(given_shapes) == 1 and is_identity_copy(op, source, result):
         expected, (held,) = outcome(op, given_shapes, [source], result)
         assert np.array_equal(logical(result, held), expected)
 
 
 @given(shapes(3, 5), st.data())
 def test_a_reshape_in_logical_order_moves_no_data(shape, data):
-    """Where `moves_nothing` says so, and it says so for row-major tensors."""
+    """Where `is_identity_copy` says so, and it says so for row-major tensors."""
     total, wanted = prod(shape), []
     while total > 1 and len(wanted) < 5:
         wanted.append(data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0])))
         total //= wanted[-1]
     op = Op("reshape", ("a",), ("y",), {"shape": (*wanted, total)})
     source, result = data.draw(layouts(shape, widest=0)), data.draw(layouts((*wanted, total), widest=0))
-    if moves_nothing(op, source, result):
+    if is_identity_copy(op, source, result):
         expected, (held,) = outcome(op, [shape], [source], result)
         assert np.array_equal(logical(result, held), expected)
-    assert moves_nothing(op, replace(source, rows=True), replace(result, rows=True))
+    assert is_identity_copy(op, replace(source, rows=True), replace(result, rows=True))
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------

@@ -89,13 +89,13 @@ def test_accumulators_at_their_extremes_do_not_saturate(isa, result):
     """255 times +-127 in every product, where 16-bit sums of pairs would overflow."""
     case = Case(height=3, width=9, per_group=64, per_group_out=70, taps=(3, 3), extreme=True, result=result)
     for zero_x in (0, 255):
-        for blocks, tallest in ISAS[isa].tallest.items():
-            check(isa, replace(case, zero_points=(zero_x, 3, 250), exponent=-22, blocks=blocks, rows=tallest))
+        for blocks, max_tile_rows in ISAS[isa].max_tile_rows.items():
+            check(isa, replace(case, zero_points=(zero_x, 3, 250), exponent=-22, blocks=blocks, rows=max_tile_rows))
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_threads_and_blocking_do_not_change_a_bit(isa):
-    blocks, tallest = max(ISAS[isa].tallest.items())
+    blocks, max_tile_rows = max(ISAS[isa].max_tile_rows.items())
     case = Case(
         images=2,
         height=7,
@@ -106,7 +106,7 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
         padding=(1, 1, 1, 1),
         zero_points=(7, 9, 0),
         blocks=blocks,
-        rows=tallest,
+        rows=max_tile_rows,
     )
     drawn = case_data(case)
     for threads in (1, 2, 3, 8):
@@ -120,9 +120,16 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
 @pytest.mark.parametrize("result", RESULTS)
 def test_results_may_end_at_the_end_of_a_memory_page(isa, result):
     """Every part of a block, after whole blocks and alone: a store that covers more than its channels would fault."""
-    for blocks, tallest in ISAS[isa].tallest.items():
+    for blocks, max_tile_rows in ISAS[isa].max_tile_rows.items():
         for outputs in range(1, 16 * blocks + 17):
-            case = Case(width=tallest, per_group=3, per_group_out=outputs, result=result, blocks=blocks, rows=tallest)
+            case = Case(
+                width=max_tile_rows,
+                per_group=3,
+                per_group_out=outputs,
+                result=result,
+                blocks=blocks,
+                rows=max_tile_rows,
+            )
             check(isa, replace(case, behind=0, seed=outputs))
 
 
@@ -191,6 +198,6 @@ def test_buffers_that_never_meet_share_their_bytes(isa):
 
 def test_every_tile_height_up_to_the_tallest_has_a_kernel():
     for isa in ISAS.values():
-        for blocks, tallest in isa.tallest.items():
-            assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, tallest + 1))
-            assert TileSpec(tallest, blocks) in set(isa.specs())
+        for blocks, max_tile_rows in isa.max_tile_rows.items():
+            assert {spec.rows for spec in isa.specs() if spec.blocks == blocks} == set(range(1, max_tile_rows + 1))
+            assert TileSpec(max_tile_rows, blocks) in set(isa.specs())

@@ -20,7 +20,7 @@ from intaglio.ir.verify import VerifyError
 from intaglio.native.compile import build, load
 from intaglio.ops import OPS, PRECISE_FUNCTIONS, check_graph, verify
 from intaglio.ops.fused_activations import PRECISE
-from intaglio.plan.partitioning import fuse
+from intaglio.plan.partitioning import partition_ops
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
@@ -264,7 +264,7 @@ def test_a_requantize_after_the_function_becomes_a_table(isa):
     conv = net._op("conv2d", [acc, weight, bias], DType.I32, unit_q, **geometry)
     levels = net._op("activate", [conv, unit], DType.U8, net._q(60.0, 30), function="tanh")
     integer = net.lowered(net.dequantize(net.table(levels)))
-    assert [len(partition.ops) for partition in fuse(integer.graph)] == [1, 3, 1]
+    assert [len(partition.ops) for partition in partition_ops(integer.graph)] == [1, 3, 1]
     x = torch.randn(2, 3, 9, 9)
     assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
 

@@ -60,7 +60,7 @@ class Kernels:
 
     def __init__(self, isa: str) -> None:
         self.blocks = ISAS[isa].blocks
-        self.rows = ISAS[isa].tallest[self.blocks]
+        self.rows = ISAS[isa].max_tile_rows[self.blocks]
         families = [ISAS[isa].tiles(TileSpec(1, blocks, "f32")) for blocks in range(1, self.blocks + 1)]
         text, units = _text([family.name for family in families]), kernel_units(families, isa)
         self.library = load(build(text, name=f"products_{isa}", isa=isa, units=units))

@@ -300,7 +300,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
     per_group, per_group_out = draw(st.integers(1, 40 // groups)), draw(st.integers(1, 150 // groups))
     if groups > 1 and draw(st.booleans()):
         per_group, per_group_out = 1, 1
-    blocks = draw(st.sampled_from(sorted(ISAS[isa].tallest)))
+    blocks = draw(st.sampled_from(sorted(ISAS[isa].max_tile_rows)))
     result = draw(st.sampled_from(results))
     looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].looks_up))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
@@ -326,7 +326,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         blocks=blocks,
         natural=draw(st.booleans()),
         table=table,
-        rows=draw(st.integers(1, ISAS[isa].tallest[blocks])),
+        rows=draw(st.integers(1, ISAS[isa].max_tile_rows[blocks])),
         guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),

@@ -82,7 +82,7 @@ def narrow_is_fast(monkeypatch):
 
 
 def candidates(layer: Geometry, problem: Problem, isa: str, threads: int) -> list[Schedule]:
-    start = analytic(problem, Target(isa, ISAS[isa].tallest, CACHES))
+    start = analytic(problem, Target(isa, ISAS[isa].max_tile_rows, CACHES))
     tiles = [start, *shapes(start, layer, ISAS[isa])]
     return [*tiles, *(one for tile in tiles for one in refinements(tile, layer, CACHES, threads))]
 
@@ -121,7 +121,9 @@ def test_every_candidate_gives_the_bits_of_the_reference(isa, data):
 def test_candidates_are_a_handful_and_all_different(isa, lowered):
     planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
-        start = analytic(Problem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].tallest, CACHES))
+        start = analytic(
+            Problem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].max_tile_rows, CACHES)
+        )
         for found in (shapes(start, layer, ISAS[isa]), refinements(start, layer, CACHES, 2)):
             assert len({start, *found}) == len(found) + 1 <= 5
 

@@ -18,7 +18,7 @@ from intaglio.ir import Dim, Graph, Op, Place, c_expression
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
-from intaglio.plan.buffers import lies, strides
+from intaglio.plan.buffers import nhwc_sizes, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.value_bounds import result_bounds
@@ -158,12 +158,12 @@ class Context:
         buffer = self.plan.buffers.get(value)
         if buffer is None:
             kind = self.graph.types[value]
-            n, h, w, c = lies(kind.shape, value in self.plan.rows)
+            n, h, w, c = nhwc_sizes(kind.shape, value in self.plan.rows)
             sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c * kind.dtype.bytes)}"
             return f"image({self.external(value)}, {sizes}, 0, 0)"
         if buffer.alias is not None and buffer.part is not None:
             return f"channels_from({self.image(buffer.alias)}, {buffer.part})"
-        *sides, pixel = buffer.lies()
+        *sides, pixel = buffer.nhwc_sizes()
         sizes = ", ".join(map(self.dim, (*sides, pixel * buffer.dtype.bytes)))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
@@ -171,7 +171,7 @@ class Context:
     def place(self, value: str) -> Place:
         """Return the location of a quantized value in the arena, for host operators."""
         buffer = self.plan.buffers[value]
-        (rows, columns), (_, _, width, pixel) = buffer.halo, buffer.lies()
+        (rows, columns), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
         start = (rows * (width + 2 * columns) + columns) * pixel
         frame = buffer.size() if any(buffer.halo) else 0
         return Place(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)

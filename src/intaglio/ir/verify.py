@@ -56,7 +56,7 @@ def verify_graph(graph: Graph, rules: Rules, body_rules: Rules, after: str = "")
         label = f"{op.kind} -> %{', '.join(op.outputs)}{place}"
         _check_names(op, graph, defined, label)
         if op.body is not None:
-            _check_ends(op, op.body, graph, label)
+            _check_body_signature(op, op.body, graph, label)
             verify_graph(op.body, body_rules, body_rules, f"{op.kind}{place}")
         if (rule := rules(op)) is not None:
             _check_types(op, rule, graph, label)
@@ -101,7 +101,7 @@ def _check_types(op: Op, rule: TypeRule, graph: Graph, label: str) -> None:
             _require(result.q is not None, f"{label}: levels without parameters")
 
 
-def _check_ends(op: Op, body: Graph, graph: Graph, label: str) -> None:
+def _check_body_signature(op: Op, body: Graph, graph: Graph, label: str) -> None:
     """Check that the body's inputs and outputs have the types of the operator's operands and results, in order."""
     for outer, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         same = [graph.types[name] for name in outer] == [body.types[name] for name in inner]

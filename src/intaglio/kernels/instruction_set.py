@@ -44,7 +44,7 @@ class Isa:
 
     Attributes:
         name: Name of the instruction set.
-        tallest: Maximum number of tile rows for each number of blocks.
+        max_tile_rows: Maximum number of tile rows for each number of blocks.
         packs: Results leave registers through two packing instructions, which restore the channel order of a panel
             whose columns were permuted (`permutation`). Such kernels have a ``natural`` variant.
         suffix: Suffix of a file with kernels.
@@ -57,7 +57,7 @@ class Isa:
     """
 
     name: str
-    tallest: Mapping[int, int]
+    max_tile_rows: Mapping[int, int]
     packs: bool
     suffix: str
     tile: Callable[[TileSpec], str]
@@ -68,7 +68,7 @@ class Isa:
     @property
     def blocks(self) -> int:
         """Return the width of the widest tile in blocks of 16 channels."""
-        return max(self.tallest)
+        return max(self.max_tile_rows)
 
     def kernel_text(self, spec: TileSpec | DepthwiseSpec) -> str:
         """Return the text of one kernel."""
@@ -84,13 +84,13 @@ class Isa:
 
     def tiles(self, spec: TileSpec) -> KernelFamily:
         """Return the family of a kernel: all heights, indexed by height."""
-        heights = range(1, self.tallest[spec.blocks] + 1)
+        heights = range(1, self.max_tile_rows[spec.blocks] + 1)
         return KernelFamily(spec.family, "TileKernel", (None, *(replace(spec, rows=rows) for rows in heights)))
 
     def specs(self) -> Iterator[TileSpec]:
         """Yield the parameters of every GEMM kernel."""
-        for blocks, tallest in self.tallest.items():
-            for rows in range(1, tallest + 1):
+        for blocks, max_tile_rows in self.max_tile_rows.items():
+            for rows in range(1, max_tile_rows + 1):
                 yield TileSpec(rows, blocks, "f32")
                 naturals = (False, True)[: 1 + self.packs]
                 for natural, guard, rest in product(naturals, (False, True), (False, True)):

@@ -238,7 +238,7 @@ class OpDef:
         return self.macs is not None and isinstance(self.types, TypeRule) and self.types.operands[0] == (DType.F32,)
 
     @property
-    def leaves_room(self) -> bool:
+    def writes_any_pixel_stride(self) -> bool:
         """Return whether its kernel can write pixels at any distance, as those of convolutions and pools do."""
         return self.window and self.layout is Layout.CHANNELS_LAST and not self.moves_data
 

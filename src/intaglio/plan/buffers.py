@@ -10,7 +10,7 @@ from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Strides, row_major_strides
 
 
-def lies(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
+def nhwc_sizes(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
     """Return the numbers of images, rows, columns and elements per pixel of a tensor in memory.
 
     Channels last: [n, c, w] has one row per image, [n, c, d, h, w] has d images per entry of the batch. Row-major, or
@@ -56,29 +56,29 @@ class Buffer:
         """Return whether the layout is channels last."""
         return len(self.shape) in (3, 4, 5) and not self.rows
 
-    def lies(self) -> tuple[Dim, Dim, Dim, Dim]:
+    def nhwc_sizes(self) -> tuple[Dim, Dim, Dim, Dim]:
         """Return the numbers of images, rows, columns and channels, without the halo."""
-        return lies(self.shape, self.rows)
+        return nhwc_sizes(self.shape, self.rows)
 
     def pixels(self) -> Dim:
         """Return the number of pixels, including the halo."""
-        n, h, w, _ = self.lies()
+        n, h, w, _ = self.nhwc_sizes()
         return n * ((h + 2 * self.halo[0]) * (w + 2 * self.halo[1]))
 
     def channels(self) -> Dim:
         """Return the channels per pixel; a Python int where kernels are specialized on it."""
-        return self.lies()[3]
+        return self.nhwc_sizes()[3]
 
     def size(self) -> Dim:
         """Return the size in bytes, without slack."""
-        return self.pixels() * (self.lies()[3] * self.dtype.bytes)
+        return self.pixels() * (self.nhwc_sizes()[3] * self.dtype.bytes)
 
 
 def strides(buffer: Buffer) -> Strides:
     """Return the strides along each logical axis, in elements."""
     if not buffer.spatial:
         return row_major_strides(buffer.shape)
-    _, height, width, pixel = buffer.lies()
+    _, height, width, pixel = buffer.nhwc_sizes()
     line = (width + 2 * buffer.halo[1]) * pixel
     image = (height + 2 * buffer.halo[0]) * line
     if len(buffer.shape) == 5:
@@ -97,7 +97,7 @@ def boxes(op: Op, sources: Sequence[Buffer], result: Buffer) -> tuple[Box, ...]:
     return op_def(op).strided_copies(op, [(buffer.shape, strides(buffer)) for buffer in sources], strides(result))
 
 
-def moves_nothing(op: Op, source: Buffer, result: Buffer) -> bool:
+def is_identity_copy(op: Op, source: Buffer, result: Buffer) -> bool:
     """Return whether every element of the result is already at its location in the source."""
     if any((*source.halo, *result.halo)):
         return False

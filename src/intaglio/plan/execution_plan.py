@@ -93,20 +93,20 @@ class Plan:
         if buffer is None:
             kind, rows = self.graph.types[name], name in self.graph.constants or name in self.rows
             return TensorView(name, 0, strides(Buffer(name, kind.shape, kind.dtype, rows=rows)))
-        (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
+        (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
         return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))
 
     def arena(self) -> Arena:
         """Return the arena, which tells buffers of a batch tile from those outside."""
         return arena_of(self.lifetimes, self.batch_tiling)
 
-    def tallest(self) -> Mapping[int, int]:
+    def max_tile_rows(self) -> Mapping[int, int]:
         """Return the target's maximum number of tile rows per number of 16-channel blocks."""
         if self.target is None:
             raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
-        return self.target.tallest
+        return self.target.max_tile_rows
 
-    def because(self, choice: Choice, reasons: Mapping[str, str]) -> Plan:
+    def with_reasons(self, choice: Choice, reasons: Mapping[str, str]) -> Plan:
         """Return the plan with reasons for one kind of decision, by value or partition."""
         return replace(self, reasons={**self.reasons, **{(choice, name): why for name, why in reasons.items()}})
 

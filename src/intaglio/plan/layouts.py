@@ -16,7 +16,7 @@ from intaglio.ir.phases import axis_phases
 from intaglio.ops import Layout, op_def
 from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
 from intaglio.ops.movement.shape import PERMUTE
-from intaglio.plan.buffers import Buffer, moves_nothing
+from intaglio.plan.buffers import Buffer, is_identity_copy
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice
 
@@ -45,8 +45,8 @@ def assign_layouts(plan: Plan) -> Plan:
     A buffer has a halo only if a convolution pads it. Results of data movement without a copy become aliases.
     """
     graph = plan.graph
-    halos, halo_reasons = _halos(graph)
-    layouts, inside, outside = assigned_layouts(graph), _stays_inside(graph), graph.outside()
+    halos, halo_reasons = _widest_halos(graph)
+    layouts, inside, outside = assigned_layouts(graph), _kernel_only_values(graph), graph.outside()
     rows = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
@@ -55,12 +55,12 @@ def assign_layouts(plan: Plan) -> Plan:
             buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in rows)
     alias_reasons = _assign_aliases(graph, buffers)
     plan = replace(plan, buffers=buffers, rows=rows)
-    plan = plan.because(Choice.LAYOUT, {name: layouts[name][1] for name in buffers if name in layouts})
-    plan = plan.because(Choice.HALO, {name: why for name, why in halo_reasons.items() if name in buffers})
-    return plan.because(Choice.ALIAS, alias_reasons)
+    plan = plan.with_reasons(Choice.LAYOUT, {name: layouts[name][1] for name in buffers if name in layouts})
+    plan = plan.with_reasons(Choice.HALO, {name: why for name, why in halo_reasons.items() if name in buffers})
+    return plan.with_reasons(Choice.ALIAS, alias_reasons)
 
 
-def _halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+def _widest_halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """Return the widest halo that the readers of each value need, and which reader that is."""
     halos: dict[str, tuple[int, int]] = {}
     reasons: dict[str, str] = {}
@@ -69,7 +69,7 @@ def _halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
             (y, x), (wide_y, wide_x) = halo_of(op, graph), halos.get(op.inputs[0], (0, 0))
             halos[op.inputs[0]] = max(y, wide_y), max(x, wide_x)
             if y > wide_y or x > wide_x:
-                reasons[op.inputs[0]] = f"{_shown(op)} pads with the zero point"
+                reasons[op.inputs[0]] = f"{_op_text(op)} pads with the zero point"
     return halos, reasons
 
 
@@ -81,17 +81,17 @@ def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
     for op in graph.ops:
         if not op_def(op).moves_data or not {op.inputs[0], op.output} <= buffers.keys():
             continue
-        if moves_nothing(op, buffers[op.inputs[0]], buffers[op.output]):
+        if is_identity_copy(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
             reasons[op.output] = f"the {op.kind} moves no byte"
     for op in graph.ops:
         if op_def(op).variadic and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
-            _place_parts(op, graph, buffers, reasons)
+            _alias_concatenated_operands(op, graph, buffers, reasons)
     return reasons
 
 
-def _stays_inside(graph: Graph) -> frozenset[str]:
+def _kernel_only_values(graph: Graph) -> frozenset[str]:
     """Return the values without quantization parameters that only kernels write and read, not callers."""
     called = [op for op in graph.ops if op.is_called_back]
     seen = {*graph.outputs, *(name for op in called for name in (*op.inputs, *op.outputs))}
@@ -99,7 +99,7 @@ def _stays_inside(graph: Graph) -> frozenset[str]:
     return frozenset(name for name in made if name not in seen)
 
 
-def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dict[str, str]) -> None:
+def _alias_concatenated_operands(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dict[str, str]) -> None:
     """Make operands of a concatenation aliases of its parts, if it is their only reader and their kernels allow it."""
     users, makers = graph.users(), {output: op for op in graph.ops for output in op.outputs}
     channel: Dim = 0
@@ -110,17 +110,17 @@ def _place_parts(cat: Op, graph: Graph, buffers: dict[str, Buffer], reasons: dic
         buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
         if not isinstance(channel, int):
             return
-        if alone and buffer.spatial and buffer.alias is None and _leaves_room(makers.get(name), makers):
+        if alone and buffer.spatial and buffer.alias is None and _writes_any_pixel_stride(makers.get(name), makers):
             buffers[name] = replace(buffer, alias=cat.output, part=channel)
             reasons[name] = "only the concatenation reads it, so its kernel writes there"
         channel += buffer.channels()
 
 
-def _leaves_room(maker: Op | None, makers: Mapping[str, Op]) -> bool:
+def _writes_any_pixel_stride(maker: Op | None, makers: Mapping[str, Op]) -> bool:
     """Return whether the kernel of an operator can write pixels at any distance, like convolutions and pools."""
     if maker is not None and op_def(maker).quantizes_accumulator:
         maker = makers.get(maker.inputs[0])
-    return maker is not None and op_def(maker).leaves_room
+    return maker is not None and op_def(maker).writes_any_pixel_stride
 
 
 def halo_of(op: Op, graph: Graph) -> tuple[int, int]:
@@ -141,7 +141,7 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
     axes or a free second axis are row-major, too.
     """
     groups = _components(graph)
-    near_images = _beside_rows(graph, groups.alike, groups.decided)
+    near_images = _groups_beside_row_major_permutes(graph, groups.alike, groups.decided)
     free = _free_channels(graph, groups.alike)
 
     def layout(kind: TensorType, group: str) -> tuple[bool, str]:
@@ -156,29 +156,33 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
             return True, "row-major: the number of channels is free"
         return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
 
-    laid = {name: kind for name, kind in graph.types.items() if _laid(kind)}
+    laid = {name: kind for name, kind in graph.types.items() if _layout_is_free(kind)}
     return {name: layout(kind, groups.alike.find(name)) for name, kind in laid.items()}
 
 
-def _beside_rows(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
+def _groups_beside_row_major_permutes(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
     """Return undecided groups at the row-major end of a permutation from or to a channels-last image.
 
     As row-major tensors, they make the permutation a no-op.
     """
     hinted = set()
     for op in graph.ops:
-        if op_def(op) is PERMUTE and (ends := _rows_end(op)) is not None:
+        if op_def(op) is PERMUTE and (ends := _row_major_side(op)) is not None:
             hinted.add(alike.find(ends))
     return hinted - decided
 
 
 def _free_channels(graph: Graph, alike: DisjointSets) -> set[str]:
     """Return groups whose second axis is free and whose last axis is fixed; row-major pixels then have a fixed size."""
-    laid = [(name, kind.shape) for name, kind in graph.types.items() if _laid(kind) and name not in graph.constants]
+    laid = [
+        (name, kind.shape)
+        for name, kind in graph.types.items()
+        if _layout_is_free(kind) and name not in graph.constants
+    ]
     return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
 
 
-def _rows_end(op: Op) -> str | None:
+def _row_major_side(op: Op) -> str | None:
     """Return the operand or result of a permutation whose channels are last, if they are second on the other side."""
     order = op.attrs["order"]
     axes = len(order)
@@ -192,7 +196,11 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
     groups = _components(graph)
     both = groups.image.keys() & groups.linear.keys()
     users, types, renamed = graph.users(), dict(graph.types), dict[str, str]()
-    chains = [_chain(op, users) for op in graph.ops if op_def(op).layout_of(op, graph.types) is Layout.ROW_MAJOR]
+    chains = [
+        _with_accumulator_reader(op, users)
+        for op in graph.ops
+        if op_def(op).layout_of(op, graph.types) is Layout.ROW_MAJOR
+    ]
     cut = {
         link.outputs: link
         for chain in chains
@@ -213,18 +221,22 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
         inputs = tuple(renamed.get(name, name) for name in op.inputs)
         if op.outputs in cut:
             for name in inputs:
-                if _relaid(op, types[name]) and _laid(types[name]) and name not in {*moved, *graph.constants}:
+                if (
+                    _requires_row_major(op, types[name])
+                    and _layout_is_free(types[name])
+                    and name not in {*moved, *graph.constants}
+                ):
                     moved[name] = copy(name, f"{name}_rows", op)
             inputs = tuple(moved.get(name, name) for name in inputs)
         ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
         for name in op.outputs:
-            if op.outputs in cut and _relaid(op, types[name]):
+            if op.outputs in cut and _requires_row_major(op, types[name]):
                 renamed[name] = copy(name, f"{name}_image", op)
     outputs = tuple(renamed.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), types=types, outputs=outputs), len(moved) + len(renamed)
 
 
-def _relaid(op: Op, kind: TensorType) -> bool:
+def _requires_row_major(op: Op, kind: TensorType) -> bool:
     """Return whether a value must be row-major: a quantized value, or an operand or result of a float product."""
     return kind.dtype is DType.U8 or op_def(op).multiplies_floats
 
@@ -258,8 +270,8 @@ def _components(graph: Graph) -> _Groups:
     alike, touched = DisjointSets(), list[tuple[Layout, str, Op]]()
     given = {*graph.inputs, *(name for op in graph.ops if op.is_island for name in op.outputs)}
     for op in graph.ops:
-        read = [name for name in op.inputs if name not in graph.constants and _laid(graph.types[name])]
-        made = [name for name in op.outputs if _laid(graph.types[name])]
+        read = [name for name in op.inputs if name not in graph.constants and _layout_is_free(graph.types[name])]
+        made = [name for name in op.outputs if _layout_is_free(graph.types[name])]
         wanted = op_def(op).layout_of(op, graph.types)
         if op_def(op).reads_any_strides:
             read = []
@@ -273,23 +285,23 @@ def _components(graph: Graph) -> _Groups:
             touched += [(wanted, name, op) for name in (*read, *made)]
     groups = _Groups(alike, {}, {})
     for wanted, name, op in touched:
-        groups.wanted(wanted).setdefault(alike.find(name), _shown(op))
+        groups.wanted(wanted).setdefault(alike.find(name), _op_text(op))
     for op in graph.ops:
-        preferred = _prefers(op) if op.is_loop else None
+        preferred = _preferred_layout(op) if op.is_loop else None
         if preferred is not None:
             other = groups.linear if preferred is Layout.CHANNELS_LAST else groups.image
-            for group in {alike.find(name) for name in (*op.inputs, *op.outputs) if _laid(graph.types[name])}:
+            for group in {alike.find(name) for name in (*op.inputs, *op.outputs) if _layout_is_free(graph.types[name])}:
                 if group not in other:
-                    groups.wanted(preferred).setdefault(group, f"rows of {_shown(op)}")
+                    groups.wanted(preferred).setdefault(group, f"rows of {_op_text(op)}")
     return groups
 
 
-def _shown(op: Op) -> str:
+def _op_text(op: Op) -> str:
     """Return kind and result of an operator for a reason."""
     return f"{op.kind} %{op.outputs[0]}"
 
 
-def _prefers(op: Op) -> Layout | None:
+def _preferred_layout(op: Op) -> Layout | None:
     """Return the layout in which the rows of a loop are contiguous.
 
     It is only a preference, since loops accept any strides.
@@ -298,11 +310,11 @@ def _prefers(op: Op) -> Layout | None:
     return Layout.ROW_MAJOR if axis == rank - 1 else Layout.CHANNELS_LAST if (axis, rank) == (1, 4) else None
 
 
-def _chain(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
+def _with_accumulator_reader(op: Op, users: Mapping[str, tuple[Op, ...]]) -> list[Op]:
     """Return a matrix product with the operator that reads its accumulator, or a single operator."""
     return [op, *users[op.output]] if op_def(op).accumulates else [op]
 
 
-def _laid(kind: TensorType) -> bool:
+def _layout_is_free(kind: TensorType) -> bool:
     """Return whether a value can have either layout, because it has three to five axes."""
     return len(kind.shape) in (3, 4, 5)

@@ -39,7 +39,7 @@ def add_scratch_buffers(plan: Plan) -> Plan:
         if lines := record.shared_scratch(op, plan.graph.types):
             found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
             reasons[name] = f"gates and states of the {op.kind}, shared by threads"
-    return replace(plan, buffers={**plan.buffers, **found}).because(Choice.MEMORY, reasons)
+    return replace(plan, buffers={**plan.buffers, **found}).with_reasons(Choice.MEMORY, reasons)
 
 
 def plan_memory(plan: Plan) -> Plan:

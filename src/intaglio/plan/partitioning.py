@@ -19,7 +19,7 @@ from intaglio.plan.partition_view import PartitionView
 from intaglio.plan.plan_records import Partition
 
 
-def fuse(graph: Graph) -> tuple[Partition, ...]:
+def partition_ops(graph: Graph) -> tuple[Partition, ...]:
     """Put every operator into one partition, in execution order.
 
     A partition takes the position of its last operator, so that all operands of its tail are computed before.
@@ -36,7 +36,7 @@ def fuse(graph: Graph) -> tuple[Partition, ...]:
     return tuple(sorted(found, key=lambda partition: view.position(partition.ops[-1].outputs[0])))
 
 
-def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
+def merge_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
     """Join a 1x1 convolution and its head, the multiplication of squeeze-and-excite before it."""
 
     def joined(row: Fusion, head: Partition, partition: Partition) -> Partition:
@@ -45,7 +45,7 @@ def join_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[s
     return _join(HEAD_FUSIONS, partitions, PartitionView(partitions, graph, buffers), joined)
 
 
-def join_epilogues(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
+def merge_epilogues(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[str, Buffer]) -> list[Partition]:
     """Join a product and the elementwise loop, or the dequantize, that is the only reader of its result."""
 
     def joined(row: Fusion, product: Partition, loop: Partition) -> Partition:

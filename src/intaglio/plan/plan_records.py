@@ -159,12 +159,12 @@ class Target:
 
     Attributes:
         isa: Instruction set.
-        tallest: Maximum number of tile rows for each number of 16-channel blocks.
+        max_tile_rows: Maximum number of tile rows for each number of 16-channel blocks.
         caches: Cache sizes.
     """
 
     isa: str
-    tallest: Mapping[int, int]
+    max_tile_rows: Mapping[int, int]
     caches: CacheSizes
 
 

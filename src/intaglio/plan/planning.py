@@ -13,7 +13,7 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
 from intaglio.plan.loops.loop_schedule import schedule_loops
 from intaglio.plan.memory_planning import add_scratch_buffers, plan_memory
-from intaglio.plan.partitioning import fuse, join_epilogues, join_heads
+from intaglio.plan.partitioning import merge_epilogues, merge_heads, partition_ops
 from intaglio.plan.plan_records import Choice, Partition, Step, TensorView
 from intaglio.plan.plan_verifier import verify_plan
 from intaglio.plan.views import assign_views
@@ -21,20 +21,20 @@ from intaglio.plan.views import assign_views
 
 def partition_operators(plan: Plan) -> Plan:
     """Put every operator into one partition; operators linked by int32 accumulators share a kernel."""
-    return _with_partitions(plan, fuse(plan.graph))
+    return _with_partitions(plan, partition_ops(plan.graph))
 
 
 def fuse_heads(plan: Plan) -> Plan:
     """Fuse the multiplication of squeeze-and-excite into the 1x1 convolution that is its only reader."""
-    return _with_partitions(plan, join_heads(plan.partitions, plan.graph, plan.buffers))
+    return _with_partitions(plan, merge_heads(plan.partitions, plan.graph, plan.buffers))
 
 
 def fuse_epilogues(plan: Plan) -> Plan:
     """Fuse an elementwise loop, or a dequantize, into the product that it reads."""
-    return _with_partitions(plan, join_epilogues(plan.partitions, plan.graph, plan.buffers))
+    return _with_partitions(plan, merge_epilogues(plan.partitions, plan.graph, plan.buffers))
 
 
-def drop_moves_without_copies(plan: Plan) -> Plan:
+def drop_copy_free_movement(plan: Plan) -> Plan:
     """Drop steps without work: their result is a view or an alias, or was written directly to its location."""
     kept = [
         partition
@@ -70,7 +70,7 @@ def assign_barrier_groups(plan: Plan) -> Plan:
         steps.append(Step(partition, group, segment))
         made.update((plan.root(name), name) for name in partition.ops[-1].outputs)
         previous_called = called
-    return replace(plan, steps=tuple(steps)).because(Choice.BARRIER, reasons)
+    return replace(plan, steps=tuple(steps)).with_reasons(Choice.BARRIER, reasons)
 
 
 def list_external_values(plan: Plan) -> Plan:
@@ -88,7 +88,7 @@ def explain_partitions(plan: Plan) -> Plan:
     purposes = {row.name: row.purpose for row in FUSIONS}
     fused = (partition for partition in plan.partitions if partition.fusions)
     why = {p.ops[-1].outputs[0]: "; ".join(f"{name}: {purposes[name]}" for name in p.fusions) for p in fused}
-    return plan.because(Choice.FUSION, why)
+    return plan.with_reasons(Choice.FUSION, why)
 
 
 PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
@@ -98,7 +98,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     partition_operators,
     fuse_heads,  # before epilogues: a head changes what a partition reads, an epilogue what it computes
     fuse_epilogues,
-    drop_moves_without_copies,  # after fusion: only a step with a single operator can be dropped
+    drop_copy_free_movement,  # after fusion: only a step with a single operator can be dropped
     drop_head_buffers,
     explain_partitions,
     assign_barrier_groups,  # needs the final steps, and the roots of views and aliases

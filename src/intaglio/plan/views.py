@@ -18,7 +18,7 @@ from intaglio.plan.plan_records import Choice, TensorView
 
 
 @dataclass(frozen=True)
-class _Lying:
+class _Location:
     """Location of a value: its elements start at element ``start`` of ``root``."""
 
     root: str
@@ -45,7 +45,7 @@ def assign_views(plan: Plan) -> Plan:
         wrong = {
             name: f"{reader} needs elements of the last axis to be neighbours"
             for name, at in found.items()
-            if name not in written and (reader := _unsuited(name, at, users[name], found)) is not None
+            if name not in written and (reader := _unsuited_reader(name, at, users[name], found)) is not None
         }
         if not wrong:
             break
@@ -55,12 +55,12 @@ def assign_views(plan: Plan) -> Plan:
         if name not in reasons:
             reasons[name] = f"read with strides by {', '.join(dict.fromkeys(op.kind for op in users[name]))}"
     views = {name: at.view() or TensorView(at.root, at.start, ()) for name, at in found.items()}
-    left = {name: _behind(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
+    left = {name: _realiased(buffer, buffers, views) for name, buffer in buffers.items() if name not in views}
     refused = {name: reason for name, reason in refused.items() if left[name].alias is None}
-    return replace(plan, views=views, buffers=left).because(Choice.VIEW, {**refused, **reasons})
+    return replace(plan, views=views, buffers=left).with_reasons(Choice.VIEW, {**refused, **reasons})
 
 
-def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, TensorView]) -> Buffer:
+def _realiased(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, TensorView]) -> Buffer:
     """Return a buffer whose aliased value may have become a view.
 
     Its alias becomes the root of that view if the root was an alias of the same value, else ``None``.
@@ -74,24 +74,24 @@ def _behind(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str, T
 
 def _written_in_place(
     graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
-) -> tuple[dict[str, _Lying], dict[str, str]]:
+) -> tuple[dict[str, _Location], dict[str, str]]:
     """Return results that can be written where later reshapes and permutations would copy them, and the reasons."""
-    found: dict[str, _Lying] = {}
+    found: dict[str, _Location] = {}
     reasons: dict[str, str] = {}
     for maker, name in ((op, name) for op in graph.ops if op_def(op).any_strides for name in _results(op, users)):
-        path, end = _moves_behind(name, users, graph)
+        path, end = _following_movement(name, users, graph)
         if not path or (all(op_def(op).any_strides for op in users[end]) and end not in graph.outputs):
             continue
         buffer = buffers.get(end)
         if buffer is not None and (any(buffer.halo) or buffer.part is not None):
             continue
-        at: _Lying | None = _lies(end, graph, buffers, rows, own=True)
+        at: _Location | None = _locate(end, graph, buffers, rows, own=True)
         places = {}
         for op in reversed(path):
-            at = None if at is None else _before(op, at, graph.types[op.inputs[0]].shape)
+            at = None if at is None else _source_location(op, at, graph.types[op.inputs[0]].shape)
             if at is not None:
                 places[op.inputs[0]] = at
-        if at is not None and _neighbours(at.view()):
+        if at is not None and _last_axis_contiguous(at.view()):
             found.update(places)
             reasons |= dict.fromkeys(places, f"written where %{end} is: {maker.kind} writes any strides")
     return found, reasons
@@ -108,7 +108,7 @@ def _results(op: Op, users: Mapping[str, tuple[Op, ...]]) -> tuple[str, ...]:
     return (tables or [tail])[0].outputs
 
 
-def _moves_behind(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:
+def _following_movement(name: str, users: Mapping[str, tuple[Op, ...]], graph: Graph) -> tuple[list[Op], str]:
     """Return the chain of reshapes and permutations that are the only readers of a value, and the chain's result."""
     path: list[Op] = []
     while name not in graph.outputs and len(users[name]) == 1 and _is_written_through(users[name][0]):
@@ -127,11 +127,11 @@ def _read_in_place(
     graph: Graph,
     buffers: Mapping[str, Buffer],
     rows: frozenset[str],
-    written: Mapping[str, _Lying],
+    written: Mapping[str, _Location],
     refused: Mapping[str, str],
-) -> dict[str, _Lying]:
+) -> dict[str, _Location]:
     """Return results of data movement that can stay in the memory of their source, before their readers are checked."""
-    found: dict[str, _Lying] = {}
+    found: dict[str, _Location] = {}
     own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
     for op in graph.ops:
         if op_def(op).alias is None or op.output in own:
@@ -139,13 +139,13 @@ def _read_in_place(
         buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
             continue
-        at = _after(op, source or _lies(op.inputs[0], graph, buffers, rows, apart=found), graph)
+        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, rows, apart=found), graph)
         if at is not None:
             found[op.output] = at
     return found
 
 
-def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, _Lying]) -> str | None:
+def _unsuited_reader(name: str, at: _Location, readers: Sequence[Op], found: Mapping[str, _Location]) -> str | None:
     """Return the kind of the first reader that cannot read a value at this location, or ``None``."""
     view = at.view()
 
@@ -154,24 +154,24 @@ def _unsuited(name: str, at: _Lying, readers: Sequence[Op], found: Mapping[str, 
         if record.moves_data:
             return op.output in found or (view is not None and record.layout is not Layout.CHANNELS_LAST)
         anyhow = record.accumulates and op.inputs[0] != name and view is not None
-        return record.any_strides and (anyhow or _neighbours(view))
+        return record.any_strides and (anyhow or _last_axis_contiguous(view))
 
     return next((op.kind for op in readers if not takes(op)), None) if readers else "nothing"
 
 
-def _neighbours(view: TensorView | None) -> bool:
+def _last_axis_contiguous(view: TensorView | None) -> bool:
     """Return whether elements along the last axis are contiguous, or there is only one."""
     return view is not None and (not view.strides or view.strides[-1] in (0, 1))
 
 
-def _lies(
+def _locate(
     name: str,
     graph: Graph,
     buffers: Mapping[str, Buffer],
     rows: frozenset[str],
     own: bool = False,
-    apart: Mapping[str, _Lying] | None = None,
-) -> _Lying | None:
+    apart: Mapping[str, _Location] | None = None,
+) -> _Location | None:
     """Return the location of a value in a buffer, a constant or a dense tensor; ``None`` for a part of a concatenation.
 
     The root is the aliased buffer, unless that is in ``apart`` or ``own`` is set.
@@ -180,23 +180,23 @@ def _lies(
     buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows or name in graph.constants)
     if buffer.part is not None:
         return None
-    (above, beside), (_, _, width, pixel) = buffer.halo, buffer.lies()
+    (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
     start = (above * (width + 2 * beside) + beside) * pixel
     root = name if own or buffer.alias is None or buffer.alias in (apart or ()) else buffer.alias
     axes = tuple(joined([pair]) for pair in zip(kind.shape, strides(buffer), strict=True))
-    return _Lying(root, start, axes)
+    return _Location(root, start, axes)
 
 
-def _after(op: Op, source: _Lying | None, graph: Graph) -> _Lying | None:
+def _result_location(op: Op, source: _Location | None, graph: Graph) -> _Location | None:
     """Return the location of the result of data movement that is not copied; ``None`` if strides cannot express it."""
     alias = op_def(op).alias
     if source is None or alias is None:
         return None
     found = alias.result(op, source.axes, graph.types[op.inputs[0]].shape, graph.types[op.output].shape)
-    return None if found is None else _Lying(source.root, source.start + found[0], found[1])
+    return None if found is None else _Location(source.root, source.start + found[0], found[1])
 
 
-def _before(op: Op, result: _Lying, shape: Shape) -> _Lying | None:
+def _source_location(op: Op, result: _Location, shape: Shape) -> _Location | None:
     """Return the location that the source of a reshape or permutation must have for its result to be at ``result``."""
     alias = op_def(op).alias
     axes = None if alias is None or alias.source is None else alias.source(op, result.axes, shape)

@@ -33,7 +33,7 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     loop = Loop(schedule, context)
     rows = schedule.rows
     code(f"const int64_t size = {context.dim(rows.size)}, rows = {context.dim(numel(rows.outer))};")
-    _ends(code, loop)
+    _declare_operands(code, loop)
     variant, *others = schedule.variants
     if not others:
         _rows(code, loop, variant)
@@ -45,14 +45,14 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     fill_frames(code, partition.anchor, context)
 
 
-def _ends(code: Code, loop: Loop) -> None:
+def _declare_operands(code: Code, loop: Loop) -> None:
     """Declare a pointer to the first element of every operand and result."""
-    for end in loop.schedule.ends.values():
-        const = "" if loop.is_result(end) else "const "
-        if not loop.is_tile(end):
+    for operand in loop.schedule.operands.values():
+        const = "" if loop.is_result(operand) else "const "
+        if not loop.is_tile(operand):
             code(
-                f"{const}{LOOP_ELEMENT[end.dtype]}* const {loop.names[end.name]}_at = "
-                f"({const}{LOOP_ELEMENT[end.dtype]}*){loop.pointers[end.value]};"
+                f"{const}{LOOP_ELEMENT[operand.dtype]}* const {loop.names[operand.name]}_at = "
+                f"({const}{LOOP_ELEMENT[operand.dtype]}*){loop.pointers[operand.value]};"
             )
 
 
@@ -73,7 +73,7 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
     op, made = partition.ops[-1], partition.ops[-2].output
     loop = Loop(context.plan.loops[op.outputs[0]], context)
     body = Code()
-    _ends(body, loop)
+    _declare_operands(body, loop)
     with body.block("for (int64_t p = 0; p < pixels; ++p, tile += apart)"):
         body("const int64_t row = pixel + p, first = 0, last = channels;")
         _pointers(body, loop)
@@ -131,20 +131,20 @@ def _pointers(code: Code, loop: Loop) -> None:
             code(f"const int64_t i{axis} = rest % {context.dim(outer[axis])};")
             code(f"rest /= {context.dim(outer[axis])};")
         code("const int64_t i0 = rest;")
-    for end in schedule.ends.values():
-        *steps, inner = schedule.rows.strides[end.name]
-        name, element = loop.names[end.name], LOOP_ELEMENT[end.dtype]
+    for operand in schedule.operands.values():
+        *steps, inner = schedule.rows.strides[operand.name]
+        name, element = loop.names[operand.name], LOOP_ELEMENT[operand.dtype]
         terms = [f"{index} * {context.dim(step)}" for index, step in zip(indices, steps, strict=False) if step != 0]
-        const = "" if loop.is_result(end) else "const "
-        if loop.is_tile(end):
+        const = "" if loop.is_result(operand) else "const "
+        if loop.is_tile(operand):
             code(f"const {element}* const {name}_row = (const {element}*)tile;")
             continue
         if schedule.tile is not None and inner != 0:
             terms.append(f"channel * {context.dim(inner)}")
         code(f"{const}{element}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
-        if end.name in schedule.row_values and not loop.is_result(end):
-            code(f"const {VECTOR[end.dtype]} {name} = all_{end.dtype}({name}_row);")
-        if end.name in schedule.streamed:
+        if operand.name in schedule.row_values and not loop.is_result(operand):
+            code(f"const {VECTOR[operand.dtype]} {name} = all_{operand.dtype}({name}_row);")
+        if operand.name in schedule.streamed:
             code(f"const int {name}_streamed = is_streamed({name}_row, 4 * rows * size);")
     for name, step in schedule.tables.items():
         _table(code, loop, name, step)
@@ -227,7 +227,7 @@ def _store_rows(code: Code, loop: Loop) -> None:
     for name in loop.body.outputs:
         if not loop.schedule.along(name):
             value = _operand(loop.schedule.at(name), loop)
-            code(f"write_{loop.schedule.ends[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
+            code(f"write_{loop.schedule.operands[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
 
 
 def _load(name: str, loop: Loop) -> str:
@@ -236,7 +236,7 @@ def _load(name: str, loop: Loop) -> str:
         if loop.schedule.tables[name].inputs[2:]:
             return f"dequantize_row(read_u8({place}, 1, count), {row}_scale, {row}_zero)"
         return f"read_f32({place}, 1, count)"
-    return f"read_{loop.schedule.ends[name].dtype}({_elements(name, loop)}, count)"
+    return f"read_{loop.schedule.operands[name].dtype}({_elements(name, loop)}, count)"
 
 
 def _load_in_turn(op: Op, loop: Loop) -> str:
@@ -250,7 +250,7 @@ def _store(name: str, loop: Loop) -> str:
     if name in loop.schedule.streamed and source not in loop.schedule.row_values:
         row = f"{loop.names[name]}_row"
         return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"
-    return f"EACH write_{loop.schedule.ends[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
+    return f"EACH write_{loop.schedule.operands[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
 def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:

@@ -18,7 +18,7 @@ from intaglio.ir import Op
 from intaglio.kernels import TileSpec
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
-from intaglio.plan.buffers import lies
+from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, TiledKernel
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
@@ -111,7 +111,7 @@ def _source(partition: Partition, context: Context) -> str:
 
 def _sizes(value: str, rows: bool, context: Context) -> str:
     """Return an image with the sizes of a value that is never stored."""
-    sizes = ", ".join(map(context.dim, lies(context.graph.types[value].shape, rows)))
+    sizes = ", ".join(map(context.dim, nhwc_sizes(context.graph.types[value].shape, rows)))
     return f"image(0, {sizes}, 0, 0)"
 
 

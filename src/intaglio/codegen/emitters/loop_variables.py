@@ -38,13 +38,13 @@ class Loop:
         """Return the stride between the rows of an embedding table, in elements."""
         return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
 
-    def is_result(self, end: LoopOperand) -> bool:
+    def is_result(self, operand: LoopOperand) -> bool:
         """Return whether an operand is a result of the loop."""
-        return end.name in self.body.outputs
+        return operand.name in self.body.outputs
 
-    def is_tile(self, end: LoopOperand) -> bool:
+    def is_tile(self, operand: LoopOperand) -> bool:
         """Return whether an operand is the accumulator tile that an epilogue reads."""
-        return end.name == self.schedule.tile_name
+        return operand.name == self.schedule.tile_name
 
 
 def _c_names(body: Graph) -> dict[str, str]:

@@ -20,7 +20,7 @@ from intaglio.kernels.assembly import REST_CONSTANTS, family_text, field, limit,
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
-AVX2_TALLEST = {1: 4}
+AVX2_MAX_TILE_ROWS = {1: 4}
 AVX2_REGISTERS = """
 AVX2, System V. rdi: struct Tile.
 Products: rsi weights, rax activations, rbx bytes between pixels, r15 three times that, rdx a tap, r14 a row of taps;
@@ -215,4 +215,4 @@ def join(family: KernelFamily, texts: list[str]) -> str:
     return family_text(family, texts, AVX2_REGISTERS, REST_CONSTANTS)
 
 
-AVX2 = Isa("avx2", AVX2_TALLEST, False, ".s", emit, join)
+AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join)

@@ -33,7 +33,7 @@ ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """Pointers to activations, one for every three rows."""
 ADDRESSES = ("(%{})", "(%{},%rbx)", "(%{},%rbx,2)")
 
-VNNI_TALLEST = {1: 14, 2: 12, 3: 8, 4: 6}
+VNNI_MAX_TILE_ROWS = {1: 14, 2: 12, 3: 8, 4: 6}
 VNNI_REGISTERS = """
 AVX512-VNNI, System V. rdi: struct Tile.
 Products: rsi weights, rax and r8-r11 activations of three pixels each, rbx bytes between pixels, r15 three times that,
@@ -272,4 +272,4 @@ def join(family: KernelFamily, texts: list[str]) -> str:
     )
 
 
-AVX512VNNI = Isa("avx512vnni", VNNI_TALLEST, True, ".s", emit, join, vnni_depthwise.emit, "has_vbmi()")
+AVX512VNNI = Isa("avx512vnni", VNNI_MAX_TILE_ROWS, True, ".s", emit, join, vnni_depthwise.emit, "has_vbmi()")

@@ -15,13 +15,13 @@ ASSUMED_SIZE = 7
 """Assumed size of a free dimension when axes are sorted by stride."""
 
 
-def loop_ends(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopOperand]:
+def loop_operands(op: Op, plan: Plan, tile: EpilogueTile | None) -> dict[str, LoopOperand]:
     """Return the operands and results of a loop by their names in the body.
 
     Channels of an operand that is read from a tile are contiguous.
     """
     axes = len(space(body_of(op)))
-    return {end.name: end for end in (*_operands(op, plan, tile, axes), *_results(op, plan, axes))}
+    return {operand.name: operand for operand in (*_operands(op, plan, tile, axes), *_results(op, plan, axes))}
 
 
 def _operands(op: Op, plan: Plan, tile: EpilogueTile | None, axes: int) -> list[LoopOperand]:
@@ -74,23 +74,23 @@ def _aligned(shape: Shape, strides: Strides, axes: int) -> Strides:
     return (0,) * (axes - len(own)) + own
 
 
-def loop_rows(body: Graph, ends: Mapping[str, LoopOperand], tile: EpilogueTile | None) -> LoopRows:
+def loop_rows(body: Graph, operands: Mapping[str, LoopOperand], tile: EpilogueTile | None) -> LoopRows:
     """Choose the rows: along the axis of reductions, or along the smallest stride of an elementwise loop's first
     result.
     """
     sizes, along = space(body), row_axis(body) if tile is None else tile.channels
     axes = [axis for axis, size in enumerate(sizes) if size != 1 and axis != along]
     if along is None:
-        first = ends[body.outputs[0]]
+        first = operands[body.outputs[0]]
         axes.sort(key=lambda axis: -evaluate(first.strides[axis], _AssumedSizes()))
-    runs = [(sizes[axis], {name: end.strides[axis] for name, end in ends.items()}) for axis in axes]
+    runs = [(sizes[axis], {name: operand.strides[axis] for name, operand in operands.items()}) for axis in axes]
     inner: tuple[Dim, dict[str, Dim]]
     if along is None:
-        *outer, inner = _joined(runs) or [(1, dict.fromkeys(ends, 0))]
+        *outer, inner = _joined(runs) or [(1, dict.fromkeys(operands, 0))]
     else:
         outer = _joined(runs)
-        inner = sizes[along], {name: end.strides[along] for name, end in ends.items()}
-    strides = {name: (*(run[1][name] for run in outer), inner[1][name]) for name in ends}
+        inner = sizes[along], {name: operand.strides[along] for name, operand in operands.items()}
+    strides = {name: (*(run[1][name] for run in outer), inner[1][name]) for name in operands}
     return LoopRows(tuple(size for size, _ in outer), inner[0], strides)
 
 

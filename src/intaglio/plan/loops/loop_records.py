@@ -75,7 +75,7 @@ class LoopSchedule:
 
     Attributes:
         op: The loop.
-        ends: Operands and results by their names in the body.
+        operands: Operands and results by their names in the body.
         rows: The iteration space as rows.
         axis: Axis of reductions.
         tile: Operand that an epilogue reads from its product's tiles, in which a row is the channels of one pixel.
@@ -89,7 +89,7 @@ class LoopSchedule:
     """
 
     op: Op
-    ends: Mapping[str, LoopOperand]
+    operands: Mapping[str, LoopOperand]
     rows: LoopRows
     axis: int | None
     tile: EpilogueTile | None

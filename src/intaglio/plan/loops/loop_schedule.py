@@ -13,7 +13,7 @@ from intaglio.ops import op_def
 from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
 from intaglio.ops.loop_ops.primitives import PRIMITIVES, primitive
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.loops.loop_access import loop_ends, loop_rows
+from intaglio.plan.loops.loop_access import loop_operands, loop_rows
 from intaglio.plan.loops.loop_records import EpilogueTile, LoopSchedule, LoopVariant
 from intaglio.plan.loops.loop_stages import LoopStage, RowValues, magnitudes
 from intaglio.plan.plan_records import Choice
@@ -31,7 +31,7 @@ STREAMED_BYTES = 1 << 24
 def schedule_loops(plan: Plan) -> Plan:
     """Schedule every loop, including epilogues, by its first result."""
     found = {op.outputs[0]: schedule_loop(op, plan, tile) for op, tile in _loops(plan)}
-    return replace(plan, loops=found).because(Choice.LOOP, {name: _why(loop) for name, loop in found.items()})
+    return replace(plan, loops=found).with_reasons(Choice.LOOP, {name: _why(loop) for name, loop in found.items()})
 
 
 def _why(loop: LoopSchedule) -> str:
@@ -58,12 +58,12 @@ def _loops(plan: Plan) -> Iterator[tuple[Op, EpilogueTile | None]]:
 
 def schedule_loop(op: Op, plan: Plan, tile: EpilogueTile | None = None) -> LoopSchedule:
     """Return the schedule of a loop, or of an epilogue that reads a tile."""
-    body, ends = body_of(op), loop_ends(op, plan, tile)
-    rows = loop_rows(body, ends, tile)
+    body, operands = body_of(op), loop_operands(op, plan, tile)
+    rows = loop_rows(body, operands, tile)
     single = {name for name, steps in rows.strides.items() if steps[-1] == 0 and name not in body.outputs}
     values = RowValues(body, single | set(body.constants))
     found = LoopSchedule(
-        op, ends, rows, row_axis(body), tile, frozenset(values.row), values.makers, values.same,
+        op, operands, rows, row_axis(body), tile, frozenset(values.row), values.makers, values.same,
         distances=frozenset(name for name in values.makers if _is_distance(name, values.makers)),
         convertible=_convertible(body),
     )  # fmt: skip
@@ -101,18 +101,18 @@ def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[st
     """Return whether a pass only reads and writes contiguous quantized values."""
     read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
     other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
-    ends = {*stage.loads, *stage.stored}
+    operands = {*stage.loads, *stage.stored}
     return (
         not (stage.sums or stage.kept or stage.restored)
         and {*stage.loads} == read - other
         and {*stage.stored} == {*direct}
-        and all(loop.ends[name].dtype is DType.U8 and loop.rows.strides[name][-1] == 1 for name in ends)
+        and all(loop.operands[name].dtype is DType.U8 and loop.rows.strides[name][-1] == 1 for name in operands)
     )
 
 
 def _is_streamed(output: str, loop: LoopSchedule) -> bool:
     """Return whether a result may exceed the caches: contiguous floats that are not read from a tile."""
-    if loop.tile is not None or loop.ends[output].dtype is not DType.F32 or loop.rows.strides[output][-1] != 1:
+    if loop.tile is not None or loop.operands[output].dtype is not DType.F32 or loop.rows.strides[output][-1] != 1:
         return False
     elements = numel(space(loop.body))
     return loop.along(output) and not (isinstance(elements, int) and 4 * elements < STREAMED_BYTES)

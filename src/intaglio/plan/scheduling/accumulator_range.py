@@ -22,7 +22,7 @@ def choose_guards(plan: Plan) -> Plan:
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))
     reason = "their bound times the largest factor may exceed the range of int32"
-    return replace(plan, guarded=guarded).because(Choice.GUARD, dict.fromkeys(guarded, reason))
+    return replace(plan, guarded=guarded).with_reasons(Choice.GUARD, dict.fromkeys(guarded, reason))
 
 
 def needs_guard(partition: Partition, graph: Graph) -> bool:

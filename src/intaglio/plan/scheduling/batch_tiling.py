@@ -22,7 +22,7 @@ STRIDED_AXES = 5
 def choose_batch_tiling(plan: Plan, target: Target) -> Plan:
     """Tile the batch over the leading barrier groups that save most memory traffic, if there are any."""
     tiling, reason = analytic_batch_tiling(plan, target.caches)
-    return replace(plan, batch_tiling=tiling).because(Choice.BATCH_TILING, {"": reason})
+    return replace(plan, batch_tiling=tiling).with_reasons(Choice.BATCH_TILING, {"": reason})
 
 
 def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling | None, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from intaglio.ir import Cost, Dim, Graph, Op, Schedule, numel
 from intaglio.ops import op_def
 from intaglio.ops.products.scratch_memory import QUERIES
-from intaglio.plan.buffers import lies
+from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Step
 
@@ -25,7 +25,7 @@ def cost_of(step: Step, plan: Plan) -> Cost:
     anchor, (first, *_) = partition.anchor, partition.anchor.outputs
     record = op_def(anchor)
     if record.macs is None:
-        images, lines, _, _ = lies(graph.types[partition.output].shape, partition.output in plan.rows)
+        images, lines, _, _ = nhwc_sizes(graph.types[partition.output].shape, partition.output in plan.rows)
         return Cost(0, images * lines, moved, step.barrier_group, step.segment)
     macs = record.macs(anchor.attrs, [graph.types[name].shape for name in anchor.inputs], graph.types[first].shape)
     if record.multiplies_weight:
@@ -45,7 +45,7 @@ def _recurrent_panels(op: Op, plan: Plan) -> Dim:
     shape, constants = plan.graph.types[op.inputs[0]].shape, plan.graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]
-    return batch * (op.attrs["directions"] * -(-outputs // (16 * max(plan.tallest()))))
+    return batch * (op.attrs["directions"] * -(-outputs // (16 * max(plan.max_tile_rows()))))
 
 
 def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:

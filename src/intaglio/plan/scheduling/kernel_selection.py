@@ -60,7 +60,7 @@ def choose_kernels(plan: Plan, isa: Isa) -> Plan:
         elif record.moves_data:
             kernels[made] = (kernel := movement_kernel(partition.anchor, plan),)
             reasons[made] = MOVEMENT_REASONS[kernel.movement]
-    return replace(plan, kernels=kernels).because(Choice.KERNEL, reasons)
+    return replace(plan, kernels=kernels).with_reasons(Choice.KERNEL, reasons)
 
 
 # ---- products with constant weights
@@ -146,7 +146,7 @@ def _activation_tiles(partition: Partition, graph: Graph, isa: Isa) -> Activatio
     else:
         widths = graph.types[anchor.inputs[1]].shape[2], graph.types[anchor.inputs[2]].shape[3]
     found = {blocks for width in widths for blocks in _panel_widths(width, most)}
-    return ActivationTiles(TileSpec(isa.tallest[most], most, "f32"), frozenset(found))
+    return ActivationTiles(TileSpec(isa.max_tile_rows[most], most, "f32"), frozenset(found))
 
 
 def _panel_widths(width: Dim, most: int) -> set[int]:
@@ -162,7 +162,7 @@ def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
     constants = graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     blocks = min(isa.blocks, -(-outputs // 16))
-    return Schedule(isa.tallest[blocks], blocks, min(outputs, LARGEST_SIZE), RECURRENT_CHUNK_BYTES)
+    return Schedule(isa.max_tile_rows[blocks], blocks, min(outputs, LARGEST_SIZE), RECURRENT_CHUNK_BYTES)
 
 
 # ---- data movement

@@ -57,7 +57,7 @@ def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) 
             reasons[partition.output] = "a timed search found it to be faster"
         elif partition.output in found:
             reasons[partition.output] = _why(problem(partition, plan), found[partition.output], target)
-    return replace(plan, schedules={**found, **timed}).because(Choice.SCHEDULE, reasons)
+    return replace(plan, schedules={**found, **timed}).with_reasons(Choice.SCHEDULE, reasons)
 
 
 def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
@@ -103,11 +103,11 @@ def analytic(layer: Problem, target: Target) -> Schedule:
     two threads: 12.77 -> 12.29 ms).
     """
     fits = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
-    blocks = min(max(target.tallest), max(1, -(-fits // 16)))
+    blocks = min(max(target.max_tile_rows), max(1, -(-fits // 16)))
     while blocks > 1 and fits < layer.outputs and fits % (16 * blocks):
         blocks -= 1
     return Schedule(
-        tile_rows=target.tallest[blocks],
+        tile_rows=target.max_tile_rows[blocks],
         tile_columns=blocks,
         split_channels_below=min(layer.outputs, MANY_ROWS) if layer.floats else layer.outputs,
         chunk_bytes=target.caches.l2 // 2,
@@ -172,7 +172,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
         read=read,
         written=written,
         halos=tuple(root.halo for root in roots),
-        pixels_apart=tuple(evaluate(root.lies()[3], sizes) for root in roots),
+        pixels_apart=tuple(evaluate(root.nhwc_sizes()[3], sizes) for root in roots),
     )
 
 
@@ -183,9 +183,9 @@ def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
     narrower = [
         blocks
         for blocks in range(start.tile_columns - 1, 0, -1)
-        if blocks in isa.tallest and (per_group == outputs or per_group % (16 * blocks) == 0)
+        if blocks in isa.max_tile_rows and (per_group == outputs or per_group % (16 * blocks) == 0)
     ]
-    return tuple(replace(start, tile_rows=isa.tallest[blocks], tile_columns=blocks) for blocks in narrower)
+    return tuple(replace(start, tile_rows=isa.max_tile_rows[blocks], tile_columns=blocks) for blocks in narrower)
 
 
 def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: int) -> tuple[Schedule, ...]:
@@ -210,7 +210,7 @@ def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: i
 def misfit(schedule: Schedule, isa: Isa) -> str | None:
     """Return why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
-    if not 1 <= rows <= isa.tallest.get(columns, 0):
+    if not 1 <= rows <= isa.max_tile_rows.get(columns, 0):
         return f"no tile of {rows} pixels by {columns} blocks in {isa.name}"
     if not all(0 <= size <= LARGEST_SIZE for size in (schedule.split_channels_below, schedule.chunk_bytes)):
         return f"sizes outside 0 to {LARGEST_SIZE} in {schedule}"

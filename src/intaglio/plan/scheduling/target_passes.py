@@ -31,11 +31,13 @@ def schedule_plan(
         timed: Schedules of a timed search, by the value a partition computes; they replace analytic schedules.
         batch_tiling: Replaces the analytic batch tiling.
     """
-    target = Target(isa.name, isa.tallest, caches)
+    target = Target(isa.name, isa.max_tile_rows, caches)
     plan = replace(plan, target=target)
     plan = choose_schedules(plan, target, timed or {})
     plan = choose_guards(plan)
     plan = choose_kernels(plan, isa)  # after schedules and guards, which determine height and clamping of tiles
     if batch_tiling is not None:
-        return replace(plan, batch_tiling=batch_tiling).because(Choice.BATCH_TILING, {"": "the caller asked for it"})
+        return replace(plan, batch_tiling=batch_tiling).with_reasons(
+            Choice.BATCH_TILING, {"": "the caller asked for it"}
+        )
     return choose_batch_tiling(plan, target)
