@@ -33,7 +33,7 @@ from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body
-from intaglio.plan.graph_passes.lut_passes import near_functions
+from intaglio.plan.graph_passes.lut_passes import approximate_functions
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Of mallopt: results keep their pages from call to call, as the copy's do."""
@@ -160,7 +160,7 @@ def model_of(write: Callable[[Body], tuple[str, ...]], shape: tuple[int, int]) -
     entries = tuple(Input(name, leaf, real) for leaf, name in enumerate(inputs))
     trees = pytree.tree_structure((inputs, {})), pytree.tree_structure(tuple(outputs))
     signature = Signature(entries, tuple(map(Output, outputs)), *trees)
-    return stages.compile(Lowered(verify(near_functions(graph)[0]), {}, signature))
+    return stages.compile(Lowered(verify(approximate_functions(graph)[0]), {}, signature))
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, object]:

@@ -135,12 +135,12 @@ def test_a_value_of_16_bits_is_never_in_the_middle_of_two_levels():
     """Quantized again in float32 it has the level it was split into, whatever the scale."""
     for scale in (1e-30, 0.001, 0.1, 1 / 3, 0.7, 3.0, 1e30):
         for zero_point in (0, 1, 128, 255):
-            wide = numerics.widen(scale, zero_point)
+            wide = numerics.widen_to_16bit(scale, zero_point)
             values = np.arange(numerics.QUANT_STEPS * 255 + 255)
             real = numerics.dequantize(values, *wide)
-            level, rest = numerics.split(values)
+            level, rest = numerics.split_16bit(values)
             assert np.array_equal(numerics.quantize(real, np.float32(scale), zero_point, 0, 255), level)
-            assert np.array_equal(numerics.joined(level, rest), values)
+            assert np.array_equal(numerics.join_16bit(level, rest), values)
             assert numerics.dequantize(wide.zero_point, *wide) == 0
 
 

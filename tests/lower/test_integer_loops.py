@@ -10,7 +10,7 @@ from intaglio.lower import Lowered
 from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.plan.graph_passes.loop_merging import merge_loops
-from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
+from intaglio.plan.graph_passes.lut_passes import approximate_functions, loops_as_tables
 from intaglio.plan.loops.loop_stages import magnitudes
 from support.float_loops import C, LoopGraph, N, equal, random_rows, write_quantize
 from support.lowering import tensors
@@ -62,7 +62,7 @@ def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
     net.add(lambda b: write_quantize(b, b("gelu", "x"), 0.02, 30))
     net.add(lambda b: (write_quantize(b, real := b("gelu", "x"), 0.02, 30), real))
     lowered = net.lowered()
-    graph, count = near_functions(lowered.graph)
+    graph, count = approximate_functions(lowered.graph)
     assert count == 1
     assert [[step.kind for step in op.body.ops] for op in graph.ops if op.kind == "loop"] == [
         ["near_gelu", "quantize"],

@@ -172,7 +172,7 @@ def test_both_ends_saturate_and_never_wrap(zero_point):
 @given(FINITE, FINITE, st.sampled_from([U8, S8, (0, 127), (0, 15)]))
 def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, levels):
     low, high = min(low, high), max(low, high)
-    scale, zero_point = nm.affine(low, high, *levels)
+    scale, zero_point = nm.affine_qparams(low, high, *levels)
     assert scale >= nm.SMALLEST_SCALE
     assert scale == float(np.float32(scale))
     assert levels[0] <= zero_point <= levels[1]
@@ -184,19 +184,19 @@ def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, 
 
 @pytest.mark.parametrize(("levels", "zero_point"), [(U8, 0), (S8, 0), ((1, 15), 1), ((-9, -2), -2)])
 def test_an_all_zero_range_has_scale_one(levels, zero_point):
-    assert nm.affine(0.0, 0.0, *levels) == (1.0, zero_point)
+    assert nm.affine_qparams(0.0, 0.0, *levels) == (1.0, zero_point)
 
 
 def test_an_infinite_or_nan_range_is_refused():
     for low, high in ((0, np.inf), (-np.inf, 0), (np.nan, np.nan)):
         with pytest.raises(ValueError, match="finite"):
-            nm.affine(low, high, *U8)
+            nm.affine_qparams(low, high, *U8)
 
 
 @given(hnp.arrays(np.float32, 5, elements=st.floats(-1e4, 1e4, width=32)), SCALES)
 def test_bias_steps_round_the_bias_to_the_nearest_accumulator_step(bias, scale_x):
     scale_w = nm.fit_weight_scale(np.full(5, 0.01, np.float32), np.ones(5), bias, scale_x)
-    steps = nm.bias_steps(bias, scale_x, scale_w)
+    steps = nm.quantize_bias(bias, scale_x, scale_w)
     assert (np.abs(steps.astype(np.int64)) <= nm.BIAS_LIMIT).all()
     unit = nm.accumulator_scale(scale_x, scale_w)
     assert (np.abs(steps * unit - bias) <= unit * (0.5 + 1e-6)).all()
@@ -204,7 +204,7 @@ def test_bias_steps_round_the_bias_to_the_nearest_accumulator_step(bias, scale_x
 
 def test_a_bias_beyond_the_limit_is_refused():
     with pytest.raises(OverflowError, match=r"2\^30"):
-        nm.bias_steps([1.0], 1e-6, 1e-6)
+        nm.quantize_bias([1.0], 1e-6, 1e-6)
 
 
 @given(
@@ -231,7 +231,7 @@ def test_an_all_zero_channel_carries_its_bias_and_leaves_the_others_alone(bias, 
     if bias == 0:
         assert scale[0] == 1
     else:
-        assert abs(int(nm.bias_steps([bias], scale_x, scale[:1])[0])) == nm.ZERO_WEIGHT_STEPS
+        assert abs(int(nm.quantize_bias([bias], scale_x, scale[:1])[0])) == nm.ZERO_WEIGHT_STEPS
 
 
 def test_without_a_bias_the_scales_stay():

@@ -30,7 +30,7 @@ def test_quantized_probabilities_are_within_two_hundredths_of_exact_ones():
     """Before rounding: a degree of three is enough for 255 levels. All below 2^-10 are 0."""
     x = np.concatenate([-np.linspace(0, 16, 400001), [0.0]]).astype(np.float32)
     exact = 255 * np.exp2(x.astype(np.float64))
-    found = numerics.probability_levels(x)
+    found = numerics.quantize_probabilities(x)
     assert (np.abs(found - exact) <= 0.52).all()
     assert found[0] == found[-1] == 255
     assert not found[x < -10].any()
@@ -40,8 +40,8 @@ def test_masked_scores_have_probability_zero():
     inf, nan = np.inf, np.nan
     rows = np.float32([[0, nan, -inf], [-inf, -inf, -inf], [inf, 0, 1], [nan, nan, nan], [-3e38, -3e38, -inf]])
     expected = [[255, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [255, 255, 0]]
-    assert np.array_equal(numerics.probability_levels(rows), expected)
-    assert numerics.probability_levels(np.zeros((2, 0), np.float32)).shape == (2, 0)
+    assert np.array_equal(numerics.quantize_probabilities(rows), expected)
+    assert numerics.quantize_probabilities(np.zeros((2, 0), np.float32)).shape == (2, 0)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 64), st.floats(0.1, 8), st.booleans())

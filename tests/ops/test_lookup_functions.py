@@ -56,7 +56,7 @@ def test_lookup_tables_match_torch(name):
     }.get(name, {})
     numbers = {"add_number": 0.75, "sub_number": 0.3, "rsub_number": 2, "mul_number": 3, "div_number": 0.4}
     attrs["other"] = numbers.get(name, 0)
-    table = numerics.function_table(lambda v: OPS[name].function(v, attrs), x_q, y_q)
+    table = numerics.function_lut(lambda v: OPS[name].function(v, attrs), x_q, y_q)
     assert np.abs(table.astype(int) - wanted).max() <= 1
     assert (table != wanted).mean() < 0.02
 

@@ -34,8 +34,8 @@ def test_powers_are_within_a_ten_millionth():
 def softmax(x: np.ndarray) -> np.ndarray:
     """What a loop computes, one primitive after the other."""
     with np.errstate(invalid="ignore"):
-        powers = float_math.exp(x - float_math.greatest(x))
-    return powers * (np.float32(1) / float_math.total(powers))
+        powers = float_math.exp(x - float_math.reduce_max(x))
+    return powers * (np.float32(1) / float_math.reduce_sum(powers))
 
 
 @given(st.integers(1, 200), st.floats(0.01, 30))
@@ -53,7 +53,7 @@ def test_the_order_of_summation_changes_bits():
     x = np.random.default_rng(0).standard_normal((64, 1000)).astype(np.float32)
     powers = numerics.exp_negative(x - x.max(1, keepdims=True))
     assert not np.array_equal(softmax(x), powers * (np.float32(1) / np.cumsum(powers, 1, dtype=np.float32)[:, -1:]))
-    assert np.array_equal(softmax(x), powers * (np.float32(1) / float_math.total(powers)))
+    assert np.array_equal(softmax(x), powers * (np.float32(1) / float_math.reduce_sum(powers)))
 
 
 def attention_over_pixels(m, x):

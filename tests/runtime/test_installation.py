@@ -53,7 +53,7 @@ def test_loading_does_not_quantize_again(tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a file holds integers; there is nothing to quantize")
 
-    for name in ("quantize", "bias_steps", "symmetric", "affine", "fit_weight_scale"):
+    for name in ("quantize", "quantize_bias", "symmetric_scale", "affine_qparams", "fit_weight_scale"):
         monkeypatch.setattr(numerics, name, never)
     for trust in (True, False):
         assert_same(intaglio.load(tmp_path / "m.intaglio", trust=trust)(picture()), expected)

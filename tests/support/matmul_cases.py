@@ -268,8 +268,8 @@ def _signed(mask: int) -> int:
 def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]:
     """Packed constants, each up to a guard page."""
     zero_x, zero_y, zero_other = case.zero_points
-    zero_y = numerics.widen(1, zero_y).zero_point if case.rest else zero_y
-    zero_other = numerics.widen(1, zero_other).zero_point if case.other_rest else zero_other
+    zero_y = numerics.widen_to_16bit(1, zero_y).zero_point if case.rest else zero_y
+    zero_other = numerics.widen_to_16bit(1, zero_other).zero_point if case.other_rest else zero_other
     folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
     found = {
         "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),

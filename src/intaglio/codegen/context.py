@@ -213,8 +213,8 @@ class Context:
         q, (low, high), rest = self.graph.types[op.output].qparams, result_bounds(op, self.graph), len(op.outputs) > 1
         other = self.graph.types[op.inputs[1]].qparams.zero if op_def(op).pairwise else 0
         if op_def(op).residual is not None and op.inputs[4:]:
-            other = numerics.joined(other, self.graph.types[op.inputs[4]].qparams.zero).item()
-        zero = numerics.widen(1, q.zero).zero_point if rest else q.zero
+            other = numerics.join_16bit(other, self.graph.types[op.inputs[4]].qparams.zero).item()
+        zero = numerics.widen_to_16bit(1, q.zero).zero_point if rest else q.zero
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
 
     def dims_used(self, text: str) -> list[str]:

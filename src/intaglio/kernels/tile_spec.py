@@ -64,7 +64,7 @@ class TileSpec:
             point, as after a ReLU.
         guard: Products may exceed the range of the conversion to int32 and are clamped in float first.
         table: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
-        rest: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split`).
+        rest: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
         other_rest: The residual operand has 16 bits in this form, with any zero point.
     """
 

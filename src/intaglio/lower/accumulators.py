@@ -134,7 +134,7 @@ def function_of(region: IntegerRegion) -> fx.Node | None:
 def rest_qparams(region: IntegerRegion) -> QParams | None:
     """Return the parameters of a region's second result, or None if its result has only 8 bits.
 
-    A 16-bit result is `255 * q + rest`, see `numerics.widen`. The second result holds the rest.
+    A 16-bit result is `255 * q + rest`, see `numerics.widen_to_16bit`. The second result holds the rest.
     """
     if region.wide is None:
         return None

@@ -30,7 +30,7 @@ class GraphBuilder:
         outputs: Names of the graph's outputs.
         values: Value of each node: quantized for quantize and dequantize nodes, otherwise float.
         items: Values of a node with several results.
-        rests: For a value with 16 bits, the value that holds its rest (see `numerics.widen`).
+        rests: For a value with 16 bits, the value that holds its rest (see `numerics.widen_to_16bit`).
         islands: Float islands that the runtime calls, by key.
         hosts: Records of user-defined operators, by name.
     """
@@ -145,7 +145,7 @@ class GraphBuilder:
     def requantized(self, source: str, q: QParams, where: Origin) -> str:
         """Add a lookup table that converts a quantized value to other parameters, and return the name of the result."""
         old, shape = self.types[source].qparams, self.types[source].shape
-        table = numerics.requantize_table(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
+        table = numerics.requantize_lut(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
         levels = self.add_constant(f"{source}_table", table, DType.U8)
         return self.add_op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
 

@@ -91,7 +91,7 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     attrs, inputs = record.bind(call_of(node, record)), [x]
     if (function := record.function) is not None:
         ends = builder.types[x].qparams, result.qparams
-        table = numerics.function_table(lambda real: function(real, attrs), *ends)
+        table = numerics.function_lut(lambda real: function(real, attrs), *ends)
         levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
         return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
     arrays: Mapping[str, np.ndarray] = {}

@@ -83,7 +83,7 @@ def _bounds(builder: GraphBuilder, node: fx.Node | None, q: QParams) -> tuple[in
         return q.qmin, q.qmax
     record = known_record(node)
     attrs = record.bind(call_of(node, record))
-    return numerics.clamp_levels(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
+    return numerics.clamp_bounds(attrs["low"], attrs["high"], q.step, q.zero, q.qmin, q.qmax)
 
 
 def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:

@@ -105,7 +105,7 @@ def silu(x: ArrayLike) -> FloatArray:
     return result
 
 
-def hyperbolic_tangent(x: ArrayLike) -> FloatArray:
+def tanh_f32(x: ArrayLike) -> FloatArray:
     """Return tanh(x) of f32 x from `expm1_negative` of ``-2 |x|``, with a relative error of at most 2e-7."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
@@ -131,13 +131,13 @@ def gelu(x: ArrayLike) -> FloatArray:
     return result
 
 
-NEAR_RATE = np.float32(3)
-"""Number of pieces of `near_gelu` per unit of |x|."""
+GELU_APPROX_PIECES = np.float32(3)
+"""Number of pieces of `gelu_approx` per unit of |x|."""
 
-NEAR_END = np.float32(5)
+GELU_APPROX_END = np.float32(5)
 """Larger magnitudes are clamped to this, the middle of the last of 16 pieces."""
 
-NEAR_TERMS = np.array(
+GELU_APPROX_TERMS = np.array(
     [
         [float.fromhex(term) for term in line.split(",")]
         for line in (
@@ -164,14 +164,14 @@ NEAR_TERMS = np.array(
     ],
     np.float32,
 )
-"""[power, piece]: coefficients of ``1 - normal CDF`` near ``t = piece / NEAR_RATE`` as a polynomial in t.
+"""[power, piece]: coefficients of ``1 - normal CDF`` near ``t = piece / GELU_APPROX_PIECES`` as a polynomial in t.
 
 Powers ascend. The polynomials minimize the largest error, which is below 2.3e-6. The last piece is 0, where the true
 value is at most 7e-7.
 """
 
 
-def near_gelu(x: ArrayLike) -> FloatArray:
+def gelu_approx(x: ArrayLike) -> FloatArray:
     """Return an approximation of `gelu` within ``3e-6 * |x|``, for results that are then quantized to 8 bits.
 
     It is ``max(x, 0)`` less |x| times the tail beyond |x|. Each of 16 pieces of |x| has its own polynomial: a table of
@@ -179,8 +179,8 @@ def near_gelu(x: ArrayLike) -> FloatArray:
     would need.
     """
     x = np.asarray(x, np.float32)
-    size = np.minimum(np.abs(x), NEAR_END)
-    *lower, total = NEAR_TERMS[:, np.rint(size * NEAR_RATE).astype(np.int32)]
+    size = np.minimum(np.abs(x), GELU_APPROX_END)
+    *lower, total = GELU_APPROX_TERMS[:, np.rint(size * GELU_APPROX_PIECES).astype(np.int32)]
     for term in reversed(lower):
         total = total * size + term
     result: FloatArray = np.where(x < 0, np.float32(0), x) - size * total

@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio.numerics.activations import LOG2_E
-from intaglio.numerics.rounding import LARGEST, FloatArray, Int32Array, finish
+from intaglio.numerics.rounding import LARGEST, FloatArray, Int32Array, round_clamp_i32
 from intaglio.numerics.scales import accumulator_scale, multiplier
 
 LOWEST_SCORE = np.float32(-12)
 """Scores this far or farther below the largest of their row get probability 0: 255 * 2^-12 is less than 0.07."""
 
-LEVEL_TERMS = tuple(
+PROBABILITY_TERMS = tuple(
     np.float32(float.fromhex(term)) for term in ("0x1.c232b0p+3", "0x1.eeed58p+5", "0x1.61902ap+7", "0x1.fdf69cp+7")
 )
 """Coefficients of f^3 ... f^0 in 255 * 2^f with the least relative error (7.5e-5) on |f| <= 1/2."""
 
 
-def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
+def quantize_probabilities(x: ArrayLike) -> NDArray[np.uint8]:
     """Quantize the unnormalized softmax of scores f32[..., keys] to u8[..., keys]: ``rne(255 * 2^(x - max(x)))``.
 
     The error before rounding is at most 0.02. A NaN score is never the largest and gets probability 0. All
@@ -35,8 +35,8 @@ def probability_levels(x: ArrayLike) -> NDArray[np.uint8]:
         power = np.where(below > LOWEST_SCORE, below, LOWEST_SCORE)
     n = np.rint(power)
     f = power - n
-    total = np.full_like(f, LEVEL_TERMS[0])
-    for term in LEVEL_TERMS[1:]:
+    total = np.full_like(f, PROBABILITY_TERMS[0])
+    for term in PROBABILITY_TERMS[1:]:
         total = total * f + term
     levels: NDArray[np.uint8] = np.rint(np.ldexp(total, n.astype(np.int32))).astype(np.uint8)
     return levels
@@ -106,8 +106,8 @@ def attention(
 ) -> Int32Array:
     """Return the quantized result i32[B, H, queries, V] of ``softmax(q k^T * scale + mask) v``.
 
-    ``p = probability_levels(scores)``, and ``p v`` is exact in int32. The result is ``clamp(rne(float32(p v) * (ratio /
-    float32(sum(p)))) + zero_point, low, high)``; it is the zero point where every probability is 0.
+    ``p = quantize_probabilities(scores)``, and ``p v`` is exact in int32. The result is ``clamp(rne(float32(p v) *
+    (ratio / float32(sum(p)))) + zero_point, low, high)``; it is the zero point where every probability is 0.
 
     Args:
         q: Queries less their zero point, i[B, H, queries, D].
@@ -123,9 +123,9 @@ def attention(
     """
     q, k, v = (np.asarray(x) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    levels = probability_levels(attention_scores(q, k, factor, mask, causal))
+    levels = quantize_probabilities(attention_scores(q, k, factor, mask, causal))
     sums = levels.sum(-1, dtype=np.int32, keepdims=True)
     products = (levels.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
     with np.errstate(over="ignore", divide="ignore"):
         share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
-        return finish(products.astype(np.float32) * share, zero_point, low, high)
+        return round_clamp_i32(products.astype(np.float32) * share, zero_point, low, high)

@@ -78,7 +78,7 @@ def log(x: ArrayLike) -> FloatArray:
     return np.where((x >= 0) | np.isnan(x), np.where(np.isnan(x), x, found), np.float32(np.nan))
 
 
-def of_numbers(function: Function) -> Function:
+def keep_nan(function: Function) -> Function:
     """Wrap a function so that NaN maps to NaN; the function itself sees 0 instead."""
 
     def wide(x: FloatArray) -> FloatArray:
@@ -98,7 +98,7 @@ def minimum(a: FloatArray, b: FloatArray) -> FloatArray:
     return np.where((a < b) | np.isnan(a), a, b)
 
 
-def in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray], FloatArray]) -> FloatArray:
+def reduce_in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray], FloatArray]) -> FloatArray:
     """Reduce f32[..., C] to f32[..., 1] in the order of a 16-lane vector loop.
 
     Element i is joined to lane ``i % 16`` in order; then the upper half of the lanes is joined to the lower half until
@@ -116,26 +116,26 @@ def in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray
     return lanes
 
 
-def total(x: FloatArray) -> FloatArray:
+def reduce_sum(x: FloatArray) -> FloatArray:
     """Return the sum f32[..., 1] of f32[..., C] over the last axis."""
-    return in_lanes(x, 0.0, np.add)
+    return reduce_in_lanes(x, 0.0, np.add)
 
 
-def mean(x: FloatArray) -> FloatArray:
+def reduce_mean(x: FloatArray) -> FloatArray:
     """Return the mean f32[..., 1] of f32[..., C]: the sum over the last axis divided by ``float32(C)``."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        result: FloatArray = total(x) / np.float32(x.shape[-1])
+        result: FloatArray = reduce_sum(x) / np.float32(x.shape[-1])
     return result
 
 
-def greatest(x: FloatArray) -> FloatArray:
+def reduce_max(x: FloatArray) -> FloatArray:
     """Return the maximum f32[..., 1] of f32[..., C] over the last axis; -inf if C is 0."""
-    return in_lanes(x, -np.inf, lambda lanes, part: maximum(part, lanes))
+    return reduce_in_lanes(x, -np.inf, lambda lanes, part: maximum(part, lanes))
 
 
-def least(x: FloatArray) -> FloatArray:
+def reduce_min(x: FloatArray) -> FloatArray:
     """Return the minimum f32[..., 1] of f32[..., C] over the last axis; inf if C is 0."""
-    return in_lanes(x, np.inf, lambda lanes, part: minimum(part, lanes))
+    return reduce_in_lanes(x, np.inf, lambda lanes, part: minimum(part, lanes))
 
 
 def to_bfloat16(x: ArrayLike) -> FloatArray:
@@ -146,7 +146,7 @@ def to_bfloat16(x: ArrayLike) -> FloatArray:
     return np.where(np.isnan(x), np.float32(np.nan), rounded.view(np.float32))
 
 
-def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArray:
+def gather_rows(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArray:
     """Look up rows of the table f32[V, D] by ids i64[..., 1]; return f32[..., D].
 
     Raises:
@@ -155,12 +155,12 @@ def rows_of(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArray:
     return table[_known(ids, len(table))[..., 0]]
 
 
-def rows_of_levels(
+def gather_quantized_rows(
     levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: FloatArray, zeros: FloatArray
 ) -> FloatArray:
     """Look up rows of a quantized table u8[V, D] by ids i64[..., 1] and dequantize them to f32[..., D].
 
-    ``scales`` and ``zeros`` are f32[V], one per row of the table. Ids are checked as by `rows_of`.
+    ``scales`` and ``zeros`` are f32[V], one per row of the table. Ids are checked as by `gather_rows`.
     """
     found = _known(ids, len(levels))[..., 0]
     return numerics.dequantize_table(levels[found], scales[found], zeros[found])

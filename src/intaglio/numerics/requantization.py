@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, dequantize, finish, quantize, reciprocal
+from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, dequantize, quantize, reciprocal, round_clamp_i32
 
 
 def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, high: int) -> Int32Array:
@@ -18,7 +18,7 @@ def requantize(acc: ArrayLike, factor: ArrayLike, zero_point: int, low: int, hig
     """
     with np.errstate(over="ignore"):
         steps = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-    return finish(steps, zero_point, low, high)
+    return round_clamp_i32(steps, zero_point, low, high)
 
 
 def add_requantize(
@@ -41,7 +41,7 @@ def add_requantize(
     with np.errstate(over="ignore"):
         left = np.asarray(a, np.int32).astype(np.float32) * np.asarray(factor_a, np.float32)
         right = np.asarray(b, np.int32).astype(np.float32) * np.asarray(factor_b, np.float32)
-        return finish(left + right, zero_point, low, high)
+        return round_clamp_i32(left + right, zero_point, low, high)
 
 
 def affine_requantize(
@@ -53,7 +53,7 @@ def affine_requantize(
     """
     with np.errstate(over="ignore"):
         steps = np.asarray(x, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
-        return finish(steps + np.asarray(offset, np.float32), zero_point, low, high)
+        return round_clamp_i32(steps + np.asarray(offset, np.float32), zero_point, low, high)
 
 
 def layer_norm(
@@ -74,7 +74,9 @@ def layer_norm(
     inverse = np.float32(1) / np.sqrt(variance + np.asarray(eps, np.float32))
     with np.errstate(over="ignore", invalid="ignore"):
         normal = (wide.astype(np.float32) - mean) * inverse
-        return finish(normal * np.asarray(factor, np.float32) + np.asarray(offset, np.float32), zero_point, low, high)
+        return round_clamp_i32(
+            normal * np.asarray(factor, np.float32) + np.asarray(offset, np.float32), zero_point, low, high
+        )
 
 
 def activate(
@@ -95,14 +97,14 @@ def activate(
     with np.errstate(over="ignore"):
         real = np.asarray(acc, np.int32).astype(np.float32) * np.asarray(factor, np.float32)
         value = function(real) * np.asarray(gain, np.float32)
-        return finish(value * reciprocal(scale), zero_point, low, high)
+        return round_clamp_i32(value * reciprocal(scale), zero_point, low, high)
 
 
 QUANT_STEPS = 255
 """Steps of a 16-bit value in one step of its 8-bit value. It is odd, so that no 16-bit value is halfway between two."""
 
 
-def widen(scale: float, zero_point: int) -> Affine:
+def widen_to_16bit(scale: float, zero_point: int) -> Affine:
     """Return the 16-bit parameters for a value with the 8-bit parameters (scale, zero_point).
 
     A 16-bit value is ``q16 = 255 * q8 + remainder`` with a remainder in 0..254. Its scale is ``float32(scale / 255)``,
@@ -114,14 +116,14 @@ def widen(scale: float, zero_point: int) -> Affine:
     )
 
 
-def split(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
+def split_16bit(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
     """Split 16-bit values into their 8-bit value ``q16 // 255`` and the remainder ``q16 % 255``."""
     level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
     return level, rest
 
 
-def joined(level: ArrayLike, rest: ArrayLike) -> Int32Array:
-    """Return ``255 * level + rest``, the inverse of `split`.
+def join_16bit(level: ArrayLike, rest: ArrayLike) -> Int32Array:
+    """Return ``255 * level + rest``, the inverse of `split_16bit`.
 
     Given differences from the zero points of both parts, the result is the difference from the 16-bit zero point.
     """
@@ -129,9 +131,7 @@ def joined(level: ArrayLike, rest: ArrayLike) -> Int32Array:
     return together
 
 
-def requantize_table(
-    scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int
-) -> NDArray[np.uint8]:
+def requantize_lut(scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int) -> NDArray[np.uint8]:
     """Return the lookup table u8[256] that changes quantization parameters: `quantize` of `dequantize`."""
     levels = np.arange(256, dtype=np.int32)
     return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
@@ -153,7 +153,7 @@ class GridParameters(Protocol):
     def qmax(self) -> int: ...
 
 
-def function_table(
+def function_lut(
     function: Callable[[NDArray[np.float64]], ArrayLike], x: GridParameters, y: GridParameters
 ) -> NDArray[np.uint8]:
     """Return the lookup table u8[256] of an elementwise function between two quantized tensors.

@@ -75,7 +75,7 @@ def round_clamp(steps: Any, low: Any, high: Any, zero_point: Any = None) -> Any:
     return (rounded if zero_point is None else rounded + zero_point).clip(low, high)
 
 
-def finish(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Array:
+def round_clamp_i32(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Array:
     """Round and clamp f32 ``steps`` to i32: ``clamp(rne(steps) + zero_point, low, high)``.
 
     ``steps`` are values divided by their scale. Those beyond +-2^30 are clamped to +-2^30 before the conversion.
@@ -84,7 +84,7 @@ def finish(steps: FloatArray, zero_point: int, low: int, high: int) -> Int32Arra
     return np.clip(shifted, low, high).astype(np.int32)
 
 
-def clamp_levels(
+def clamp_bounds(
     low: float | None, high: float | None, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> tuple[int, int]:
     """Return the integer bounds of a float clamp ``[low, high]``.

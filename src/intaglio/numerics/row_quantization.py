@@ -9,19 +9,19 @@ from intaglio.numerics.rounding import FloatArray
 
 ROW_STEPS = 127
 
-SMALLEST_ROW = np.float32(2.0**-100)
+MIN_ROW_ABSMAX = np.float32(2.0**-100)
 """Lower bound of a row's largest magnitude; both the scale of a row and its inverse stay normal float32."""
 
 ROW_ZERO = 128
 
 
-def row_peaks(x: ArrayLike) -> FloatArray:
-    """Return the largest magnitude f32[..., 1] of each row of f32[..., K], at least `SMALLEST_ROW`.
+def row_absmax(x: ArrayLike) -> FloatArray:
+    """Return the largest magnitude f32[..., 1] of each row of f32[..., K], at least `MIN_ROW_ABSMAX`.
 
     It is NaN for a row with a NaN or an infinity.
     """
     magnitudes = np.abs(np.asarray(x, np.float32)).max(-1, keepdims=True, initial=0)
-    peaks: FloatArray = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, SMALLEST_ROW), np.float32(np.nan))
+    peaks: FloatArray = np.where(np.isfinite(magnitudes), np.maximum(magnitudes, MIN_ROW_ABSMAX), np.float32(np.nan))
     return peaks
 
 
@@ -34,7 +34,7 @@ def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], Fl
 
     Args:
         x: Values f32[..., K].
-        peaks: Largest magnitude f32[..., 1] of each row, from `row_peaks`.
+        peaks: Largest magnitude f32[..., 1] of each row, from `row_absmax`.
 
     Returns:
         Quantized values u8[..., K] and scales f32[..., 1].
@@ -61,15 +61,15 @@ def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: A
 
 TABLE_STEPS = 255
 
-FLATTEST_ROW = np.float32(2.0**-23)
+MIN_TABLE_SCALE = np.float32(2.0**-23)
 """Smallest scale of a row of a table; a row with a smaller range gets scale 1."""
 
 
 def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, FloatArray]:
     """Quantize each row of an embedding table f32[V, D] over its own range [least, most].
 
-    ``s = (most - least) / 255``, or 1 if that is at most `FLATTEST_ROW`; ``z = -least / s`` is a float zero point; ``q
-    = clamp(rne(x * (1 / s) + z), 0, 255)``. The result is bit-equal to torch's per-channel float parameters
+    ``s = (most - least) / 255``, or 1 if that is at most `MIN_TABLE_SCALE`; ``z = -least / s`` is a float zero point;
+    ``q = clamp(rne(x * (1 / s) + z), 0, 255)``. The result is bit-equal to torch's per-channel float parameters
     (tests/ops/test_embedding.py). The range of a row need not include 0.
 
     Returns:
@@ -79,7 +79,7 @@ def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, Flo
     least, most = table.min(1), table.max(1)
     with np.errstate(over="ignore"):
         steps = (most - least) / np.float32(TABLE_STEPS)
-    scales: FloatArray = np.where(steps > FLATTEST_ROW, steps, np.float32(1))
+    scales: FloatArray = np.where(steps > MIN_TABLE_SCALE, steps, np.float32(1))
     zeros: FloatArray = -least / scales
     real = table * (np.float32(1) / scales)[:, None] + zeros[:, None]
     return np.clip(np.rint(real), np.float32(0), np.float32(TABLE_STEPS)).astype(np.uint8), scales, zeros

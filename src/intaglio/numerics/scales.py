@@ -21,7 +21,7 @@ BIAS_LIMIT = 2**30
 ZERO_WEIGHT_STEPS = 2**20
 
 
-def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
+def affine_qparams(low: float, high: float, qmin: int, qmax: int) -> Affine:
     """Return scale and zero point for the range [low, high], widened to contain 0.
 
     They are computed in float64, and the scale is stored in float32. The zero point is rounded, so that zero is exact
@@ -42,7 +42,7 @@ def affine(low: float, high: float, qmin: int, qmax: int) -> Affine:
     return Affine(scale, zero_point)
 
 
-def symmetric(absmax: ArrayLike, qmax: int) -> FloatArray:
+def symmetric_scale(absmax: ArrayLike, qmax: int) -> FloatArray:
     """Return the scales ``absmax / qmax``, computed in float64 and stored in float32; an all-zero channel gets 1."""
     wide = np.asarray(absmax, np.float64)
     scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
@@ -61,9 +61,9 @@ def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
     """
     rows = np.asarray(rows, np.float32)
     absmax = np.abs(rows).max(-1, initial=0).astype(np.float64)
-    best, least = symmetric(absmax, qmax), np.full(absmax.shape, np.inf)
+    best, least = symmetric_scale(absmax, qmax), np.full(absmax.shape, np.inf)
     for shrink in SHRINKS:
-        scale = np.where(absmax == 0, np.float32(1), symmetric(absmax * shrink, qmax))
+        scale = np.where(absmax == 0, np.float32(1), symmetric_scale(absmax * shrink, qmax))
         error = _squares(rows, scale, qmin, qmax)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return best
@@ -79,9 +79,9 @@ def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArra
     groups = np.asarray(groups, np.float32)
     own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax)).astype(np.float64)
     largest = own.max(-1)
-    best, least = symmetric(largest, most), np.full(largest.shape, np.inf)
+    best, least = symmetric_scale(largest, most), np.full(largest.shape, np.inf)
     for parts in range(most, most // 2, -1):
-        scale = symmetric(largest, parts)
+        scale = symmetric_scale(largest, parts)
         multiples = np.clip(np.rint(own / scale[:, None].astype(np.float64)), 1, most).astype(np.float32)
         error = _squares(groups, scale[:, None] * multiples, qmin, qmax).sum(-1)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
@@ -126,7 +126,7 @@ def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.floa
     return np.asarray(scale_x, np.float32).astype(np.float64) * np.asarray(scale_w, np.float32).astype(np.float64)
 
 
-def bias_steps(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> Int32Array:
+def quantize_bias(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> Int32Array:
     """Quantize the bias f32[C] to i32[C]: ``rne(float64(bias) / (float64(scale_x) * float64(scale_w)))``.
 
     Raises:

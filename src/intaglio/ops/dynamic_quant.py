@@ -37,7 +37,7 @@ def levels_of_rows(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
 
     The quantized values of a row do not depend on other entries of the batch.
     """
-    peaks = numerics.row_peaks(x)
+    peaks = numerics.row_absmax(x)
     if mode == "tensor" and x.ndim > 2:
         peaks = np.broadcast_to(peaks.max(tuple(range(1, x.ndim)), keepdims=True, initial=0), peaks.shape)
     return numerics.quantize_rows(x, peaks)

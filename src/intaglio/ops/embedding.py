@@ -56,7 +56,7 @@ def bags_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     if len(ends) > 1 and (ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > len(ids)):
         raise IndexError("index out of range in self")
     by_row = [given[name] for name in ("scales", "zero_points") if name in given]
-    look_up = float_math.rows_of_levels if by_row else float_math.rows_of
+    look_up = float_math.gather_quantized_rows if by_row else float_math.gather_rows
     rows = look_up(given["table"], ids[: ends[-1] if len(ends) > 1 else 0, None], *by_row)
     if "weights" in given:
         with np.errstate(all="ignore"):

@@ -19,8 +19,8 @@ PRECISE: Mapping[str, Callable[..., numerics.FloatArray]] = {
     "hardswish": lambda x, a: numerics.hardswish(x),
     "sigmoid": lambda x, a: numerics.sigmoid(x),
     "silu": lambda x, a: numerics.silu(x),
-    "tanh": lambda x, a: numerics.hyperbolic_tangent(x),
-    "gelu": lambda x, a: numerics.near_gelu(x),
+    "tanh": lambda x, a: numerics.tanh_f32(x),
+    "gelu": lambda x, a: numerics.gelu_approx(x),
     "gelu_tanh": lambda x, a: numerics.gelu_tanh(x),
 }
 """Functions of an `activate` by attribute ``function``; each maps float32 ``x`` and the attributes ``a`` to float32."""

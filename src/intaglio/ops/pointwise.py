@@ -47,14 +47,14 @@ def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
     The zero point is subtracted from a uint8 first operand, not from an accumulator. Factors per channel belong to the
     axis ``axis`` if the operator has one, else to the accumulator's channel axis. A fifth operand holds the remainders
-    of a second operand with 16 bits (`numerics.joined`).
+    of a second operand with 16 bits (`numerics.join_16bit`).
     """
     a, b, factor_a, factor_b, *rest = args
     if types[0].dtype is DType.U8:
         a = a.astype(np.int32) - types[0].qparams.zero
     b = b.astype(np.int32) - types[1].qparams.zero
     if rest:
-        b = numerics.joined(b, rest[0].astype(np.int32) - types[4].qparams.zero)
+        b = numerics.join_16bit(b, rest[0].astype(np.int32) - types[4].qparams.zero)
     axis = op.attrs.get("axis", types[0].qparams.axis if types[0].dtype is DType.I32 else 1)
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
     zero, low, high = bounds_of(op, out)
@@ -63,7 +63,7 @@ def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
 
 def bounds_of(op: Op, out: TensorType) -> tuple[int, int, int]:
     """Return the zero point and the bounds of a result, those of 16 bits if the operator also stores a remainder."""
-    zero = numerics.widen(1, out.qparams.zero).zero_point if len(op.outputs) > 1 else out.qparams.zero
+    zero = numerics.widen_to_16bit(1, out.qparams.zero).zero_point if len(op.outputs) > 1 else out.qparams.zero
     return zero, op.attrs["low"], op.attrs["high"]
 
 
@@ -71,7 +71,7 @@ def stored(op: Op, rounded: np.ndarray) -> Result:
     """Return 8-bit values, and for an operator with 16-bit results also the remainders."""
     if len(op.outputs) == 1:
         return rounded.astype(np.uint8)
-    level, rest = numerics.split(rounded)
+    level, rest = numerics.split_16bit(rounded)
     return level.astype(np.uint8), rest.astype(np.uint8)
 
 

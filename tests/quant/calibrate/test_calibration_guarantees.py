@@ -57,7 +57,7 @@ def test_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change
 def test_a_requantize_between_equal_parameters_is_the_identity():
     """Case 44: why the identity may be removed."""
     for scale, zero in ((0.1, 0), (3e-5, 200), (7.0, 255)):
-        table = numerics.requantize_table(scale, zero, scale, zero, 0, 255)
+        table = numerics.requantize_lut(scale, zero, scale, zero, 0, 255)
         np.testing.assert_array_equal(table, np.arange(256, dtype=np.uint8))
 
 

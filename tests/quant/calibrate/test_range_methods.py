@@ -22,7 +22,7 @@ def of(array) -> Statistics:
 
 
 def squared_error(x, low, high, qmin, qmax) -> float:
-    scale, zero_point = numerics.affine(low, high, qmin, qmax)
+    scale, zero_point = numerics.affine_qparams(low, high, qmin, qmax)
     back = numerics.dequantize(numerics.quantize(x, scale, zero_point, qmin, qmax), scale, zero_point)
     return float(((back.astype(np.float64) - x) ** 2).sum())
 

@@ -59,7 +59,7 @@ def normal(count: int, seed: int = 0) -> np.ndarray:
 
 def scale_of(method: str, statistics: Statistics) -> float:
     low, high = method_of(method)(statistics, 0, 255)
-    return numerics.affine(low, high, 0, 255).scale
+    return numerics.affine_qparams(low, high, 0, 255).scale
 
 
 def kinds(ranges: Ranges) -> list[str]:
@@ -78,7 +78,7 @@ def found(ranges: Ranges, kind: str) -> str:
 @pytest.mark.parametrize("method", EVERY)
 def test_all_zero_has_scale_one_and_an_exact_zero(method):
     low, high = method_of(method)(of(np.zeros((4, 5))), 0, 255)
-    assert numerics.affine(low, high, 0, 255) == (1.0, 0)
+    assert numerics.affine_qparams(low, high, 0, 255) == (1.0, 0)
 
 
 @pytest.mark.case("calibration 4", "calibration 5", "calibration 6")
@@ -86,7 +86,7 @@ def test_all_zero_has_scale_one_and_an_exact_zero(method):
 @pytest.mark.parametrize(("constant", "zero_point"), [(5.0, 0), (-5.0, 255)])
 def test_a_constant_tensor_is_quantized_within_half_a_step(method, constant, zero_point):
     low, high = method_of(method)(of(np.full((10, 100), constant)), 0, 255)
-    scale, zero = numerics.affine(low, high, 0, 255)
+    scale, zero = numerics.affine_qparams(low, high, 0, 255)
     assert zero == zero_point
     back = numerics.dequantize(numerics.quantize(constant, scale, zero, 0, 255), scale, zero)
     assert abs(float(back) - constant) <= scale / 2
@@ -158,7 +158,7 @@ def test_a_tensor_without_negative_values_uses_all_levels_above_zero_in_any_orde
     x = np.abs(normal(4000)).reshape(40, 100)
     for made in (of(x), of(x[::-1]), of(x[20:], x[:20])):
         low, high = method_of(method)(made, 0, 255)
-        assert numerics.affine(low, high, 0, 255).zero_point == 0
+        assert numerics.affine_qparams(low, high, 0, 255).zero_point == 0
         assert low == 0.0 < high
 
 
@@ -249,7 +249,7 @@ def divergence(x: np.ndarray, low: float, high: float) -> float:
     ends = of(x).low, of(x).high
     unit = 2.0 ** of(x).exponent
     centres = np.clip((index - 4096) * unit, *ends) / 2 + np.clip((index - 4095) * unit, *ends) / 2
-    scale, zero = numerics.affine(low, high, 0, 255)
+    scale, zero = numerics.affine_qparams(low, high, 0, 255)
     levels = np.rint(centres / scale) + zero
     inside = (levels >= 0) & (levels <= 255)
     shown, told = bins[index].astype(float), np.zeros(len(index))

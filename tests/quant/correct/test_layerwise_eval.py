@@ -44,7 +44,7 @@ def quantize_parameters(evaluation, region, reference):
     bias = by_value.get((region.anchor.name, "bias"))
     if bias is not None:
         x = reference.qparams[by_value[values[record.roles.x[0]].name, "activation"].name]
-        whole = numerics.bias_steps(getattr(module, values[record.roles.bias].target).numpy(), x.step, scales)
+        whole = numerics.quantize_bias(getattr(module, values[record.roles.bias].target).numpy(), x.step, scales)
         unit = np.array(reference.qparams[bias.name].scales, np.float32)
         evaluation.biases[region.anchor.name] = torch.from_numpy(whole.astype(np.float32) * unit)
 

@@ -202,7 +202,7 @@ def test_a_bound_is_rounded_as_its_value_would_be(bound, scale, zero_point):
     scale = float(np.float32(scale))
     x = np.linspace(-3, 3, 601, dtype=np.float32)
     unfused = numerics.quantize(np.maximum(x, np.float32(bound)), scale, zero_point, 0, 255)
-    low, high = numerics.clamp_levels(bound, None, scale, zero_point, 0, 255)
+    low, high = numerics.clamp_bounds(bound, None, scale, zero_point, 0, 255)
     np.testing.assert_array_equal(np.clip(numerics.quantize(x, scale, zero_point, 0, 255), low, high), unfused)
 
 

@@ -104,7 +104,7 @@ def quantize_tokens(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Ten
     """Quantize per token, or per sample with mode "tensor", like `ops.dynamic_quant.levels_of_rows`, except for values
     that are not finite."""
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
-    peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.SMALLEST_ROW))
+    peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.MIN_ROW_ABSMAX))
     most = float(numerics.ROW_STEPS)
     steps = numerics.round_clamp(x * (most / peaks), -most, most) + numerics.ROW_ZERO
     return steps.to(torch.uint8), peaks / most

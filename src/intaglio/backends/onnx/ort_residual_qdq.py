@@ -44,7 +44,7 @@ def quantize_residual_operands(module: fx.GraphModule) -> list[fx.Node]:
             continue
         low, high = bounds
         how = (
-            *numerics.affine(0.0 if operator(term) == RELU_TARGET else low, high, QUANT_MIN, QUANT_MAX),
+            *numerics.affine_qparams(0.0 if operator(term) == RELU_TARGET else low, high, QUANT_MIN, QUANT_MAX),
             QUANT_MIN,
             QUANT_MAX,
             torch.uint8,

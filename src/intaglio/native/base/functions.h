@@ -137,7 +137,7 @@ static inline Reals sigmoid(Reals x) {
 
 static inline Reals silu(Reals x) { return most_of(x, -87.0f) * sigmoid(x); }
 
-static inline Reals hyperbolic_tangent(Reals x) {
+static inline Reals tanh_f32(Reals x) {
     const Reals fall = expm1_negative(-2.0f * absolute(x));
     return (x < 0.0f ? fall : -fall) / (fall + 2.0f);
 }
@@ -152,8 +152,8 @@ static inline Reals gelu(Reals x) {
     return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
 }
 
-// Coefficients [power][piece] of `near_gelus`, NEAR_TERMS of numerics/activations.py.
-static const float near_terms[4][16] __attribute__((aligned(64))) = {
+// Coefficients [power][piece] of `gelu_approx_vectors`, GELU_APPROX_TERMS of numerics/activations.py.
+static const float gelu_approx_terms[4][16] __attribute__((aligned(64))) = {
     {0x1p-1f, 0x1.000f98p-1f, 0x1.01ecd2p-1f, 0x1.0ab202p-1f, 0x1.1b66bap-1f, 0x1.289444p-1f, 0x1.1ff3b6p-1f,
      0x1.f0e2c2p-2f, 0x1.74f3f2p-2f, 0x1.e385e4p-3f, 0x1.0e9182p-3f, 0x1.05fe04p-4f, 0x1.b8628p-6f, 0x1.424da6p-7f,
      0x1.9c0f8p-9f, 0.0f},
@@ -169,35 +169,35 @@ static const float near_terms[4][16] __attribute__((aligned(64))) = {
 };
 
 // Return the coefficients of |x|^power in the pieces that the low four bits of `place` select.
-static inline Reals near_term(int power, RealBits place) {
+static inline Reals gelu_approx_term(int power, RealBits place) {
 #if defined(__AVX512F__)
-    return (Reals)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(near_terms[power]));
+    return (Reals)_mm512_permutexvar_ps((__m512i)place, _mm512_load_ps(gelu_approx_terms[power]));
 #elif defined(__AVX2__)
-    const __m256 front = _mm256_permutevar8x32_ps(_mm256_load_ps(near_terms[power]), (__m256i)place);
-    const __m256 back = _mm256_permutevar8x32_ps(_mm256_load_ps(near_terms[power] + 8), (__m256i)place);
+    const __m256 front = _mm256_permutevar8x32_ps(_mm256_load_ps(gelu_approx_terms[power]), (__m256i)place);
+    const __m256 back = _mm256_permutevar8x32_ps(_mm256_load_ps(gelu_approx_terms[power] + 8), (__m256i)place);
     return (Reals)_mm256_blendv_ps(front, back, (__m256)(place << 28));
 #else
     Reals found;
-    for (int l = 0; l < FLOATS; ++l) found[l] = near_terms[power][place[l] & 15];
+    for (int l = 0; l < FLOATS; ++l) found[l] = gelu_approx_terms[power][place[l] & 15];
     return found;
 #endif
 }
 
-// Replace each x by an approximation of GELU(x), near_gelu of numerics/activations.py; NaN stays NaN.
+// Replace each x by an approximation of GELU(x), gelu_approx of numerics/activations.py; NaN stays NaN.
 template <int COUNT>
-static inline __attribute__((always_inline)) void near_gelus(Reals* x) {
+static inline __attribute__((always_inline)) void gelu_approx_vectors(Reals* x) {
     Reals size[COUNT], total[COUNT];
     RealBits place[COUNT];
     EACH size[i] = size_up_to(x[i], 5.0f);
     EACH place[i] = (RealBits)shifted(size[i] * 3.0f);
-    EACH total[i] = near_term(3, place[i]) * size[i] + near_term(2, place[i]);
-    EACH total[i] = total[i] * size[i] + near_term(1, place[i]);
-    EACH total[i] = total[i] * size[i] + near_term(0, place[i]);
+    EACH total[i] = gelu_approx_term(3, place[i]) * size[i] + gelu_approx_term(2, place[i]);
+    EACH total[i] = total[i] * size[i] + gelu_approx_term(1, place[i]);
+    EACH total[i] = total[i] * size[i] + gelu_approx_term(0, place[i]);
     EACH x[i] = relu(x[i]) - size[i] * total[i];
 }
 
-static inline Reals near_gelu(Reals x) {
-    near_gelus<1>(&x);
+static inline Reals gelu_approx(Reals x) {
+    gelu_approx_vectors<1>(&x);
     return x;
 }
 

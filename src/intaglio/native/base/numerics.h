@@ -35,7 +35,7 @@ static inline float dequantize(int32_t q, int32_t zero_point, float scale) {
 
 // Return clamp(rne(steps) + zero_point, low, high), where `steps` is a real value divided by the scale. The clamp to
 // +-2^30 keeps the conversion to int32 defined and cannot change the result.
-static inline int32_t finish(float steps, int32_t zero_point, int32_t low, int32_t high) {
+static inline int32_t round_clamp_i32(float steps, int32_t zero_point, int32_t low, int32_t high) {
     const float convertible = 1073741824.0f;
     steps = steps < -convertible ? -convertible : steps;
     steps = steps > convertible ? convertible : steps;
@@ -46,14 +46,14 @@ static inline int32_t finish(float steps, int32_t zero_point, int32_t low, int32
 
 // Requantize an int32 accumulator: clamp(rne(float32(acc) * factor) + zero_point, low, high).
 static inline int32_t requantize(int32_t acc, float factor, int32_t zero_point, int32_t low, int32_t high) {
-    return finish((float)acc * factor, zero_point, low, high);
+    return round_clamp_i32((float)acc * factor, zero_point, low, high);
 }
 
 // Requantize a sum: clamp(rne(float32(a) * factor_a + float32(b) * factor_b) + zero_point, low, high). Both products
 // and their sum are rounded to float32; nothing is fused.
 static inline int32_t add_requantize(int32_t a, float factor_a, int32_t b, float factor_b, int32_t zero_point,
                                      int32_t low, int32_t high) {
-    return finish((float)a * factor_a + (float)b * factor_b, zero_point, low, high);
+    return round_clamp_i32((float)a * factor_a + (float)b * factor_b, zero_point, low, high);
 }
 
 // A 16-bit value is 255 * level + rest: its 8-bit quantized value `level` and a remainder `rest` in 0..254.

@@ -219,7 +219,7 @@ static inline Reals to_bfloat16(Reals x) {
 
 // -- functions of one element -----------------------------------------------------------------------------------------
 
-static inline Reals of_number(Reals x, Reals value) { return x == x ? value : x; }  // NaN if x is NaN
+static inline Reals keep_nan(Reals x, Reals value) { return x == x ? value : x; }  // NaN if x is NaN
 
 // Return the larger value, or NaN if either is NaN; the instruction alone returns b if a is NaN.
 static inline Reals larger(Reals a, Reals b) {
@@ -279,7 +279,7 @@ static inline Reals exponential(Reals x) {
     const Reals power = (Reals)(((n < 127 ? n : (RealBits){} + 127) + 127) << 23);
     const Reals twice = n > 127 ? every_lane(2.0f) : every_lane(1.0f);
     const Reals found = ((exp_rise(bounded, integral(rounded)) + 1.0f) * power) * twice;
-    return of_number(x, x < -87.0f ? every_lane(0.0f) : found);
+    return keep_nan(x, x < -87.0f ? every_lane(0.0f) : found);
 }
 
 static inline Reals logarithm(Reals x) {
@@ -295,7 +295,7 @@ static inline Reals logarithm(Reals x) {
                   exponent * 0.693359375f;
     found = x == 0.0f ? every_lane(-__builtin_inff()) : found;
     found = x == __builtin_inff() ? x : found;
-    return of_number(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
+    return keep_nan(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
 }
 
 // -- reductions and iteration along a row -----------------------------------------------------------------------------

@@ -142,8 +142,8 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
-            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->factor + t->term[c], q->zero_point, q->low,
-                                        q->high);
+            to[i + c] = (uint8_t)round_clamp_i32((float)(from[i + c] - t->zero) * t->factor + t->term[c], q->zero_point,
+                                                 q->low, q->high);
 #endif
 }
 
@@ -159,8 +159,8 @@ static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t
 #else
     for (int64_t i = 0; i < count; i += t->channels)
         for (int64_t c = 0; c < t->channels; ++c)
-            to[i + c] = (uint8_t)finish((float)(from[i + c] - t->zero) * t->term[c] * t->factor, q->zero_point, q->low,
-                                        q->high);
+            to[i + c] = (uint8_t)round_clamp_i32((float)(from[i + c] - t->zero) * t->term[c] * t->factor, q->zero_point,
+                                                 q->low, q->high);
 #endif
 }
 

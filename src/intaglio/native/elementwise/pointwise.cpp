@@ -26,8 +26,8 @@ LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int3
 #else
         for (int64_t i = 0; i < count; i += out->pixel)
             for (int64_t c = 0; c < out->pixel; ++c)
-                to[i + c] = (uint8_t)finish((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point, q->low,
-                                            q->high);
+                to[i + c] = (uint8_t)round_clamp_i32((float)(from[i + c] - zero) * factor[c] + offset[c], q->zero_point,
+                                                     q->low, q->high);
 #endif
     }
 }
@@ -110,8 +110,8 @@ LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, 
             }
 #else
             for (int64_t c = 0; c < count; ++c)
-                to[c] = (uint8_t)finish(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c],
-                                        q->zero_point, q->low, q->high);
+                to[c] = (uint8_t)round_clamp_i32(((float)(from[c] - zero) - mean) * inverse * factor[c] + offset[c],
+                                                 q->zero_point, q->low, q->high);
 #endif
         }
     }

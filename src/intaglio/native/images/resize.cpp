@@ -94,7 +94,7 @@ LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads) {
             for (int64_t c = 0; c < channels; ++c) {
                 const float top = blend(above + left, above + right, c, w, b->zero_in);
                 const float bottom = blend(below + left, below + right, c, w, b->zero_in);
-                to[c] = (uint8_t)finish((top * v[0] + bottom * v[1]) * factor, q->zero_point, q->low, q->high);
+                to[c] = (uint8_t)round_clamp_i32((top * v[0] + bottom * v[1]) * factor, q->zero_point, q->low, q->high);
             }
 #endif
         }

@@ -26,7 +26,7 @@ static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apa
     }
 }
 
-enum { SMALLEST_ROW = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };  // bits of 2^-100 and others
+enum { MIN_ROW_ABSMAX = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };  // bits of 2^-100 and others
 
 static inline float float_of(int32_t bits) {
     float x;

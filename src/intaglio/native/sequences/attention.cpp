@@ -104,9 +104,9 @@ static inline Reals level_terms(Reals f) {
     return total * f + 0x1.fdf69cp+7f;
 }
 
-// Quantize the probabilities of a row of scores, see probability_levels of numerics/attention_math.py, and return the
-// sum of the quantized values. Scores are read and values written up to a multiple of 16. NaN converts to the smallest
-// int32, which saturates to 0.
+// Quantize the probabilities of a row of scores, see quantize_probabilities of numerics/attention_math.py, and return
+// the sum of the quantized values. Scores are read and values written up to a multiple of 16. NaN converts to the
+// smallest int32, which saturates to 0.
 static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_t* levels) {
     int64_t j = 0;
     int32_t sum = 0;

@@ -38,8 +38,8 @@ static inline struct Working cut_up(const struct Recurrent* r) {
 }
 
 // Functions that return NaN for NaN.
-static inline Reals known_sigmoid(Reals z) { return z == z ? sigmoid(z) : z; }
-static inline Reals known_tangent(Reals z) { return z == z ? hyperbolic_tangent(z) : z; }
+static inline Reals sigmoid_keeping_nan(Reals z) { return z == z ? sigmoid(z) : z; }
+static inline Reals tanh_keeping_nan(Reals z) { return z == z ? tanh_f32(z) : z; }
 
 static inline Reals reals_at(const float* from) {
     Reals x;
@@ -56,17 +56,17 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
         const size_t bytes = (size_t)(n - c < FLOATS ? n - c : FLOATS) * sizeof(float);
         Reals state;
         if (r->lstm) {
-            const Reals i = known_sigmoid(reals_at(x + c) + reals_at(h + c)),
-                        f = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
-            const Reals g = known_tangent(reals_at(x + 2 * n + c) + reals_at(h + 2 * n + c));
-            const Reals o = known_sigmoid(reals_at(x + 3 * n + c) + reals_at(h + 3 * n + c));
+            const Reals i = sigmoid_keeping_nan(reals_at(x + c) + reals_at(h + c)),
+                        f = sigmoid_keeping_nan(reals_at(x + n + c) + reals_at(h + n + c));
+            const Reals g = tanh_keeping_nan(reals_at(x + 2 * n + c) + reals_at(h + 2 * n + c));
+            const Reals o = sigmoid_keeping_nan(reals_at(x + 3 * n + c) + reals_at(h + 3 * n + c));
             const Reals next = f * reals_at(cell + c) + i * g;
             memcpy(cell + c, &next, bytes);
-            state = o * known_tangent(next);
+            state = o * tanh_keeping_nan(next);
         } else {
-            const Reals reset = known_sigmoid(reals_at(x + c) + reals_at(h + c)),
-                        z = known_sigmoid(reals_at(x + n + c) + reals_at(h + n + c));
-            const Reals fresh = known_tangent(reals_at(x + 2 * n + c) + reset * reals_at(h + 2 * n + c));
+            const Reals reset = sigmoid_keeping_nan(reals_at(x + c) + reals_at(h + c)),
+                        z = sigmoid_keeping_nan(reals_at(x + n + c) + reals_at(h + n + c));
+            const Reals fresh = tanh_keeping_nan(reals_at(x + 2 * n + c) + reset * reals_at(h + 2 * n + c));
             state = fresh + z * (reals_at(hidden + c) - fresh);
         }
         memcpy(hidden + c, &state, bytes);
@@ -77,7 +77,7 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
 // Quantize the hidden state of a cell for the next product.
 static inline void quantize_state(const struct Working* w, int64_t cell, int64_t n) {
     const float* state = w->hidden + cell * n;
-    w->h_scales[cell] = quantize_row(state, 1, n, peak_bits(state, 1, n, SMALLEST_ROW), w->h_levels + cell * n);
+    w->h_scales[cell] = quantize_row(state, 1, n, peak_bits(state, 1, n, MIN_ROW_ABSMAX), w->h_levels + cell * n);
 }
 
 // Copy a state to (`out`) or from the caller's memory.

@@ -9,11 +9,11 @@
 LIBRARY void quantize_rows(const float* from, const int64_t* strides, const struct Image* out, float* scales,
                            int64_t alike, int thread, int threads) {
     const int64_t rows = out->images * out->height * out->width, count = out->pixel, apart = strides[1];
-    int32_t bits = SMALLEST_ROW;
+    int32_t bits = MIN_ROW_ABSMAX;
     int64_t known = -1;
     for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
         if (r / alike != known) {
-            known = r / alike, bits = SMALLEST_ROW;
+            known = r / alike, bits = MIN_ROW_ABSMAX;
             for (int64_t i = known * alike; i < (known + 1) * alike; ++i) {
                 const int64_t y = i / out->width;
                 const float* row =

@@ -1,4 +1,4 @@
-// Dynamic per-token quantization, bit for bit row_peaks and quantize_rows of numerics/row_quantization.py.
+// Dynamic per-token quantization, bit for bit row_absmax and quantize_rows of numerics/row_quantization.py.
 
 #pragma once
 

@@ -145,7 +145,7 @@ def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
         sides = [value.take(index[:, side], axis) * weights[:, side].reshape(spread) for side in (0, 1)]
         value = sides[0] + sides[1]
     q = out.qparams
-    return numerics.finish(value * factor.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
+    return numerics.round_clamp_i32(value * factor.reshape(()), q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
 def nearest_types(axes: int, attrs: Attrs) -> TypeRule:

@@ -153,7 +153,7 @@ def _reduction(
 
 
 def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    return float_math.of_numbers(lambda x: numerics.leaky_relu(x, op.attrs["slope"]))(args[0])
+    return float_math.keep_nan(lambda x: numerics.leaky_relu(x, op.attrs["slope"]))(args[0])
 
 
 def _clamp(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -224,35 +224,33 @@ ROWS = (
     _unary("exp", "exponential({0})", float_math.exp, c_of_distances="exp_negatives"),
     _unary("log", "logarithm({0})", float_math.log),
     _unary("relu", "relu({0})", lambda x: np.where(x < 0, np.float32(0), x), cheap=True, bound=largest),
-    _unary("hardswish", "of_number({0}, hardswish({0}))", float_math.of_numbers(numerics.hardswish), bound=largest),
-    _unary("hardsigmoid", "of_number({0}, hardsigmoid({0}))", float_math.of_numbers(numerics.hardsigmoid), bound=one),
-    _unary("sigmoid", "of_number({0}, sigmoid({0}))", float_math.of_numbers(numerics.sigmoid), bound=one),
-    _unary(
-        "tanh", "of_number({0}, hyperbolic_tangent({0}))", float_math.of_numbers(numerics.hyperbolic_tangent), bound=one
-    ),
-    _unary("silu", "of_number({0}, silu({0}))", float_math.of_numbers(numerics.silu), bound=largest),
+    _unary("hardswish", "keep_nan({0}, hardswish({0}))", float_math.keep_nan(numerics.hardswish), bound=largest),
+    _unary("hardsigmoid", "keep_nan({0}, hardsigmoid({0}))", float_math.keep_nan(numerics.hardsigmoid), bound=one),
+    _unary("sigmoid", "keep_nan({0}, sigmoid({0}))", float_math.keep_nan(numerics.sigmoid), bound=one),
+    _unary("tanh", "keep_nan({0}, tanh_f32({0}))", float_math.keep_nan(numerics.tanh_f32), bound=one),
+    _unary("silu", "keep_nan({0}, silu({0}))", float_math.keep_nan(numerics.silu), bound=largest),
     _unary(
         "gelu",
-        "of_number({0}, gelu({0}))",
-        float_math.of_numbers(numerics.gelu),
+        "keep_nan({0}, gelu({0}))",
+        float_math.keep_nan(numerics.gelu),
         approximation="near_gelu",
         bound=largest,
     ),
     _unary(
         "near_gelu",
-        "near_gelu({0})",
-        float_math.of_numbers(numerics.near_gelu),
-        c_of_vectors="near_gelus",
+        "gelu_approx({0})",
+        float_math.keep_nan(numerics.gelu_approx),
+        c_of_vectors="gelu_approx_vectors",
         bound=largest,
     ),
-    _unary("gelu_tanh", "of_number({0}, gelu_tanh({0}))", float_math.of_numbers(numerics.gelu_tanh), bound=largest),
+    _unary("gelu_tanh", "keep_nan({0}, gelu_tanh({0}))", float_math.keep_nan(numerics.gelu_tanh), bound=largest),
     Primitive(
         "leaky_relu",
         ((REAL,),),
         F32,
         _leaky_relu,
         ("slope",),
-        c="of_number({0}, leaky_relu({0}, {slope}))",
+        c="keep_nan({0}, leaky_relu({0}, {slope}))",
         bound=bound_of_leaky_relu,
     ),
     Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high"), c="clamp({0}, {low}, {high})", bound=bound_of_clamp),
@@ -270,15 +268,19 @@ ROWS = (
     Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
-    _reduction("sum", Lanes("0.0f", "added", "tree_of_sums({0})"), float_math.total),
-    _reduction("mean", Lanes("0.0f", "added", "tree_of_sums({0}) / (float)size"), float_math.mean, largest),
-    _reduction("max", Lanes("-__builtin_inff()", "raised", "tree_of_most({0})"), float_math.greatest, largest),
-    _reduction("min", Lanes("__builtin_inff()", "lowered", "tree_of_least({0})"), float_math.least, largest),
+    _reduction("sum", Lanes("0.0f", "added", "tree_of_sums({0})"), float_math.reduce_sum),
+    _reduction("mean", Lanes("0.0f", "added", "tree_of_sums({0}) / (float)size"), float_math.reduce_mean, largest),
+    _reduction("max", Lanes("-__builtin_inff()", "raised", "tree_of_most({0})"), float_math.reduce_max, largest),
+    _reduction("min", Lanes("__builtin_inff()", "lowered", "tree_of_least({0})"), float_math.reduce_min, largest),
     Primitive("squeeze", ANY_TYPE, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
     Primitive("unsqueeze", ANY_TYPE, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
-    Primitive("gather", (((F32,), WHOLE_TYPES),), F32, _plain(float_math.rows_of), gathers=True),
+    Primitive("gather", (((F32,), WHOLE_TYPES),), F32, _plain(float_math.gather_rows), gathers=True),
     Primitive(
-        "gather_levels", (((U8,), WHOLE_TYPES, (F32,), (F32,)),), F32, _plain(float_math.rows_of_levels), gathers=True
+        "gather_levels",
+        (((U8,), WHOLE_TYPES, (F32,), (F32,)),),
+        F32,
+        _plain(float_math.gather_quantized_rows),
+        gathers=True,
     ),
 )
 PRIMITIVES: Mapping[str, Primitive] = {row.name: row for row in ROWS}

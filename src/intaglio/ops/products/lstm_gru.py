@@ -36,7 +36,7 @@ class Direction:
     bias_h: np.ndarray
 
 
-def known(z: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def apply_keeping_nan(z: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Apply a function, but return NaN for NaN."""
     strange = np.isnan(z)
     return np.where(strange, np.float32(np.nan), function(np.where(strange, np.float32(0), z)))
@@ -48,9 +48,9 @@ def lstm_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tupl
     ``c = f * c + i * g``, ``h = o * tanh(c)``. ``x`` and ``h`` are the products f32[B, 4 H], states are f32[B, H].
     """
     i, f, g, o = np.split(x + h, 4, -1)
-    gates = [known(z, numerics.sigmoid) for z in (i, f, o)]
-    cell = gates[1] * state[1] + gates[0] * known(g, numerics.hyperbolic_tangent)
-    return gates[2] * known(cell, numerics.hyperbolic_tangent), cell
+    gates = [apply_keeping_nan(z, numerics.sigmoid) for z in (i, f, o)]
+    cell = gates[1] * state[1] + gates[0] * apply_keeping_nan(g, numerics.tanh_f32)
+    return gates[2] * apply_keeping_nan(cell, numerics.tanh_f32), cell
 
 
 def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -60,8 +60,8 @@ def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple
     H].
     """
     (x_r, x_z, x_n), (h_r, h_z, h_n) = np.split(x, 3, -1), np.split(h, 3, -1)
-    r, z = known(x_r + h_r, numerics.sigmoid), known(x_z + h_z, numerics.sigmoid)
-    n = known(x_n + r * h_n, numerics.hyperbolic_tangent)
+    r, z = apply_keeping_nan(x_r + h_r, numerics.sigmoid), apply_keeping_nan(x_z + h_z, numerics.sigmoid)
+    n = apply_keeping_nan(x_n + r * h_n, numerics.tanh_f32)
     return (n + z * (state[0] - n),)
 
 

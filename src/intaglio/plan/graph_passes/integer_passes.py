@@ -1,4 +1,4 @@
-"""Passes over the integer graph. All preserve results bit for bit, except for `near_functions`."""
+"""Passes over the integer graph. All preserve results bit for bit, except for `approximate_functions`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from intaglio.ops import op_def
 from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
 from intaglio.ops.movement.shape import pad_shape
 from intaglio.plan.graph_passes.loop_merging import merge_loops
-from intaglio.plan.graph_passes.lut_passes import loops_as_tables, near_functions
+from intaglio.plan.graph_passes.lut_passes import approximate_functions, loops_as_tables
 from intaglio.plan.layouts import separate_layouts
 
 
@@ -98,6 +98,6 @@ INTEGER_PASSES = (
     depth_as_channels,  # before layouts: images have two axes after it
     merge_loops,
     loops_as_tables,  # after merging, which makes loops as long as possible
-    near_functions,  # after lookup tables, whose entries come from the exact function
+    approximate_functions,  # after lookup tables, whose entries come from the exact function
     separate_layouts,  # last: loops influence layouts
 )

@@ -39,7 +39,7 @@ def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
     return found
 
 
-def near_functions(graph: Graph) -> tuple[Graph, int]:
+def approximate_functions(graph: Graph) -> tuple[Graph, int]:
     """Replace functions in loops whose results are only quantized by their cheaper approximations, as in `activate`.
 
     The float32 result differs; the quantized value is the same except for near ties in rounding.

@@ -21,5 +21,5 @@ def saturates_to_bounds(op: Op, graph: Graph) -> bool:
     """
     zeros, (low, high) = graph.types[op.output].qparams.zeros, result_bounds(op, graph)
     other = graph.types[op.inputs[1]].qparams.zeros if op_def(op).residual is not None and not op.inputs[4:] else (0,)
-    plain = low == numerics.widen(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
+    plain = low == numerics.widen_to_16bit(1, 0).zero_point if len(op.outputs) > 1 else (low, high) == (0, 255)
     return plain and zeros == other == (0,)

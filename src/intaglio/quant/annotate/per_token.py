@@ -146,7 +146,7 @@ def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, to
     It divides two tensors, because PyTorch computes a number divided by a tensor with a reciprocal.
     """
     largest = x.abs().amax(-1, keepdim=True)
-    peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.SMALLEST_ROW)), torch.nan)
+    peaks = torch.where(largest.isfinite(), largest.clamp_min(float(numerics.MIN_ROW_ABSMAX)), torch.nan)
     if mode == "tensor" and x.dim() > 2:
         peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
     known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)

@@ -56,7 +56,7 @@ class Derived:
     """Parameters computed from those of other sites.
 
     A bias has ``scale_x * scale_w`` of its ``sources`` (activation, weight). A shortcut has the parameters of its 8-bit
-    value with finer steps (`numerics.widen`).
+    value with finer steps (`numerics.widen_to_16bit`).
     """
 
     sources: tuple[str, ...]

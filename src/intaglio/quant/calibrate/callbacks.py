@@ -166,7 +166,7 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
                 absmax = magnitude.movedim(axis, 0).flatten(1).amax(1).numpy()
             else:
                 absmax = magnitude.max().reshape(1).numpy()
-            found[info.sites.weight] = numerics.symmetric(absmax, 127), 0
+            found[info.sites.weight] = numerics.symmetric_scale(absmax, 127), 0
         return found
 
 
@@ -305,7 +305,7 @@ def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapp
     if b_site is not None:
         assert read.bias is not None  # A bias with a site is never absent.
         bias = getattr(evaluation.module, read.bias.target).detach().numpy()
-        steps = numerics.bias_steps(bias, evaluation.qparams[x_site.name].step, each_output(q.scales, len(bias)))
+        steps = numerics.quantize_bias(bias, evaluation.qparams[x_site.name].step, each_output(q.scales, len(bias)))
         unit = np.array(found[b_site.name].scales, np.float32)
         evaluation.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
 
@@ -376,12 +376,14 @@ def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QPara
         scales = tuple(float(np.float32(scale)) for scale in first)
         zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))
     elif site.role == Role.WEIGHT:
-        scales = tuple(map(float, numerics.symmetric(np.maximum(np.abs(first), np.abs(second)), site.qmax)))
+        scales = tuple(map(float, numerics.symmetric_scale(np.maximum(np.abs(first), np.abs(second)), site.qmax)))
         zeros = (0,) * len(scales)
     else:
         if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
             raise ValueError("a range is a low and a high number")
-        scale, zero = numerics.affine(min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax)
+        scale, zero = numerics.affine_qparams(
+            min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax
+        )
         scales, zeros = (scale,), (zero,)
     if any(not site.qmin <= zero <= site.qmax for zero in zeros):
         raise ValueError(f"a zero point outside [{site.qmin}, {site.qmax}]")

@@ -305,7 +305,7 @@ class _Histogram:
 
     def _levels(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
         """Return the step in units of the bins, and the quantized range relative to the zero point."""
-        scale, zero_point = numerics.affine(low, high, qmin, qmax)
+        scale, zero_point = numerics.affine_qparams(low, high, qmin, qmax)
         return math.ldexp(scale, -self.exponent), qmin - zero_point, qmax - zero_point
 
 

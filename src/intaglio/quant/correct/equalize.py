@@ -190,7 +190,7 @@ def _gain(
 def _rounded(value: torch.Tensor) -> torch.Tensor:
     """Return a value quantized to 8 bits over its min-max range, and dequantized."""
     low, high = min(value.min().item(), 0.0), max(value.max().item(), 0.0)
-    scale, zero = numerics.affine(low, high, 0, 255)
+    scale, zero = numerics.affine_qparams(low, high, 0, 255)
     return numerics.round_clamp(value / scale, -zero, 255 - zero) * scale
 
 

@@ -116,7 +116,7 @@ def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
 
 def _spread(channel: Channel) -> tuple[float, float]:
     """Return the gain and zero point of a min-max range; zero is exact, because padding needs it."""
-    scale, zero = numerics.affine(min(channel.low, 0.0), max(channel.high, 0.0), 0, BYTE_LEVELS - 1)
+    scale, zero = numerics.affine_qparams(min(channel.low, 0.0), max(channel.high, 0.0), 0, BYTE_LEVELS - 1)
     return 1 / scale, zero
 
 

@@ -193,7 +193,7 @@ class FakeQuantize(nn.Module):
         ends = list(zip(self.low.tolist(), self.high.tolist(), strict=True))
         if isinstance(self.site.spec, Observed) and self.site.spec.symmetric:
             ends = [(min(low, -high), max(high, -low)) for low, high in ends]
-        found = [numerics.affine(low, high, self.site.qmin, self.site.qmax) for low, high in ends]
+        found = [numerics.affine_qparams(low, high, self.site.qmin, self.site.qmax) for low, high in ends]
         scales, zeros = zip(*found, strict=True)
         self.scale.copy_(torch.tensor(scales))
         self.zero_point.copy_(torch.tensor(zeros))
@@ -288,19 +288,19 @@ def fake_quantize_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantize
     with torch.no_grad():
         scales = weight.positive_scale().repeat(len(bias) // weight.scale.numel()).numpy()
         step = float(x.effective_qparams()[0][0])
-        levels = numerics.bias_steps(bias.detach().numpy(), step, scales)
+        levels = numerics.quantize_bias(bias.detach().numpy(), step, scales)
         units = numerics.accumulator_scale(step, scales).astype(np.float32)
         real = torch.from_numpy(levels.astype(np.float32) * units)
     return bias + (real - bias.detach())
 
 
 def fake_quantize_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
-    """Fake-quantize a value to 16 bits with trainable parameters that `numerics.widen` derives from its 8-bit ones."""
+    """Fake-quantize a value to 16 bits with trainable parameters derived from its 8-bit ones (`widen_to_16bit`)."""
     if not levels.mode.quantize or not levels.seen:
         return x
     scale, zero_point = levels.effective_qparams()
     q = levels.qparams()
-    wide = numerics.widen(q.step, q.zero)
+    wide = numerics.widen_to_16bit(q.step, q.zero)
     gradient_factor = lsq_gradient_factor(
         x.numel() // max(len(x), 1), max_quantized_magnitude(low, high, wide.zero_point)
     )

@@ -198,7 +198,7 @@ def _quantized_bias(
 ) -> tuple[str | None, np.ndarray]:
     """Quantize a bias to i32 and return the reason why it does not fit, or ``None``, and the result."""
     try:
-        steps = numerics.bias_steps(bias, q.step, scales)
+        steps = numerics.quantize_bias(bias, q.step, scales)
     except OverflowError:
         return "its bias is more than 2^30 steps of its accumulator", bias
     bound = numerics.accumulator_bound(rows, steps, q.qmin, q.qmax, q.zeros, groups).max(initial=0)

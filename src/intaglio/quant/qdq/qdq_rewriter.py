@@ -186,7 +186,7 @@ class Rewriter:
         x, rows = self.qparams[x_site.name], per_output(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
-            steps = numerics.bias_steps(bias, x.step, each_output(w.scales, len(rows)))
+            steps = numerics.quantize_bias(bias, x.step, each_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
         if b_site is not None:
             self._constant(anchor, read.bias, b_site, steps, self.qparams[b_site.name])

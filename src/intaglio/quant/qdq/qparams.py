@@ -83,7 +83,7 @@ def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
     """Return the 16-bit parameters of a shortcut site, computed from the 8-bit ones."""
     assert isinstance(site.spec, Derived)
     levels = qparams[site.spec.sources[0]]
-    scale, zero_point = numerics.widen(levels.step, levels.zero)
+    scale, zero_point = numerics.widen_to_16bit(levels.step, levels.zero)
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 
@@ -127,7 +127,7 @@ def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
         try:
             symmetric = site.spec.symmetric
             ends = [(min(a, -b), max(b, -a)) if symmetric else (a, b) for a, b in chosen[site.name]]
-            affines = [numerics.affine(low, high, site.qmin, site.qmax) for low, high in ends]
+            affines = [numerics.affine_qparams(low, high, site.qmin, site.qmax) for low, high in ends]
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:

@@ -108,7 +108,7 @@ def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> FloatArr
         return numerics.group_scale(_groups(rows, group), kind.qmin, kind.qmax, kind.multiples)
     if kind.squares:
         return numerics.least_squares(rows, kind.qmin, kind.qmax)
-    return numerics.symmetric(np.abs(rows).max(1, initial=0), kind.qmax)
+    return numerics.symmetric_scale(np.abs(rows).max(1, initial=0), kind.qmax)
 
 
 def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0) -> FloatArray:
