@@ -26,12 +26,12 @@ struct Call {{
     const float* floats;
     const uint8_t* bytes;
     const struct Affine* q;
-    int64_t apart;
+    int64_t stride;
 }};
 static void body(void* context, int thread, int threads) {{
     const struct Call* c = (const struct Call*)context;
     if (c->floats)
-        quantize_image(c->floats, c->strides, &c->out, c->q, c->apart, thread, threads);
+        quantize_image(c->floats, c->strides, &c->out, c->q, c->stride, thread, threads);
     else
         copy_image(c->bytes, c->strides, &c->out, thread, threads);
 }}
@@ -53,7 +53,7 @@ def memory(role: str) -> Memory:
     return Memory()
 
 
-def levels(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = b"", apart: int = 0) -> np.ndarray:
+def levels(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = b"", stride: int = 0) -> np.ndarray:
     """Levels in NCHW of an image that lies in ``order``; around them there is a halo, which stays as it was."""
     n, c, h, w = x.shape
     lying = np.ascontiguousarray(x.transpose(order))
@@ -64,7 +64,7 @@ def levels(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = 
     out[:] = CANARY
     given, floats = memory("in").hold(lying), x.dtype == np.float32
     q = memory("q").hold(np.frombuffer(parameters, np.uint8)) if floats else 0
-    values = [out.ctypes.data, n, h, w, c, 1, given * floats, given * (not floats), q, apart, *strides]
+    values = [out.ctypes.data, n, h, w, c, 1, given * floats, given * (not floats), q, stride, *strides]
     library(isa).run_border((ctypes.c_int64 * len(values))(*values), 2, ctypes.c_void_p(parallel_address()))
     framed = out.reshape(n, h + 2, w + 2, c)
     inside = framed[:, 1:-1, 1:-1].copy()

@@ -19,7 +19,7 @@ from intaglio.ops.images.pool import adaptive_counts, pool_shape, window_counts
 from support.matmul_library import EXPORT, RUNNABLE_ISAS, SLACK, Image, Memory
 
 IMAGES = ("a", "b", "out")
-SCALAR_OPS = (
+NUMBERS = (
     "kind",
     "zero",
     "first",
@@ -75,12 +75,12 @@ static void body(void* context, int thread, int threads) {{
     const struct Pair* p = &c->pair;
     const struct Image *in = &p->a, *out = &p->out;
     switch (c->kind) {{
-    case 0: case 1: pair_levels(p, c->kind == 0, thread, threads); break;
-    case 2: affine_levels(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
-    case 3: prelu_levels(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
-    case 4: layer_norm_levels(in, out, p->zero_a, c->first, c->second, {float(EPS)!r}f, p->limits, thread, threads);
+    case 0: case 1: add_or_mul_u8(p, c->kind == 0, thread, threads); break;
+    case 2: affine_u8(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
+    case 3: prelu_u8(in, out, p->zero_a, c->first, c->second, p->limits, thread, threads); break;
+    case 4: layer_norm_u8(in, out, p->zero_a, c->first, c->second, {float(EPS)!r}f, p->limits, thread, threads);
         break;
-    case 5: clamp_levels(in, out, p->limits, thread, threads); break;
+    case 5: clamp_u8(in, out, p->limits, thread, threads); break;
     case 6: look_up(in, out, (const uint8_t*)c->first, thread, threads); break;
     case 7: max_pool(&c->pool, thread, threads); break;
     default: avg_pool(&c->pool, &c->barrier, thread, threads);
@@ -169,7 +169,7 @@ def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndar
         numbers["shares"] = how.pixel_sums
         numbers["sums"] = memory("sums").hold(np.full((how.pixel_sums, c), 12345, np.int32), SLACK)
     given = [value for name in IMAGES for value in astuple(images.get(name, Image()))]
-    given += [int(numbers.get(name, 0)) for name in SCALAR_OPS]
+    given += [int(numbers.get(name, 0)) for name in NUMBERS]
     library(isa).run_levels((ctypes.c_int64 * len(given))(*given), how.threads, ctypes.c_void_p(parallel_address()))
     inside = framed[:, halo : halo + h, halo : halo + w]
     assert np.array_equal(inside, expected)

@@ -164,7 +164,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
     if mask is not None:
         missing, steps = 4 - mask.ndim, [s if n > 1 else 0 for n, s in zip(mask.shape, mask.strides, strict=True)]
         numbers |= {"mask": MEMORY[4].hold(mask), "mask_bytes": mask.itemsize}
-        numbers |= {f"mask_apart[{axis}]": step for axis, step in enumerate([0] * missing + steps)}
+        numbers |= {f"mask_stride[{axis}]": step for axis, step in enumerate([0] * missing + steps)}
     types = {name: TensorType(array.shape, DType.U8) for name, array in zip("qkv", (q, k, v), strict=True)}
     lines = evaluate(OPS["attention"].scratch(Op("attention", tuple("qkv"), ("y",)), types), {})
     factor, ratio = factors(case)

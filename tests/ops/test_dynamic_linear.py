@@ -89,10 +89,10 @@ EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int6
     const struct Image out = image(to, images, height, width, pixel, 0, 0);
     for (int thread = 0; thread < threads; ++thread) quantize_rows(from, strides, &out, scales, alike, thread, threads);
 }
-EXPORT void back(float* at, int64_t rows, int64_t apart, int64_t channel, int64_t channels, const float* scales,
+EXPORT void back(float* at, int64_t rows, int64_t stride, int64_t channel, int64_t channels, const float* scales,
                  const float* columns, const float* bias) {
     const struct ByRow by = {scales, columns, bias, 0};
-    dequantize_rows(&by, at, apart, 0, rows, channel, channels);
+    dequantize_rows(&by, at, stride, 0, rows, channel, channels);
 }
 """
 

@@ -66,7 +66,7 @@ extern "C" __attribute__((visibility("default"))) void each_{name}(int64_t n, co
 """
     for name, call in CALLS.items()
 )
-SCALAR_OPS = st.floats(width=32, allow_nan=False)
+NUMBERS = st.floats(width=32, allow_nan=False)
 
 
 @pytest.fixture(scope="module", params=RUNNABLE_ISAS)
@@ -102,7 +102,7 @@ def test_cpp_functions_are_bit_identical_for_all_float32_values(twin, name):
     assert same_bits(twin(name, x), MEANINGS[name](x))
 
 
-@given(hnp.arrays(np.float32, 16, elements=SCALAR_OPS))
+@given(hnp.arrays(np.float32, 16, elements=NUMBERS))
 def test_cpp_functions_are_bit_identical_for_random_values(twin, x):
     for name in CALLS:
         assert same_bits(twin(name, x), MEANINGS[name](x)), name

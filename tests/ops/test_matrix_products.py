@@ -99,8 +99,8 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
 
     numbers = {
         "b": address[id(b)],
-        "depth_apart": b.strides[2],
-        "column_apart": b.strides[3],
+        "depth_stride": b.strides[2],
+        "column_stride": b.strides[3],
         "batch": wide[0],
         "heads": wide[1],
         "rows": case.rows,

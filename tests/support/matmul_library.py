@@ -35,7 +35,7 @@ BEST_ISA_PARAMS = [
 
 
 IMAGES = ("in", "out", "other", "rest", "other_rest")
-SCALAR_OPS = (
+NUMBERS = (
     "stride_y",
     "stride_x",
     "top",
@@ -134,7 +134,7 @@ class Kernels:
 
     def _call(self, images: Mapping[str, Image], numbers: Mapping[str, int], halo: int, threads: int) -> None:
         given = [value for name in IMAGES for value in astuple(images.get(name, Image()))]
-        given += [numbers.get(name, 0) for name in SCALAR_OPS]
+        given += [numbers.get(name, 0) for name in NUMBERS]
         values = (ctypes.c_int64 * len(given))(*given)
         self.library.harness_run(values, halo, threads, ctypes.c_void_p(parallel_address()))
 
@@ -164,7 +164,7 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
         for i, name in enumerate(IMAGES)
     ]
     numbers = [
-        f"call.m.{name} = (decltype(call.m.{name}))v[{i}];" for i, name in enumerate(SCALAR_OPS, start=6 * len(IMAGES))
+        f"call.m.{name} = (decltype(call.m.{name}))v[{i}];" for i, name in enumerate(NUMBERS, start=6 * len(IMAGES))
     ]
     return "\n".join(
         [
@@ -188,8 +188,8 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
             "    parallel(body, &call, threads);",
             "}",
             f"{EXPORT} int64_t harness_place(",
-            "    const struct Life* l, const int64_t* sizes, int count, int64_t* offsets) {",
-            "    return place(l, sizes, count, offsets);",
+            "    const struct BufferLifetime* l, const int64_t* sizes, int count, int64_t* offsets) {",
+            "    return place_buffers(l, sizes, count, offsets);",
             "}",
         ]
     )

@@ -76,7 +76,7 @@ def test_no_single_operator_of_the_result_can_be_quantized_again(damage, random,
 @pytest.mark.case("problem 37")
 @given(st.integers(1, 60), st.data())
 def test_one_damaging_operator_takes_few_trials(count, data):
-    """ModelInfo four times the logarithm of its place in the ranking."""
+    """About four times the logarithm of its place in the ranking."""
     place = data.draw(st.integers(0, count - 1))
     search, left = searched([int(index == place) for index in range(count)], list(range(count)), 0, budget=10**6)
     assert left == (str(place),)

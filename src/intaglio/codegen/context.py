@@ -257,7 +257,7 @@ def describe(partition: Partition, graph: Graph) -> str:
     return f"{kinds(read)} -> {kinds(partition.ops[-1].outputs)}"
 
 
-def finish(code: Code, context: Context, value: str, limits: str) -> None:
+def fill_result_halo(code: Code, context: Context, value: str, limits: str) -> None:
     """Print code that fills the halo of a result, which every run does again."""
     if context.halo(value):
         context.include("base/image.h")

@@ -53,7 +53,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     tiles = context.kernel(partition, ActivationTiles)
     missing: list[Dim] = [1] * (HEAD_AXES - len(shape))
     batch, heads, rows, columns = [*missing, *shape]
-    base, (b_batch, b_head, depth_apart, column_apart) = _broadcast(b, context)
+    base, (b_batch, b_head, depth_stride, column_stride) = _broadcast(b, context)
     context.include("products/product.h")
     code("struct Product p = {};")
     code(f"p.a = {_heads(a, context)};")
@@ -62,7 +62,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     else:
         code(f"p.epilogue = {epilogue(partition, context, 16 * tiles.tile.blocks)};")
     code(f"p.b = {base}, p.b_batch = {b_batch}, p.b_head = {b_head};")
-    code(f"p.depth_apart = {depth_apart}, p.column_apart = {column_apart};")
+    code(f"p.depth_stride = {depth_stride}, p.column_stride = {column_stride};")
     code(f"p.batch = {context.dim(batch)}, p.heads = {context.dim(heads)}, p.rows = {context.dim(rows)};")
     code(f"p.depth = {context.dim(inner)}, p.columns = {context.dim(columns)}, p.zero_a = {types[a].qparams.zero};")
     if op_def(tail).dequantizes:
@@ -122,13 +122,13 @@ def _mask(code: Code, value: str, context: Context) -> None:
     kind = context.graph.types[value]
     if value in context.graph.constants:
         array = np.ascontiguousarray(context.graph.constants[value])
-        apart = [str(step) if size > 1 else "0" for size, step in zip(array.shape, array.strides, strict=True)]
-        base, apart = context.constant(array, "uint8_t", "mask"), ["0"] * (HEAD_AXES - array.ndim) + apart
+        strides = [str(step) if size > 1 else "0" for size, step in zip(array.shape, array.strides, strict=True)]
+        base, strides = context.constant(array, "uint8_t", "mask"), ["0"] * (HEAD_AXES - array.ndim) + strides
     else:
-        base, apart = _broadcast(value, context)
+        base, strides = _broadcast(value, context)
     code(f"a.mask = {base}, a.mask_bytes = {kind.dtype.bytes};")
-    for axis, step in enumerate(apart):
-        code(f"a.mask_apart[{axis}] = {step};")
+    for axis, step in enumerate(strides):
+        code(f"a.mask_stride[{axis}] = {step};")
 
 
 def _kernels(code: Code, name: str, tiles: ActivationTiles, context: Context) -> None:

@@ -18,23 +18,23 @@ def emit_places(code: Code, context: Context) -> None:
     arena = context.plan.arena()
     tiling, outside, inside = arena.tiling, arena.outside, arena.tile
     sizes = [context.dim(context.plan.buffers[placement.value].size()) for placement in outside]
-    lives = [(placement.first, placement.last) for placement in outside]
+    lifetimes = [(placement.first, placement.last) for placement in outside]
     if tiling is not None:
         one, bytes_at = f"some_{tiling.batch}", f"offsets[{len(outside) + 1}]"
         code(f"const int64_t {one} = {tiling.batch} < {tiling.images} ? {tiling.batch} : {tiling.images};")
         own = [_bytes_of(placement, one, context, tiling) for placement in inside]
-        _emit_tables(code, own, [(placement.first, placement.last) for placement in inside], "turn_")
-        code(f"{bytes_at} = place(turn_lives, turn_sizes, {len(own)}, offsets + {len(outside) + 2});")
-        sizes = [f"{bytes_at} * turns_at_once({tiling.batch}, {tiling.images})", *sizes]
-        lives = [(0, tiling.groups - 1), *lives]
-    _emit_tables(code, sizes, lives, "")
-    code(f"return place(lives, sizes, {len(sizes)}, offsets);")
+        _emit_tables(code, own, [(placement.first, placement.last) for placement in inside], "tile_")
+        code(f"{bytes_at} = place_buffers(tile_lifetimes, tile_sizes, {len(own)}, offsets + {len(outside) + 2});")
+        sizes = [f"{bytes_at} * concurrent_batch_tiles({tiling.batch}, {tiling.images})", *sizes]
+        lifetimes = [(0, tiling.groups - 1), *lifetimes]
+    _emit_tables(code, sizes, lifetimes, "")
+    code(f"return place_buffers(lifetimes, sizes, {len(sizes)}, offsets);")
 
 
-def _emit_tables(code: Code, sizes: Sequence[str], lives: Sequence[tuple[int, int]], prefix: str) -> None:
+def _emit_tables(code: Code, sizes: Sequence[str], lifetimes: Sequence[tuple[int, int]], prefix: str) -> None:
     code(f"const int64_t {prefix}sizes[] = {{{', '.join(sizes) or 0}}};")
-    spans = ", ".join(f"{{{first}, {last}}}" for first, last in lives)
-    code(f"static const struct Life {prefix}lives[] = {{{spans or '{0, 0}'}}};")
+    spans = ", ".join(f"{{{first}, {last}}}" for first, last in lifetimes)
+    code(f"static const struct BufferLifetime {prefix}lifetimes[] = {{{spans or '{0, 0}'}}};")
 
 
 def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: BatchTiling) -> str:
@@ -60,23 +60,24 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
     ):
         body(f"{kind} {name}[{count}];")
         body(f"memcpy({name}, whole->{name}, sizeof {name});")
-    body(f"dims[{batch}] = part->count;")
+    body(f"dims[{batch}] = sub_batch->count;")
     for line in _externals_at(plan, tiling):
         body(line)
     for placement in (p for p in outside if p.first < tiling.groups):
-        size = _bytes_of(placement, "part->first", context, tiling)
+        size = _bytes_of(placement, "sub_batch->first", context, tiling)
         body(f"offsets[{context.index[placement.value]}] += {size};")
-    body(f"const int64_t begin = offsets[0] + part->slot * offsets[{len(outside) + 1}];")
-    body(f"for (int i = {last - len(inside)}; i < {last}; ++i) offsets[i] = begin + part->spread * offsets[i];")
+    body(f"const int64_t begin = offsets[0] + sub_batch->slot * offsets[{len(outside) + 1}];")
+    body(f"for (int i = {last - len(inside)}; i < {last}; ++i) offsets[i] = begin + sub_batch->spread * offsets[i];")
     body("struct Run some = *whole;")
     body("some.dims = dims, some.offsets = offsets, some.external = external;")
-    body("if (part->slot) some.times = 0;  // one clock is enough")
+    body("if (sub_batch->slot) some.times = 0;  // one clock is enough")
     body("const struct Run* r = &some;")
     for call in calls:
         body(call)
     images = f"{tiling.images} images" if tiling.images > 1 else "one image"
     code(f"// Steps of the first {tiling.groups} barrier groups, which run on sub-batches of {images} a thread.")
-    with code.block("static void turn(const struct Run* whole, const struct Part* part, int thread, int threads)"):
+    arguments = "const struct Run* whole, const struct SubBatch* sub_batch, int thread, int threads"
+    with code.block(f"static void run_batch_tile({arguments})"):
         for line in context.dims_used(body.text()):
             code(line.replace("r->dims", "whole->dims"))
         code(body.text())
@@ -85,7 +86,7 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
 def batch_tiles_call(tiling: BatchTiling, context: Context) -> str:
     """Return the C statement that calls this function for all sub-batches."""
     batch = f"r->dims[{context.symbols.index(tiling.batch)}]"
-    return f"take_turns(r, turn, {batch}, {tiling.images}, thread, threads);"
+    return f"run_batch_tiles(r, run_batch_tile, {batch}, {tiling.images}, thread, threads);"
 
 
 def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
@@ -99,5 +100,5 @@ def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)
                 size = f"(whole->bytes[{index}] ? 1 : {size})" if op_def(op) is PIXELS else size
-                found[index] = f"external[{index}] += part->first * whole->strides[{5 * index}] * {size};"
+                found[index] = f"external[{index}] += sub_batch->first * whole->strides[{5 * index}] * {size};"
     return [found[index] for index in sorted(found)]

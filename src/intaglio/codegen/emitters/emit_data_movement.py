@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from intaglio.codegen.context import Context, finish
+from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.ops.movement.data_movement import Run
@@ -24,13 +24,13 @@ def emit_movement(code: Code, partition: Partition, context: Context) -> None:
     kernel = context.kernel(partition, MovementKernel)
     MOVEMENTS[kernel.movement](code, partition.anchor, kernel, context)
     if context.graph.types[partition.output].q is not None:
-        finish(code, context, partition.output, context.limits(partition.anchor))
+        fill_result_halo(code, context, partition.output, context.limits(partition.anchor))
 
 
 def _interleave(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
     context.include("images/shuffle.h")
     code(f"const struct Image in = {context.image(op.inputs[0])}, out = {context.image(op.output)};")
-    code("interleave_levels(&in, &out, thread, threads);")
+    code("interleave_channel_groups(&in, &out, thread, threads);")
 
 
 def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
@@ -47,7 +47,7 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
         source = zero if box.fill else f"in{box.operand} + {context.dim(box.source)}"
         with code.block(""):
             code(f"struct Copy c = {{{source}, out + {context.dim(box.result)}, {_table(box.runs, context)}}};")
-            code("copy_levels(&c, thread, threads);")
+            code("copy_strided(&c, thread, threads);")
 
 
 def _table(runs: Sequence[Run], context: Context) -> str:
@@ -70,9 +70,9 @@ def _reshape(code: Code, op: Op, kernel: MovementKernel, context: Context) -> No
         bytes_too = ((*kind.shape, size), (*(step * size for step in steps), 1)) if size > 1 else (kind.shape, steps)
         missing = AXES - len(bytes_too[0])
         sizes = _braced([1] * missing + list(bytes_too[0]), context)
-        apart = _braced([0] * missing + list(bytes_too[1]), context)
-        code(f"const struct Side {name} = {{{start}, {sizes}, {apart}}};")
-    code("reshape_levels(&in, &out, thread, threads);")
+        strides = _braced([0] * missing + list(bytes_too[1]), context)
+        code(f"const struct Side {name} = {{{start}, {sizes}, {strides}}};")
+    code("copy_in_logical_order(&in, &out, thread, threads);")
 
 
 MOVEMENTS: Mapping[Movement, Callable[[Code, Op, MovementKernel, Context], None]] = {

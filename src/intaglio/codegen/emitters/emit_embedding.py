@@ -29,8 +29,8 @@ def emit_embedding_bag(code: Code, partition: Partition, context: Context) -> No
     code(
         f"b.ends = {int(op.attrs['ends'])}, b.mode = {BAG_MODES[op.attrs['mode']]}, b.padding = {op.attrs['padding']};"
     )
-    apart = context.strided(op.output)[1][0]
-    code(f"b.out = (float*){pointer[op.output]}, b.apart = {context.dim(apart)};")
+    stride = context.strided(op.output)[1][0]
+    code(f"b.out = (float*){pointer[op.output]}, b.stride = {context.dim(stride)};")
     code("embedding_bags(&b, r->outside, thread, threads);")
 
 
@@ -39,5 +39,7 @@ def emit_arange(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     start, step, size = (context.dim(op.attrs[name]) for name in ("start", "step", "size"))
     code(f"int64_t* const y = (int64_t*){context.strided(op.output)[0]};")
-    with code.block(f"for (int64_t i = share({size}, thread, threads); i < share({size}, thread + 1, threads); ++i)"):
+    with code.block(
+        f"for (int64_t i = shard_begin({size}, thread, threads); i < shard_begin({size}, thread + 1, threads); ++i)"
+    ):
         code(f"y[i] = {start} + i * {step};")

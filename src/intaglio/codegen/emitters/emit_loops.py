@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from intaglio import numerics
-from intaglio.codegen.context import Context, finish
+from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.emitters.loop_variables import Loop
 from intaglio.codegen.writer import Code
 from intaglio.ir import DType, Op, numel
@@ -61,7 +61,7 @@ def fill_frames(code: Code, op: Op, context: Context) -> None:
     for name in op.outputs:
         if context.halo(name):
             with code.block(""):
-                finish(code, context, name, context.limits(Op("loop", (), (name,))))
+                fill_result_halo(code, context, name, context.limits(Op("loop", (), (name,))))
 
 
 def epilogue(partition: Partition, context: Context, width: int) -> str:
@@ -74,14 +74,14 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
     loop = Loop(context.plan.loops[op.outputs[0]], context)
     body = Code()
     _declare_operands(body, loop)
-    with body.block("for (int64_t p = 0; p < pixels; ++p, tile += apart)"):
+    with body.block("for (int64_t p = 0; p < pixels; ++p, tile += stride)"):
         body("const int64_t row = pixel + p, first = 0, last = channels;")
         _pointers(body, loop)
         for stage in loop.schedule.variants[0].stages:
             _stage(body, loop, stage, {})
     name, code = f"behind_{made}", Code()
     head = (
-        "const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels, int64_t channel, "
+        "const struct Run* r, const uint8_t* tile, int64_t stride, int64_t pixel, int64_t pixels, int64_t channel, "
         "int64_t channels"
     )
     with code.block(f"static inline __attribute__((always_inline)) void some_{name}({head})"):
@@ -89,8 +89,8 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
             code(line)
         code(body.text())
     with code.block(f"static void {name}({head})"):
-        code(f"if (channels == {width}) some_{name}(r, tile, apart, pixel, pixels, channel, {width});")
-        code(f"else some_{name}(r, tile, apart, pixel, pixels, channel, channels);")
+        code(f"if (channels == {width}) some_{name}(r, tile, stride, pixel, pixels, channel, {width});")
+        code(f"else some_{name}(r, tile, stride, pixel, pixels, channel, channels);")
     context.functions.append(code.text())
     return f"(struct Epilogue){{{name}, r, {context.graph.types[made].dtype.bytes}}}"
 
@@ -105,7 +105,9 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
         units = "rows * pieces"
     else:
         units = "rows"
-    head = f"for (int64_t u = share({units}, thread, threads); u < share({units}, thread + 1, threads); ++u)"
+    head = (
+        f"for (int64_t u = shard_begin({units}, thread, threads); u < shard_begin({units}, thread + 1, threads); ++u)"
+    )
     with code.block(head):
         if axis is None:
             code("const int64_t row = u / pieces, first = u % pieces * PIECE;")
@@ -171,14 +173,15 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
         return
     for op in stage.sums:
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
-        code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = every_lane({_lanes(op).start});")
+        code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = all_lanes({_lanes(op).start});")
     group = "int g" if stage.sums else "int"
-    head = f"along(first, last, [&](int64_t e, int64_t count, {group}, auto vectors) __attribute__((always_inline))"
+    arguments = f"int64_t e, int64_t count, {group}, auto vectors"
+    head = f"for_each_block(first, last, [&]({arguments}) __attribute__((always_inline))"
     with code.block(head, end="});"):
         code("enum { COUNT = decltype(vectors)::COUNT };")
         _pass(code, loop, stage, kept)
     for op in stage.sums:
-        code(f"const Reals {names[op.output]} = {_lanes(op).finish.format(f'{names[op.output]}_lanes')};")
+        code(f"const Reals {names[op.output]} = {_lanes(op).final.format(f'{names[op.output]}_lanes')};")
 
 
 def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
@@ -199,14 +202,14 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
             code(f"{of_vectors}<COUNT>({loop.names[op.output]});")
         elif op.output not in stage.direct:
             turn = stage.any_order and primitive(op).dequantizes
-            define(op.output, _load_in_turn(op, loop) if turn else _value(op, loop))
+            define(op.output, _load_interleaved(op, loop) if turn else _value(op, loop))
     for op in stage.sums:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
         code(f"EACH {lanes} = {_lanes(op).join}({lanes}, {_operand(op.inputs[0], loop)}, count);")
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
-        code(_store_levels(name, loop, stage.any_order) if name in stage.direct else _store(name, loop))
+        code(_quantize_and_store(name, loop, stage.any_order) if name in stage.direct else _store(name, loop))
 
 
 def _of_vectors(op: Op, loop: Loop) -> str:
@@ -239,10 +242,10 @@ def _load(name: str, loop: Loop) -> str:
     return f"read_{loop.schedule.operands[name].dtype}({_elements(name, loop)}, count)"
 
 
-def _load_in_turn(op: Op, loop: Loop) -> str:
+def _load_interleaved(op: Op, loop: Loop) -> str:
     """Return a load fused with its dequantize, with elements interleaved over the vectors of a block."""
     (name,), q = op.inputs, loop.body.types[op.inputs[0]].qparams
-    return f"read_in_turn<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
+    return f"read_interleaved<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
 
 
 def _store(name: str, loop: Loop) -> str:
@@ -253,14 +256,14 @@ def _store(name: str, loop: Loop) -> str:
     return f"EACH write_{loop.schedule.operands[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
 
 
-def _store_levels(name: str, loop: Loop, in_turn: bool) -> str:
+def _quantize_and_store(name: str, loop: Loop, interleaved: bool) -> str:
     """Return a store fused with its quantize, of all vectors of a block."""
     step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].qparams
-    apart, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
-    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {apart}")
+    stride, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
+    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {stride}")
     inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
-    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(in_turn)}"
-    return f"write_levels<COUNT>({at}, {apart}, count, {loop.names[source]}, {numbers});"
+    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(interleaved)}"
+    return f"quantize_and_write<COUNT>({at}, {stride}, count, {loop.names[source]}, {numbers});"
 
 
 def _elements(name: str, loop: Loop) -> str:
@@ -274,7 +277,7 @@ def _operand(name: str, loop: Loop) -> str:
     """Return the C variable of a value, its i-th vector if it varies along the row, or a constant in every lane."""
     array = loop.body.constants.get(name)
     if array is not None:
-        return f"every_lane({number(array)})"
+        return f"all_lanes({number(array)})"
     return loop.names[name] if name in loop.schedule.row_values else f"{loop.names[name]}[i]"
 
 

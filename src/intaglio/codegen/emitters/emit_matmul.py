@@ -158,7 +158,7 @@ def _activation(tail: Op, context: Context) -> str:
         values = context.graph.constants[tail.inputs[2]]
         gain = context.constant(np.concatenate([values, np.ones(15, np.float32)]), "float", "gain")
     context.include("elementwise/activation.h")
-    function = f"{tail.attrs['function']}_levels"
+    function = f"{tail.attrs['function']}_quantized"
     return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
 
 

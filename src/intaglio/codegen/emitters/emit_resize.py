@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from intaglio.codegen.context import Context, finish
+from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.plan.plan_records import Partition
@@ -29,7 +29,7 @@ def emit_nearest(code: Code, partition: Partition, context: Context) -> None:
     shapes = graph.types[op.inputs[0]].shape, graph.types[op.output].shape
     depths = ", ".join(context.dim(shape[2]) if len(shape) == 5 else "1" for shape in shapes)
     code(f"upsample_nearest(&in, &out, {depths}, &depth, &row, &column, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    fill_result_halo(code, context, op.output, context.limits(op))
 
 
 def emit_linear(code: Code, partition: Partition, context: Context) -> None:
@@ -52,7 +52,7 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
     code(f"b.zero_in = {context.number(graph.types[op.inputs[0]].qparams.zero, 'int32_t', 'zero_in')};")
     code(f"b.limits = {context.limits(op)};")
     code("upsample_linear(&b, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    fill_result_halo(code, context, op.output, context.limits(op))
 
 
 def _pairs(index: np.ndarray, weight: np.ndarray, context: Context) -> str:

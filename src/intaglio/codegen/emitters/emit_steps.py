@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from intaglio import numerics
-from intaglio.codegen.context import Context, finish
+from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.ops import op_def
@@ -57,7 +57,7 @@ def emit_pool(code: Code, partition: Partition, context: Context) -> None:
             code(f"p.sums = (int32_t*)(r->arena + r->offsets[{context.index[sums]}]);")
             code(f"p.shares = {context.plan.buffers[sums].shape[0]};")
         code("avg_pool(&p, r->barrier, thread, threads);")
-    finish(code, context, op.output, limits)
+    fill_result_halo(code, context, op.output, limits)
 
 
 def fill_pair(code: Code, op: Op, context: Context) -> None:
@@ -80,8 +80,8 @@ def emit_pair(code: Code, partition: Partition, context: Context) -> None:
     op = partition.anchor
     fill_pair(code, op, context)
     code(f"p.out = {context.image(op.output)};")
-    code(f"pair_levels(&p, {int(op_def(op).residual is not None)}, thread, threads);")
-    finish(code, context, op.output, context.limits(op))
+    code(f"add_or_mul_u8(&p, {int(op_def(op).residual is not None)}, thread, threads);")
+    fill_result_halo(code, context, op.output, context.limits(op))
 
 
 def one_input(header: str, call: Callable[[Op, Context], str]) -> Callable[[Code, Partition, Context], None]:
@@ -98,7 +98,7 @@ def one_input(header: str, call: Callable[[Op, Context], str]) -> Callable[[Code
         for name, value in (("in", op.inputs[0]), ("out", op.output)):
             code(f"const struct Image {name} = {context.image(value)};")
         code(call(op, context))
-        finish(code, context, op.output, context.limits(op))
+        fill_result_halo(code, context, op.output, context.limits(op))
 
     return emit
 
@@ -115,11 +115,11 @@ def _affine_call(op: Op, context: Context) -> str:
         for name, label in zip(op.inputs[1:], ("factor", "offset"), strict=True)
     )
     first = f"{context.number(zero, 'int32_t', 'zero_in')}, {factor}, {offset}"
-    return f"affine_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
+    return f"affine_u8(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 
 def _clamp_call(op: Op, context: Context) -> str:
-    return f"clamp_levels(&in, &out, {context.limits(op)}, thread, threads);"
+    return f"clamp_u8(&in, &out, {context.limits(op)}, thread, threads);"
 
 
 def _table_call(op: Op, context: Context) -> str:
@@ -132,7 +132,7 @@ def _prelu_call(op: Op, context: Context) -> str:
     rise, fall = (context.graph.constants[name] for name in op.inputs[1:])
     each = _by_channel(context, np.resize(fall, _channels(context, op.inputs[0])), "fall")
     first = f"{context.number(zero, 'int32_t', 'zero_in')}, {context.constant(rise, 'float', 'rise')}"
-    return f"prelu_levels(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
+    return f"prelu_u8(&in, &out, {first}, {each}, {context.limits(op)}, thread, threads);"
 
 
 def _channels(context: Context, value: str) -> int:
@@ -155,7 +155,7 @@ def _layer_norm_call(op: Op, context: Context) -> str:
     )
     zero_in, epsilon = context.number(zero, "int32_t", "zero_in"), f"*{context.constant(eps, 'float', 'epsilon')}"
     first = f"{zero_in}, {factor}, {offset}, {epsilon}"
-    return f"layer_norm_levels(&in, &out, {first}, {context.limits(op)}, thread, threads);"
+    return f"layer_norm_u8(&in, &out, {first}, {context.limits(op)}, thread, threads);"
 
 
 emit_layer_norm = one_input("elementwise/pointwise.h", _layer_norm_call)

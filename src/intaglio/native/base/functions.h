@@ -18,36 +18,36 @@ typedef float Reals __attribute__((vector_size(4 * FLOATS)));
 typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
 
 // Broadcast x to all lanes.
-static inline Reals every_lane(float x) { return x - (Reals){}; }
+static inline Reals all_lanes(float x) { return x - (Reals){}; }
 // Return x > y ? x : y (`most_of`) or x < y ? x : y (`least_of`) per lane, hence y for a NaN. Both are single
 // instructions, which g++ does not use for these expressions.
-static inline Reals most_of(Reals x, float y) {
+static inline Reals at_least(Reals x, float y) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_max_ps((__m512)x, _mm512_set1_ps(y));
 #elif defined(__AVX2__)
     return (Reals)_mm256_max_ps((__m256)x, _mm256_set1_ps(y));
 #else
-    return x > y ? x : every_lane(y);
+    return x > y ? x : all_lanes(y);
 #endif
 }
-static inline Reals least_of(Reals x, float y) {
+static inline Reals at_most(Reals x, float y) {
 #if defined(__AVX512F__)
     return (Reals)_mm512_min_ps((__m512)x, _mm512_set1_ps(y));
 #elif defined(__AVX2__)
     return (Reals)_mm256_min_ps((__m256)x, _mm256_set1_ps(y));
 #else
-    return x < y ? x : every_lane(y);
+    return x < y ? x : all_lanes(y);
 #endif
 }
 // Return |x|.
 static inline Reals absolute(Reals x) { return (Reals)((RealBits)x & 0x7fffffff); }
-// Return least_of(absolute(x), y) for y > 0, hence y for a NaN.
-static inline Reals size_up_to(Reals x, float y) {
+// Return at_most(absolute(x), y) for y > 0, hence y for a NaN.
+static inline Reals magnitude_at_most(Reals x, float y) {
 #if defined(__AVX512DQ__)
     // The immediate is 2, the smaller magnitude, plus 8, without its sign.
     return (Reals)_mm512_range_ps((__m512)x, _mm512_set1_ps(y), 10);
 #else
-    return least_of(absolute(x), y);
+    return at_most(absolute(x), y);
 #endif
 }
 // Return 0 > x ? 0 : x, which keeps NaN and -0.
@@ -57,7 +57,7 @@ static inline Reals relu(Reals x) {
 #elif defined(__AVX2__)
     return (Reals)_mm256_max_ps(_mm256_setzero_ps(), (__m256)x);
 #else
-    return x < 0.0f ? every_lane(0.0f) : x;
+    return x < 0.0f ? all_lanes(0.0f) : x;
 #endif
 }
 
@@ -92,7 +92,7 @@ static inline Reals exp_rise(Reals bounded, Reals n) {
 // Split exp(x) for x in [-87, 0]: return r, and set *power to a power of two, with exp(x) = (r + 1) * power. Smaller x
 // count as -87.
 static inline Reals exp_parts(Reals x, Reals* power) {
-    const Reals bounded = most_of(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
+    const Reals bounded = at_least(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
     *power = (Reals)((whole(rounded) + 127) << 23);
     return exp_rise(bounded, integral(rounded));
 }
@@ -104,11 +104,11 @@ static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
     Reals n[COUNT], power[COUNT];
     RealBits below[COUNT];
     EACH below[i] = x[i] < -87.0f;
-    EACH n[i] = shifted(below[i] ? every_lane(0.0f) : x[i] * 1.44269502162933349609375f);
+    EACH n[i] = shifted(below[i] ? all_lanes(0.0f) : x[i] * 1.44269502162933349609375f);
     EACH power[i] = (Reals)((whole(n[i]) + 127) << 23);
     EACH n[i] = integral(n[i]);
     exp_rises<COUNT>(x, n);
-    EACH x[i] = below[i] ? every_lane(0.0f) : (x[i] + 1.0f) * power[i];
+    EACH x[i] = below[i] ? all_lanes(0.0f) : (x[i] + 1.0f) * power[i];
 }
 
 // Return exp(x) for x <= 0.
@@ -124,18 +124,18 @@ static inline Reals expm1_negative(Reals x) {
     return rise * power + (power - 1.0f);
 }
 
-static inline Reals leaky_relu(Reals x, float slope) { return x > 0.0f ? x : most_of(x, -0x1.fffffep127f) * slope; }
+static inline Reals leaky_relu(Reals x, float slope) { return x > 0.0f ? x : at_least(x, -0x1.fffffep127f) * slope; }
 
-static inline Reals hardsigmoid(Reals x) { return least_of(most_of(x + 3.0f, 0.0f), 6.0f) * 0x1.555556p-3f; }
+static inline Reals hardsigmoid(Reals x) { return at_most(at_least(x + 3.0f, 0.0f), 6.0f) * 0x1.555556p-3f; }
 
-static inline Reals hardswish(Reals x) { return most_of(x, -3.0f) * hardsigmoid(x); }
+static inline Reals hardswish(Reals x) { return at_least(x, -3.0f) * hardsigmoid(x); }
 
 static inline Reals sigmoid(Reals x) {
     const Reals power = exp_negative(-absolute(x));
-    return (x < 0.0f ? power : every_lane(1.0f)) / (power + 1.0f);
+    return (x < 0.0f ? power : all_lanes(1.0f)) / (power + 1.0f);
 }
 
-static inline Reals silu(Reals x) { return most_of(x, -87.0f) * sigmoid(x); }
+static inline Reals silu(Reals x) { return at_least(x, -87.0f) * sigmoid(x); }
 
 static inline Reals tanh_f32(Reals x) {
     const Reals fall = expm1_negative(-2.0f * absolute(x));
@@ -149,7 +149,7 @@ static inline Reals gelu(Reals x) {
     total = total * near + -0x1.23531cp-3f;
     total = total * near + 0x1.04f20cp-3f;
     const Reals tail = (total * near) * power;
-    return most_of(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
+    return at_least(x, -87.0f) * (x < 0.0f ? tail : 1.0f - tail);
 }
 
 // Coefficients [power][piece] of `gelu_approx_vectors`, GELU_APPROX_TERMS of numerics/activations.py.
@@ -188,7 +188,7 @@ template <int COUNT>
 static inline __attribute__((always_inline)) void gelu_approx_vectors(Reals* x) {
     Reals size[COUNT], total[COUNT];
     RealBits place[COUNT];
-    EACH size[i] = size_up_to(x[i], 5.0f);
+    EACH size[i] = magnitude_at_most(x[i], 5.0f);
     EACH place[i] = (RealBits)shifted(size[i] * 3.0f);
     EACH total[i] = gelu_approx_term(3, place[i]) * size[i] + gelu_approx_term(2, place[i]);
     EACH total[i] = total[i] * size[i] + gelu_approx_term(1, place[i]);
@@ -203,7 +203,7 @@ static inline Reals gelu_approx(Reals x) {
 
 static inline Reals gelu_tanh(Reals x) {
     const Reals inner = x * ((x * x) * 0x1.2444f2p-4f + 0x1.988454p0f);
-    return most_of(x, -87.0f) * sigmoid(inner);
+    return at_least(x, -87.0f) * sigmoid(inner);
 }
 
 // Narrow 16 quantized values from 32 bits to 8 bits each.

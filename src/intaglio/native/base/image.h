@@ -52,7 +52,8 @@ static inline void fill_pixels(uint8_t* to, const uint8_t* pixel, int64_t channe
 // Fill this thread's part of the halo with `pixel`, which holds one zero point per channel.
 static inline void fill_halo_pixels(const struct Image* i, const uint8_t* pixel, int thread, int threads) {
     const int64_t rows = i->height + 2 * i->halo_y, side = i->halo_x * i->pixel;
-    for (int64_t r = share(i->images * rows, thread, threads); r < share(i->images * rows, thread + 1, threads); ++r) {
+    for (int64_t r = shard_begin(i->images * rows, thread, threads);
+         r < shard_begin(i->images * rows, thread + 1, threads); ++r) {
         const int64_t y = r % rows - i->halo_y;
         uint8_t* line = at(i, r / rows, y, -i->halo_x);
         if (y < 0 || y >= i->height) {
@@ -67,7 +68,8 @@ static inline void fill_halo_pixels(const struct Image* i, const uint8_t* pixel,
 // Fill this thread's part of the halo with the zero point `level`.
 static inline void fill_halo(const struct Image* i, uint8_t level, int thread, int threads) {
     const int64_t rows = i->height + 2 * i->halo_y, side = i->halo_x * i->pixel;
-    for (int64_t r = share(i->images * rows, thread, threads); r < share(i->images * rows, thread + 1, threads); ++r) {
+    for (int64_t r = shard_begin(i->images * rows, thread, threads);
+         r < shard_begin(i->images * rows, thread + 1, threads); ++r) {
         const int64_t y = r % rows - i->halo_y;
         uint8_t* line = at(i, r / rows, y, -i->halo_x);
         if (y < 0 || y >= i->height) {
@@ -80,10 +82,10 @@ static inline void fill_halo(const struct Image* i, uint8_t level, int thread, i
 }
 
 // Iterate over this thread's part of the rows of all images: `n` is the image, `y` the row.
-#define FOR_EACH_ROW(out_image)                                                                              \
-    for (int64_t r_ = share((out_image)->images * (out_image)->height, thread, threads),                     \
-                 end_ = share((out_image)->images * (out_image)->height, thread + 1, threads), n = 0, y = 0; \
+#define FOR_EACH_ROW(out_image)                                                                                    \
+    for (int64_t r_ = shard_begin((out_image)->images * (out_image)->height, thread, threads),                     \
+                 end_ = shard_begin((out_image)->images * (out_image)->height, thread + 1, threads), n = 0, y = 0; \
          r_ < end_ && (n = r_ / (out_image)->height, y = r_ % (out_image)->height, 1); ++r_)
 
-static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }

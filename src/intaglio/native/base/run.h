@@ -42,49 +42,51 @@ static inline void time_step(const struct Run* r, int64_t step, int64_t steps, i
 }
 
 // A sub-batch: images `first` to `first + count` of the batch. The arena has slots of equal size for the activations of
-// the tiled steps; this sub-batch uses `spread` slots from number `slot` on.
-struct Part {
+// the tiled steps; this sub-batch uses `widen_quarter` slots from number `slot` on.
+struct SubBatch {
     int64_t first, count, slot, spread;
 };
 
 // Runs the tiled steps on one sub-batch.
-typedef void (*TakeTurn)(const struct Run*, const struct Part*, int thread, int threads);
+typedef void (*RunBatchTile)(const struct Run*, const struct SubBatch*, int thread, int threads);
 
 // Return the number of slots in the arena for sub-batches of `each` images: one per core, or fewer if the batch has
 // fewer sub-batches.
-static inline int64_t turns_at_once(int64_t batch, int64_t each) {
-    const int64_t turns = (batch + each - 1) / each, cores = intaglio_cores();
-    return turns < cores ? turns : cores;
+static inline int64_t concurrent_batch_tiles(int64_t batch, int64_t each) {
+    const int64_t tiles = (batch + each - 1) / each, cores = intaglio_cores();
+    return tiles < cores ? tiles : cores;
 }
 
 // Batch tiling: run the tiled steps on all images. As long as there is a sub-batch for every thread, each thread runs
 // its own sub-batches and waits for none of the others; all threads run the remaining images together.
-static inline void take_turns(const struct Run* r, TakeTurn take, int64_t batch, int64_t each, int thread,
-                              int threads) {
-    const int64_t slots = turns_at_once(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
+static inline void run_batch_tiles(const struct Run* r, RunBatchTile run_tile, int64_t batch, int64_t each, int thread,
+                                   int threads) {
+    const int64_t slots = concurrent_batch_tiles(batch, each), own = threads <= slots ? batch / (each * threads) : 0;
     for (int64_t i = 0; i < own; ++i) {
-        const struct Part part = {(thread * own + i) * each, each, thread, 1};
-        take(r, &part, 0, 1);
+        const struct SubBatch sub_batch = {(thread * own + i) * each, each, thread, 1};
+        run_tile(r, &sub_batch, 0, 1);
     }
     if (own) intaglio_barrier_wait(r->barrier, threads);
     for (int64_t first = threads * own * each; first < batch; first += slots * each) {
-        const struct Part part = {first, batch - first < slots * each ? batch - first : slots * each, 0, slots};
-        take(r, &part, thread, threads);
+        const struct SubBatch sub_batch = {first, batch - first < slots * each ? batch - first : slots * each, 0,
+                                           slots};
+        run_tile(r, &sub_batch, thread, threads);
     }
 }
 
 // Return the first of `total` items that a thread works on; its last item precedes the first one of thread + 1.
-static inline int64_t share(int64_t total, int thread, int threads) { return total * thread / threads; }
+static inline int64_t shard_begin(int64_t total, int thread, int threads) { return total * thread / threads; }
 
 // Lifetime of a buffer: the first and the last barrier group in which it holds data.
-struct Life {
+struct BufferLifetime {
     int32_t first, last;
 };
 
 // Place buffers in the given order, each at the lowest offset where it does not overlap a buffer with an overlapping
 // lifetime, and return the bytes of the arena. Offsets are multiples of 64, and at least 64 unused bytes follow each
 // buffer.
-static inline int64_t place(const struct Life* lives, const int64_t* sizes, int count, int64_t* offsets) {
+static inline int64_t place_buffers(const struct BufferLifetime* lifetimes, const int64_t* sizes, int count,
+                                    int64_t* offsets) {
     int64_t arena = 0;
     for (int i = 0; i < count; ++i) {
         const int64_t size = (sizes[i] + 64 + 63) / 64 * 64;
@@ -92,7 +94,7 @@ static inline int64_t place(const struct Life* lives, const int64_t* sizes, int 
         for (int moved = 1; moved;) {
             moved = 0;
             for (int j = 0; j < i; ++j) {
-                if (lives[j].first > lives[i].last || lives[i].first > lives[j].last) continue;
+                if (lifetimes[j].first > lifetimes[i].last || lifetimes[i].first > lifetimes[j].last) continue;
                 const int64_t end = offsets[j] + (sizes[j] + 64 + 63) / 64 * 64;
                 if (offset < end && offsets[j] < offset + size) offset = end, moved = 1;
             }

@@ -65,7 +65,7 @@ struct Share {
     int64_t begin, end;
 };
 
-Share share(int64_t count, int thread, int threads) {
+Share shard_begin(int64_t count, int thread, int threads) {
     return {count * thread / threads, count * (thread + 1) / threads};
 }
 
@@ -141,7 +141,7 @@ void extend_lanes(const float* x, int64_t count, float* low, float* high) {
 
 void channel_body(void* context, int thread, int threads) {
     const ChannelJob& job = *static_cast<ChannelJob*>(context);
-    Share mine = share(job.channels, thread, threads);
+    Share mine = shard_begin(job.channels, thread, threads);
     for (int64_t c = mine.begin; c < mine.end; ++c) job.low[c] = kInf, job.high[c] = -kInf;
     for (int64_t o = 0; o < job.outer; ++o) {
         const float* row = job.x + o * job.channels * job.inner;
@@ -337,7 +337,7 @@ void finish(const CountJob& job, Counts& counts) {
 
 void count_body(void* context, int thread, int threads) {
     const CountJob& job = *static_cast<CountJob*>(context);
-    Share mine = share(job.rows * job.columns, thread, threads);
+    Share mine = shard_begin(job.rows * job.columns, thread, threads);
     Counts counts;
     for (int64_t i = mine.begin; i < mine.end;) {
         const int64_t row = i / job.columns, begin = i;

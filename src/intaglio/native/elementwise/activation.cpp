@@ -6,8 +6,8 @@
 
 // Quantize COUNT vectors of results. The bounds are integers, so results may be clamped before they are rounded.
 template <int COUNT>
-static inline __attribute__((always_inline)) void levels_of(const struct Activation* a, Reals* x, const float* gain,
-                                                            RealBits* words) {
+static inline __attribute__((always_inline)) void apply_and_quantize(const struct Activation* a, Reals* x,
+                                                                     const float* gain, RealBits* words) {
     const struct Limits* q = a->limits;
     const float inverse = a->inverse, least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
     if (gain) EACH {
@@ -15,15 +15,15 @@ static inline __attribute__((always_inline)) void levels_of(const struct Activat
             memcpy(&own, gain + i * FLOATS, sizeof own);
             x[i] = x[i] * own;
         }
-    EACH x[i] = least_of(most_of(x[i] * inverse, least), most);
+    EACH x[i] = at_most(at_least(x[i] * inverse, least), most);
     EACH words[i] = whole(shifted(x[i])) + q->zero_point;
 }
 
 // Apply a function to `channels` channels of each pixel and quantize, 64 channels at a time and then 16.
 template <class Function>
-static inline __attribute__((always_inline)) void function_levels(const struct Activation* a, const float* from,
-                                                                  int64_t from_pixel, int64_t pixels, uint8_t* to,
-                                                                  int64_t to_pixel, int64_t channels) {
+static inline __attribute__((always_inline)) void quantize_function(const struct Activation* a, const float* from,
+                                                                    int64_t from_pixel, int64_t pixels, uint8_t* to,
+                                                                    int64_t to_pixel, int64_t channels) {
     enum { ONE = 16 / FLOATS, FOUR = 64 / FLOATS };
     for (int64_t p = 0; p < pixels; ++p, from += from_pixel, to += to_pixel) {
         int64_t c = 0;
@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void function_levels(const struct A
             RealBits words[FOUR];
             memcpy(x, from + c, sizeof x);
             Function::template run<FOUR>(a, x);
-            levels_of<FOUR>(a, x, a->gain ? a->gain + c : 0, words);
+            apply_and_quantize<FOUR>(a, x, a->gain ? a->gain + c : 0, words);
             for (int i = 0; i < 4; ++i) narrow16(words + i * ONE, to + c + 16 * i);
         }
         for (; c < channels; c += 16) {
@@ -41,24 +41,24 @@ static inline __attribute__((always_inline)) void function_levels(const struct A
             uint8_t level[16];
             memcpy(x, from + c, sizeof x);
             Function::template run<ONE>(a, x);
-            levels_of<ONE>(a, x, a->gain ? a->gain + c : 0, words);
+            apply_and_quantize<ONE>(a, x, a->gain ? a->gain + c : 0, words);
             narrow16(words, level);
             memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c));
         }
     }
 }
 
-#define ACTIVATION(name, run_all)                                                                                 \
-    struct name##_function {                                                                                      \
-        template <int COUNT>                                                                                      \
-        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) {             \
-            (void)a;                                                                                              \
-            run_all;                                                                                              \
-        }                                                                                                         \
-    };                                                                                                            \
-    LIBRARY void name##_levels(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, \
-                               uint8_t* to, int64_t to_pixel, int64_t channels) {                                 \
-        function_levels<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels);                    \
+#define ACTIVATION(name, run_all)                                                                                    \
+    struct name##_function {                                                                                         \
+        template <int COUNT>                                                                                         \
+        static inline __attribute__((always_inline)) void run(const struct Activation* a, Reals* x) {                \
+            (void)a;                                                                                                 \
+            run_all;                                                                                                 \
+        }                                                                                                            \
+    };                                                                                                               \
+    LIBRARY void name##_quantized(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, \
+                                  uint8_t* to, int64_t to_pixel, int64_t channels) {                                 \
+        quantize_function<name##_function>(a, from, from_pixel, pixels, to, to_pixel, channels);                     \
     }
 ACTIVATION(leaky_relu, EACH x[i] = leaky_relu(x[i], a->slope))
 ACTIVATION(hardsigmoid, EACH x[i] = hardsigmoid(x[i]))

@@ -29,7 +29,7 @@ static inline Dwords dwords_of(int32_t x) { return _mm512_set1_epi32(x); }
 static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) {
     return _mm512_add_epi32(a, _mm512_slli_epi32(b, (unsigned)(8 * channel)));
 }
-static inline Dwords levels_at(const uint8_t* from) {
+static inline Dwords load_dwords(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 }
 
@@ -63,7 +63,7 @@ static inline Dwords dwords_of(int32_t x) { return _mm256_set1_epi32(x); }
 static inline Dwords add_dwords(Dwords a, Dwords b, int64_t channel) {
     return _mm256_add_epi32(a, _mm256_slli_epi32(b, (int)(8 * channel)));
 }
-static inline Dwords levels_at(const uint8_t* from) {
+static inline Dwords load_dwords(const uint8_t* from) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 }
 
@@ -109,14 +109,14 @@ static inline int64_t next_vector(int64_t x, int64_t width) {
     return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE;
 }
 
-// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * apart]. Return the number of
+// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * stride]. Return the number of
 // pixels done: all, or 0 if the row is narrower than a vector.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t apart) {
+                                      const struct Affine* q, int64_t stride) {
     struct Steps by[PLANES];
     uint32_t zeros = 0;  // zero point of each channel in its byte
     for (int64_t c = 0; c < channels; ++c)
-        by[c] = steps_of(q + c * apart), zeros += (uint32_t)q[c * apart].zero_point << 8 * c;
+        by[c] = steps_of(q + c * stride), zeros += (uint32_t)q[c * stride].zero_point << 8 * c;
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
         Dwords dwords = dwords_of((int32_t)zeros);
         for (int64_t c = 0; c < channels; ++c) {
@@ -132,8 +132,8 @@ static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t 
 static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int64_t width, int64_t channels,
                                         uint8_t* to) {
     for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
-        Dwords dwords = levels_at(from + x);
-        for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, levels_at(from + c * plane + x), c);
+        Dwords dwords = load_dwords(from + x);
+        for (int64_t c = 1; c < channels; ++c) dwords = add_dwords(dwords, load_dwords(from + c * plane + x), c);
         store_pixels(to + x * channels, dwords, channels);
     }
     return width < PLANE ? 0 : width;
@@ -146,8 +146,8 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 enum { PLANES = 0 };
 
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t apart) {
-    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)apart;
+                                      const struct Affine* q, int64_t stride) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)stride;
     return 0;
 }
 
@@ -164,28 +164,28 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 #endif
 
 // Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
-// q[c * apart]; `apart` is 1, or 0 if all channels have the same.
+// q[c * stride]; `stride` is 1, or 0 if all channels have the same.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                            int64_t apart, int thread, int threads) {
+                            int64_t stride, int thread, int threads) {
     const int64_t channels = out->pixel;
     FOR_EACH_ROW(out) {
         const float* line = from + n * strides[0] + y * strides[2];
         uint8_t* to = at(out, n, y, 0);
         if (strides[1] == 1 || channels == 1) {
-            const int64_t run = !apart && strides[3] == channels ? out->width : 1;  // pixels quantized at once
+            const int64_t run = !stride && strides[3] == channels ? out->width : 1;  // pixels quantized at once
             for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
                 const float* pixel = line + x * strides[3];
-                for (int64_t i = apart ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
-                    to[i] = level_of(pixel[i], q + i * apart);
+                for (int64_t i = stride ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
+                    to[i] = level_of(pixel[i], q + i * stride);
             }
             continue;
         }
         int64_t done = 0;
         if (strides[3] == 1 && channels <= PLANES)
-            done = quantize_planes(line, strides[1], out->width, channels, to, q, apart);
+            done = quantize_planes(line, strides[1], out->width, channels, to, q, stride);
         for (int64_t c = 0; c < channels; ++c)
             for (int64_t x = done; x < out->width; ++x)
-                to[x * channels + c] = level_of(line[c * strides[1] + x * strides[3]], q + c * apart);
+                to[x * channels + c] = level_of(line[c * strides[1] + x * strides[3]], q + c * stride);
     }
 }
 

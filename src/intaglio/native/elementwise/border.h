@@ -12,9 +12,9 @@ struct Affine {
 };
 
 // Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
-// q[c * apart]; `apart` is 1, or 0 if all channels have the same.
+// q[c * stride]; `stride` is 1, or 0 if all channels have the same.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                            int64_t apart, int thread, int threads);
+                            int64_t stride, int thread, int threads);
 
 // Copy quantized values of any strides to an image, whose channels are last.
 LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads);

@@ -24,17 +24,17 @@ static inline void copy_run(const uint8_t* in, uint8_t* out, int64_t size, int64
 }
 
 // Compute this thread's part of a copy.
-static inline void copy_levels(const struct Copy* c, int thread, int threads) {
+static inline void copy_strided(const struct Copy* c, int thread, int threads) {
     const int64_t size = c->size[RUNS - 1], from = c->from[RUNS - 1], to = c->to[RUNS - 1];
     int64_t total = 1, digit[RUNS - 1];
     for (int k = 0; k < RUNS - 1; ++k) total *= c->size[k];
     if (total == 1) {
-        const int64_t first = share(size, thread, threads);
-        copy_run(c->in + first * from, c->out + first * to, share(size, thread + 1, threads) - first, from, to);
+        const int64_t first = shard_begin(size, thread, threads);
+        copy_run(c->in + first * from, c->out + first * to, shard_begin(size, thread + 1, threads) - first, from, to);
         return;
     }
-    int64_t u = share(total, thread, threads);
-    const int64_t end = share(total, thread + 1, threads);
+    int64_t u = shard_begin(total, thread, threads);
+    const int64_t end = shard_begin(total, thread + 1, threads);
     if (u >= end) return;
     const uint8_t* in = c->in;
     uint8_t* out = c->out;
@@ -81,11 +81,11 @@ static inline uint8_t* advance(const struct Side* s, uint8_t* at, int64_t* digit
 }
 
 // Compute this thread's part of a reshape: copy elements in logical order, between tensors of different strides.
-static inline void reshape_levels(const struct Side* in, const struct Side* out, int thread, int threads) {
+static inline void copy_in_logical_order(const struct Side* in, const struct Side* out, int thread, int threads) {
     int64_t total = 1, digit_in[AXES], digit_out[AXES];
     for (int k = 0; k < AXES; ++k) total *= out->size[k];
-    int64_t u = share(total, thread, threads);
-    const int64_t end = share(total, thread + 1, threads);
+    int64_t u = shard_begin(total, thread, threads);
+    const int64_t end = shard_begin(total, thread + 1, threads);
     if (u >= end) return;
     const uint8_t* from = enter(in, u, digit_in);
     uint8_t* to = enter(out, u, digit_out);

@@ -8,11 +8,11 @@
 // Look up 64 values at a time with AVX512-VBMI: two registers hold each half of the table, and the high bit of a value
 // selects the half.
 __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const uint8_t* from, uint8_t* to,
-                                                                           int64_t pixels, int64_t apart,
+                                                                           int64_t pixels, int64_t stride,
                                                                            int64_t channels, const uint8_t* table) {
     const __m512i a = _mm512_loadu_si512(table), b = _mm512_loadu_si512(table + 64);
     const __m512i c = _mm512_loadu_si512(table + 128), d = _mm512_loadu_si512(table + 192);
-    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+    for (int64_t x = 0; x < pixels; ++x, from += stride, to += stride)
         for (int64_t i = 0; i < channels; i += 64) {
             const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
             const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
@@ -25,7 +25,7 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const
 // the index decreases by 16 from each shuffle to the next. Shuffle j has part j of the table XOR part j - 1, so
 // the XOR of all results is the entry of the last part whose index was not negative. Values from 128 on are negative
 // until their high bit is flipped.
-static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t stride, int64_t channels,
                                    const uint8_t* table) {
     const __m256i sixteen = _mm256_set1_epi8(16);
     __m256i change[16];
@@ -34,33 +34,33 @@ static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pix
         const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
         change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
     }
-    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+    for (int64_t x = 0; x < pixels; ++x, from += stride, to += stride)
         for (int64_t i = 0; i < channels; i += WIDE) {
-            __m256i low = load_levels(from + i, channels - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
+            __m256i low = load_u8(from + i, channels - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
             __m256i found = _mm256_setzero_si256();
             for (int j = 0; j < 8; ++j) {
                 found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
                 found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
                 low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
             }
-            store_levels(to + i, found, channels - i);
+            store_u8(to + i, found, channels - i);
         }
 }
 #endif
 
-// Look up `channels` values of each of `pixels` pixels, which are `apart` bytes from each other in both tensors.
-LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+// Look up `channels` values of each of `pixels` pixels, which are `stride` bytes from each other in both tensors.
+LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t stride, int64_t channels,
                             const uint8_t* table) {
 #if defined(__AVX512BW__)
     if (has_vbmi()) {
-        look_up_vectors(from, to, pixels, apart, channels, table);
+        look_up_vectors(from, to, pixels, stride, channels, table);
         return;
     }
 #elif defined(__AVX2__)
-    look_up_vectors(from, to, pixels, apart, channels, table);
+    look_up_vectors(from, to, pixels, stride, channels, table);
     return;
 #endif
-    for (int64_t x = 0; x < pixels; ++x, from += apart, to += apart)
+    for (int64_t x = 0; x < pixels; ++x, from += stride, to += stride)
         for (int64_t i = 0; i < channels; ++i) to[i] = table[from[i]];
 }
 

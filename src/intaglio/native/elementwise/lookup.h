@@ -14,14 +14,14 @@ static inline int has_vbmi(void) {
 #endif
 }
 
-// Look up `channels` values of each of `pixels` pixels, which are `apart` bytes from each other in both tensors.
-LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t apart, int64_t channels,
+// Look up `channels` values of each of `pixels` pixels, which are `stride` bytes from each other in both tensors.
+LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t stride, int64_t channels,
                             const uint8_t* table);
 
 // Look up values as look_up_pixels does, in place.
-static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t apart, int64_t channels, const uint8_t* table) {
-    if (channels == apart) channels *= pixels, pixels = 1;
-    look_up_pixels(at, at, pixels, apart, channels, table);
+static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t stride, int64_t channels, const uint8_t* table) {
+    if (channels == stride) channels *= pixels, pixels = 1;
+    look_up_pixels(at, at, pixels, stride, channels, table);
 }
 
 // Look up all values of an image.

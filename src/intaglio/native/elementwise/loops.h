@@ -18,29 +18,29 @@ typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
 
-// -- operands: `count` elements with stride `apart`; lanes past them are read as 0 and not written --------------------
+// -- operands: `count` elements, every `stride`-th; lanes past them are read as 0 and not written ---------------------
 
-#define END(name, Element, Vector)                                                                            \
-    typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                                    \
-    static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t apart,       \
-                                                                    int64_t count) {                          \
-        Vector all = {0};                                                                                     \
-        if (apart == 1 && count == FLOATS) return *(const name##_anywhere*)from;                              \
-        for (int64_t l = 0; l < count; ++l) all[l] = from[l * apart];                                         \
-        return all;                                                                                           \
-    }                                                                                                         \
-    static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t apart, int64_t count, \
-                                                                   Vector all) {                              \
-        if (apart == 1 && count == FLOATS)                                                                    \
-            *(name##_anywhere*)to = all;                                                                      \
-        else                                                                                                  \
-            for (int64_t l = 0; l < count; ++l) to[l * apart] = all[l];                                       \
+#define OPERAND(name, Element, Vector)                                                                         \
+    typedef Vector name##_anywhere __attribute__((aligned(1), may_alias));                                     \
+    static inline __attribute__((always_inline)) Vector read_##name(const Element* from, int64_t stride,       \
+                                                                    int64_t count) {                           \
+        Vector all = {0};                                                                                      \
+        if (stride == 1 && count == FLOATS) return *(const name##_anywhere*)from;                              \
+        for (int64_t l = 0; l < count; ++l) all[l] = from[l * stride];                                         \
+        return all;                                                                                            \
+    }                                                                                                          \
+    static inline __attribute__((always_inline)) void write_##name(Element* to, int64_t stride, int64_t count, \
+                                                                   Vector all) {                               \
+        if (stride == 1 && count == FLOATS)                                                                    \
+            *(name##_anywhere*)to = all;                                                                       \
+        else                                                                                                   \
+            for (int64_t l = 0; l < count; ++l) to[l * stride] = all[l];                                       \
     }
-END(f32, float, Reals)
-END(bytes, uint8_t, Bytes)
-END(halves, uint16_t, Halves)
-END(i64, int64_t, Longs)
-#undef END
+OPERAND(f32, float, Reals)
+OPERAND(bytes, uint8_t, Bytes)
+OPERAND(halves, uint16_t, Halves)
+OPERAND(i64, int64_t, Longs)
+#undef OPERAND
 
 // Return whether a result of `bytes` bytes is written past the caches. It is too large to be in a cache when it is read
 // again, and cache lines that are written as a whole need not be read first.
@@ -99,29 +99,29 @@ static inline Bytes narrowed(RealBits lanes) {
 }
 
 // Read and write booleans, one byte each, as lanes of 0 or -1.
-static inline RealBits read_bool(const uint8_t* from, int64_t apart, int64_t count) {
-    return widened(read_bytes(from, apart, count)) != 0;
+static inline RealBits read_bool(const uint8_t* from, int64_t stride, int64_t count) {
+    return widened(read_bytes(from, stride, count)) != 0;
 }
-static inline void write_bool(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
-    write_bytes(to, apart, count, narrowed(x & 1));
+static inline void write_bool(uint8_t* to, int64_t stride, int64_t count, RealBits x) {
+    write_bytes(to, stride, count, narrowed(x & 1));
 }
 // Read and write quantized values as lanes of int32.
-static inline RealBits read_u8(const uint8_t* from, int64_t apart, int64_t count) {
-    return widened(read_bytes(from, apart, count));
+static inline RealBits read_u8(const uint8_t* from, int64_t stride, int64_t count) {
+    return widened(read_bytes(from, stride, count));
 }
-static inline void write_u8(uint8_t* to, int64_t apart, int64_t count, RealBits x) {
-    write_bytes(to, apart, count, narrowed(x));
+static inline void write_u8(uint8_t* to, int64_t stride, int64_t count, RealBits x) {
+    write_bytes(to, stride, count, narrowed(x));
 }
 // Read and write bfloat16 as lanes of float32. Values to write are rounded already.
-static inline Reals read_bf16(const uint16_t* from, int64_t apart, int64_t count) {
-    return (Reals)(__builtin_convertvector(read_halves(from, apart, count), RealBits) << 16);
+static inline Reals read_bf16(const uint16_t* from, int64_t stride, int64_t count) {
+    return (Reals)(__builtin_convertvector(read_halves(from, stride, count), RealBits) << 16);
 }
-static inline void write_bf16(uint16_t* to, int64_t apart, int64_t count, Reals x) {
-    write_halves(to, apart, count, __builtin_convertvector(((RealBits)x >> 16) & 0xffff, Halves));
+static inline void write_bf16(uint16_t* to, int64_t stride, int64_t count, Reals x) {
+    write_halves(to, stride, count, __builtin_convertvector(((RealBits)x >> 16) & 0xffff, Halves));
 }
 
 // Broadcast one element to all lanes.
-static inline Reals all_f32(const float* from) { return every_lane(*from); }
+static inline Reals all_f32(const float* from) { return all_lanes(*from); }
 static inline Reals all_bf16(const uint16_t* from) { return (Reals)(((RealBits){} + *from) << 16); }
 static inline RealBits all_bool(const uint8_t* from) { return ((RealBits){} + *from) != 0; }
 static inline RealBits all_u8(const uint8_t* from) { return (RealBits){} + *from; }
@@ -139,9 +139,9 @@ static inline Reals dequantize_row(RealBits levels, float scale, float zero_poin
 }
 
 // Dequantize vector i of COUNT. With AVX512-VNNI and STEP vectors, vector i has every STEP-th value from the i-th on:
-// an instruction then widens them and subtracts the zero point. `write_levels` restores the order.
+// an instruction then widens them and subtracts the zero point. `quantize_and_write` restores the order.
 template <int COUNT>
-static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
+static inline Reals read_interleaved(const uint8_t* from, int i, int64_t count, int32_t zero_point, float scale) {
 #if defined(__AVX512VNNI__)
     if (COUNT == STEP) {
         const __m512i all = _mm512_loadu_si512(from), own = _mm512_set1_epi32(1 << (8 * i));
@@ -154,19 +154,20 @@ static inline Reals read_in_turn(const uint8_t* from, int i, int64_t count, int3
 // Quantize as quantize of numerics/rounding.py. The bounds are integers, so values may be clamped before they are
 // rounded.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
-    const Reals steps = x * inverse, bounded = least_of(most_of(steps, least), most);
-    return whole(shifted(steps == steps ? bounded : every_lane(0.0f))) + zero_point;
+    const Reals steps = x * inverse, bounded = at_most(at_least(steps, least), most);
+    return whole(shifted(steps == steps ? bounded : all_lanes(0.0f))) + zero_point;
 }
 
 // Quantize COUNT vectors and store them one after the other. STEP full vectors take a single store: values too low for
-// int32 become the smallest int32, and packing saturates. `small`: no value is NaN or beyond 2^30 steps. `in_turn`: the
-// vectors are in the order of read_in_turn.
+// int32 become the smallest int32, and packing saturates. `small`: no value is NaN or beyond 2^30 steps. `interleaved`:
+// the vectors are in the order of read_interleaved.
 template <int COUNT>
-static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int64_t apart, int64_t count,
-                                                               const Reals* x, float inverse, int32_t zero_point,
-                                                               int32_t low, int32_t high, int small, int in_turn) {
+static inline __attribute__((always_inline)) void quantize_and_write(uint8_t* to, int64_t stride, int64_t count,
+                                                                     const Reals* x, float inverse, int32_t zero_point,
+                                                                     int32_t low, int32_t high, int small,
+                                                                     int interleaved) {
 #if defined(__AVX512VNNI__)
-    if (COUNT == STEP && apart == 1) {
+    if (COUNT == STEP && stride == 1) {
         __m512i steps[COUNT];
         EACH {
             const __m512 all = (__m512)(x[i] * inverse), lower = _mm512_min_ps(all, _mm512_set1_ps(32767.0f));
@@ -179,14 +180,14 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
         const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
         const __m512i turn = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
         __m512i levels = _mm512_packus_epi16(front, back);
-        levels = in_turn ? _mm512_shuffle_epi8(levels, turn) : _mm512_permutexvar_epi32(place, levels);
+        levels = interleaved ? _mm512_shuffle_epi8(levels, turn) : _mm512_permutexvar_epi32(place, levels);
         if (low > 0) levels = _mm512_max_epu8(levels, _mm512_set1_epi8((char)low));
         if (high < 255) levels = _mm512_min_epu8(levels, _mm512_set1_epi8((char)high));
         _mm512_storeu_si512(to, levels);
         return;
     }
 #elif defined(__AVX2__)
-    if (COUNT == STEP && apart == 1) {
+    if (COUNT == STEP && stride == 1) {
         __m256i steps[COUNT];
         EACH {
             const __m256 all = (__m256)(x[i] * inverse), lower = _mm256_min_ps(all, _mm256_set1_ps(32767.0f));
@@ -204,8 +205,8 @@ static inline __attribute__((always_inline)) void write_levels(uint8_t* to, int6
         return;
     }
 #endif
-    (void)small, (void)in_turn;
-    EACH write_u8(to + i * FLOATS * apart, apart, count,
+    (void)small, (void)interleaved;
+    EACH write_u8(to + i * FLOATS * stride, stride, count,
                   quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
 }
 
@@ -214,7 +215,7 @@ static inline Reals to_bfloat16(Reals x) {
     const RealBits bits = (RealBits)x, odd = (bits >> 16) & 1;
     typedef uint32_t Words __attribute__((vector_size(4 * FLOATS)));
     const RealBits rounded = (RealBits)((Words)bits + 0x7fff + (Words)odd) & (int32_t)0xffff0000;
-    return x == x ? (Reals)rounded : every_lane(__builtin_nanf(""));
+    return x == x ? (Reals)rounded : all_lanes(__builtin_nanf(""));
 }
 
 // -- functions of one element -----------------------------------------------------------------------------------------
@@ -241,11 +242,11 @@ static inline Reals smaller(Reals a, Reals b) {
 }
 
 // Return 1 where a comparison holds, else 0.
-static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)every_lane(1.0f)); }
+static inline Reals ones(RealBits truth) { return (Reals)(truth & (RealBits)all_lanes(1.0f)); }
 
 static inline Reals clamp(Reals x, float low, float high) {
-    const Reals raised = x < low ? every_lane(low) : x;
-    return raised > high ? every_lane(high) : raised;
+    const Reals raised = x < low ? all_lanes(low) : x;
+    return raised > high ? all_lanes(high) : raised;
 }
 
 // Return the square root.
@@ -274,17 +275,17 @@ static inline Reals nearest(Reals x) {
 }
 
 static inline Reals exponential(Reals x) {
-    const Reals bounded = least_of(most_of(x, -87.0f), 89.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
+    const Reals bounded = at_most(at_least(x, -87.0f), 89.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
     const RealBits n = whole(rounded);
     const Reals power = (Reals)(((n < 127 ? n : (RealBits){} + 127) + 127) << 23);
-    const Reals twice = n > 127 ? every_lane(2.0f) : every_lane(1.0f);
+    const Reals twice = n > 127 ? all_lanes(2.0f) : all_lanes(1.0f);
     const Reals found = ((exp_rise(bounded, integral(rounded)) + 1.0f) * power) * twice;
-    return keep_nan(x, x < -87.0f ? every_lane(0.0f) : found);
+    return keep_nan(x, x < -87.0f ? all_lanes(0.0f) : found);
 }
 
 static inline Reals logarithm(Reals x) {
     const RealBits small = x < 0x1p-126f;
-    const Reals usual = x > 0.0f ? x : every_lane(1.0f), scaled = small ? usual * 0x1p23f : usual;
+    const Reals usual = x > 0.0f ? x : all_lanes(1.0f), scaled = small ? usual * 0x1p23f : usual;
     const RealBits bits = (RealBits)scaled, n = (bits - 0x3f3504f3) >> 23;
     const Reals rise = (Reals)(bits - (n << 23)) - 1.0f, s = rise / (rise + 2.0f), square = s * s;
     Reals total = square * 0x1.c71c72p-3f + 0x1.24924ap-2f;
@@ -293,9 +294,9 @@ static inline Reals logarithm(Reals x) {
     const Reals exponent = __builtin_convertvector(n - (small & 23), Reals);
     Reals found = ((total * (square * s) + exponent * -2.12194441701285541057586669921875e-4f) + (s + s)) +
                   exponent * 0.693359375f;
-    found = x == 0.0f ? every_lane(-__builtin_inff()) : found;
+    found = x == 0.0f ? all_lanes(-__builtin_inff()) : found;
     found = x == __builtin_inff() ? x : found;
-    return keep_nan(x, x < 0.0f ? every_lane(__builtin_nanf("")) : found);
+    return keep_nan(x, x < 0.0f ? all_lanes(__builtin_nanf("")) : found);
 }
 
 // -- reductions and iteration along a row -----------------------------------------------------------------------------
@@ -308,13 +309,13 @@ static inline RealBits lanes_below(int64_t count) {
 }
 
 // Include the first `count` lanes of x in a sum, a maximum or a minimum; the other lanes do not change.
-static inline Reals added(Reals sum, Reals x, int64_t count) {
+static inline Reals accumulate_sum(Reals sum, Reals x, int64_t count) {
     return count == FLOATS ? sum + x : lanes_below(count) ? sum + x : sum;
 }
-static inline Reals raised(Reals most, Reals x, int64_t count) {
+static inline Reals accumulate_max(Reals most, Reals x, int64_t count) {
     return count == FLOATS ? larger(x, most) : lanes_below(count) ? larger(x, most) : most;
 }
-static inline Reals lowered(Reals least, Reals x, int64_t count) {
+static inline Reals accumulate_min(Reals least, Reals x, int64_t count) {
     return count == FLOATS ? smaller(x, least) : lanes_below(count) ? smaller(x, least) : least;
 }
 
@@ -326,7 +327,7 @@ static inline Reals upper(Reals x, int half) {
     memcpy(&place, places + half, sizeof place);
     return __builtin_shuffle(x, place);
 }
-#define TREE(name, joined)                                                     \
+#define REDUCE_LANES(name, joined)                                             \
     static inline Reals name(const Reals* lanes) {                             \
         Reals each[GROUPS];                                                    \
         memcpy(each, lanes, sizeof each);                                      \
@@ -339,12 +340,12 @@ static inline Reals upper(Reals x, int half) {
             const Reals a = each[0], b = upper(a, half);                       \
             each[0] = joined;                                                  \
         }                                                                      \
-        return every_lane(each[0][0]);                                         \
+        return all_lanes(each[0][0]);                                          \
     }
-TREE(tree_of_sums, a + b)
-TREE(tree_of_most, larger(b, a))
-TREE(tree_of_least, smaller(b, a))
-#undef TREE
+REDUCE_LANES(reduce_lanes_sum, a + b)
+REDUCE_LANES(reduce_lanes_max, larger(b, a))
+REDUCE_LANES(reduce_lanes_min, smaller(b, a))
+#undef REDUCE_LANES
 
 template <int N>
 struct Vectors {
@@ -355,7 +356,7 @@ struct Vectors {
 // at a time, then for one at a time, where the last may be partial. `group` is the number of the first vector among the
 // GROUPS vectors of partial results.
 template <typename Take>
-static inline __attribute__((always_inline)) void along(int64_t first, int64_t size, Take take) {
+static inline __attribute__((always_inline)) void for_each_block(int64_t first, int64_t size, Take take) {
     int64_t e = first;
     for (; e + STEP * FLOATS <= size; e += STEP * FLOATS) take(e, (int64_t)FLOATS, 0, Vectors<STEP>());
     for (int g = 0; e < size; e += FLOATS, ++g)

@@ -9,15 +9,15 @@
 static inline void add_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
-    const struct Finish f = finishing(q, 255 * (magnitude(p->factor_a[0]) + magnitude(p->factor_b[0])));
+    const struct PackConstants f = pack_constants(q, 255 * (magnitude(p->factor_a[0]) + magnitude(p->factor_b[0])));
     const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point);
     const Floats factor_a = floats(p->factor_a[0]), factor_b = floats(p->factor_b[0]);
     for (int64_t i = 0; i < count; i += WIDE) {
-        const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
+        const VectorU8 left = load_u8(a + i, count - i), right = load_u8(b + i, count - i);
         Floats steps[4];
         for (int j = 0; j < 4; ++j)
-            steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
-        store_levels(to + i, pack(steps, &f), count - i);
+            steps[j] = (widen_quarter(left, j) - origin_a) * factor_a + (widen_quarter(right, j) - origin_b) * factor_b;
+        store_u8(to + i, round_and_pack(steps, &f), count - i);
     }
 #else
     for (int64_t i = 0; i < count; ++i)
@@ -31,17 +31,17 @@ static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const
                                    int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
-    const struct Finish f = finishing(q, UNKNOWN);
+    const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
     const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point),
                  factor_a = floats(p->factor_a[0]);
     FOR_EACH_VECTOR(count, p->out.pixel) {
-        const Levels left = deal(load_levels(a + i, count - i)), right = deal(load_levels(b + i, count - i));
+        const VectorU8 left = deinterleave(load_u8(a + i, count - i)), right = deinterleave(load_u8(b + i, count - i));
         Floats steps[4];
         for (int j = 0; j < 4; ++j) {
             const Floats factor_b = load_floats(p->factor_b + channel + WIDE / 4 * j);
-            steps[j] = (spread(left, j) - origin_a) * factor_a + (spread(right, j) - origin_b) * factor_b;
+            steps[j] = (widen_quarter(left, j) - origin_a) * factor_a + (widen_quarter(right, j) - origin_b) * factor_b;
         }
-        store_levels(to + i, gather(pack(steps, &f)), count - i);
+        store_u8(to + i, interleave(round_and_pack(steps, &f)), count - i);
     }
 #else
     for (int64_t i = 0; i < count; i += p->out.pixel)
@@ -55,13 +55,14 @@ static inline void add_scaled_line(const struct Pair* p, const uint8_t* a, const
 static inline void mul_line(const struct Pair* p, const uint8_t* a, const uint8_t* b, uint8_t* to, int64_t count) {
     const struct Limits* q = p->limits;
 #if defined(VECTORS)
-    const struct Finish f = finishing(q, 255 * 255 * magnitude(p->factor_a[0]));
+    const struct PackConstants f = pack_constants(q, 255 * 255 * magnitude(p->factor_a[0]));
     const Floats origin_a = origin(p->zero_a), origin_b = origin(q->other_zero_point), factor = floats(p->factor_a[0]);
     for (int64_t i = 0; i < count; i += WIDE) {
-        const Levels left = load_levels(a + i, count - i), right = load_levels(b + i, count - i);
+        const VectorU8 left = load_u8(a + i, count - i), right = load_u8(b + i, count - i);
         Floats steps[4];
-        for (int j = 0; j < 4; ++j) steps[j] = (spread(left, j) - origin_a) * (spread(right, j) - origin_b) * factor;
-        store_levels(to + i, pack(steps, &f), count - i);
+        for (int j = 0; j < 4; ++j)
+            steps[j] = (widen_quarter(left, j) - origin_a) * (widen_quarter(right, j) - origin_b) * factor;
+        store_u8(to + i, round_and_pack(steps, &f), count - i);
     }
 #else
     for (int64_t i = 0; i < count; ++i)
@@ -83,7 +84,7 @@ struct Terms {
 
 #if defined(VECTORS)
 // Return whether the number of channels is a multiple of 16. Vectors then begin at a multiple of 16 channels, and
-// `deal` is not needed if the terms of quarter j of all vectors are stored together.
+// `deinterleave` is not needed if the terms of quarter j of all vectors are stored together.
 static inline int in_sixteens(const struct Terms* t) { return t->channels % 16 == 0; }
 
 // Compute the terms of an image from its pixel in this operand.
@@ -93,34 +94,34 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
         for (int64_t c = 0; c < WIDE - 1; ++c) t->term[t->channels + c] = t->term[c];
         return;
     }
-    const int64_t quarter = t->channels / 4, apart = quarter + WIDE / 4;
+    const int64_t quarter = t->channels / 4, stride = quarter + WIDE / 4;
     for (int64_t c = 0; c < t->channels; c += WIDE) {
-        const Levels x = load_levels(from + c, t->channels - c);
+        const VectorU8 x = load_u8(from + c, t->channels - c);
         for (int j = 0; j < 4; ++j) {
-            const Floats term = (spread(x, j) - origin(zero)) * floats(factor);
-            memcpy(t->term + j * apart + c / 4, &term, sizeof term);
+            const Floats term = (widen_quarter(x, j) - origin(zero)) * floats(factor);
+            memcpy(t->term + j * stride + c / 4, &term, sizeof term);
         }
     }
     for (int j = 0; j < 4; ++j)
-        for (int64_t c = 0; c < WIDE / 4; ++c) t->term[j * apart + quarter + c] = t->term[j * apart + c];
+        for (int64_t c = 0; c < WIDE / 4; ++c) t->term[j * stride + quarter + c] = t->term[j * stride + c];
 }
 
 // Add (`sum`) or multiply `count` values and the terms of their channels; `sixteens` is that of in_sixteens.
 static inline __attribute__((always_inline)) void term_vectors(const struct Terms* t, const uint8_t* from, uint8_t* to,
-                                                               int64_t count, const struct Finish* f, int sum,
+                                                               int64_t count, const struct PackConstants* f, int sum,
                                                                int sixteens) {
     const Floats zero = origin(t->zero), factor = floats(t->factor);
-    const int64_t apart = sixteens ? t->channels / 4 + WIDE / 4 : WIDE / 4;
+    const int64_t stride = sixteens ? t->channels / 4 + WIDE / 4 : WIDE / 4;
     FOR_EACH_VECTOR(count, t->channels) {
-        const Levels loaded = load_levels(from + i, count - i), x = sixteens ? loaded : deal(loaded);
+        const VectorU8 loaded = load_u8(from + i, count - i), x = sixteens ? loaded : deinterleave(loaded);
         const float* terms = t->term + (sixteens ? channel / 4 : channel);
         Floats steps[4];
         for (int j = 0; j < 4; ++j) {
-            const Floats real = spread(x, j) - zero, term = load_floats(terms + apart * j);
+            const Floats real = widen_quarter(x, j) - zero, term = load_floats(terms + stride * j);
             steps[j] = sum ? real * factor + term : real * term * factor;
         }
-        const Levels level = pack(steps, f);
-        store_levels(to + i, sixteens ? level : gather(level), count - i);
+        const VectorU8 level = round_and_pack(steps, f);
+        store_u8(to + i, sixteens ? level : interleave(level), count - i);
     }
 }
 #else
@@ -134,7 +135,7 @@ static inline void fill_terms(struct Terms* t, const uint8_t* from, int32_t zero
 static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
                              const struct Limits* q) {
 #if defined(VECTORS)
-    const struct Finish f = finishing(q, UNKNOWN);
+    const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
     if (in_sixteens(t))
         term_vectors(t, from, to, count, &f, 1, 1);
     else
@@ -151,7 +152,7 @@ static inline void add_terms(const struct Terms* t, const uint8_t* from, uint8_t
 static inline void mul_terms(const struct Terms* t, const uint8_t* from, uint8_t* to, int64_t count,
                              const struct Limits* q) {
 #if defined(VECTORS)
-    const struct Finish f = finishing(q, 255 * 255 * magnitude(t->factor));
+    const struct PackConstants f = pack_constants(q, 255 * 255 * magnitude(t->factor));
     if (in_sixteens(t))
         term_vectors(t, from, to, count, &f, 0, 1);
     else
@@ -174,7 +175,7 @@ static inline void pair_with_pixel(const struct Pair* p, int sum, int one_a, int
     t.factor = sum && one_a ? p->factor_b[0] : p->factor_a[0];
     for (int64_t c = 0; c < p->out.pixel; c += t.channels) {
         int64_t known = -1;
-        t.channels = least_of(TERMS, p->out.pixel - c);
+        t.channels = at_most(TERMS, p->out.pixel - c);
         const int64_t lines = t.channels == p->out.pixel ? 1 : p->out.width, count = p->out.width / lines * t.channels;
         FOR_EACH_ROW(&p->out) {
             if (n != known) fill_terms(&t, at(one, n, 0, 0) + c, zero_one, factor_one);
@@ -196,13 +197,13 @@ LIBRARY void weigh_pixels(const struct Pair* p, int64_t first, int64_t count, ui
     t.channels = other->pixel, t.zero = one_a ? zero_b : p->zero_a, t.factor = p->factor_a[0];
     for (int64_t some; count; first += some, count -= some, to += some * t.channels) {
         const int64_t n = first / pixels;
-        some = least_of(count, (n + 1) * pixels - first);
+        some = at_most(count, (n + 1) * pixels - first);
         fill_terms(&t, at(one, n, 0, 0), one_a ? p->zero_a : zero_b, 1.0f);
         mul_terms(&t, other->base + first * t.channels, to, some * t.channels, p->limits);
     }
 }
 
-LIBRARY void pair_levels(const struct Pair* p, int sum, int thread, int threads) {
+LIBRARY void add_or_mul_u8(const struct Pair* p, int sum, int thread, int threads) {
     const int one_a = p->a.height * p->a.width == 1, one_b = p->b.height * p->b.width == 1;
     if (one_a != one_b) {
         pair_with_pixel(p, sum, one_a, thread, threads);

@@ -16,7 +16,7 @@ struct Pair {
 };
 
 // Compute this thread's part of a + b if `sum`, else of a * b.
-LIBRARY void pair_levels(const struct Pair* p, int sum, int thread, int threads);
+LIBRARY void add_or_mul_u8(const struct Pair* p, int sum, int thread, int threads);
 
 // Multiply `count` pixels from number `first` on by the one pixel of their image, and store them densely. Pixels are
 // counted through all images.

@@ -6,22 +6,22 @@
 #include "base/vectors.h"
 
 // Compute (x - zero) * factor + offset with a factor and an offset per channel: batch norm that is not folded.
-LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
-                           const float* offset, const struct Limits* q, int thread, int threads) {
+LIBRARY void affine_u8(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                       const float* offset, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
         const int64_t count = out->width * out->pixel;
 #if defined(VECTORS)
-        const struct Finish f = finishing(q, UNKNOWN);
+        const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
         FOR_EACH_VECTOR(count, out->pixel) {
-            const Levels x = deal(load_levels(from + i, count - i));
+            const VectorU8 x = deinterleave(load_u8(from + i, count - i));
             Floats steps[4];
             for (int j = 0; j < 4; ++j) {
                 const int64_t c = channel + WIDE / 4 * j;
-                steps[j] = (spread(x, j) - origin(zero)) * load_floats(factor + c) + load_floats(offset + c);
+                steps[j] = (widen_quarter(x, j) - origin(zero)) * load_floats(factor + c) + load_floats(offset + c);
             }
-            store_levels(to + i, gather(pack(steps, &f)), count - i);
+            store_u8(to + i, interleave(round_and_pack(steps, &f)), count - i);
         }
 #else
         for (int64_t i = 0; i < count; i += out->pixel)
@@ -33,22 +33,22 @@ LIBRARY void affine_levels(const struct Image* in, const struct Image* out, int3
 }
 
 // Compute PReLU: x - zero is multiplied by `rise` if it is not negative, else by the channel's `fall`.
-LIBRARY void prelu_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
-                          const float* fall, const struct Limits* q, int thread, int threads) {
+LIBRARY void prelu_u8(const struct Image* in, const struct Image* out, int32_t zero, const float* rise,
+                      const float* fall, const struct Limits* q, int thread, int threads) {
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
         const int64_t count = out->width * out->pixel;
 #if defined(VECTORS)
-        const struct Finish f = finishing(q, UNKNOWN);
+        const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
         FOR_EACH_VECTOR(count, out->pixel) {
-            const Levels x = deal(load_levels(from + i, count - i));
+            const VectorU8 x = deinterleave(load_u8(from + i, count - i));
             Floats steps[4];
             for (int j = 0; j < 4; ++j) {
-                const Floats centred = spread(x, j) - origin(zero);
-                steps[j] = centred * rising(centred, floats(*rise), load_floats(fall + channel + WIDE / 4 * j));
+                const Floats centred = widen_quarter(x, j) - origin(zero);
+                steps[j] = centred * select_by_sign(centred, floats(*rise), load_floats(fall + channel + WIDE / 4 * j));
             }
-            store_levels(to + i, gather(pack(steps, &f)), count - i);
+            store_u8(to + i, interleave(round_and_pack(steps, &f)), count - i);
         }
 #else
         for (int64_t i = 0; i < count; i += out->pixel)
@@ -71,9 +71,9 @@ static inline struct Moments moments(const uint8_t* from, int64_t count) {
 #if defined(VECTORS)
     Ints sum = {}, square = {};
     for (int64_t i = 0; i < count; i += WIDE) {
-        const Words x = (Words)load_levels(from + i, count - i), even = x & 255, odd = x >> 8;
-        sum += add_pairs((Levels)(even + odd), (Levels)(x - x + 1));
-        square += add_pairs((Levels)even, (Levels)even) + add_pairs((Levels)odd, (Levels)odd);
+        const Words x = (Words)load_u8(from + i, count - i), even = x & 255, odd = x >> 8;
+        sum += add_pairs((VectorU8)(even + odd), (VectorU8)(x - x + 1));
+        square += add_pairs((VectorU8)even, (VectorU8)even) + add_pairs((VectorU8)odd, (VectorU8)odd);
     }
     for (int l = 0; l < WIDE / 4; ++l) levels += sum[l], squares += square[l];
 #else
@@ -85,8 +85,8 @@ static inline struct Moments moments(const uint8_t* from, int64_t count) {
 
 // Normalize each pixel over its channels, see layer_norm of numerics/requantization.py. Sums are exact, so their order
 // is free, and the variance does not depend on the zero point.
-LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
-                               const float* offset, float eps, const struct Limits* q, int thread, int threads) {
+LIBRARY void layer_norm_u8(const struct Image* in, const struct Image* out, int32_t zero, const float* factor,
+                           const float* offset, float eps, const struct Limits* q, int thread, int threads) {
     const int64_t count = in->pixel;
     FOR_EACH_ROW(out) {
         for (int64_t x = 0; x < out->width; ++x) {
@@ -97,16 +97,16 @@ LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, 
             const float variance = (float)(count * m.squares - m.levels * m.levels) / (float)(count * count);
             const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
 #if defined(VECTORS)
-            const struct Finish f = finishing(q, UNKNOWN);
+            const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
             for (int64_t i = 0; i < count; i += WIDE) {
-                const Levels level = deal(load_levels(from + i, count - i));
+                const VectorU8 level = deinterleave(load_u8(from + i, count - i));
                 Floats steps[4];
                 for (int j = 0; j < 4; ++j) {
                     const int64_t c = i + WIDE / 4 * j;
-                    const Floats normal = (spread(level, j) - origin(zero) - floats(mean)) * floats(inverse);
+                    const Floats normal = (widen_quarter(level, j) - origin(zero) - floats(mean)) * floats(inverse);
                     steps[j] = normal * load_floats(factor + c) + load_floats(offset + c);
                 }
-                store_levels(to + i, gather(pack(steps, &f)), count - i);
+                store_u8(to + i, interleave(round_and_pack(steps, &f)), count - i);
             }
 #else
             for (int64_t c = 0; c < count; ++c)
@@ -118,8 +118,8 @@ LIBRARY void layer_norm_levels(const struct Image* in, const struct Image* out, 
 }
 
 // Clamp quantized values to the bounds of q.
-LIBRARY void clamp_levels(const struct Image* in, const struct Image* out, const struct Limits* q, int thread,
-                          int threads) {
+LIBRARY void clamp_u8(const struct Image* in, const struct Image* out, const struct Limits* q, int thread,
+                      int threads) {
     const uint8_t low = (uint8_t)q->low, high = (uint8_t)q->high;
     FOR_EACH_ROW(out) {
         const uint8_t* from = at(in, n, y, 0);

@@ -20,9 +20,9 @@ struct Window {
 static inline struct Window taps_inside(const struct PoolAxis* axis, int64_t index, int64_t size) {
     struct Window w = {0, axis->kernel, 0};
     const int64_t start = index * axis->stride - axis->before;
-    if (start < 0) w.start = least_of((axis->dilation - 1 - start) / axis->dilation, axis->kernel);
+    if (start < 0) w.start = at_most((axis->dilation - 1 - start) / axis->dilation, axis->kernel);
     if (start + (axis->kernel - 1) * axis->dilation >= size)
-        w.stop = size > start ? most_of((size - start + axis->dilation - 1) / axis->dilation, w.start) : w.start;
+        w.stop = size > start ? at_least((size - start + axis->dilation - 1) / axis->dilation, w.start) : w.start;
     w.count = w.stop - w.start;
     w.start = start + w.start * axis->dilation;
     return w;
@@ -32,7 +32,7 @@ LIBRARY void max_pool(const struct Pool* p, int thread, int threads) {
     const int64_t rows = p->out.images * p->out.height, channels = p->in.pixel;
     const int64_t step_z = p->z.dilation * p->in.image, step_y = p->y.dilation * p->in.line,
                   step_x = p->x.dilation * p->in.pixel;
-    for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
+    for (int64_t r = shard_begin(rows, thread, threads); r < shard_begin(rows, thread + 1, threads); ++r) {
         const int64_t i = r / p->out.height, n = i / p->depth_out;
         const struct Window depths = taps_inside(&p->z, i % p->depth_out, p->depth_in);
         const struct Window lines = taps_inside(&p->y, r % p->out.height, p->in.height);
@@ -71,9 +71,9 @@ static inline struct Window window(const struct Pool* p, const struct PoolAxis* 
         return w;
     }
     const int64_t start = index * axis->stride - axis->before,
-                  stop = least_of(start + axis->kernel, size + axis->before);
-    w.start = most_of(start, 0);
-    w.stop = most_of(w.start, least_of(stop, size));
+                  stop = at_most(start + axis->kernel, size + axis->before);
+    w.start = at_least(start, 0);
+    w.stop = at_least(w.start, at_most(stop, size));
     w.count = p->include_pad ? stop - start : w.stop - w.start;
     return w;
 }
@@ -92,19 +92,20 @@ struct Sums {
 // Add the 16-bit sums to the totals.
 static inline void spread_sums(struct Sums* s) {
     const Words even = s->words - (s->upper << 8), none = {};
-    const Levels low = unpack_low((Levels)even, (Levels)s->upper), high = unpack_high((Levels)even, (Levels)s->upper);
-    s->total[0] += (Ints)unpack_low(low, (Levels)none), s->total[1] += (Ints)unpack_high(low, (Levels)none);
-    s->total[2] += (Ints)unpack_low(high, (Levels)none), s->total[3] += (Ints)unpack_high(high, (Levels)none);
+    const VectorU8 low = unpack_low((VectorU8)even, (VectorU8)s->upper),
+                   high = unpack_high((VectorU8)even, (VectorU8)s->upper);
+    s->total[0] += (Ints)unpack_low(low, (VectorU8)none), s->total[1] += (Ints)unpack_high(low, (VectorU8)none);
+    s->total[2] += (Ints)unpack_low(high, (VectorU8)none), s->total[3] += (Ints)unpack_high(high, (VectorU8)none);
     s->words = s->upper = none, s->held = 0;
 }
 
-// Add `count` pixels whose addresses are `apart` bytes from each other.
-static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
+// Add `count` pixels whose addresses are `stride` bytes from each other.
+static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t stride) {
     while (count) {
         if (s->held == HELD) spread_sums(s);
-        const int64_t some = least_of(count, HELD - s->held);
-        for (int64_t i = 0; i < some; ++i, from += apart) {
-            const Words x = (Words)load_levels(from, WIDE);
+        const int64_t some = at_most(count, HELD - s->held);
+        for (int64_t i = 0; i < some; ++i, from += stride) {
+            const Words x = (Words)load_u8(from, WIDE);
             s->words += x, s->upper += x >> 8;
         }
         s->held += some, count -= some;
@@ -122,20 +123,20 @@ static inline void store_sums(struct Sums* s, int32_t* to) {
 // Requantize: clamp(rne((sum - real) * factor) + zero_point, low, high). `real` is the sum of the zero points.
 static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to,
                                int64_t count) {
-    const struct Finish f = finishing(q, UNKNOWN);
+    const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
     Floats steps[4];
     spread_sums(s);
     for (int j = 0; j < 4; ++j) steps[j] = __builtin_convertvector(s->total[j] - real, Floats) * floats(factor);
-    store_levels(to, pack(steps, &f), count);
+    store_u8(to, round_and_pack(steps, &f), count);
 }
 #else
 struct Sums {
     int32_t total[WIDE];
 };
 
-// Add `count` pixels whose addresses are `apart` bytes from each other.
-static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t apart) {
-    for (int64_t i = 0; i < count; ++i, from += apart)
+// Add `count` pixels whose addresses are `stride` bytes from each other.
+static inline void sum_pixels(struct Sums* s, const uint8_t* from, int64_t count, int64_t stride) {
+    for (int64_t i = 0; i < count; ++i, from += stride)
         for (int l = 0; l < WIDE; ++l) s->total[l] += from[l];
 }
 
@@ -143,7 +144,7 @@ static inline void store_sums(struct Sums* s, int32_t* to) { memcpy(to, s->total
 
 static inline void finish_sums(struct Sums* s, int32_t real, float factor, const struct Limits* q, uint8_t* to,
                                int64_t count) {
-    for (int64_t l = 0; l < least_of(count, WIDE); ++l)
+    for (int64_t l = 0; l < at_most(count, WIDE); ++l)
         to[l] = (uint8_t)requantize(s->total[l] - real, factor, q->zero_point, q->low, q->high);
 }
 #endif
@@ -157,7 +158,7 @@ static inline float factor_of(const struct Pool* p, int64_t count) {
 static inline void avg_pool_rows(const struct Pool* p, int thread, int threads) {
     const int64_t channels = p->in.pixel, parts = (channels + WIDE - 1) / WIDE;
     const int64_t units = p->out.images * p->out.height * parts;
-    for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
+    for (int64_t u = shard_begin(units, thread, threads); u < shard_begin(units, thread + 1, threads); ++u) {
         const int64_t c = u % parts * WIDE, r = u / parts, i = r / p->out.height, y = r % p->out.height,
                       n = i / p->depth_out;
         const struct Window depths = window(p, &p->z, i % p->depth_out, p->depth_out, p->depth_in);
@@ -188,7 +189,7 @@ static inline void sum_rows(const struct Image* in, int64_t first, int64_t last,
             sum_pixels(&sums, at(in, 0, y, 0) + c, in->width / pixels, pixels * channels);
         store_sums(&sums, total);
         for (int64_t l = channels; l < pixels * channels; ++l) total[l % channels] += total[l];
-        memcpy(to + c, total, sizeof *total * (size_t)least_of(WIDE, channels - c));
+        memcpy(to + c, total, sizeof *total * (size_t)at_most(WIDE, channels - c));
     }
 }
 
@@ -201,14 +202,15 @@ static inline void mean_of_image(const struct Pool* p, struct IntaglioBarrier* b
     const struct Limits* q = p->limits;
     const float factor = factor_of(p, pixels);
     if (thread < shares)
-        sum_rows(&p->in, share(p->in.height, thread, shares), share(p->in.height, thread + 1, shares),
+        sum_rows(&p->in, shard_begin(p->in.height, thread, shares), shard_begin(p->in.height, thread + 1, shares),
                  p->sums + thread * channels);
     intaglio_barrier_wait(barrier, threads);
-    for (int64_t c = share(parts, thread, threads) * SOME; c < share(parts, thread + 1, threads) * SOME; c += SOME) {
+    for (int64_t c = shard_begin(parts, thread, threads) * SOME; c < shard_begin(parts, thread + 1, threads) * SOME;
+         c += SOME) {
         int32_t total[SOME] = {0};
         for (int64_t s = 0; s < shares; ++s)  // entries past the last channel are read, but not used
             for (int l = 0; l < SOME; ++l) total[l] += p->sums[s * channels + c + l];
-        for (int64_t l = 0; l < least_of(SOME, channels - c); ++l)
+        for (int64_t l = 0; l < at_most(SOME, channels - c); ++l)
             p->out.base[c + l] =
                 (uint8_t)requantize(total[l] - (int32_t)pixels * p->zero_in, factor, q->zero_point, q->low, q->high);
     }

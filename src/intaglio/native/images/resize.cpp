@@ -10,7 +10,7 @@ static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
     if (g->index) return g->index[i];
     if (g->images && (g->result == g->size || g->result == 2 * g->size)) return i * g->size / g->result;
     const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
-    return least_of((int64_t)((float)i * step), g->size - 1);
+    return at_most((int64_t)((float)i * step), g->size - 1);
 }
 
 // The two input positions that an output interpolates, and their weights.
@@ -30,7 +30,7 @@ static inline struct Between between(const struct Grid* g, int64_t i) {
         place = step * (place + 0.5f) - 0.5f;
         place = place > 0 ? place : 0;
     }
-    const int64_t below = least_of((int64_t)place, g->size - 1);
+    const int64_t below = at_most((int64_t)place, g->size - 1);
     const float over = place - (float)below, rest = over > 0 ? over < 1 ? over : 1 : 0;
     return (struct Between){below, below + (below < g->size - 1), {1 - rest, rest}};
 }
@@ -74,21 +74,21 @@ LIBRARY void upsample_linear(const struct Blend* b, int thread, int threads) {
             const int64_t left = columns.below * channels, right = columns.above * channels;
             const float* w = columns.weight;
 #if defined(VECTORS)
-            const struct Finish f = finishing(q, UNKNOWN);
+            const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
             const Floats zero = origin(b->zero_in), w0 = floats(w[0]), w1 = floats(w[1]), v0 = floats(v[0]),
                          v1 = floats(v[1]);
             for (int64_t c = 0; c < channels; c += WIDE) {
-                const Levels a0 = load_levels(above + left + c, channels - c),
-                             a1 = load_levels(above + right + c, channels - c);
-                const Levels b0 = load_levels(below + left + c, channels - c),
-                             b1 = load_levels(below + right + c, channels - c);
+                const VectorU8 a0 = load_u8(above + left + c, channels - c),
+                               a1 = load_u8(above + right + c, channels - c);
+                const VectorU8 b0 = load_u8(below + left + c, channels - c),
+                               b1 = load_u8(below + right + c, channels - c);
                 Floats steps[4];
                 for (int j = 0; j < 4; ++j) {
-                    const Floats top = (spread(a0, j) - zero) * w0 + (spread(a1, j) - zero) * w1;
-                    const Floats bottom = (spread(b0, j) - zero) * w0 + (spread(b1, j) - zero) * w1;
+                    const Floats top = (widen_quarter(a0, j) - zero) * w0 + (widen_quarter(a1, j) - zero) * w1;
+                    const Floats bottom = (widen_quarter(b0, j) - zero) * w0 + (widen_quarter(b1, j) - zero) * w1;
                     steps[j] = (top * v0 + bottom * v1) * floats(factor);
                 }
-                store_levels(to + c, pack(steps, &f), channels - c);
+                store_u8(to + c, round_and_pack(steps, &f), channels - c);
             }
 #else
             for (int64_t c = 0; c < channels; ++c) {

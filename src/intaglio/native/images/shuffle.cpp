@@ -5,7 +5,7 @@
 #include "base/intrinsics.h"
 
 // Interleave the two halves of the channels: channel 2 * i + g of the result is channel g * each + i of the input.
-LIBRARY void interleave_levels(const struct Image* in, const struct Image* out, int thread, int threads) {
+LIBRARY void interleave_channel_groups(const struct Image* in, const struct Image* out, int thread, int threads) {
     const int64_t each = out->pixel / 2;
     FOR_EACH_ROW(out) {
         for (int64_t x = 0; x < out->width; ++x) {

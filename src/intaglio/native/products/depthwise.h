@@ -16,7 +16,7 @@ struct Depthwise {
     uint64_t last_mask;                                         // bit mask of the channels of the last block
     const DepthwiseKernel *kernels, *last_kernels;              // [rows][columns] of a tile, from 1; for the last block
     const uint8_t* table;          // lookup table of the results, unless kernels look them up; or null
-    struct Activation activation;  // activation function of the results; `levels` may be null
+    struct Activation activation;  // activation function of the results; `run` may be null
     struct DepthwiseTile tile;     // all fields that are the same in every call of a kernel
 };
 
@@ -24,7 +24,7 @@ struct Depthwise {
 static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel,
                                    int64_t rows, int64_t columns, int64_t tiles) {
     enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
-    const struct Activation* activation = d->activation.levels ? &d->activation : 0;
+    const struct Activation* activation = d->activation.run ? &d->activation : 0;
     const int64_t most = activation ? WARM / (rows * columns * PIXEL) + 1 : tiles;
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     while (tiles) {
@@ -34,8 +34,8 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
         if (activation) t->out = (uint8_t*)real, t->out_pixel = PIXEL, t->out_line = pixels * PIXEL;
         kernel(t);
         for (int64_t row = 0; activation && row < rows; ++row)
-            activation->levels(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line,
-                               d->out.pixel, __builtin_popcountll(t->mask));
+            activation->run(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line,
+                            d->out.pixel, __builtin_popcountll(t->mask));
         if (activation) t->out = out + pixels * d->out.pixel;
         for (int64_t i = 0; i < 16; ++i) t->rows[i] += pixels * d->stride_x * t->pixel;
         tiles -= count;
@@ -50,7 +50,7 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
     const int64_t units = d->out.images * groups * d->blocks;
     if (!tiles) return;
     const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns; tiles with one more
-    for (int64_t u = share(units, thread, threads); u < share(units, thread + 1, threads); ++u) {
+    for (int64_t u = shard_begin(units, thread, threads); u < shard_begin(units, thread + 1, threads); ++u) {
         const int64_t block = u % d->blocks, group = u / d->blocks % groups, n = u / d->blocks / groups;
         const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
         const int last = block == d->blocks - 1;
@@ -84,7 +84,7 @@ struct DepthwisePlain {
     const float* factor;
     const struct Limits* limits;
     const uint8_t* table;          // lookup table of the results, or null
-    struct Activation activation;  // activation function of the results; `levels` may be null
+    struct Activation activation;  // activation function of the results; `run` may be null
 };
 
 // Compute this thread's part of the convolution.
@@ -92,7 +92,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
     enum { CHANNELS = 64 };
     const int64_t channels = d->in.pixel, lines = d->out.images * d->out.height;
     const struct Limits* q = d->limits;
-    for (int64_t r = share(lines, thread, threads); r < share(lines, thread + 1, threads); ++r) {
+    for (int64_t r = shard_begin(lines, thread, threads); r < shard_begin(lines, thread + 1, threads); ++r) {
         const int64_t n = r / d->out.height, y = r % d->out.height;
         for (int64_t x = 0; x < d->out.width; ++x)
             for (int64_t c = 0; c < channels; c += CHANNELS) {
@@ -111,10 +111,10 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                             for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
                     }
                 uint8_t* out = at(&d->out, n, y, x) + c;
-                if (d->activation.levels) {
+                if (d->activation.run) {
                     float real[CHANNELS] = {0};
                     for (int64_t l = 0; l < lanes; ++l) real[l] = (float)sum[l] * d->factor[c + l];
-                    d->activation.levels(&d->activation, real, CHANNELS, 1, out, 0, lanes);
+                    d->activation.run(&d->activation, real, CHANNELS, 1, out, 0, lanes);
                 } else {
                     for (int64_t l = 0; l < lanes; ++l)
                         out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);

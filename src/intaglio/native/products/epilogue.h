@@ -9,8 +9,8 @@
 struct Activation {
     // Computes `channels` channels of `pixels` pixels, which are `from_pixel` floats apart in `from` and `to_pixel`
     // bytes apart in `to`. Reads floats up to a multiple of 16 channels.
-    void (*levels)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to,
-                   int64_t to_pixel, int64_t channels);
+    void (*run)(const struct Activation* a, const float* from, int64_t from_pixel, int64_t pixels, uint8_t* to,
+                int64_t to_pixel, int64_t channels);
     float inverse, slope;  // 1 / scale of the result; slope of leaky_relu
     const struct Limits* limits;
     const float* gain;  // multiplier of each channel; null if all are 1
@@ -25,9 +25,9 @@ struct ByRow {
 
 // A fused loop over the results, float32 or quantized, while they are in the L1 cache. `take` reads `channels` channels
 // from number `channel` on, of `pixels` pixels from number `pixel` on, counted through all images; in `tile` the pixels
-// are `apart` bytes from each other. `take` has the addresses of its own results.
+// are `stride` bytes from each other. `take` has the addresses of its own results.
 struct Epilogue {
-    void (*take)(const struct Run* r, const uint8_t* tile, int64_t apart, int64_t pixel, int64_t pixels,
+    void (*take)(const struct Run* r, const uint8_t* tile, int64_t stride, int64_t pixel, int64_t pixels,
                  int64_t channel, int64_t channels);
     const struct Run* run;
     int64_t bytes;  // bytes of an element of `tile`

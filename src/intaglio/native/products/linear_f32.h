@@ -27,8 +27,8 @@ static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) 
 #elif defined(__AVX2__)
     return (Reals)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #else
-    typedef int8_t Levels __attribute__((vector_size(FLOATS)));
-    Levels levels;
+    typedef int8_t VectorU8 __attribute__((vector_size(FLOATS)));
+    VectorU8 levels;
     memcpy(&levels, from, sizeof levels);
     return __builtin_convertvector(levels, Reals);
 #endif
@@ -98,7 +98,7 @@ static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t 
 template <typename Element>
 static inline void float_linear(const struct FloatLinear* q, int thread, int threads) {
     const int64_t blocks = (q->rows + BLOCK - 1) / BLOCK, units = blocks * ((q->outputs + PANEL_F32 - 1) / PANEL_F32);
-    for (int64_t unit = share(units, thread, threads); unit < share(units, thread + 1, threads); ++unit) {
+    for (int64_t unit = shard_begin(units, thread, threads); unit < shard_begin(units, thread + 1, threads); ++unit) {
         const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
         for (int64_t row = first; row < last; row += TALLEST)
             float_rows<TALLEST, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,

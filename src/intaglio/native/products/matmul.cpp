@@ -23,7 +23,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
                   per_image = (int32_t)m->out.height;
     const int64_t channels = __builtin_popcountll((unsigned long long)t.mask), out_pixel = t.out_pixel;
     struct Activation own = m->activation;
-    const struct Activation* activation = own.levels ? &own : 0;
+    const struct Activation* activation = own.run ? &own : 0;
     if (own.gain) own.gain += channel;
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     if (activation) {
@@ -60,12 +60,12 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
             kernels[height](&t);
             if (activation || epilogue) t.out = first_pixel + height * count * out_pixel;
             if (epilogue) first_pixel = warmed;
-            const int64_t apart = epilogue ? warmed_pixel : out_pixel;
+            const int64_t stride = epilogue ? warmed_pixel : out_pixel;
             if (activation)
-                activation->levels(activation, real, t.out_pixel / 4, height * count, first_pixel, apart, channels);
+                activation->run(activation, real, t.out_pixel / 4, height * count, first_pixel, stride, channels);
             if (m->by_row.scales)
-                dequantize_rows(&m->by_row, (float*)first_pixel, apart / 4, pixel, height * count, channel, channels);
-            if (m->table) look_up_here(first_pixel, height * count, apart, channels, m->table);
+                dequantize_rows(&m->by_row, (float*)first_pixel, stride / 4, pixel, height * count, channel, channels);
+            if (m->table) look_up_here(first_pixel, height * count, stride, channels, m->table);
             if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
             pixel += height * count;
             i += count, done += count;
@@ -90,7 +90,7 @@ LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
         }
         return;
     }
-    const int64_t first = share(total, thread, threads), last = share(total, thread + 1, threads);
+    const int64_t first = shard_begin(total, thread, threads), last = shard_begin(total, thread + 1, threads);
     const int64_t bytes = (width + tiles - 1) / tiles * m->tile.a_pixel * m->stride_y;
     const int64_t chunk = m->chunk_bytes / bytes > 1 ? m->chunk_bytes / bytes : 1;
     for (int64_t begin = first; begin < last; begin += chunk) {

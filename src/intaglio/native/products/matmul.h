@@ -22,7 +22,7 @@ struct Matmul {
     int64_t split_channels_below;    // with fewer output pixels, threads share panels instead of pixels
     int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
     const uint8_t* table;            // lookup table of the results, unless kernels look them up; or null
-    struct Activation activation;    // activation function of the results; `levels` may be null
+    struct Activation activation;    // activation function of the results; `run` may be null
     struct ByRow by_row;             // per-token dequantization, if `flat`; `scales` may be null
     struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
 };
@@ -44,6 +44,6 @@ enum {
 static inline int64_t first_unit(const struct Matmul* m, int64_t tiles, int thread, int threads) {
     const int64_t narrow = (__builtin_popcountll((unsigned long long)m->last_mask) + 15) / 16,
                   wide = (m->panels - 1) * tiles;
-    const int64_t at = share(wide * m->blocks + tiles * narrow, thread, threads);
+    const int64_t at = shard_begin(wide * m->blocks + tiles * narrow, thread, threads);
     return at < wide * m->blocks ? at / m->blocks : wide + (at - wide * m->blocks) / narrow;
 }

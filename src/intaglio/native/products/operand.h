@@ -11,14 +11,14 @@
 // zeros.
 struct Operand {
     const uint8_t* base;
-    int64_t depth_apart, column_apart, depth, columns;
+    int64_t depth_stride, column_stride, depth, columns;
 };
 
 // Return four consecutive values of column c, from depth d on, as int8.
-static inline uint32_t four_levels(const struct Operand* o, int64_t d, int64_t c) {
+static inline uint32_t load_four_u8(const struct Operand* o, int64_t d, int64_t c) {
     uint32_t found = 0;
     for (int64_t i = 0; i < 4 && d + i < o->depth; ++i)
-        found |= (uint32_t)(o->base[(d + i) * o->depth_apart + c * o->column_apart] ^ 128) << (8 * i);
+        found |= (uint32_t)(o->base[(d + i) * o->depth_stride + c * o->column_stride] ^ 128) << (8 * i);
     return found;
 }
 
@@ -55,7 +55,7 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
         __m512i x[16];
         for (int i = 0; i < 16; ++i)
             x[i] = column + i < o->columns
-                       ? _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, o->base + (column + i) * o->column_apart + d),
+                       ? _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, o->base + (column + i) * o->column_stride + d),
                                           flip)
                        : _mm512_setzero_si512();
         transpose16(x);
@@ -68,10 +68,10 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
         for (int64_t d = 0; d < o->depth; d += 4) {
             uint32_t levels = 0;
             if (column + c < o->columns && d + 4 <= o->depth) {
-                memcpy(&levels, o->base + (column + c) * o->column_apart + d, sizeof levels);
+                memcpy(&levels, o->base + (column + c) * o->column_stride + d, sizeof levels);
                 levels ^= 0x80808080;
             } else if (column + c < o->columns) {
-                levels = four_levels(o, d, column + c);
+                levels = load_four_u8(o, d, column + c);
             }
             memcpy(to + d * width + 4 * c, &levels, sizeof levels);
         }
@@ -81,16 +81,16 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
 // Pack four values of each of up to `width` columns. The columns are contiguous.
 static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column, int64_t width, int8_t* to) {
     const int64_t columns = o->columns - column < width ? o->columns - column : width;
-    const uint8_t* row = o->base + d * o->depth_apart + column;
+    const uint8_t* row = o->base + d * o->depth_stride + column;
     uint32_t quads[PANEL] = {};
     if (d + 4 <= o->depth) {
-        const uint8_t *second = row + o->depth_apart, *third = second + o->depth_apart,
-                      *fourth = third + o->depth_apart;
+        const uint8_t *second = row + o->depth_stride, *third = second + o->depth_stride,
+                      *fourth = third + o->depth_stride;
         for (int64_t c = 0; c < columns; ++c)
             quads[c] =
                 (row[c] | (uint32_t)second[c] << 8 | (uint32_t)third[c] << 16 | (uint32_t)fourth[c] << 24) ^ 0x80808080;
     } else {
-        for (int64_t c = 0; c < columns; ++c) quads[c] = four_levels(o, d, column + c);
+        for (int64_t c = 0; c < columns; ++c) quads[c] = load_four_u8(o, d, column + c);
     }
     memcpy(to, quads, (size_t)(4 * width));
 }
@@ -99,14 +99,14 @@ static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column
 static __attribute__((noinline)) void pack_operand(const struct Operand* o, int64_t blocks, int8_t* to) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
         const int64_t left = (o->columns - first + 15) / 16 * 16, width = left < 16 * blocks ? left : 16 * blocks;
-        if (o->depth_apart == 1) {
+        if (o->depth_stride == 1) {
             for (int64_t c = 0; c < width; c += 16) pack_lines(o, first + c, width, to + 4 * c);
-        } else if (o->column_apart == 1) {
+        } else if (o->column_stride == 1) {
             for (int64_t d = 0; d < o->depth; d += 4) pack_quads(o, d, first, width, to + d * width);
         } else {
             for (int64_t d = 0; d < o->depth; d += 4)
                 for (int64_t c = 0; c < width; ++c) {
-                    const uint32_t quad = first + c < o->columns ? four_levels(o, d, first + c) : 0;
+                    const uint32_t quad = first + c < o->columns ? load_four_u8(o, d, first + c) : 0;
                     memcpy(to + d * width + 4 * c, &quad, sizeof quad);
                 }
         }
@@ -171,7 +171,7 @@ static inline Reals load_reals(const float* from) {
 static inline void store_reals(float* to, Reals x) { memcpy(to, &x, sizeof x); }
 
 // Quantize rows of floats, each multiplied by its factor. Reads floats up to a multiple of 16 columns.
-static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t from_row, int64_t rows,
+static __attribute__((noinline)) void quantize_block(const float* from, int64_t from_row, int64_t rows,
                                                      const float* factor, const struct Limits* q, uint8_t* to,
                                                      int64_t to_row, int64_t columns) {
     const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
@@ -179,12 +179,12 @@ static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t 
     for (int64_t r = 0; r < rows; ++r, from += from_row, to += to_row) {
         int64_t c = 0;
 #if defined(__AVX512BW__)
-        const struct Finish f = finishing(q, UNKNOWN);
+        const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
         for (; c + 64 <= columns; c += 64) {
             __m512 steps[4];
             for (int i = 0; i < 4; ++i)
                 steps[i] = _mm512_mul_ps(_mm512_loadu_ps(from + c + 16 * i), _mm512_set1_ps(factor[r]));
-            _mm512_storeu_si512(to + c, gather(pack(steps, &f)));
+            _mm512_storeu_si512(to + c, interleave(round_and_pack(steps, &f)));
         }
 #endif
         for (; c < columns; c += 16) {
@@ -192,7 +192,7 @@ static __attribute__((noinline)) void rows_to_levels(const float* from, int64_t 
             uint8_t levels[16];
             for (int i = 0; i < 16 / FLOATS; ++i)
                 words[i] =
-                    whole(shifted(least_of(most_of(load_reals(from + c + i * FLOATS) * factor[r], least), most))) +
+                    whole(shifted(at_most(at_least(load_reals(from + c + i * FLOATS) * factor[r], least), most))) +
                     zero_point;
             narrow16(words, levels);
             memcpy(to + c, levels, c + 16 <= columns ? 16 : (size_t)(columns - c));

@@ -27,12 +27,12 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
         t.out = (uint8_t*)real, t.out_pixel = 4 * panel;
         multiply(&p->kernels, &t, &one, one.columns, rows, 0);
         uint8_t levels[QUERIES * PANEL], *to = epilogue ? levels : out + first;
-        const int64_t apart = epilogue ? PANEL : p->out.row;
-        if (p->limits) rows_to_levels(real, panel, rows, ones, p->limits, to, apart, one.columns);
-        if (p->table) look_up_here(to, rows, apart, one.columns, p->table);
+        const int64_t stride = epilogue ? PANEL : p->out.row;
+        if (p->limits) quantize_block(real, panel, rows, ones, p->limits, to, stride, one.columns);
+        if (p->table) look_up_here(to, rows, stride, one.columns, p->table);
         if (epilogue) {
             const uint8_t* made = p->limits ? levels : (const uint8_t*)real;
-            epilogue->take(epilogue->run, made, p->limits ? apart : 4 * panel, pixel, rows, first, one.columns);
+            epilogue->take(epilogue->run, made, p->limits ? stride : 4 * panel, pixel, rows, first, one.columns);
         }
         t.b += (p->depth + 3) / 4 * 4 * panel, t.bias += panel;
     }
@@ -45,9 +45,9 @@ LIBRARY void product(const struct Product* p, int thread, int threads) {
     int8_t* packed = (int8_t*)(p->scratch + thread * p->scratch_bytes);
     int32_t* terms = (int32_t*)(packed + (p->columns + PANEL - 1) / PANEL * PANEL * ((p->depth + 3) / 4 * 4));
     const uint8_t* of = 0;
-    for (int64_t unit = share(total, thread, threads); unit < share(total, thread + 1, threads); ++unit) {
+    for (int64_t unit = shard_begin(total, thread, threads); unit < shard_begin(total, thread + 1, threads); ++unit) {
         const int64_t block = unit % blocks, head = unit / blocks % p->heads, image = unit / blocks / p->heads;
-        const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_apart, p->column_apart,
+        const struct Operand o = {p->b + image * p->b_batch + head * p->b_head, p->depth_stride, p->column_stride,
                                   p->depth, p->columns};
         if (o.base != of) {
             pack_operand(&o, p->kernels.blocks, packed);

@@ -10,7 +10,7 @@
 struct Product {
     struct Heads a, out;  // batches and heads are the outer axes
     const uint8_t* b;
-    int64_t b_batch, b_head, depth_apart, column_apart;
+    int64_t b_batch, b_head, depth_stride, column_stride;
     int64_t batch, heads, rows, depth, columns;
     int32_t zero_a;               // zero point of the first operand
     float factor;                 // multiplier of the accumulators

@@ -8,12 +8,12 @@
 #include "products/epilogue.h"
 #include "base/functions.h"
 
-// Dequantize accumulators, given as floats, in place. Rows are `apart` floats from each other; `row` is the number of
+// Dequantize accumulators, given as floats, in place. Rows are `stride` floats from each other; `row` is the number of
 // the first row, `channel` that of the first of `channels` channels.
-static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t apart, int64_t row, int64_t rows,
+static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t stride, int64_t row, int64_t rows,
                                    int64_t channel, int64_t channels) {
     const float *columns = r->columns + channel, *bias = r->bias + channel;
-    for (int64_t i = 0; i < rows; ++i, at += apart) {
+    for (int64_t i = 0; i < rows; ++i, at += stride) {
         const float scale = r->scales[r->alike ? 0 : row + i];
         int64_t c = 0;
         for (; c + FLOATS <= channels; c += FLOATS) {
@@ -36,9 +36,9 @@ static inline float float_of(int32_t bits) {
 
 // Return the bits of the largest magnitude of a row, or `most` if that is larger. The order of magnitudes is that of
 // their bits; NaN is larger than all others.
-static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count, int32_t most) {
+static inline int32_t peak_bits(const float* from, int64_t stride, int64_t count, int32_t most) {
     int64_t i = 0;
-    if (apart == 1 && count >= FLOATS) {
+    if (stride == 1 && count >= FLOATS) {
         RealBits lanes = most + (RealBits){};
         for (; i + FLOATS <= count; i += FLOATS) {
             RealBits x;
@@ -50,7 +50,7 @@ static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count,
     }
     for (; i < count; ++i) {
         int32_t x;
-        memcpy(&x, from + i * apart, sizeof x);
+        memcpy(&x, from + i * stride, sizeof x);
         x &= 0x7fffffff;
         most = x > most ? x : most;
     }
@@ -58,32 +58,32 @@ static inline int32_t peak_bits(const float* from, int64_t apart, int64_t count,
 }
 
 // Quantize 16 floats with scale 1 / inverse and zero point 128.
-static inline void levels_of_16(const float* from, float inverse, uint8_t* to) {
+static inline void quantize_16(const float* from, float inverse, uint8_t* to) {
     RealBits words[16 / FLOATS];
     for (int j = 0; j < 16 / FLOATS; ++j) {
         Reals x;
         memcpy(&x, from + j * FLOATS, sizeof x);
-        words[j] = whole(shifted(least_of(most_of(x * inverse, -127.0f), 127.0f))) + 128;
+        words[j] = whole(shifted(at_most(at_least(x * inverse, -127.0f), 127.0f))) + 128;
     }
     narrow16(words, to);
 }
 
 // Quantize one row and return its scale. `bits` are those of its largest magnitude; if that is not finite, the scale is
 // NaN and all quantized values are 128.
-static inline float quantize_row(const float* from, int64_t apart, int64_t count, int32_t bits, uint8_t* to) {
+static inline float quantize_row(const float* from, int64_t stride, int64_t count, int32_t bits, uint8_t* to) {
     if (bits >= INFINITE) {
         memset(to, 128, (size_t)count);
         return float_of(NOT_A_NUMBER);
     }
     const float peak = float_of(bits), inverse = 127.0f / peak;
     int64_t i = 0;
-    for (; apart == 1 && i + 16 <= count; i += 16) levels_of_16(from + i, inverse, to + i);
+    for (; stride == 1 && i + 16 <= count; i += 16) quantize_16(from + i, inverse, to + i);
     while (i < count) {
         float some[16] = {0};
         uint8_t levels[16];
         const int64_t left = count - i < 16 ? count - i : 16;
-        for (int64_t l = 0; l < left; ++l) some[l] = from[(i + l) * apart];
-        levels_of_16(some, inverse, levels);
+        for (int64_t l = 0; l < left; ++l) some[l] = from[(i + l) * stride];
+        quantize_16(some, inverse, levels);
         memcpy(to + i, levels, (size_t)left);
         i += left;
     }

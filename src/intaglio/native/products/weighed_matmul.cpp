@@ -16,7 +16,7 @@ LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int th
         matmul(m, thread, threads);
         return;
     }
-    const int64_t first = share(tiles, thread, threads), last = share(tiles, thread + 1, threads);
+    const int64_t first = shard_begin(tiles, thread, threads), last = shard_begin(tiles, thread + 1, threads);
     const int64_t most = WEIGHED_BYTES / ((least + (longer > 0)) * pixel), chunks = (last - first + most - 1) / most;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         const int64_t begin = first + chunk * (last - first) / chunks,

@@ -62,17 +62,17 @@ static inline float mask_power(float x) {
 static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s,
                                                        const uint8_t* from) {
     if (s->masked == from) return s->mask;
-    const int64_t apart = a->mask_apart[3];
+    const int64_t stride = a->mask_stride[3];
     s->masked = from;
     if (a->mask_bytes == 1) {
-        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j * apart] ? 0.0f : MINUS_INFINITY;
-    } else if (apart == 4) {
+        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j * stride] ? 0.0f : MINUS_INFINITY;
+    } else if (stride == 4) {
         memcpy(s->mask, from, (size_t)(4 * a->keys));
         for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = mask_power(s->mask[j]);
     } else {
         for (int64_t j = 0; j < a->keys; ++j) {
             float x;
-            memcpy(&x, from + j * apart, sizeof x);
+            memcpy(&x, from + j * stride, sizeof x);
             s->mask[j] = mask_power(x);
         }
     }
@@ -83,7 +83,7 @@ static __attribute__((noinline)) const float* mask_row(const struct Attention* a
 static inline float largest_score(float* x, const float* mask, int64_t keys) {
     const int64_t padded = (keys + 15) / 16 * 16;
     for (int64_t j = keys; j < padded; ++j) x[j] = MINUS_INFINITY;
-    Reals most = every_lane(MINUS_INFINITY);
+    Reals most = all_lanes(MINUS_INFINITY);
     if (mask)
         for (int64_t j = 0; j < padded; j += FLOATS) {
             const Reals sum = load_reals(x + j) + load_reals(mask + j);
@@ -99,7 +99,7 @@ static inline float largest_score(float* x, const float* mask, int64_t keys) {
 }
 
 // Return 255 * 2^f for |f| <= 1/2.
-static inline Reals level_terms(Reals f) {
+static inline Reals probability_polynomial(Reals f) {
     const Reals total = (0x1.c232b0p+3f * f + 0x1.eeed58p+5f) * f + 0x1.61902ap+7f;
     return total * f + 0x1.fdf69cp+7f;
 }
@@ -107,7 +107,7 @@ static inline Reals level_terms(Reals f) {
 // Quantize the probabilities of a row of scores, see quantize_probabilities of numerics/attention_math.py, and return
 // the sum of the quantized values. Scores are read and values written up to a multiple of 16. NaN converts to the
 // smallest int32, which saturates to 0.
-static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_t* levels) {
+static inline int32_t quantize_probabilities(const float* x, float top, int64_t keys, uint8_t* levels) {
     int64_t j = 0;
     int32_t sum = 0;
 #if defined(__AVX512VNNI__)
@@ -117,10 +117,11 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
         for (int i = 0; i < 4; ++i) {
             const __m512 power = _mm512_sub_ps(_mm512_loadu_ps(x + j + 16 * i), _mm512_set1_ps(top));
             const __m512 n = _mm512_roundscale_ps(power, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-            words[i] = _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)level_terms((Reals)_mm512_sub_ps(power, n)), n));
+            words[i] =
+                _mm512_cvtps_epi32(_mm512_scalef_ps((__m512)probability_polynomial((Reals)_mm512_sub_ps(power, n)), n));
         }
         const __m512i low = _mm512_packs_epi32(words[0], words[1]), high = _mm512_packs_epi32(words[2], words[3]);
-        const __m512i bytes = gather(_mm512_packus_epi16(low, high));
+        const __m512i bytes = interleave(_mm512_packus_epi16(low, high));
         _mm512_storeu_si512(levels + j, bytes);
         sums = _mm512_dpbusd_epi32(sums, bytes, _mm512_set1_epi8(1));
     }
@@ -130,8 +131,8 @@ static inline int32_t row_levels(const float* x, float top, int64_t keys, uint8_
     for (; j < keys; j += 16) {
         RealBits words[16 / FLOATS];
         for (int i = 0; i < 16 / FLOATS; ++i) {
-            const Reals power = most_of(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
-            const RealBits total = (RealBits)level_terms(power - integral(rounded));
+            const Reals power = at_least(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
+            const RealBits total = (RealBits)probability_polynomial(power - integral(rounded));
             rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));  // times 2^n
         }
         narrow16(words, levels + j);
@@ -156,16 +157,16 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     t.b = s->packed_k, t.tap_rows = t.taps = 1, t.run = (a->depth + 3) / 4;
     t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->row;
     multiply(&a->kernels, &t, &s->k, keys, rows, 0);
-    const uint8_t* mask = a->mask ? a->mask + image * a->mask_apart[0] + head * a->mask_apart[1] : 0;
+    const uint8_t* mask = a->mask ? a->mask + image * a->mask_stride[0] + head * a->mask_stride[1] : 0;
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t query = first + i;
-        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_apart[2]) : 0,
+        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_stride[2]) : 0,
                                 own_keys(a, query));
     }
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;
         uint8_t* levels = s->levels + i * s->row;
-        const int32_t sum = row_levels(s->scores + i * s->row, tops[i], own, levels);
+        const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, levels);
         if (end < 4 * steps) memset(levels + end, 0, (size_t)(4 * steps - end));
         shares[i] = sum ? a->ratio / (float)sum : 0.0f;
     }
@@ -178,7 +179,7 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
         memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
     }
     uint8_t* out = head_of(&a->out, image, head) + first * a->out.row;
-    rows_to_levels(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
+    quantize_block(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
 }
 
 // Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and
@@ -189,7 +190,7 @@ LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     const int64_t blocks = (a->queries + QUERIES - 1) / QUERIES, total = a->batch * a->heads * blocks;
     struct AttentionScratch s = attention_scratch(a, thread);
     int64_t packed = -1;
-    for (int64_t unit = share(total, thread, threads); unit < share(total, thread + 1, threads); ++unit) {
+    for (int64_t unit = shard_begin(total, thread, threads); unit < shard_begin(total, thread + 1, threads); ++unit) {
         const int64_t block = unit % blocks, head = unit / blocks % a->heads, image = unit / blocks / a->heads;
         const int64_t pair = image * a->heads + head / a->shared;
         if (pair != packed) pack_heads(a, &s, image, head / a->shared);

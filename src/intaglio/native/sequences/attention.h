@@ -8,7 +8,7 @@
 struct Attention {
     struct Heads q, k, v, out;
     const uint8_t* mask;                          // null, or bool (false excludes a key) or float32 (added to scores)
-    int64_t mask_bytes, mask_apart[4];            // strides in bytes of batch, head, query and key; 0: broadcast
+    int64_t mask_bytes, mask_stride[4];           // strides in bytes of batch, head, query and key; 0: broadcast
     int64_t batch, heads, shared;                 // `shared` query heads have the same head of k and v
     int64_t queries, keys, depth, width, causal;  // `depth`, `width`: values of a head of q and k, of v
     int32_t zero_q;                               // zero point of q

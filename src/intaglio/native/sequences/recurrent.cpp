@@ -85,9 +85,9 @@ static inline void copy_state(const struct States* s, int64_t layer, int64_t row
     float* at = s->base + layer * s->layer + row * s->row;
     for (int64_t c = 0; c < n; ++c) {
         if (out)
-            at[c * s->apart] = state[c];
+            at[c * s->stride] = state[c];
         else
-            state[c] = at[c * s->apart];
+            state[c] = at[c * s->stride];
     }
 }
 
@@ -133,13 +133,13 @@ static inline void step_cell(const struct Recurrent* r, const struct Working* w,
 // Run all time steps of a layer. A cell is a row of the batch in one direction; those of a direction are neighbours.
 static inline void run_steps(const struct Recurrent* r, const struct Working* w, int64_t layer, float* y,
                              struct IntaglioBarrier* barrier, int thread, int threads) {
-    const int64_t cells = r->directions * r->batch, first = share(cells, thread, threads),
-                  last = share(cells, thread + 1, threads);
+    const int64_t cells = r->directions * r->batch, first = shard_begin(cells, thread, threads),
+                  last = shard_begin(cells, thread + 1, threads);
     for (int64_t cell = first; cell < last; ++cell) start_row(r, w, layer, cell);
     if (cells >= threads) {
         for (int64_t step = 0; step < r->steps; ++step)
             for (int64_t begin = first, end; begin < last; begin = end) {
-                end = least_of(last, (begin / r->batch + 1) * r->batch);
+                end = at_most(last, (begin / r->batch + 1) * r->batch);
                 multiply_states(r, w, layer, begin, end - begin, 0, 1);
                 for (int64_t cell = begin; cell < end; ++cell) step_cell(r, w, y, step, cell);
             }

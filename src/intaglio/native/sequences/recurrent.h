@@ -12,7 +12,7 @@ enum { MOST_DIRECTIONS = 2 };
 // States f32[layers * directions, batch, hidden] and their strides in elements; `base` may be null.
 struct States {
     float* base;
-    int64_t layer, row, apart;
+    int64_t layer, row, stride;
 };
 
 // A quantized LSTM (`lstm` is 1) or GRU (0) of one or more layers.

@@ -8,22 +8,22 @@
 // largest magnitude of all of them. Strides are in elements: batch, channel, row, column.
 LIBRARY void quantize_rows(const float* from, const int64_t* strides, const struct Image* out, float* scales,
                            int64_t alike, int thread, int threads) {
-    const int64_t rows = out->images * out->height * out->width, count = out->pixel, apart = strides[1];
+    const int64_t rows = out->images * out->height * out->width, count = out->pixel, stride = strides[1];
     int32_t bits = MIN_ROW_ABSMAX;
     int64_t known = -1;
-    for (int64_t r = share(rows, thread, threads); r < share(rows, thread + 1, threads); ++r) {
+    for (int64_t r = shard_begin(rows, thread, threads); r < shard_begin(rows, thread + 1, threads); ++r) {
         if (r / alike != known) {
             known = r / alike, bits = MIN_ROW_ABSMAX;
             for (int64_t i = known * alike; i < (known + 1) * alike; ++i) {
                 const int64_t y = i / out->width;
                 const float* row =
                     from + y / out->height * strides[0] + y % out->height * strides[2] + i % out->width * strides[3];
-                bits = peak_bits(row, apart, count, bits);
+                bits = peak_bits(row, stride, count, bits);
             }
         }
         const int64_t y = r / out->width;
         const float* row =
             from + y / out->height * strides[0] + y % out->height * strides[2] + r % out->width * strides[3];
-        scales[r] = quantize_row(row, apart, count, bits, out->base + r * count);
+        scales[r] = quantize_row(row, stride, count, bits, out->base + r * count);
     }
 }

@@ -14,7 +14,7 @@ struct Bags {
     const float *scales, *zero_points, *weights;
     const int64_t *ids, *offsets;
     float* out;
-    int64_t rows, width, count, bags, apart, padding;
+    int64_t rows, width, count, bags, stride, padding;
     int ends, mode;
 };
 
@@ -34,34 +34,36 @@ static inline int joined_rows(const struct Bags* b, float* out, int64_t first, i
         if (id < 0 || id >= b->rows) return 0;
         if (id == b->padding) continue;
         const float weight = b->weights ? b->weights[i] : 1.0f;
-        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
-            enum { COUNT = decltype(vectors)::COUNT };
-            EACH {
-                const int64_t d = first + i * FLOATS;
-                Reals row = row_of(b, id, d, count);
-                if (b->weights) row = row * weight;
-                const Reals total = read_f32(out + d, 1, count);
-                write_f32(out + d, 1, count, b->mode != BAG_MAX ? total + row : joined ? larger(row, total) : row);
-            }
-        });
+        for_each_block(
+            0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+                enum { COUNT = decltype(vectors)::COUNT };
+                EACH {
+                    const int64_t d = first + i * FLOATS;
+                    Reals row = row_of(b, id, d, count);
+                    if (b->weights) row = row * weight;
+                    const Reals total = read_f32(out + d, 1, count);
+                    write_f32(out + d, 1, count, b->mode != BAG_MAX ? total + row : joined ? larger(row, total) : row);
+                }
+            });
         ++joined;
     }
     if (b->mode == BAG_MEAN && joined)
-        along(0, b->width, [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
-            enum { COUNT = decltype(vectors)::COUNT };
-            EACH {
-                const int64_t d = first + i * FLOATS;
-                write_f32(out + d, 1, count, read_f32(out + d, 1, count) / (float)joined);
-            }
-        });
+        for_each_block(0, b->width,
+                       [&](int64_t first, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+                           enum { COUNT = decltype(vectors)::COUNT };
+                           EACH {
+                               const int64_t d = first + i * FLOATS;
+                               write_f32(out + d, 1, count, read_f32(out + d, 1, count) / (float)joined);
+                           }
+                       });
     return 1;
 }
 
 // Compute this thread's part of the bags; *outside becomes 1 if an id or an offset is invalid.
 static inline void embedding_bags(const struct Bags* b, int32_t* outside, int thread, int threads) {
-    for (int64_t bag = share(b->bags, thread, threads); bag < share(b->bags, thread + 1, threads); ++bag) {
+    for (int64_t bag = shard_begin(b->bags, thread, threads); bag < shard_begin(b->bags, thread + 1, threads); ++bag) {
         const int64_t last = bag + 1 < b->bags + b->ends ? b->offsets[bag + 1] : b->count;
         const int begins = bag || !b->offsets[0];
-        if (!begins || !joined_rows(b, b->out + bag * b->apart, b->offsets[bag], last)) *outside = 1;
+        if (!begins || !joined_rows(b, b->out + bag * b->stride, b->offsets[bag], last)) *outside = 1;
     }
 }

@@ -43,7 +43,7 @@ class Lanes:
 
     start: str
     join: str
-    finish: str
+    final: str
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,16 @@ ROWS = (
     Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
-    _reduction("sum", Lanes("0.0f", "added", "tree_of_sums({0})"), float_math.reduce_sum),
-    _reduction("mean", Lanes("0.0f", "added", "tree_of_sums({0}) / (float)size"), float_math.reduce_mean, largest),
-    _reduction("max", Lanes("-__builtin_inff()", "raised", "tree_of_most({0})"), float_math.reduce_max, largest),
-    _reduction("min", Lanes("__builtin_inff()", "lowered", "tree_of_least({0})"), float_math.reduce_min, largest),
+    _reduction("sum", Lanes("0.0f", "accumulate_sum", "reduce_lanes_sum({0})"), float_math.reduce_sum),
+    _reduction(
+        "mean", Lanes("0.0f", "accumulate_sum", "reduce_lanes_sum({0}) / (float)size"), float_math.reduce_mean, largest
+    ),
+    _reduction(
+        "max", Lanes("-__builtin_inff()", "accumulate_max", "reduce_lanes_max({0})"), float_math.reduce_max, largest
+    ),
+    _reduction(
+        "min", Lanes("__builtin_inff()", "accumulate_min", "reduce_lanes_min({0})"), float_math.reduce_min, largest
+    ),
     Primitive("squeeze", ANY_TYPE, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
     Primitive("unsqueeze", ANY_TYPE, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
     Primitive("gather", (((F32,), WHOLE_TYPES),), F32, _plain(float_math.gather_rows), gathers=True),

@@ -53,7 +53,7 @@ void copy_lines(void* context, int thread, int threads) {
     const Copy& c = *static_cast<const Copy*>(context);
     const int32_t last = c.rank - 1;
     const int64_t lines = elements(c.sizes, last), to_step = c.to_strides[last] * c.bytes, from_step = c.from_strides[last] * c.bytes;
-    for (int64_t line = share(lines, thread, threads); line < share(lines, thread + 1, threads); ++line) {
+    for (int64_t line = shard_begin(lines, thread, threads); line < shard_begin(lines, thread + 1, threads); ++line) {
         uint8_t* to = c.to;
         const uint8_t* from = c.from;
         int64_t left = line;
