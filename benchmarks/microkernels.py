@@ -79,11 +79,14 @@ PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
     m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item;
     m.tile.table = (const uint8_t*)v[12];
     if (v[11]) {
-        m.other = image((uint8_t*)v[11], 1, 1, pixels, channels, 0, 0);
-        m.tile.other_pixel = channels, m.tile.other_factor = (const float*)v[9];
+        m.residual = image((uint8_t*)v[11], 1, 1, pixels, channels, 0, 0);
+        m.tile.residual_pixel = channels, m.tile.residual_factor = (const float*)v[9];
     }
-    if (v[13]) m.rest = image((uint8_t*)v[13], 1, 1, pixels, channels, 0, 0), m.tile.rest_pixel = channels;
-    if (v[14]) m.other_rest = image((uint8_t*)v[14], 1, 1, pixels, channels, 0, 0), m.tile.other_rest_pixel = channels;
+    if (v[13]) m.remainder = image((uint8_t*)v[13], 1, 1, pixels, channels, 0, 0), m.tile.remainder_pixel = channels;
+    if (v[14]) {
+        m.residual_remainder = image((uint8_t*)v[14], 1, 1, pixels, channels, 0, 0);
+        m.tile.residual_remainder_pixel = channels;
+    }
     const double start = seconds();
     for (int64_t i = 0; i < calls; ++i) matmul(&m, 0, 1);
     return seconds() - start;
@@ -185,7 +188,10 @@ def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
         memory.hold(limits(zero, 0, 255, zero)),
         memory.random(pixels * channels, np.uint8, 0, 256) if spec.result == "add" else 0,
         memory.random(256, np.uint8, 0, 256),
-        *(memory.random(pixels * channels, np.uint8, 0, 255) if has else 0 for has in (spec.rest, spec.other_rest)),
+        *(
+            memory.random(pixels * channels, np.uint8, 0, 255) if has else 0
+            for has in (spec.remainder, spec.residual_remainder)
+        ),
     ]
     return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
 

@@ -25,7 +25,7 @@ def check(isa: str, case: Case) -> None:
     drawn = case_data(case)
     result = run(isa, case, drawn)
     assert np.array_equal(result.values, drawn.expected)
-    assert drawn.rest is None or np.array_equal(result.rest, drawn.rest)
+    assert drawn.remainder is None or np.array_equal(result.remainder, drawn.remainder)
     assert not result.stray, "bytes outside the result changed"
     assert (result.halo == case.zero_points[1]).all()
 
@@ -65,8 +65,8 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
         guard=spec.guard,
         seed=seed,
         table="kernel" if spec.table else "none",
-        rest=spec.rest,
-        other_rest=spec.other_rest,
+        remainder=spec.remainder,
+        residual_remainder=spec.residual_remainder,
     )
 
 

@@ -23,11 +23,11 @@ MARGIN = 256
 class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
-    ``table``: looked up in a ``kernel``, or ``after`` it. ``rest``: results of 16 bits, whose ``bounds`` and zero point
-    are those of the levels; ``other_rest``: so has the residual operand. ``natural``: use the kernels for natural
-    levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs. ``behind``:
-    bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are about
-    2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    ``table``: looked up in a ``kernel``, or ``after`` it. ``remainder``: results of 16 bits, whose ``bounds`` and zero
+    point are those of the levels; ``residual_remainder``: so has the residual operand. ``natural``: use the kernels for
+    natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs.
+    ``behind``: bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are
+    about 2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1
@@ -50,8 +50,8 @@ class Case:
     rows: int = 1
     natural: bool = True
     table: str = "none"
-    rest: bool = False
-    other_rest: bool = False
+    remainder: bool = False
+    residual_remainder: bool = False
     guard: bool = False
     threads: int = 1
     split_channels_below: int = 0
@@ -68,12 +68,12 @@ class CaseData:
     weight: np.ndarray
     bias: np.ndarray
     factor: np.ndarray
-    other: np.ndarray | None
-    other_factor: np.ndarray | None
+    residual: np.ndarray | None
+    residual_factor: np.ndarray | None
     needs_guard: bool
     expected: np.ndarray
-    rest: np.ndarray | None = None
-    other_rest: np.ndarray | None = None
+    remainder: np.ndarray | None = None
+    residual_remainder: np.ndarray | None = None
 
 
 def case_data(case: Case) -> CaseData:
@@ -97,35 +97,35 @@ def case_data(case: Case) -> CaseData:
     if case.result == "f32":
         expected = OPS["dequantize"].reference(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
         return CaseData(x, weight, bias, factor, None, None, False, expected)
-    names, bounds = ("y", "rest")[: 1 + case.rest], dict(zip(("low", "high"), bounds_of(case), strict=True))
-    if case.rest:
+    names, bounds = ("y", "remainder")[: 1 + case.remainder], dict(zip(("low", "high"), bounds_of(case), strict=True))
+    if case.remainder:
         factor *= np.float32(numerics.QUANT_STEPS)
     if case.result == "u8":
         tail = Op("requantize", (), names, bounds)
         expected = OPS["requantize"].reference(tail, [acc, factor], [_acc(factor)], _levels(zero_y))
         if case.table != "none":
             expected = table_of(case)[expected]  # which is within bounds
-        expected, rest = expected if case.rest else (expected, None)
+        expected, rest = expected if case.remainder else (expected, None)
         return CaseData(x, weight, bias, factor, None, None, bool((reach * factor).max() >= 2**29), expected, rest)
     other = draw.integers(0, 256, acc.shape).astype(np.uint8)
     factor, other_sign = factor * np.float32(draw.choice([-1, 1])), draw.choice([-1, 1])
     spread = draw.uniform(0.5, 1.5, outputs if case.seed % 2 else 1)
-    unit = (numerics.QUANT_STEPS if case.rest else 1) / (numerics.QUANT_STEPS if case.other_rest else 1)
-    other_factor = (other_sign * 2.0 ** (case.exponent or 0) * unit * spread).astype(np.float32)
+    unit = (numerics.QUANT_STEPS if case.remainder else 1) / (numerics.QUANT_STEPS if case.residual_remainder else 1)
+    residual_factor = (other_sign * 2.0 ** (case.exponent or 0) * unit * spread).astype(np.float32)
     types = [_acc(abs(factor)), _levels(zero_other), _levels(0), _levels(0), _levels(numerics.QUANT_STEPS // 2)]
-    operands, most, other_rest = [acc, other, factor, other_factor], 255, None
-    if case.other_rest:
-        other_rest, most = draw.integers(0, numerics.QUANT_STEPS, acc.shape).astype(np.uint8), 2**16
-        operands.append(other_rest)
+    operands, most, residual_remainder = [acc, other, factor, residual_factor], 255, None
+    if case.residual_remainder:
+        residual_remainder, most = draw.integers(0, numerics.QUANT_STEPS, acc.shape).astype(np.uint8), 2**16
+        operands.append(residual_remainder)
     found = OPS["add"].reference(Op("add", (), names, bounds), operands, types, _levels(zero_y))
-    expected, rest = found if case.rest else (found, None)
-    needs_guard = bool((reach * abs(factor) + most * abs(other_factor)).max() >= 2**29)
-    return CaseData(x, weight, bias, factor, other, other_factor, needs_guard, expected, rest, other_rest)
+    expected, rest = found if case.remainder else (found, None)
+    needs_guard = bool((reach * abs(factor) + most * abs(residual_factor)).max() >= 2**29)
+    return CaseData(x, weight, bias, factor, other, residual_factor, needs_guard, expected, rest, residual_remainder)
 
 
 def bounds_of(case: Case) -> tuple[int, int]:
     """Of levels, or of 16 bits: somewhere in the steps of the level, the least where it is the zero point."""
-    if not case.rest:
+    if not case.remainder:
         return case.bounds
     low, high = case.bounds
     bottom = 127 if (case.zero_points[1], low) == (0, 0) else case.seed % numerics.QUANT_STEPS
@@ -160,7 +160,7 @@ class Result:
     values: np.ndarray
     halo: np.ndarray
     stray: bool
-    rest: np.ndarray | None
+    remainder: np.ndarray | None
 
 
 def run(isa: str, case: Case, given: CaseData) -> Result:
@@ -177,20 +177,20 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     inside = (slice(None), slice(halo, halo + h), slice(halo, halo + w))
     images = {"out": Image(framed.ctypes.data, n, h, w, c * item, halo)}
     images["in"] = _stored("in", given.x, case.halos[0] + max(case.padding), case.zero_points[0])
-    if given.other is not None:
-        images["other"] = _stored("other", given.other, case.halos[2], case.zero_points[2])
-    beside = [memory("rest").end(MARGIN + given.rest.size + case.behind)] if case.rest else []
-    for memory_of_rest in beside:
-        memory_of_rest[:] = CANARY
-        images["rest"] = Image(memory_of_rest.ctypes.data + MARGIN, n, h, w, c)
-    if given.other_rest is not None:
-        images["other_rest"] = _stored("other rest", given.other_rest, 0, 0)
+    if given.residual is not None:
+        images["residual"] = _stored("residual", given.residual, case.halos[2], case.zero_points[2])
+    beside = [memory("remainder").end(MARGIN + given.remainder.size + case.behind)] if case.remainder else []
+    for memory_of_remainder in beside:
+        memory_of_remainder[:] = CANARY
+        images["remainder"] = Image(memory_of_remainder.ctypes.data + MARGIN, n, h, w, c)
+    if given.residual_remainder is not None:
+        images["residual_remainder"] = _stored("other rest", given.residual_remainder, 0, 0)
     guard = case.result != "f32" and (case.guard or given.needs_guard)
     heights = range(1, case.rows + 1)
-    zeros = case.zero_points[1 : 3 if case.result == "add" and not case.other_rest else 2]
-    plain = bounds_of(case)[0] == 127 if case.rest else case.bounds == (0, 255)
+    zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
+    plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
     natural = packs and case.natural and plain and not any(zeros)
-    marks = (natural, guard, case.table == "kernel", case.rest, case.other_rest)
+    marks = (natural, guard, case.table == "kernel", case.remainder, case.residual_remainder)
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
@@ -213,11 +213,11 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     frame = np.ones(shape[:3], bool)
     frame[inside] = False
     rest = None
-    for memory_of_rest in beside:
-        within = slice(MARGIN, memory_of_rest.size - case.behind)
-        rest = memory_of_rest[within].reshape(n, h, w, c).transpose(0, 3, 1, 2).copy()
-        memory_of_rest[within] = CANARY
-        stray |= bool((memory_of_rest != CANARY).any())
+    for memory_of_remainder in beside:
+        within = slice(MARGIN, memory_of_remainder.size - case.behind)
+        rest = memory_of_remainder[within].reshape(n, h, w, c).transpose(0, 3, 1, 2).copy()
+        memory_of_remainder[within] = CANARY
+        stray |= bool((memory_of_remainder != CANARY).any())
     return Result(values, framed[frame], stray, rest)
 
 
@@ -268,21 +268,21 @@ def _signed(mask: int) -> int:
 def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]:
     """Packed constants, each up to a guard page."""
     zero_x, zero_y, zero_other = case.zero_points
-    zero_y = numerics.widen_to_16bit(1, zero_y).zero_point if case.rest else zero_y
-    zero_other = numerics.widen_to_16bit(1, zero_other).zero_point if case.other_rest else zero_other
+    zero_y = numerics.widen_to_16bit(1, zero_y).zero_point if case.remainder else zero_y
+    zero_other = numerics.widen_to_16bit(1, zero_other).zero_point if case.residual_remainder else zero_other
     folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
     found = {
         "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),
         "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
         "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
-        "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.rest)),
+        "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.remainder)),
         "tile.out_pixel": given.expected.shape[1] * given.expected.itemsize,
         "out_bytes": given.expected.itemsize,
     }
-    found["tile.rest_pixel"] = given.expected.shape[1]
-    if given.other is not None:
-        found["tile.other_pixel"] = found["tile.other_rest_pixel"] = given.other.shape[1]
-        found["tile.other_factor"] = memory("other factor").hold(pack_columns(given.other_factor, plan))
+    found["tile.remainder_pixel"] = given.expected.shape[1]
+    if given.residual is not None:
+        found["tile.residual_pixel"] = found["tile.residual_remainder_pixel"] = given.residual.shape[1]
+        found["tile.residual_factor"] = memory("other factor").hold(pack_columns(given.residual_factor, plan))
     return found
 
 
@@ -333,6 +333,6 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
         seed=draw(st.integers(0, 1 << 30)),
         behind=draw(st.sampled_from([0, 256])),
-        rest=draw(st.booleans()) and result != "f32" and table == "none",
-        other_rest=draw(st.booleans()) and result == "add",
+        remainder=draw(st.booleans()) and result != "f32" and table == "none",
+        residual_remainder=draw(st.booleans()) and result == "add",
     )

@@ -34,7 +34,7 @@ BEST_ISA_PARAMS = [
 """Parameters for tests above the kernels: the best set always, the others with `make slow`."""
 
 
-IMAGES = ("in", "out", "other", "rest", "other_rest")
+IMAGES = ("in", "out", "residual", "remainder", "residual_remainder")
 NUMBERS = (
     "stride_y",
     "stride_x",
@@ -63,13 +63,13 @@ NUMBERS = (
     "tile.bias",
     "tile.factor",
     "tile.out_pixel",
-    "tile.other_pixel",
-    "tile.other_factor",
+    "tile.residual_pixel",
+    "tile.residual_factor",
     "tile.limits",
     "tile.table",
     "table",
-    "tile.rest_pixel",
-    "tile.other_rest_pixel",
+    "tile.remainder_pixel",
+    "tile.residual_remainder_pixel",
 )
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0

@@ -25,8 +25,9 @@ def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
     ``lines`` must leave rdx at the pixel after the tile's last. The same holds for rcx if there is a residual operand,
     and for rsi and rbx if results and residual operand have 16 bits.
     """
-    moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('other')}"] * (spec.result == "add")]
-    moved += [f"mov %rsi,{field('rest')}"] * spec.rest + [f"mov %rbx,{field('other_rest')}"] * spec.other_rest
+    moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('residual')}"] * (spec.result == "add")]
+    moved += [f"mov %rsi,{field('remainder')}"] * spec.remainder
+    moved += [f"mov %rbx,{field('residual_remainder')}"] * spec.residual_remainder
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
     body = [*SAVE, "0:", *lines, "# next tile", *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
     return kernel_text(spec.name, f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
@@ -103,7 +104,7 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
     yield [f"vpackuswb {last},{first},{first}", *ends * (not natural and not bounded)]
 
 
-def rests(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
+def remainders(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers to 16 bits and split them.
 
     The remainders end up in the first register of ``row``, the 8-bit values in the second or, without one, in
@@ -155,7 +156,7 @@ def _and(register: str) -> str:
     return "vpandd" if "zmm" in register else "vpand"
 
 
-REST_CONSTANTS = {
+REMAINDER_CONSTANTS = {
     "intaglio_rest": "".join(f"    .word {','.join([str(word)] * 32)}\n" for word in (32897, 255)),
 }
 """Multiplier and mask that `split` reads."""

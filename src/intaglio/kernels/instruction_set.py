@@ -93,13 +93,13 @@ class Isa:
             for rows in range(1, max_tile_rows + 1):
                 yield TileSpec(rows, blocks, "f32")
                 naturals = (False, True)[: 1 + self.packs]
-                for natural, guard, rest in product(naturals, (False, True), (False, True)):
-                    plain = TileSpec(rows, blocks, "u8", natural, guard, rest=rest)
+                for natural, guard, remainder in product(naturals, (False, True), (False, True)):
+                    plain = TileSpec(rows, blocks, "u8", natural, guard, remainder=remainder)
                     yield plain
-                    if self.looks_up and not rest:
+                    if self.looks_up and not remainder:
                         yield replace(plain, table=True)
                     yield replace(plain, result="add")
-                    yield replace(plain, result="add", other_rest=True)
+                    yield replace(plain, result="add", residual_remainder=True)
 
 
 def depthwise_tiles(spec: DepthwiseSpec) -> KernelFamily:

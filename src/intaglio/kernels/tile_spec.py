@@ -20,18 +20,18 @@ TILE_FIELDS = (
     "factor",
     "out",
     "out_pixel",
-    "other",
-    "other_pixel",
-    "other_factor",
+    "residual",
+    "residual_pixel",
+    "residual_factor",
     "limits",
     "mask",
     "count",
     "ahead",
     "table",
-    "rest",
-    "rest_pixel",
-    "other_rest",
-    "other_rest_pixel",
+    "remainder",
+    "remainder_pixel",
+    "residual_remainder",
+    "residual_remainder_pixel",
 )
 """Fields of ``struct Tile`` in native/products/tile.h, 8 bytes each, in order."""
 
@@ -64,8 +64,8 @@ class TileSpec:
             point, as after a ReLU.
         guard: Products may exceed the range of the conversion to int32 and are clamped in float first.
         table: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
-        rest: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
-        other_rest: The residual operand has 16 bits in this form, with any zero point.
+        remainder: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
+        residual_remainder: The residual operand has 16 bits in this form, with any zero point.
     """
 
     rows: int
@@ -74,8 +74,8 @@ class TileSpec:
     natural: bool = False
     guard: bool = False
     table: bool = False
-    rest: bool = False
-    other_rest: bool = False
+    remainder: bool = False
+    residual_remainder: bool = False
 
     @property
     def name(self) -> str:
@@ -94,8 +94,8 @@ class TileSpec:
             "natural": self.natural,
             "guard": self.guard,
             "table": self.table,
-            "rest": self.rest,
-            "of_rest": self.other_rest,
+            "rest": self.remainder,
+            "of_rest": self.residual_remainder,
         }
         return "".join(f"_{mark}" for mark, has in marks.items() if has)
 

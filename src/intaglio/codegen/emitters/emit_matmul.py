@@ -234,9 +234,10 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
     if op_def(tail).tail is Tail.ACTIVATE:
         code(f"m.activation = {_activation(tail, context)};")
     if op_def(tail).tail is Tail.ADD:
-        code(f"m.other = {_results(tail.inputs[1], context, piece)};")
-        code("m.tile.other_pixel = m.other.pixel;")
-        code(f"m.tile.other_factor = {context.constant(pack_columns(factors[1], plan), 'float', 'other_factor')};")
-    for name, values in (("rest", tail.outputs[1:]), ("other_rest", tail.inputs[4:])):
+        code(f"m.residual = {_results(tail.inputs[1], context, piece)};")
+        code("m.tile.residual_pixel = m.residual.pixel;")
+        pointer = context.constant(pack_columns(factors[1], plan), "float", "residual_factor")
+        code(f"m.tile.residual_factor = {pointer};")
+    for name, values in (("remainder", tail.outputs[1:]), ("residual_remainder", tail.inputs[4:])):
         for value in values:
             code(f"m.{name} = {_results(value, context, piece)}, m.tile.{name}_pixel = m.{name}.pixel;")

@@ -16,7 +16,7 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 
 from __future__ import annotations
 
-from intaglio.kernels.assembly import REST_CONSTANTS, family_text, field, limit, split, tap_loops, tile_function
+from intaglio.kernels.assembly import REMAINDER_CONSTANTS, family_text, field, limit, split, tap_loops, tile_function
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
@@ -26,7 +26,7 @@ AVX2, System V. rdi: struct Tile.
 Products: rsi weights, rax activations, rbx bytes between pixels, r15 three times that, rdx a tap, r14 a row of taps;
 rcx, r13, r12 count steps, taps, rows of taps. ymm0 mask of even bytes, ymm1 odd and ymm2 even activations, ymm3 a
 product, ymm4-5 even and ymm6-7 odd weights, ymm8-15 two accumulators a pixel.
-Epilogue: rax limits, rdx result, rcx residual operand, rsi and rbx their rests, r10 channels to write. ymm0 scratch,
+Epilogue: rax limits, rdx result, rcx residual operand, rsi, rbx their remainders, r10 channels to write. ymm0 scratch,
 ymm1 zero point of the residual operand, ymm2-3 bounds, ymm4-5 factors, ymm6-7 factors of the residual operand.
 """
 MASK, ODD_A, EVEN_A, PRODUCT = (f"%ymm{i}" for i in range(4))
@@ -93,10 +93,11 @@ def _epilogue(spec: TileSpec) -> list[str]:
     lines += [f"mov {field('mask')},%r10", "popcnt %r10d,%r10d"]
     lines += [f"vmovups {32 * half}(%r8),{FACTOR[half]}" for half in HALVES]
     if add:
-        lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
+        lines += [f"mov {field('residual')},%rcx", f"mov {field('residual_factor')},%r9"]
         lines += [f"vmovups {32 * half}(%r9),{OTHER_FACTOR[half]}" for half in HALVES]
-        lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.other_rest)
-    lines += [f"mov {field('rest')},%rsi"] * spec.rest + [f"mov {field('other_rest')},%rbx"] * spec.other_rest
+        lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.residual_remainder)
+    lines += [f"mov {field('remainder')},%rsi"] * spec.remainder
+    lines += [f"mov {field('residual_remainder')},%rbx"] * spec.residual_remainder
     if spec.guard:
         lines += [
             f"vbroadcastss {limit('convertible_low')},{LOW_HALF}",
@@ -105,11 +106,11 @@ def _epilogue(spec: TileSpec) -> list[str]:
     for i in range(spec.rows):
         for half in HALVES:
             lines += _scaled(spec, i, half)
-        lines += _floats(i) if spec.result == "f32" else _rests(i) if spec.rest else _levels(i)
+        lines += _floats(i) if spec.result == "f32" else _remainders(i) if spec.remainder else _levels(i)
         lines += [f"add {field('out_pixel')},%rdx"]
-        lines += [f"add {field('other_pixel')},%rcx"] if add else []
-        lines += [f"add {field('rest_pixel')},%rsi"] * spec.rest
-        lines += [f"add {field('other_rest_pixel')},%rbx"] * spec.other_rest
+        lines += [f"add {field('residual_pixel')},%rcx"] if add else []
+        lines += [f"add {field('remainder_pixel')},%rsi"] * spec.remainder
+        lines += [f"add {field('residual_remainder_pixel')},%rbx"] * spec.residual_remainder
     return lines
 
 
@@ -123,7 +124,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
     lines = [f"vcvtdq2ps {sums},{sums}", f"vmulps {FACTOR[half]},{sums},{sums}"]
     if spec.result == "add":
         lines += [f"vpmovzxbd {8 * half}(%rcx),{SCRATCH}"]
-        if spec.other_rest:  # 255 times the 8-bit value plus the remainder; no register is free for the zero point
+        if spec.residual_remainder:  # 255 times the 8-bit value plus the remainder; the zero point has no free register
             lines += [
                 f"vpslld $8,{SCRATCH},{OTHER_ZERO}",
                 f"vpsubd {SCRATCH},{OTHER_ZERO},{SCRATCH}",
@@ -160,7 +161,7 @@ def _levels(i: int) -> list[str]:
     return lines + _store_bytes(levels, "rdx")
 
 
-def _rests(i: int) -> list[str]:
+def _remainders(i: int) -> list[str]:
     """Return the lines that round to 16 bits, split, and store 8-bit values and remainders."""
     low, high = acc(i, 0), acc(i, 1)
     lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
@@ -212,7 +213,7 @@ def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, poi
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Return the text of a family."""
-    return family_text(family, texts, AVX2_REGISTERS, REST_CONSTANTS)
+    return family_text(family, texts, AVX2_REGISTERS, REMAINDER_CONSTANTS)
 
 
 AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join)

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from intaglio.kernels.assembly import (
-    REST_CONSTANTS,
+    REMAINDER_CONSTANTS,
     family_text,
     field,
     levels,
     limit,
     looked_up,
-    rests,
+    remainders,
     skewed,
     tap_loops,
     tile_function,
@@ -39,7 +39,7 @@ AVX512-VNNI, System V. rdi: struct Tile.
 Products: rsi weights, rax and r8-r11 activations of three pixels each, rbx bytes between pixels, r15 three times that,
 rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps; rbp from weights to those to prefetch.
 zmm0.. weights of a step, then broadcast activations; the last registers are accumulators, pixel by pixel.
-Epilogue: rax limits, rdx result, rcx residual operand, rsi and rbx their rests, r11 controls of shuffles or a lookup
+Epilogue: rax limits, rdx result, rcx residual operand, rsi, rbx their remainders, r11 controls of shuffles or a lookup
 table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the residual operand.
 """
 
@@ -106,10 +106,10 @@ class _Kernel:
         lines += [f"mov {field('out')},%rdx"]
         lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not packs) + ["kmovq %r10,%k1"]
         if add:
-            lines += [f"mov {field('other')},%rcx", f"mov {field('other_factor')},%r9"]
-            lines += [f"lea intaglio_{'pairs' if self.spec.other_rest else 'spread'}(%rip),%r11"]
-        lines += [f"mov {field('rest')},%rsi"] * self.spec.rest
-        lines += [f"mov {field('other_rest')},%rbx"] * self.spec.other_rest
+            lines += [f"mov {field('residual')},%rcx", f"mov {field('residual_factor')},%r9"]
+            lines += [f"lea intaglio_{'pairs' if self.spec.residual_remainder else 'spread'}(%rip),%r11"]
+        lines += [f"mov {field('remainder')},%rsi"] * self.spec.remainder
+        lines += [f"mov {field('residual_remainder')},%rbx"] * self.spec.residual_remainder
         lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(blocks)]
         if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
@@ -162,8 +162,8 @@ class _Kernel:
 
         The registers of the residual operand are reused by the next row.
         """
-        row, (terms, spread) = self.row(i), self.terms_of_rest() if self.spec.other_rest else self.terms()
-        if self.spec.other_rest or not self.spec.natural:
+        row, (terms, spread) = self.row(i), self.terms_of_remainder() if self.spec.residual_remainder else self.terms()
+        if self.spec.residual_remainder or not self.spec.natural:
             spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
         yield [*spread, *(f"vcvtdq2ps {name},{name}" for name in (*row, *terms))]
         yield [
@@ -183,11 +183,11 @@ class _Kernel:
         accumulators.
         """
         *others, loaded = terms = self.scratch(self.spec.blocks)
-        lines = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('other_pixel')},%rcx"]
+        lines = [f"vmovdqu8 (%rcx),{loaded}{{%k1}}{{z}}", f"add {field('residual_pixel')},%rcx"]
         lines += [f"vpermd {loaded},{self.widen},{loaded}"] * (self.spec.blocks < 4)
         return terms, lines + [f"vpshufb {64 * j}(%r11),{loaded},{term}" for j, term in enumerate([*others, loaded])]
 
-    def terms_of_rest(self) -> tuple[list[str], list[str]]:
+    def terms_of_remainder(self) -> tuple[list[str], list[str]]:
         """Return the same as `terms` for 16-bit operands.
 
         8-bit values and remainders are interleaved; then 255 times the former and the latter are added.
@@ -196,9 +196,9 @@ class _Kernel:
         level, rest, *free = self.scratch(max(blocks, 2))
         lines = [
             f"vmovdqu8 (%rcx),{level}{{%k1}}{{z}}",
-            f"add {field('other_pixel')},%rcx",
+            f"add {field('residual_pixel')},%rcx",
             f"vmovdqu8 (%rbx),{rest}{{%k1}}{{z}}",
-            f"add {field('other_rest_pixel')},%rbx",
+            f"add {field('residual_remainder_pixel')},%rbx",
         ]
         if blocks < 4:
             lines += [f"vpermd {register},{self.widen},{register}" for register in (level, rest)]
@@ -213,9 +213,9 @@ class _Kernel:
         """Yield the stages that round, pack and store a row with its channels in order, and the remainders of 16-bit
         results.
         """
-        if self.spec.rest:
+        if self.spec.remainder:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
-            yield from rests(row, spare, self.spec.natural, self.spec.guard)
+            yield from remainders(row, spare, self.spec.natural, self.spec.guard)
             level, rest = row[1] if len(row) > 1 else spare, row[0]
             gathered = [f"vpermd {part},{self.gather},{part}" for part in (level, rest)] * (len(row) < 4)
             yield [
@@ -223,7 +223,7 @@ class _Kernel:
                 f"vmovdqu8 {level},(%rdx){{%k1}}",
                 f"vmovdqu8 {rest},(%rsi){{%k1}}",
                 f"add {field('out_pixel')},%rdx",
-                f"add {field('rest_pixel')},%rsi",
+                f"add {field('remainder_pixel')},%rsi",
             ]
             return
         yield from levels(row, self.spec.natural, self.spec.guard, self.spec.table)
@@ -261,7 +261,7 @@ def _constants() -> dict[str, str]:
     return found
 
 
-TILE_CONSTANTS = {**_constants(), **REST_CONSTANTS}
+TILE_CONSTANTS = {**_constants(), **REMAINDER_CONSTANTS}
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:

@@ -8,7 +8,7 @@ from intaglio.kernels.tile_spec import TileSpec
 
 def emit(spec: TileSpec) -> str:
     """Return the text of one kernel: a wrapper that fixes the number of output pixels."""
-    kinds = {"u8": [spec.rest], "add": [spec.rest, spec.other_rest], "f32": []}[spec.result]
+    kinds = {"u8": [spec.remainder], "add": [spec.remainder, spec.residual_remainder], "f32": []}[spec.result]
     numbers = ", ".join(str(int(number)) for number in (spec.rows, *kinds))
     each = f"portable_{spec.result}(t, {numbers}), portable_next(t, {spec.rows})"
     return f"static void {spec.name}(struct Tile* t) {{ for (; t->count; --t->count) {each}; }}\n"

@@ -17,7 +17,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     t.b += panel * m->panel_bytes, t.ahead = m->panel_bytes;
     t.bias += channel;
     t.factor += channel;
-    if (t.other_factor) t.other_factor += channel;
+    if (t.residual_factor) t.residual_factor += channel;
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles),
                   per_image = (int32_t)m->out.height;
@@ -42,14 +42,15 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
         const uint8_t* a = at(&m->in, n, y * m->stride_y - m->top, -m->left) + offset;
         uint8_t* out = at(&m->out, n, y, 0) + channel * m->out_bytes;
-        const uint8_t* other = m->other.base ? at(&m->other, n, y, 0) + channel : 0;
+        const uint8_t* other = m->residual.base ? at(&m->residual, n, y, 0) + channel : 0;
         const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
         t.a = a + x * t.a_pixel;
         int64_t pixel = line * width + x;
         t.out = out + x * out_pixel;
-        t.other = other + x * t.other_pixel;
-        if (m->rest.base) t.rest = at(&m->rest, n, y, 0) + channel + x * t.rest_pixel;
-        if (m->other_rest.base) t.other_rest = at(&m->other_rest, n, y, 0) + channel + x * t.other_rest_pixel;
+        t.residual = other + x * t.residual_pixel;
+        if (m->remainder.base) t.remainder = at(&m->remainder, n, y, 0) + channel + x * t.remainder_pixel;
+        if (m->residual_remainder.base)
+            t.residual_remainder = at(&m->residual_remainder, n, y, 0) + channel + x * t.residual_remainder_pixel;
         while (i < tiles && done < last) {
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);

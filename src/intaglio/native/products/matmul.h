@@ -6,10 +6,10 @@
 #include "base/image.h"
 #include "base/library.h"
 
-// A convolution or linear layer. `other` is a residual operand; `rest` and `other_rest` are the remainders of 16-bit
-// results and of a 16-bit residual operand.
+// A convolution or linear layer. `residual` is a residual operand; `remainder` and `residual_remainder` are the
+// remainders of 16-bit results and of a 16-bit residual operand.
 struct Matmul {
-    struct Image in, out, other, rest, other_rest;
+    struct Image in, out, residual, remainder, residual_remainder;
     int64_t stride_y, stride_x, top, left;           // `top`, `left`: padding
     struct Tile tile;                                // all fields that are the same in every call of a kernel
     int64_t panels, blocks, panel_bytes, out_bytes;  // `blocks` of a panel; bytes of its weights, and of a result

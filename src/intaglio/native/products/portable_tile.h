@@ -25,39 +25,41 @@ static inline void portable_products(const struct Tile* t, int rows, int32_t (*a
 
 // Advance all pointers past a tile.
 static inline void portable_next(struct Tile* t, int rows) {
-    t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->other += rows * t->other_pixel;
-    t->rest += rows * t->rest_pixel, t->other_rest += rows * t->other_rest_pixel;
+    t->a += rows * t->a_pixel, t->out += rows * t->out_pixel, t->residual += rows * t->residual_pixel;
+    t->remainder += rows * t->remainder_pixel, t->residual_remainder += rows * t->residual_remainder_pixel;
 }
 
-// Store a quantized value, or with `rest` a 16-bit value as its quotient and remainder.
-static inline void portable_put(const struct Tile* t, int rest, int i, int c, int32_t level) {
-    t->out[i * t->out_pixel + c] = (uint8_t)(rest ? level / STEPS : level);
-    if (rest) t->rest[i * t->rest_pixel + c] = (uint8_t)(level % STEPS);
+// Store a quantized value, or with `remainder` a 16-bit value as its quotient and remainder.
+static inline void portable_put(const struct Tile* t, int remainder, int i, int c, int32_t level) {
+    t->out[i * t->out_pixel + c] = (uint8_t)(remainder ? level / STEPS : level);
+    if (remainder) t->remainder[i * t->remainder_pixel + c] = (uint8_t)(level % STEPS);
 }
 
 // Compute a tile and requantize it.
-static inline void portable_u8(const struct Tile* t, int rows, int rest) {
+static inline void portable_u8(const struct Tile* t, int rows, int remainder) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
     portable_products(t, rows, acc);
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1)
-                portable_put(t, rest, i, c, requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high));
+                portable_put(t, remainder, i, c, requantize(acc[i][c], t->factor[c], q->zero_point, q->low, q->high));
 }
 
 // Compute a tile, add a residual operand and requantize.
-static inline void portable_add(const struct Tile* t, int rows, int rest, int other_rest) {
+static inline void portable_add(const struct Tile* t, int rows, int remainder, int residual_remainder) {
     int32_t acc[16][16];
     const struct Limits* q = t->limits;
     portable_products(t, rows, acc);
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1) {
-                const int32_t level = t->other[i * t->other_pixel + c];
-                const int32_t other = other_rest ? STEPS * level + t->other_rest[i * t->other_rest_pixel + c] : level;
-                portable_put(t, rest, i, c,
-                             add_requantize(acc[i][c], t->factor[c], other - q->other_zero_point, t->other_factor[c],
+                const int32_t level = t->residual[i * t->residual_pixel + c];
+                const int32_t other = residual_remainder
+                                          ? STEPS * level + t->residual_remainder[i * t->residual_remainder_pixel + c]
+                                          : level;
+                portable_put(t, remainder, i, c,
+                             add_requantize(acc[i][c], t->factor[c], other - q->other_zero_point, t->residual_factor[c],
                                             q->zero_point, q->low, q->high));
             }
 }

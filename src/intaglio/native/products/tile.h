@@ -16,8 +16,8 @@ struct Limits {
 };
 
 // Arguments of one call of a microkernel: `count` neighbouring tiles, each of some output pixels by some blocks of 16
-// channels. Strides are in bytes. The kernel advances `a`, `out`, `other` and both rests past the last tile and sets
-// `count` to 0; it may change `ahead`.
+// channels. Strides are in bytes. The kernel advances `a`, `out`, `residual` and both remainders past the last tile and
+// sets `count` to 0; it may change `ahead`.
 struct Tile {
     const uint8_t* a;         // first tap of the first output pixel
     int64_t a_pixel;          // from the first tap of an output pixel to that of the next
@@ -29,18 +29,18 @@ struct Tile {
     const float* factor;      // multiplier of each channel
     uint8_t* out;             // first output pixel
     int64_t out_pixel;        // stride between output pixels
-    const uint8_t* other;     // residual operand, or null
-    int64_t other_pixel;
-    const float* other_factor;  // multiplier of the residual operand for each channel
+    const uint8_t* residual;  // residual operand, or null
+    int64_t residual_pixel;
+    const float* residual_factor;  // multiplier of the residual operand for each channel
     const struct Limits* limits;
     int64_t mask;          // bit mask of the channels of the panel that are written
     int64_t count;         // number of tiles
     int64_t ahead;         // bytes from the weights to those needed next, which a kernel may prefetch
     const uint8_t* table;  // u8[256] lookup table, for kernels that look up their results
-    uint8_t* rest;         // remainders of 16-bit results; `out` has the quotients
-    int64_t rest_pixel;
-    const uint8_t* other_rest;  // remainders of a 16-bit residual operand
-    int64_t other_rest_pixel;
+    uint8_t* remainder;    // remainders of 16-bit results; `out` has the quotients
+    int64_t remainder_pixel;
+    const uint8_t* residual_remainder;  // remainders of a 16-bit residual operand
+    int64_t residual_remainder_pixel;
 };
 
 typedef void (*TileKernel)(struct Tile*);

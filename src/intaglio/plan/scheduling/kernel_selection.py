@@ -91,8 +91,8 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
         result,
         natural=permuted and saturates_to_bounds(tail, plan.graph),
         guard=guard,
-        rest=len(tail.outputs) > 1,
-        other_rest=len(tail.inputs) > 4,
+        remainder=len(tail.outputs) > 1,
+        residual_remainder=len(tail.inputs) > 4,
     )
     return TiledKernel(tile, permuted, looks_up, is_flat(partition, plan.graph, plan.buffers)), reason
 
