@@ -18,7 +18,7 @@ from intaglio.errors import InputError
 from intaglio.ir import evaluate, symbol
 from intaglio.lower import Lowered
 from intaglio.ops import Call, needs
-from intaglio.ops.images.pool import bind_pool, pool_shape, whole_windows
+from intaglio.ops.images.pool import bind_pool, pool_shape, require_complete_windows
 from intaglio.ops.interpret import sizes_of
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel
@@ -210,7 +210,7 @@ def test_ceil_mode_windows_start_inside_a_dynamic_size(kernel, padding, ceil, ta
     given = {"kernel_size": kernel, "stride": 2, "padding": padding, "ceil_mode": ceil}
     size = symbol("n")
     call = Call("aten.max_pool1d.default", given, ((2, 3, size),), (True,), (False,), (2, 3, size))
-    assert (whole_windows(call) is None) == taken
+    assert (require_complete_windows(call) is None) == taken
     if taken and ceil:
         shape = pool_shape(bind_pool(call), [(2, 3, size)])
         for length in range(2, 40):

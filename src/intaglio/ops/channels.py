@@ -19,9 +19,9 @@ from intaglio.ops.opdef import (
     OpDef,
     Roles,
     first_reason,
-    fixed_channels,
-    float_activations,
     rank,
+    require_fixed_channels,
+    require_float_operands,
 )
 from intaglio.ops.pointwise import F32, U8, along, channels_or_same
 
@@ -46,7 +46,7 @@ def bind_affine(call: Call) -> Attrs:
     return {"axis": channel_axis(call.shape(1), call.shape())}
 
 
-def constant_channels(call: Call) -> str | None:
+def require_constant_channels(call: Call) -> str | None:
     """Return why factor and offset are refused: they must be constants, one per channel."""
     if not all(call.constant[1:]):
         return "a factor or an offset that is not a constant"
@@ -61,7 +61,7 @@ def bind_scaled_add(call: Call) -> Attrs:
     return {"axis": channel_axis(call.shape(2), call.shape())}
 
 
-def constant_ratio(call: Call) -> str | None:
+def require_constant_ratio(call: Call) -> str | None:
     """Return why operands are refused: they must have one shape, and the second a constant factor per channel."""
     if not call.constant[2]:
         return "a factor that is not a constant"
@@ -81,7 +81,7 @@ def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     return levels.astype(np.uint8)
 
 
-def constant_slopes(call: Call) -> str | None:
+def require_constant_slopes(call: Call) -> str | None:
     """Return why slopes are refused: they must be constant; torch checks their number."""
     return None if call.constant[1] else "slopes that are computed while the model runs"
 
@@ -132,7 +132,7 @@ SCALED_ADD = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     bind=bind_scaled_add,
-    check=first_reason(float_activations, ANY_CHANNELS, constant_ratio),
+    check=first_reason(require_float_operands, ANY_CHANNELS, require_constant_ratio),
     residual=1,
     kernel="pointwise",
 )
@@ -142,7 +142,7 @@ AFFINE = OpDef(
     targets=("aten.addcmul.default",),
     operands=("tensor1", "tensor2", "self"),
     bind=bind_affine,
-    check=first_reason(float_activations, ANY_CHANNELS, constant_channels),
+    check=first_reason(require_float_operands, ANY_CHANNELS, require_constant_channels),
     reference=affine_reference,
     loop=FloatLoop(bodies.scaled_sum),
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),
@@ -157,7 +157,7 @@ PRELU = OpDef(
     name="prelu",
     targets=("aten.prelu.default",),
     operands=("self", "weight"),
-    check=first_reason(float_activations, ANY_CHANNELS, fixed_channels, constant_slopes),
+    check=first_reason(require_float_operands, ANY_CHANNELS, require_fixed_channels, require_constant_slopes),
     reference=prelu_reference,
     constants=slope_factors,
     types=TypeRule(((U8,), (F32,), (F32,)), (U8,)),

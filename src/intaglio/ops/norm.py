@@ -12,7 +12,7 @@ from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
-from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, Roles, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, Roles, first_reason, rank, require_float_operands
 
 LONGEST_ROW = 2**15
 """Maximum number of values in a row; sums of squared differences of quantized values stay below 2^31."""
@@ -23,7 +23,7 @@ def bind_layer_norm(call: Call) -> Attrs:
     return {"eps": float(call.arguments.get("eps", 1e-5))}
 
 
-def last_axis_alone(call: Call) -> str | None:
+def require_last_axis_only(call: Call) -> str | None:
     """Return why layer norm is refused: it must be over the last axis, whose size is fixed and limited."""
     normalized = call.arguments["normalized_shape"]
     if len(normalized) != 1:
@@ -33,7 +33,7 @@ def last_axis_alone(call: Call) -> str | None:
     return f"rows of {normalized[0]} values; the kernel takes {LONGEST_ROW}" if normalized[0] > LONGEST_ROW else None
 
 
-def constant_scale(call: Call) -> str | None:
+def require_constant_scale(call: Call) -> str | None:
     """Return why layer norm is refused: weight and bias must be constant."""
     return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
 
@@ -72,10 +72,10 @@ LAYER_NORM = OpDef(
     operands=("input", "weight", "bias"),
     roles=Roles(x=(0,)),
     bind=bind_layer_norm,
-    check=first_reason(float_activations, rank(2, 3, 4, 5), last_axis_alone, constant_scale),
+    check=first_reason(require_float_operands, rank(2, 3, 4, 5), require_last_axis_only, require_constant_scale),
     reference=layer_norm_reference,
     constants=norm_constants,
-    loop=FloatLoop(bodies.layer_norm, bodies.last_axis),
+    loop=FloatLoop(bodies.layer_norm, bodies.require_last_axis),
     types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),
     validate=valid_norm,
     layout=Layout.ROW_MAJOR,

@@ -340,13 +340,13 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
     return check
 
 
-def fixed_channels(call: Call) -> str | None:
+def require_fixed_channels(call: Call) -> str | None:
     """Return why a call is refused: the number of channels (the second axis) must not be free."""
     channels = call.shape()[1]
     return None if isinstance(channels, int) else f"a free number of channels, {channels}"
 
 
-def float_activations(call: Call) -> str | None:
+def require_float_operands(call: Call) -> str | None:
     """Return why a call is refused: its operands must be floating point."""
     return "an operand that is not floating point" if False in call.floating else None
 

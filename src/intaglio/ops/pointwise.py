@@ -12,10 +12,10 @@ from intaglio.ir.types import F32, I32, S8, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
-from intaglio.ops.opdef import Call, Layout, OpDef, Result, Roles, Tail, first_reason, float_activations
+from intaglio.ops.opdef import Call, Layout, OpDef, Result, Roles, Tail, first_reason, require_float_operands
 
 
-def matching_shapes(call: Call) -> str | None:
+def require_matching_shapes(call: Call) -> str | None:
     """Return why operands are refused: shapes must be equal, or one operand has one pixel per image and channel."""
     if call.shapes[1] is None:
         return "one operand is a number"
@@ -115,7 +115,7 @@ def bind_clamp(call: Call) -> Attrs:
     return {"low": None if low is None else float(low), "high": None if high is None else float(high)}
 
 
-def plain_bounds(call: Call) -> str | None:
+def require_bounds_without_nan(call: Call) -> str | None:
     """Return why a clamp is refused: its bounds must not be NaN."""
     bounds = bind_clamp(call)
     return "a bound that is NaN" if any(b is not None and b != b for b in bounds.values()) else None
@@ -220,7 +220,7 @@ ADD = OpDef(
     roles=Roles(x=(0, 1)),
     commutative=True,
     bind=bind_add,
-    check=first_reason(float_activations, matching_shapes),
+    check=first_reason(require_float_operands, require_matching_shapes),
     infer=broadcast_shape,
     reference=add_reference,
     loop=FloatLoop(bodies.sum_or_difference),
@@ -239,7 +239,7 @@ MUL = OpDef(
     operands=("self", "other"),
     roles=Roles(x=(0, 1)),
     commutative=True,
-    check=first_reason(float_activations, matching_shapes),
+    check=first_reason(require_float_operands, require_matching_shapes),
     infer=broadcast_shape,
     reference=mul_reference,
     loop=bodies.binary("mul"),
@@ -261,7 +261,7 @@ CLAMP = OpDef(
     ),
     shares_qparams=True,
     bind=bind_clamp,
-    check=first_reason(float_activations, plain_bounds),
+    check=first_reason(require_float_operands, require_bounds_without_nan),
     reference=clamp_reference,
     passes_factors=True,
     loop=FloatLoop(bodies.bounds, targets=(*CLAMPS, "aten.hardtanh.default", "aten.clamp.default")),

@@ -15,7 +15,7 @@ from intaglio import numerics
 from intaglio.ir import Attrs
 from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
-from intaglio.ops.opdef import Call, OpDef, first_reason, float_activations
+from intaglio.ops.opdef import Call, OpDef, first_reason, require_float_operands
 
 Function = Callable[[np.ndarray, Attrs], np.ndarray]
 
@@ -69,7 +69,7 @@ def bind(call: Call) -> Attrs:
     return {name: value for name, value in call.arguments.items() if value is not None}
 
 
-def plain_numbers(call: Call) -> str | None:
+def require_finite_numbers(call: Call) -> str | None:
     """Return why arguments are refused: they must be finite numbers or words, and powers positive integers (no NaN)."""
     for name, value in bind(call).items():
         if not isinstance(value, (int, float, str)) or (isinstance(value, float) and not math.isfinite(value)):
@@ -120,7 +120,7 @@ def function(
         name=name,
         targets=(target or f"aten.{name}.default",),
         bind=bind,
-        check=first_reason(float_activations, plain_numbers),
+        check=first_reason(require_float_operands, require_finite_numbers),
         function=reference,
         loop=loop,
         precise=precise,
@@ -184,6 +184,6 @@ UNARY_OPS = (
         "pow_number",
         lambda x, a: np.power(x, float(a["exponent"])),
         "aten.pow.Tensor_Scalar",
-        loop=FloatLoop(bodies.power, bodies.small_power),
+        loop=FloatLoop(bodies.power, bodies.require_small_power),
     ),
 )

@@ -20,10 +20,10 @@ from intaglio.ops.opdef import (
     Layout,
     OpDef,
     first_reason,
-    fixed_channels,
-    float_activations,
     numbers,
     rank,
+    require_fixed_channels,
+    require_float_operands,
 )
 
 MOST_PIXELS = (2**31 - 1) // 255
@@ -55,7 +55,7 @@ def bind_pool(call: Call) -> Attrs:
     return {**attrs, "include_pad": bool(given.get("count_include_pad", True)), "divisor": divisor}
 
 
-def positive_divisor(call: Call) -> str | None:
+def require_positive_divisor(call: Call) -> str | None:
     """Return why average pooling is refused: a divisor must be at least 1."""
     divisor = call.arguments.get("divisor_override")
     return f"divisor_override {divisor}" if divisor is not None and divisor < 1 else None
@@ -75,7 +75,7 @@ def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, cei
     return out
 
 
-def whole_windows(call: Call) -> str | None:
+def require_complete_windows(call: Call) -> str | None:
     """Return why pooling is refused: with a free size, ceil mode must never drop the last window."""
     attrs = bind_pool(call)
     dilation = attrs.get("dilation", (1,) * len(attrs["kernel"]))
@@ -87,7 +87,7 @@ def whole_windows(call: Call) -> str | None:
     return None
 
 
-def fixed_size(call: Call) -> str | None:
+def require_fixed_size(call: Call) -> str | None:
     """Return why adaptive pooling is refused: its result must have a fixed size."""
     free = [size for size in call.result[2:] if not isinstance(size, int)]
     return f"a result of the free size {free[0]}" if free else None
@@ -251,7 +251,7 @@ def _max_pool(axes: int) -> OpDef:
         targets=(f"aten.max_pool{axes}d.default",),
         shares_qparams=True,
         bind=bind_pool,
-        check=first_reason(_poolable(axes), whole_windows),
+        check=first_reason(_poolable(axes), require_complete_windows),
         infer=pool_shape,
         reference=max_pool_reference,
         types=TypeRule(((U8,),), (U8,)),
@@ -269,7 +269,7 @@ def _avg_pool(axes: int) -> OpDef:
         passes_factors=axes == 2,
         targets=(f"aten.avg_pool{axes}d.default",),
         bind=bind_pool,
-        check=first_reason(_poolable(axes), positive_divisor, whole_windows),
+        check=first_reason(_poolable(axes), require_positive_divisor, require_complete_windows),
         infer=pool_shape,
         reference=avg_pool_reference,
         constants=window_factors,
@@ -289,7 +289,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         passes_factors=axes == 2,
         targets=(f"aten.adaptive_avg_pool{axes}d.default",),
         bind=bind_adaptive,
-        check=first_reason(_poolable(axes), fixed_size),
+        check=first_reason(_poolable(axes), require_fixed_size),
         infer=adaptive_shape,
         reference=adaptive_reference,
         constants=adaptive_factors,
@@ -306,7 +306,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
 
 
 def _poolable(axes: int) -> Callable[[Call], str | None]:
-    return first_reason(float_activations, rank(axes + 2), fixed_channels)
+    return first_reason(require_float_operands, rank(axes + 2), require_fixed_channels)
 
 
 POOL_OPS = tuple(make(axes) for axes in (1, 2, 3) for make in (_max_pool, _avg_pool, _adaptive_avg_pool))

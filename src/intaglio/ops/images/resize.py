@@ -18,7 +18,17 @@ from intaglio.ir import Attrs, Graph, Op, Shape, TensorType
 from intaglio.ir.types import F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import pixels_to_read
-from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import (
+    Call,
+    Given,
+    Kept,
+    Layout,
+    OpDef,
+    first_reason,
+    rank,
+    require_fixed_channels,
+    require_float_operands,
+)
 
 ONE = np.float32(1)
 ONE_HALF = np.float32(0.5)
@@ -37,7 +47,7 @@ def is_free(attrs: Attrs) -> bool:
     return not all(isinstance(size, int) for size in (*attrs["sizes"], *attrs["results"]))
 
 
-def plain_factors(call: Call) -> str | None:
+def require_finite_factors(call: Call) -> str | None:
     """Return why scale factors are refused: they must be positive, finite numbers."""
     scales = [scale for scale in bind_resize(call)["scales"] if scale is not None]
     plain = all(isinstance(scale, (int, float)) and 0 < scale < float("inf") for scale in scales)
@@ -202,7 +212,7 @@ def _nearest(axes: int) -> OpDef:
         operands=("input",),
         shares_qparams=True,
         bind=bind_resize,
-        check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
+        check=first_reason(require_float_operands, rank(axes + 2), require_fixed_channels, require_finite_factors),
         infer=nearest_shape,
         reference=nearest_reference,
         constants=nearest_constants,
@@ -222,7 +232,7 @@ def _linear(axes: int, name: str) -> OpDef:
         targets=(f"aten.{name}.vec",),
         operands=("input",),
         bind=bind_resize,
-        check=first_reason(float_activations, rank(axes + 2), fixed_channels, plain_factors),
+        check=first_reason(require_float_operands, rank(axes + 2), require_fixed_channels, require_finite_factors),
         infer=linear_shape,
         reference=linear_reference,
         constants=linear_constants,

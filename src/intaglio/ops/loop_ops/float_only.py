@@ -20,7 +20,7 @@ def _of_two(name: str, targets: tuple[str, ...], loop: FloatLoop) -> OpDef:
 
 
 def _comparison(kind: str) -> OpDef:
-    return _of_two(kind, _forms(kind, "Tensor", "Scalar"), bodies.binary(kind, bodies.exact_comparison))
+    return _of_two(kind, _forms(kind, "Tensor", "Scalar"), bodies.binary(kind, bodies.require_exact_comparison))
 
 
 def _logical(kind: str) -> OpDef:
@@ -29,7 +29,7 @@ def _logical(kind: str) -> OpDef:
 
 def _bitwise(kind: str) -> OpDef:
     targets = (f"aten.bitwise_{kind}.Tensor", f"aten.__{kind}__.Tensor")
-    return _of_two(f"bitwise_{kind}", targets, bodies.logical(kind, bodies.bitwise))
+    return _of_two(f"bitwise_{kind}", targets, bodies.logical(kind, bodies.require_boolean_operands))
 
 
 def _reduction(name: str, overload: str, kind: str) -> OpDef:
@@ -41,12 +41,12 @@ ELEMENTWISE = (
     _function("reciprocal", bodies.unary("reciprocal")),
     _function("log", bodies.unary("log")),
     _function("rsqrt", FloatLoop(bodies.rsqrt)),
-    OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.no_decimals)),
+    OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.require_integer_rounding)),
     _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_difference)),
     _of_two(
         "div",
         _forms("div", "Tensor", "Tensor_mode", "Scalar_mode"),
-        bodies.binary("div", bodies.plain_division),
+        bodies.binary("div", bodies.require_exact_division),
     ),
     _of_two("maximum", (*_forms("maximum", "default"), *_forms("max", "other")), bodies.binary("maximum")),
     _of_two("minimum", (*_forms("minimum", "default"), *_forms("min", "other")), bodies.binary("minimum")),
@@ -56,7 +56,7 @@ TRUTH_VALUES = (
     *map(_logical, ("and", "or", "xor")),
     _function("logical_not", bodies.logical("not")),
     *map(_bitwise, ("and", "or", "xor")),
-    _function("bitwise_not", bodies.logical("not", bodies.bitwise)),
+    _function("bitwise_not", bodies.logical("not", bodies.require_boolean_operands)),
     OpDef(
         "where",
         _forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"),
@@ -69,7 +69,7 @@ TRUTH_VALUES = (
         ("self", "mask", "value"),
         loop=FloatLoop(bodies.filled),
     ),
-    OpDef("cast", _forms("_to_copy", "default"), loop=FloatLoop(bodies.cast, bodies.plain_cast)),
+    OpDef("cast", _forms("_to_copy", "default"), loop=FloatLoop(bodies.cast, bodies.require_type_change)),
 )
 ALONG_AXIS = (
     _reduction("sum", "dim_IntList", "sum"),
@@ -79,35 +79,35 @@ ALONG_AXIS = (
     OpDef(
         "variance",
         (*_forms("var", "dim", "correction"), *_forms("std", "dim", "correction")),
-        loop=FloatLoop(bodies.variance, bodies.fixed_axis),
+        loop=FloatLoop(bodies.variance, bodies.require_fixed_axis),
     ),
     OpDef(
         "softmax",
         (*_forms("softmax", "int"), *_forms("_softmax", "default")),
-        loop=FloatLoop(bodies.softmax, bodies.one_axis),
+        loop=FloatLoop(bodies.softmax, bodies.require_single_axis),
     ),
     OpDef(
         "log_softmax",
         (*_forms("log_softmax", "int"), *_forms("_log_softmax", "default")),
-        loop=FloatLoop(bodies.log_softmax, bodies.one_axis),
+        loop=FloatLoop(bodies.log_softmax, bodies.require_single_axis),
     ),
     OpDef(
         "rms_norm",
         _forms("rms_norm", "default"),
         ("input", "weight"),
-        loop=FloatLoop(bodies.rms_norm, bodies.last_axis),
+        loop=FloatLoop(bodies.rms_norm, bodies.require_last_axis),
     ),
     OpDef(
         "batch_norm",
         _forms("batch_norm", "default"),
         ("input", "weight", "bias", "running_mean", "running_var"),
-        loop=FloatLoop(bodies.batch_norm, bodies.constant_statistics),
+        loop=FloatLoop(bodies.batch_norm, bodies.require_constant_statistics),
     ),
     OpDef(
         "embedding",
         _forms("embedding", "default"),
         ("weight", "indices"),
-        loop=FloatLoop(bodies.embedding, bodies.constant_table),
+        loop=FloatLoop(bodies.embedding, bodies.require_constant_table),
     ),
 )
 FLOAT_ONLY_OPS = (*ELEMENTWISE, *TRUTH_VALUES, *ALONG_AXIS)

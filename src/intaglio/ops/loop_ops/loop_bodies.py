@@ -47,13 +47,13 @@ def reversed_difference(body: Body, call: FloatCall, v: Values) -> str:
     return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
 
 
-def plain_division(call: FloatCall) -> str | None:
+def require_exact_division(call: FloatCall) -> str | None:
     """Return why a division is refused: it must not round its result."""
     return "a division that rounds" if call.arguments.get("rounding_mode") else None
 
 
 def power(body: Body, call: FloatCall, v: Values) -> str:
-    """Write a power with one of the exponents that `small_power` accepts."""
+    """Write a power with one of the exponents that `require_small_power` accepts."""
     exponent, x = float(v["exponent"]), v["self"]
     if exponent == 0.5:
         return body("sqrt", x)
@@ -63,7 +63,7 @@ def power(body: Body, call: FloatCall, v: Values) -> str:
     return square if exponent == 2 else body("mul", square, x)
 
 
-def small_power(call: FloatCall) -> str | None:
+def require_small_power(call: FloatCall) -> str | None:
     """Return why a power is refused: only a few exponents are supported."""
     exponent = call.arguments["exponent"]
     return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
@@ -100,7 +100,7 @@ def square(body: Body, call: FloatCall, v: Values) -> str:
     return body("mul", v["self"], v["self"])
 
 
-def no_decimals(call: FloatCall) -> str | None:
+def require_integer_rounding(call: FloatCall) -> str | None:
     """Return why rounding is refused: it must be to integers."""
     return "rounding to decimals" if call.arguments.get("decimals") else None
 
@@ -108,7 +108,7 @@ def no_decimals(call: FloatCall) -> str | None:
 # ---- booleans -------------------------------------------------------------------------------------------------------
 
 
-def exact_comparison(call: FloatCall) -> str | None:
+def require_exact_comparison(call: FloatCall) -> str | None:
     """Return why a comparison is refused: integers compared with a number are cast to float and must be exact there."""
     kinds = list(call.tensors().values())
     if any(kind.dtype is BOOL for kind in kinds):
@@ -128,7 +128,7 @@ def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
     return FloatLoop(write, check)
 
 
-def bitwise(call: FloatCall) -> str | None:
+def require_boolean_operands(call: FloatCall) -> str | None:
     """Return why a bitwise operator is refused: its operands must be boolean."""
     return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
 
@@ -153,7 +153,7 @@ def cast(body: Body, call: FloatCall, v: Values) -> str:
     return body("cast", v["self"], dtype=call.result.dtype)
 
 
-def plain_cast(call: FloatCall) -> str | None:
+def require_type_change(call: FloatCall) -> str | None:
     """Return why a cast is refused: it must change the element type."""
     return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
 
@@ -161,7 +161,7 @@ def plain_cast(call: FloatCall) -> str | None:
 # ---- along an axis --------------------------------------------------------------------------------------------------
 
 
-def one_axis(call: FloatCall) -> str | None:
+def require_single_axis(call: FloatCall) -> str | None:
     """Return why a reduction is refused: it takes one axis of a float tensor of rank 1 or more."""
     dim, kind = call.arguments.get("dim"), call.kind("self")
     axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
@@ -180,7 +180,7 @@ def reduction(kind: str) -> FloatLoop:
         found = body(kind, v["self"], axis=axis)
         return found if v.get("keepdim") else body("squeeze", found, axis=axis)
 
-    return FloatLoop(write, one_axis)
+    return FloatLoop(write, require_single_axis)
 
 
 def variance(body: Body, call: FloatCall, v: Values) -> str:
@@ -188,7 +188,7 @@ def variance(body: Body, call: FloatCall, v: Values) -> str:
     axis, size = call.axis(), call.kind("self").shape[call.axis()]
     centred = body("sub", v["self"], body("mean", v["self"], axis=axis))
     squares = body("sum", body("mul", centred, centred), axis=axis)
-    assert isinstance(size, int)  # `fixed_axis` refuses any other
+    assert isinstance(size, int)  # `require_fixed_axis` refuses any other
     found = body("div", squares, float(size - _correction(call)))
     found = body("sqrt", found) if call.target.startswith("aten.std") else found
     return found if v.get("keepdim") else body("squeeze", found, axis=axis)
@@ -201,11 +201,11 @@ def _correction(call: FloatCall) -> int:
     return 1 if found is None else int(found)
 
 
-def fixed_axis(call: FloatCall) -> str | None:
+def require_fixed_axis(call: FloatCall) -> str | None:
     """Return why a variance is refused: its axis must have a fixed size that exceeds the correction."""
-    size = call.kind("self").shape[call.axis()] if one_axis(call) is None else 0
-    if one_axis(call) is not None or not isinstance(size, int):
-        return one_axis(call) or f"variance along a free dimension {size}"
+    size = call.kind("self").shape[call.axis()] if require_single_axis(call) is None else 0
+    if require_single_axis(call) is not None or not isinstance(size, int):
+        return require_single_axis(call) or f"variance along a free dimension {size}"
     return None if size > _correction(call) else f"variance of {size} values"
 
 
@@ -248,7 +248,7 @@ def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
     return body("add", result, v["bias"]) if v.get("bias") is not None else result
 
 
-def last_axis(call: FloatCall) -> str | None:
+def require_last_axis(call: FloatCall) -> str | None:
     """Return why a norm is refused: it must be over the last axis only."""
     axes = call.arguments["normalized_shape"]
     return None if len(axes) == 1 else f"normalised over {len(axes)} axes; the program takes the last one"
@@ -264,7 +264,7 @@ def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
     return body("add", body("mul", v["input"], names[0]), names[1])
 
 
-def constant_statistics(call: FloatCall) -> str | None:
+def require_constant_statistics(call: FloatCall) -> str | None:
     """Return why batch norm is refused: its statistics and parameters must be constant."""
     if call.arguments.get("training"):
         return "batch norm in training"
@@ -280,7 +280,7 @@ def embedding(body: Body, call: FloatCall, v: Values) -> str:
     return body("gather", v["weight"], ids)
 
 
-def constant_table(call: FloatCall) -> str | None:
+def require_constant_table(call: FloatCall) -> str | None:
     """Return why an embedding is refused: its table must be constant f32, its indices i64."""
     kind = call.kind("weight")
     if "weight" not in call.constants or kind.dtype is not F32:

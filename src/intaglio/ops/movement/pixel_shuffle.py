@@ -14,10 +14,10 @@ from intaglio.ops.movement.data_movement import (
     unfold_depth_copies,
 )
 from intaglio.ops.movement.shape import movement
-from intaglio.ops.opdef import Call, Layout, first_reason, fixed_channels, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, first_reason, rank, require_fixed_channels, require_float_operands
 
 
-def whole_groups(call: Call) -> str | None:
+def require_fixed_groups(call: Call) -> str | None:
     """Return why a channel shuffle is refused: the number of groups must be fixed."""
     groups = call.arguments["groups"]
     return None if isinstance(groups, int) else f"groups {groups}"
@@ -84,7 +84,7 @@ SHUFFLE = movement(
     shuffle_copies,
     targets=("aten.channel_shuffle.default",),
     bind=lambda call: {"groups": call.arguments["groups"]},
-    check=first_reason(float_activations, rank(3, 4, 5), fixed_channels, whole_groups),
+    check=first_reason(require_float_operands, rank(3, 4, 5), require_fixed_channels, require_fixed_groups),
     reference=shuffle_reference,
 )
 
@@ -93,7 +93,7 @@ PIXEL_SHUFFLE = movement(
     pixel_shuffle_copies,
     targets=("aten.pixel_shuffle.default",),
     bind=lambda call: {"factor": int(call.arguments["upscale_factor"])},
-    check=first_reason(float_activations, rank(4), fixed_channels),
+    check=first_reason(require_float_operands, rank(4), require_fixed_channels),
     infer=pixel_shuffle_shape,
     reference=pixel_shuffle_reference,
 )
@@ -103,7 +103,7 @@ PIXEL_UNSHUFFLE = movement(
     pixel_unshuffle_copies,
     targets=("aten.pixel_unshuffle.default",),
     bind=lambda call: {"factor": int(call.arguments["downscale_factor"])},
-    check=first_reason(float_activations, rank(4), fixed_channels),
+    check=first_reason(require_float_operands, rank(4), require_fixed_channels),
     infer=pixel_unshuffle_shape,
     reference=pixel_unshuffle_reference,
 )

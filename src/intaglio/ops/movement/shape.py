@@ -23,7 +23,7 @@ from intaglio.ops.movement.data_movement import (
     slice_length,
     stays_inside,
 )
-from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, rank, require_float_operands
 
 END = 2**62
 """Slices without an end have the largest int64 as end; any bound this large means "to the end"."""
@@ -38,7 +38,7 @@ def bind_reshape(call: Call) -> Attrs:
     return {"shape": call.result}
 
 
-def known_sizes(call: Call) -> str | None:
+def require_same_numel(call: Call) -> str | None:
     """Return why a reshape is refused: it must have the same number of elements for all free sizes."""
     if len(call.result) > MOST_AXES:
         return f"result of rank {len(call.result)}; the kernel takes up to {MOST_AXES}"
@@ -83,7 +83,7 @@ def _from_front(bound: Dim, size: Dim) -> Dim:
     return size if bound >= END else bound + size if bound < 0 else bound
 
 
-def known_slice(call: Call) -> str | None:
+def require_exact_bounds(call: Call) -> str | None:
     """Return why a slice is refused: its bounds must give the size that torch found, which must not be zero."""
     bounds = bind_slice(call)
     made = call.result[bounds["axis"]]
@@ -120,7 +120,7 @@ def bind_pad(call: Call) -> Attrs:
     return {"before": tuple(p[0] for p in pairs), "after": tuple(p[1] for p in pairs), "mode": mode}
 
 
-def plain_pad(call: Call) -> str | None:
+def require_supported_padding(call: Call) -> str | None:
     """Return why padding is refused: mode, value and amounts must be supported."""
     given, bounds = call.arguments, bind_pad(call)
     if bounds["mode"] not in NUMPY_MODES:
@@ -163,7 +163,7 @@ def bind_cat(call: Call) -> Attrs:
     return {"axis": int(call.arguments.get("dim", 0)) % len(call.result)}
 
 
-def joinable(call: Call) -> str | None:
+def require_nonempty_tensors(call: Call) -> str | None:
     """Return why a concatenation is refused: all operands must be tensors with elements."""
     if None in call.shapes:
         return "an operand is not a tensor"
@@ -216,7 +216,7 @@ def bind_expand(call: Call) -> Attrs:
     return {"shape": call.result}
 
 
-def same_rank(call: Call) -> str | None:
+def require_same_rank(call: Call) -> str | None:
     """Return why an expand is refused: it must not add axes."""
     return "an axis more" if len(call.shape()) != len(call.result) else None
 
@@ -269,7 +269,7 @@ CAT = movement(
     operands=("tensors",),
     variadic=True,
     bind=bind_cat,
-    check=first_reason(float_activations, ANY_RANK, joinable),
+    check=first_reason(require_float_operands, ANY_RANK, require_nonempty_tensors),
     infer=cat_shape,
     reference=cat_reference,
     changes_nothing=keeps_type,
@@ -291,7 +291,7 @@ RESHAPE = movement(
         "aten.unsqueeze.default",
     ),
     bind=bind_reshape,
-    check=first_reason(float_activations, ANY_RANK, known_sizes),
+    check=first_reason(require_float_operands, ANY_RANK, require_same_numel),
     infer=same_elements,
     reference=reshape_reference,
     keeps_order=True,
@@ -308,7 +308,7 @@ SLICE = movement(
     passes_factors=True,
     targets=("aten.slice.Tensor",),
     bind=bind_slice,
-    check=first_reason(float_activations, ANY_RANK, known_slice),
+    check=first_reason(require_float_operands, ANY_RANK, require_exact_bounds),
     infer=slice_shape,
     reference=slice_reference,
     needs=slice_inside,
@@ -321,7 +321,7 @@ PAD = movement(
     passes_factors=True,
     targets=("aten.pad.default", "aten.constant_pad_nd.default"),
     bind=bind_pad,
-    check=first_reason(float_activations, ANY_RANK, plain_pad),
+    check=first_reason(require_float_operands, ANY_RANK, require_supported_padding),
     infer=pad_shape,
     reference=pad_reference,
     needs=pad_inside,
@@ -333,7 +333,7 @@ PERMUTE = movement(
     keeps_last_axis=lambda attrs, axes: attrs["order"][-1] == axes - 1,
     targets=("aten.permute.default", "aten.transpose.int", "aten.t.default"),
     bind=bind_permute,
-    check=first_reason(float_activations, ANY_RANK),
+    check=first_reason(require_float_operands, ANY_RANK),
     infer=permute_shape,
     reference=permute_reference,
     changes_nothing=keeps_axes,
@@ -345,7 +345,7 @@ EXPAND = movement(
     expand_copies,
     targets=("aten.expand.default",),
     bind=bind_expand,
-    check=first_reason(float_activations, ANY_RANK, same_rank),
+    check=first_reason(require_float_operands, ANY_RANK, require_same_rank),
     infer=expand_shape,
     reference=expand_reference,
     changes_nothing=keeps_type,

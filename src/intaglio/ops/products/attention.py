@@ -14,7 +14,7 @@ from intaglio import numerics
 from intaglio.ir import Attrs, Dim, Op, Shape, TensorType, numel
 from intaglio.ir.types import BOOL, F32, I32, U8
 from intaglio.ir.verify import TypeRule
-from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, float_activations
+from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, require_float_operands
 from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
 
 WIDEST_ATTENTION_HEAD = 256
@@ -32,7 +32,7 @@ def bind_attention(call: Call) -> Attrs:
     return {"scale": float(scale), "causal": bool(given.get("is_causal", False))}
 
 
-def plain_attention(call: Call) -> str | None:
+def require_plain_attention(call: Call) -> str | None:
     """Return why attention is refused: it takes four axes, no dropout, and only activations as operands."""
     if dropout := call.arguments.get("dropout_p", 0.0):
         return f"dropout of {dropout}; the kernel takes 0"
@@ -46,7 +46,7 @@ def plain_attention(call: Call) -> str | None:
     return None
 
 
-def fixed_heads(call: Call) -> str | None:
+def require_fixed_heads(call: Call) -> str | None:
     """Return why attention is refused: heads and their widths must be fixed, and sums over keys must fit into int32."""
     (_, heads, _, depth), (_, groups, keys, _), (_, _, _, width) = (call.shape(operand) for operand in range(3))
     for dim in (heads, groups, depth, width):
@@ -62,13 +62,13 @@ def fixed_heads(call: Call) -> str | None:
     return None
 
 
-def known_mask(call: Call) -> str | None:
+def require_mask_axes(call: Call) -> str | None:
     """Return why attention is refused: a mask must have two to four axes."""
     mask = call.shapes[3]
     return None if mask is None or 2 <= len(mask) <= 4 else f"a mask of rank {len(mask)}; the kernel takes 2 to 4"
 
 
-def floating_operands(call: Call) -> str | None:
+def require_floating_operands(call: Call) -> str | None:
     """Return why attention is refused: operands must be floating point; only the mask may be boolean."""
     return "an operand that is not floating point" if False in call.floating[:3] else None
 
@@ -88,12 +88,12 @@ def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tens
     return found.astype(np.uint8)
 
 
-def both_computed(call: Call) -> str | None:
+def require_no_constants(call: Call) -> str | None:
     """Return why a product is refused: none of its operands may be constant."""
     return "a constant operand; the kernel takes activations" if True in call.constant else None
 
 
-def product_axes(call: Call) -> str | None:
+def require_product_axes(call: Call) -> str | None:
     """Return why a product is refused: it takes two to four axes, and the last axis of both operands must be fixed."""
     shapes = [call.shape(operand) for operand in (0, 1)]
     if not all(2 <= len(shape) <= 4 for shape in shapes):
@@ -159,7 +159,7 @@ ATTENTION = OpDef(
     roles=Roles(x=(0, 1, 2)),
     anchor=True,
     bind=bind_attention,
-    check=first_reason(floating_operands, plain_attention, fixed_heads, known_mask),
+    check=first_reason(require_floating_operands, require_plain_attention, require_fixed_heads, require_mask_axes),
     infer=attention_shape,
     reference=attention_reference,
     tolerance=2,
@@ -177,7 +177,7 @@ BMM = OpDef(
     operands=("self", "other"),
     roles=Roles(x=(0, 1)),
     anchor=True,
-    check=first_reason(float_activations, both_computed, product_axes),
+    check=first_reason(require_float_operands, require_no_constants, require_product_axes),
     infer=bmm_shape,
     reference=bmm_reference,
     types=TypeRule(((U8,), (U8,)), (I32,), symmetric=(1,)),

@@ -16,24 +16,24 @@ from intaglio.ops.opdef import (
     OpDef,
     Roles,
     first_reason,
-    fixed_channels,
-    float_activations,
     numbers,
     rank,
+    require_fixed_channels,
+    require_float_operands,
 )
 
 MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 """Maximum number of products per output that fit into an int32 accumulator with a bias of 2^30, for all data."""
 
 
-def constant_weight(call: Call) -> str | None:
+def require_constant_weight(call: Call) -> str | None:
     """Return why a call is refused: weight and bias must be constant."""
     if not call.constant[1]:
         return "the weight is computed while the model runs"
     return "the bias is computed while the model runs" if call.constant[2] is False else None
 
 
-def short_reduction(call: Call) -> str | None:
+def require_bounded_accumulator(call: Call) -> str | None:
     """Return why a call is refused: so many products may overflow an int32 accumulator."""
     products = prod(call.sizes(1)[1:])
     if products <= MOST_PRODUCTS:
@@ -150,8 +150,8 @@ def outputs_first(weight: np.ndarray, groups: int) -> np.ndarray:
     return split.reshape(-1, *split.shape[2:])
 
 
-def short_transposed(call: Call) -> str | None:
-    """Return why a call is refused, as `short_reduction` does, for a weight whose first axis is the inputs."""
+def require_bounded_transposed_accumulator(call: Call) -> str | None:
+    """Check as `require_bounded_accumulator` does, for a weight whose first axis is the inputs."""
     sizes = call.sizes(1)
     products = sizes[0] // int(call.arguments.get("groups", 1)) * prod(sizes[2:])
     if products <= MOST_PRODUCTS:
@@ -171,19 +171,19 @@ def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     return (centred @ weight.astype(np.float64).T).astype(np.int64).astype(np.int32) + bias
 
 
-def last_axis_fixed(call: Call) -> str | None:
+def require_fixed_last_axis(call: Call) -> str | None:
     """Return why a linear layer is refused: the reduced axis must have a fixed size."""
     dim = call.shape()[-1]
     return None if isinstance(dim, int) else f"free dimension {dim} is the one reduced"
 
 
-def fixed_depth(call: Call) -> str | None:
+def require_fixed_depth(call: Call) -> str | None:
     """Return why a call is refused: taps along depth become channels, whose number must not be free."""
     shape = call.shape()
     return f"free depth {shape[2]}" if len(shape) == 5 and not isinstance(shape[2], int) else None
 
 
-def padding_within_taps(call: Call) -> str | None:
+def require_padding_within_taps(call: Call) -> str | None:
     """Return why a transposed convolution is refused: its depth padding must not exceed the reach of its taps."""
     attrs, taps = bind_transposed(call), call.sizes(1)[2:]
     if len(taps) < 3 or attrs["padding"][0] <= attrs["dilation"][0] * (taps[0] - 1):
@@ -221,7 +221,13 @@ def _conv(axes: int) -> OpDef:
         roles=CONV_ROLES,
         anchor=True,
         bind=bind_conv,
-        check=first_reason(float_activations, rank(axes + 2), fixed_depth, constant_weight, short_reduction),
+        check=first_reason(
+            require_float_operands,
+            rank(axes + 2),
+            require_fixed_depth,
+            require_constant_weight,
+            require_bounded_accumulator,
+        ),
         infer=conv_shape,
         reference=conv_reference,
         types=ACCUMULATED,
@@ -246,7 +252,12 @@ def _conv_transpose(axes: int) -> OpDef:
         anchor=True,
         bind=bind_transposed,
         check=first_reason(
-            float_activations, rank(axes + 2), fixed_channels, constant_weight, short_transposed, padding_within_taps
+            require_float_operands,
+            rank(axes + 2),
+            require_fixed_channels,
+            require_constant_weight,
+            require_bounded_transposed_accumulator,
+            require_padding_within_taps,
         ),
         infer=transposed_shape,
         reference=transposed_reference,
@@ -268,7 +279,13 @@ LINEAR = OpDef(
     operands=("input", "weight", "bias"),
     roles=CONV_ROLES,
     anchor=True,
-    check=first_reason(float_activations, rank(*range(1, 9)), constant_weight, last_axis_fixed, short_reduction),
+    check=first_reason(
+        require_float_operands,
+        rank(*range(1, 9)),
+        require_constant_weight,
+        require_fixed_last_axis,
+        require_bounded_accumulator,
+    ),
     infer=linear_shape,
     reference=linear_reference,
     types=ACCUMULATED,

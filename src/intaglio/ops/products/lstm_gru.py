@@ -16,7 +16,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType, numel
 from intaglio.ops.dynamic_quant import levels_of_rows, makes_rows, row_levels
-from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, float_activations, rank
+from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, rank, require_float_operands
 from intaglio.ops.products.scratch_memory import LINE, whole
 
 GATE_COUNT = {"lstm": 4, "gru": 3}
@@ -174,13 +174,13 @@ def bind_recurrent(call: Call) -> Attrs:
     }
 
 
-def fixed_inputs(call: Call) -> str | None:
+def require_fixed_features(call: Call) -> str | None:
     """Return why a call is refused: the number of input features must be fixed."""
     size = call.shape()[-1]
     return None if isinstance(size, int) else f"free dimension {size} is the one reduced"
 
 
-def no_training(call: Call) -> str | None:
+def require_no_dropout(call: Call) -> str | None:
     """Return why a call is refused: dropout between layers is not supported."""
     if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:
         return "dropout between layers, as in training"
@@ -276,7 +276,7 @@ def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
         operands=("input",),
         anchor=True,
         bind=bind_recurrent,
-        check=first_reason(float_activations, rank(2, 3), fixed_inputs, no_training),
+        check=first_reason(require_float_operands, rank(2, 3), require_fixed_features, require_no_dropout),
         infer=infer_recurrent(kind),
         reference=recurrent_reference,
         validate=valid_recurrent,
