@@ -113,7 +113,9 @@ def test_the_list_of_exceptions_only_shrinks():
 def test_an_overload_has_one_record():
     """Where constants decide between two, the first names the second."""
     count = Counter(target for record in BY_NAME.values() for target in record.targets)
-    named = {target for record in BY_NAME.values() for other in record.instead.values() for target in other.targets}
+    named = {
+        target for record in BY_NAME.values() for other in record.if_not_constant.values() for target in other.targets
+    }
     assert {target for target in count if count[target] > 1} == named
     assert set(BY_TARGET) == set(count)
     with pytest.raises(ValueError, match=r"aten\.sqrt\.default is claimed by a and b"):

@@ -17,7 +17,7 @@ from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_
 from intaglio.backends.inductor.inductor_model import SETTINGS, configured_inductor
 from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
-from intaglio.ops.dynamic_quant import levels_of_rows
+from intaglio.ops.dynamic_quant import quantize_dynamic
 from intaglio.quant.annotate.per_token import decompositions
 from support import torchvision_stub as beside
 from support.processor import needs_vnni
@@ -216,7 +216,7 @@ def test_per_token_quantize_is_decomposed_bit_identically(mode):
     x = torch.randn(3, 5, 8) * torch.logspace(-30, 30, 5)[:, None]
     x[0, 0, 0], x[1, 1], x[2, 2, 1] = float("nan"), 0, float("inf")
     reference = decompositions()[torch.ops.intaglio.quantize_rows.default]
-    for got, wanted in zip(reference(x, mode), levels_of_rows(x.numpy(), mode), strict=True):
+    for got, wanted in zip(reference(x, mode), quantize_dynamic(x.numpy(), mode), strict=True):
         np.testing.assert_array_equal(got.numpy(), wanted)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, TensorType, evaluate
 from intaglio.ops import OPS, verify
-from intaglio.ops.products.scratch_memory import LINE
+from intaglio.ops.products.scratch_memory import CACHE_LINE
 from intaglio.plan import plan_graph
 from intaglio.plan.layouts import separate_layouts
 from support.attention_library import kernels
@@ -168,7 +168,9 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
     types = {name: TensorType(array.shape, DType.U8) for name, array in zip("qkv", (q, k, v), strict=True)}
     lines = evaluate(OPS["attention"].scratch(Op("attention", tuple("qkv"), ("y",)), types), {})
     factor, ratio = factors(case)
-    kernels(isa).run("Attention", numbers, {"factor": factor, "ratio": ratio}, (77, 3, 250), threads, lines * LINE)
+    kernels(isa).run(
+        "Attention", numbers, {"factor": factor, "ratio": ratio}, (77, 3, 250), threads, lines * CACHE_LINE
+    )
     return placed["o"].copy()
 
 

@@ -17,7 +17,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops import check_graph
-from intaglio.ops.dynamic_quant import ROW_MODES, levels_of_rows
+from intaglio.ops.dynamic_quant import ROW_MODES, quantize_dynamic
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
@@ -51,14 +51,14 @@ def rows_of(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def test_a_token_has_127_quantized_values_on_each_side():
     x = np.float32([[-254, 254, 1, 3, 5, -1, -3]])
-    levels, scales = levels_of_rows(x, "token")
+    levels, scales = quantize_dynamic(x, "token")
     assert scales.tolist() == [[2.0]]
     assert (levels.astype(int) - 128).tolist() == [[-127, 127, 0, 2, 2, 0, -2]]  # ties to even
 
 
 def test_a_row_of_zeros_is_zero_and_one_that_is_not_finite_is_nan():
     x = np.float32([[0, 0], [1e-45, 0], [np.nan, 1], [np.inf, 1], [-np.inf, np.nan]])
-    levels, scales = levels_of_rows(x, "token")
+    levels, scales = quantize_dynamic(x, "token")
     assert (levels == 128).all()
     assert (scales[:2] == np.float32(2.0**-100) / np.float32(127)).all()
     assert np.isnan(scales[2:]).all()
@@ -70,9 +70,9 @@ def test_a_row_of_zeros_is_zero_and_one_that_is_not_finite_is_nan():
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 40), st.integers(0, 2**32 - 1), st.sampled_from(ROW_MODES))
 def test_quantized_values_do_not_depend_on_other_samples_of_the_batch(batch, rows, count, seed, mode):
     x = rows_of((batch, rows, count), seed)
-    levels, scales = levels_of_rows(x, mode)
+    levels, scales = quantize_dynamic(x, mode)
     for entry in range(batch):
-        alone = levels_of_rows(x[entry : entry + 1], mode)
+        alone = quantize_dynamic(x[entry : entry + 1], mode)
         assert np.array_equal(alone[0], levels[entry : entry + 1])
         assert same_bits(alone[1], scales[entry : entry + 1])
     if mode == "tensor":
@@ -131,7 +131,7 @@ def test_the_kernel_gives_quantized_values_and_scales(twin, shape, order, seed, 
     x = rows_of(shape, seed)
     x = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
     levels, scales = in_c(twin, x, mode, threads)
-    expected = levels_of_rows(x, mode)
+    expected = quantize_dynamic(x, mode)
     assert np.array_equal(levels, expected[0])
     assert same_bits(scales, expected[1])
 
@@ -140,7 +140,7 @@ def test_the_comparison_detects_a_difference_of_one(twin):
     x = rows_of((2, 2, 2, 33), 0)
     levels, _ = in_c(twin, x, "token", 1)
     x[1, 1, 1, 32] *= np.float32(-1.02)
-    assert not np.array_equal(levels, levels_of_rows(x, "token")[0])
+    assert not np.array_equal(levels, quantize_dynamic(x, "token")[0])
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2**32 - 1))

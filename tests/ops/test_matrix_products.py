@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
 from intaglio.ops import OPS
-from intaglio.ops.products.scratch_memory import LINE
+from intaglio.ops.products.scratch_memory import CACHE_LINE
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net
 from support.lowering import assert_equal_quantized, quantized
@@ -116,7 +116,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
         numbers[f"{name}.row"] = x.strides[2]
     lines = evaluate(OPS["bmm"].scratch(Op("bmm", ("a", "b"), ("y",)), dict(zip("ab", types, strict=True))), {})
     bounds = None if case.floats else BOUNDS
-    kernels(isa).run("Product", numbers, {"factor": FACTOR}, bounds, threads, lines * LINE)
+    kernels(isa).run("Product", numbers, {"factor": FACTOR}, bounds, threads, lines * CACHE_LINE)
     return out.copy()
 
 

@@ -20,7 +20,7 @@ from intaglio.errors import CaptureError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops import check_graph
-from intaglio.ops.dynamic_quant import levels_of_rows, row_levels
+from intaglio.ops.dynamic_quant import per_token_qparams, quantize_dynamic
 from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_reference, states
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -100,8 +100,8 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
     draw, (steps, batch, inputs) = np.random.default_rng(seed), sizes
     shape = (batch, steps, inputs) if batch_first else (steps, batch, inputs)
     x = draw.normal(size=shape).astype(np.float32)
-    levels, scales = levels_of_rows(x, "token")
-    q = row_levels("scales")
+    levels, scales = quantize_dynamic(x, "token")
+    q = per_token_qparams("scales")
     if not rows:
         q, levels = QParams((0.02,), (100,), 0, 255), draw.integers(0, 256, shape).astype(np.uint8)
     held, real = constants(draw, kind, inputs, hidden, layers, directions)

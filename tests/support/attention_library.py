@@ -11,7 +11,7 @@ from intaglio.kernels import ISAS, TileSpec
 from intaglio.kernels.kernel_units import kernel_units
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
-from intaglio.ops.products.scratch_memory import SHARERS
+from intaglio.ops.products.scratch_memory import MAX_SCRATCH_THREADS
 from support.matmul_library import EXPORT
 
 HEADS = ("base", "batch", "head", "row")
@@ -76,13 +76,13 @@ class Kernels:
         scratch_bytes: int,
     ) -> None:
         """``levels``: zero point, least and greatest level of the result; ``None`` for floats."""
-        scratch = np.full(scratch_bytes * SHARERS + 64, 171, np.uint8)
+        scratch = np.full(scratch_bytes * MAX_SCRATCH_THREADS + 64, 171, np.uint8)
         bounds = limits(*levels, 0).copy() if levels else None
         given = {
             "limits": bounds.ctypes.data if bounds is not None else 0,
             "scratch": scratch.ctypes.data + -scratch.ctypes.data % 64,
             "scratch_bytes": scratch_bytes,
-            "sharers": SHARERS,
+            "sharers": MAX_SCRATCH_THREADS,
             "kernels.table": self.library.harness_table(),
             "kernels.blocks": self.blocks,
             "kernels.rows": self.rows,

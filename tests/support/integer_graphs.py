@@ -12,7 +12,7 @@ from intaglio import numerics
 from intaglio.ir import Dim, DType, Graph, Input, Op, Origin, Output, QParams, Signature, TensorType, evaluate, symbol
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op, verify
-from intaglio.ops.dynamic_quant import levels_of_rows, row_accumulator, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, quantize_dynamic, scales_shape
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 
@@ -148,10 +148,10 @@ class Net:
         """Levels and scales of rows."""
         levels, scales = f"rows{len(self.ops)}", f"scales{len(self.ops)}"
         shape = self.types[x].shape
-        self.types[levels] = TensorType(shape, DType.U8, row_levels(scales))
+        self.types[levels] = TensorType(shape, DType.U8, per_token_qparams(scales))
         self.types[scales] = TensorType(scales_shape(shape), DType.F32)
         self.ops.append(Op("quantize_rows", (x,), (levels, scales), {"mode": mode}, origin=Origin(levels)))
-        self.value[levels], self.value[scales] = levels_of_rows(self.value[x], mode)
+        self.value[levels], self.value[scales] = quantize_dynamic(self.value[x], mode)
         return levels, scales
 
     def linear_rows(self, levels: str, scales: str, outputs: int) -> str:
@@ -162,7 +162,7 @@ class Net:
         start = self._constant(np.zeros(outputs, np.int32), DType.I32)
         columns = self._constant(self.draw.uniform(0.001, 0.003, outputs).astype(np.float32), DType.F32)
         bias = self._constant(self.draw.normal(size=outputs).astype(np.float32), DType.F32)
-        acc = self._op("linear", [levels, weight, start], DType.I32, row_accumulator(scales))
+        acc = self._op("linear", [levels, weight, start], DType.I32, per_token_accumulator_qparams(scales))
         return self._op("dequantize_rows", [acc, scales, columns, bias], DType.F32, None)
 
     def centred(self, x: str) -> str:

@@ -27,7 +27,7 @@ from intaglio.fusion.loop_conditions import (
 )
 from intaglio.fusion.partition_conditions import makes_one_result, runs_on_tiles, weighs_channels_of_pixels
 from intaglio.fusion.pattern import op, reads, seq, wildcard
-from intaglio.ops import ACCUMULATING, ANCHORS, OPS, PRECISE_FUNCTIONS, SCALAR_OPS, SUMS
+from intaglio.ops import ACCUMULATING, ADD_OPS, ANCHORS, OPS, PRECISE_FUNCTIONS, SCALAR_OPS
 from intaglio.ops.loop_ops.primitives import PRIMITIVES
 from intaglio.ops.pointwise import MUL
 
@@ -84,14 +84,14 @@ GRAPH_FUSIONS = (
     FUNCTION_AFFINE,
     Fusion(
         "anchor_add_clamp",
-        op("clamp", op(SUMS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True)),
+        op("clamp", op(ADD_OPS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True)),
         FusionLevel.GRAPH,
         "the end of a residual block without a pass over memory",
         where=adds_without_broadcast,
     ),
     Fusion(
         "anchor_add",
-        op(SUMS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True),
+        op(ADD_OPS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True),
         FusionLevel.GRAPH,
         "a shortcut is added to the accumulator and rounded once",
         where=adds_without_broadcast,
@@ -107,7 +107,7 @@ GRAPH_FUSIONS = (
     FUNCTION,
     Fusion(
         "add_clamp",
-        op("clamp", op(SUMS, wildcard("a"), wildcard("b"))),
+        op("clamp", op(ADD_OPS, wildcard("a"), wildcard("b"))),
         FusionLevel.GRAPH,
         "a rectifier behind a sum is bounds of its requantization",
     ),

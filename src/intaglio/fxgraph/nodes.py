@@ -72,9 +72,9 @@ def record_of(node: fx.Node) -> OpDef | None:
     record = info(node).record or BY_TARGET.get(operator(node))
     if record is None or not record.has_integer_form:
         return None
-    if record.instead:
+    if record.if_not_constant:
         given = arguments(node)
-        others = (other for name, other in record.instead.items() if not is_constant(given[name]))
+        others = (other for name, other in record.if_not_constant.items() if not is_constant(given[name]))
         return next(others, record)
     return record
 

@@ -69,7 +69,7 @@ class Expression:
     __rmul__ = __mul__
 
 
-LONGEST_POLYNOMIAL = 16
+MAX_POLYNOMIAL_TERMS = 16
 """Maximum number of terms of a quotient that `divide` searches for."""
 
 Dim = int | Expression
@@ -130,7 +130,7 @@ def divide(a: Dim, b: Dim) -> Dim | None:
         return None
     (leading, coefficient), *_ = _terms(b)
     quotient: Dim = 0
-    for _ in range(LONGEST_POLYNOMIAL):
+    for _ in range(MAX_POLYNOMIAL_TERMS):
         if a == 0:
             return quotient
         (atoms, count), *_ = _terms(a)

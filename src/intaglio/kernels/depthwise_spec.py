@@ -15,11 +15,11 @@ import numpy as np
 
 ACCUMULATORS = 6
 """Maximum number of output pixels of a tile: each takes four registers, and eight remain for building quads."""
-MOST_ROWS = 16
+MAX_INPUT_ROWS = 16
 """Maximum number of input rows of a tile (native/products/tile.h)."""
 
 DEPTHWISE_FIELDS = (
-    *(f"rows{i}" for i in range(MOST_ROWS)),
+    *(f"rows{i}" for i in range(MAX_INPUT_ROWS)),
     "pixel",
     "weights",
     "bias",
@@ -126,7 +126,7 @@ def channel_order(lanes: int) -> np.ndarray:
 
 def depthwise_checks() -> str:
     """Return C++ static assertions that ``struct DepthwiseTile`` agrees with the table above."""
-    names = {f: f for f in DEPTHWISE_FIELDS[MOST_ROWS:]} | {"rows0": "rows"}
+    names = {f: f for f in DEPTHWISE_FIELDS[MAX_INPUT_ROWS:]} | {"rows0": "rows"}
     lines = [
         f'static_assert(offsetof(struct DepthwiseTile, {name}) == {8 * DEPTHWISE_FIELDS.index(f)}, "DepthwiseTile");'
         for f, name in names.items()

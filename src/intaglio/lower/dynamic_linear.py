@@ -10,7 +10,7 @@ from intaglio.fxgraph.nodes import layer_operands, operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.accumulators import weight_of
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.ops.dynamic_quant import row_accumulator, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, scales_shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
 from intaglio.quant.annotate.regions import Chain
 
@@ -38,7 +38,7 @@ def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
     source, mode = builder.float_value(node.args[0]), node.args[1]
     shape = builder.types[source].shape
     scales = builder.add_value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
-    levels = builder.add_value(f"{source}_rows", TensorType(shape, DType.U8, row_levels(scales)))
+    levels = builder.add_value(f"{source}_rows", TensorType(shape, DType.U8, per_token_qparams(scales)))
     builder.ops.append(Op("quantize_rows", (source,), (levels, scales), {"mode": mode}, origin=origin(node)))
     builder.items[node] = levels, scales
     builder.values[node] = levels
@@ -59,7 +59,11 @@ def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
     stem = where.path.replace("@", "_call") or record.name
     zeros = builder.add_constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
     acc = builder.add_op(
-        record.name, [x, weight, zeros], f"{stem}_acc", TensorType(shape, DType.I32, row_accumulator(scales)), where
+        record.name,
+        [x, weight, zeros],
+        f"{stem}_acc",
+        TensorType(shape, DType.I32, per_token_accumulator_qparams(scales)),
+        where,
     )
     bias = np.zeros(outputs, np.float32)
     if read.bias is not None:

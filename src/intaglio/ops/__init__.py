@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles
-from intaglio.ops.operator_groups import ACCUMULATING, ANCHORS, PRECISE_FUNCTIONS, SCALAR_OPS, SUMS
+from intaglio.ops.operator_groups import ACCUMULATING, ADD_OPS, ANCHORS, PRECISE_FUNCTIONS, SCALAR_OPS
 from intaglio.ops.preconditions import check_graph, needs, verify
 from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, index, op_def
 
 __all__ = [
     "ACCUMULATING",
+    "ADD_OPS",
     "ANCHORS",
     "BY_NAME",
     "BY_TARGET",
     "OPS",
     "PRECISE_FUNCTIONS",
     "SCALAR_OPS",
-    "SUMS",
     "Call",
     "Layout",
     "OpDef",

@@ -13,9 +13,9 @@ from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import (
     Call,
-    Given,
-    Kept,
+    KernelConstants,
     Layout,
+    ModelConstants,
     OpDef,
     Roles,
     first_reason,
@@ -86,7 +86,7 @@ def require_constant_slopes(call: Call) -> str | None:
     return None if call.constant[1] else "slopes that are computed while the model runs"
 
 
-def slope_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def slope_factors(attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float) -> KernelConstants:
     """Return the factor of positive values and those of negative values: a single one, or one per channel."""
     rise = np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)
     slopes = np.ravel(given[0] if given[0] is not None else 1.0)
@@ -151,7 +151,7 @@ AFFINE = OpDef(
     batch_separable=True,
     emit="affine",
     kernel="pointwise",
-    instead={"self": SCALED_ADD},
+    if_not_constant={"self": SCALED_ADD},
 )
 PRELU = OpDef(
     name="prelu",

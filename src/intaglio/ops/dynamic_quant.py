@@ -16,13 +16,13 @@ ROW_MODES = ("token", "tensor")
 """Granularity of the scales: one per token (row of the last axis), or one per entry of the batch."""
 
 
-def row_levels(scales: str) -> QParams:
+def per_token_qparams(scales: str) -> QParams:
     """Return the parameters of uint8 values whose scales are the value with this name."""
     zero = numerics.ROW_ZERO
     return QParams(Ref(scales), (zero,), zero - numerics.ROW_STEPS, zero + numerics.ROW_STEPS, PerRow())
 
 
-def row_accumulator(scales: str) -> QParams:
+def per_token_accumulator_qparams(scales: str) -> QParams:
     """Return the parameters of the accumulator of such values times a quantized weight."""
     return QParams(Ref(scales), (0,), -(2**31), 2**31 - 1, PerRow())
 
@@ -32,7 +32,7 @@ def scales_shape(shape: Shape) -> Shape:
     return (*shape[:-1], 1)
 
 
-def levels_of_rows(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_dynamic(x: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Quantize f32[..., K] dynamically; return u8[..., K] and scales f32[..., 1].
 
     The quantized values of a row do not depend on other entries of the batch.
@@ -47,7 +47,7 @@ def quantize_rows_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> tuple[np.ndarray, ...]:
     """Quantize dynamically; return quantized values and scales."""
-    return levels_of_rows(args[0], op.attrs["mode"])
+    return quantize_dynamic(args[0], op.attrs["mode"])
 
 
 def dequantize_rows_reference(
@@ -57,18 +57,18 @@ def dequantize_rows_reference(
     return numerics.dequantize_rows(*args)
 
 
-def valid_row_levels(op: Op, graph: Graph) -> None:
+def valid_per_token_values(op: Op, graph: Graph) -> None:
     """Check that quantized values refer to the scales that are computed with them."""
     kinds = [graph.types[name] for name in (*op.inputs, *op.outputs)]
     shapes = [kind.shape for kind in kinds]
     expected = [shapes[0], scales_shape(shapes[0])]
-    if not shapes[0] or shapes[1:] != expected or kinds[1].q != row_levels(op.outputs[1]):
+    if not shapes[0] or shapes[1:] != expected or kinds[1].q != per_token_qparams(op.outputs[1]):
         raise ValueError(f"%{op.output}: {kinds[1]} and {kinds[2]} of {kinds[0]}")
     if op.attrs.get("mode") not in ROW_MODES or not isinstance(shapes[0][-1], int):
         raise ValueError(f"quantize_rows of {kinds[0]} with {dict(op.attrs)}")
 
 
-def makes_rows(op: Op) -> bool:
+def computes_row_scales(op: Op) -> bool:
     """Return whether an operator computes quantized values together with the scales of their rows."""
     return op.kind == QUANTIZE_ROWS.name
 
@@ -76,8 +76,8 @@ def makes_rows(op: Op) -> bool:
 def valid_row_accumulator(op: Op, graph: Graph) -> None:
     """Check that an accumulator has the scales of its rows, and that there is a constant scale and bias per column."""
     acc, scales, columns, bias = (graph.types[name] for name in op.inputs)
-    made = any(makes_rows(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
-    if not made or acc.q != row_accumulator(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
+    made = any(computes_row_scales(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
+    if not made or acc.q != per_token_accumulator_qparams(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
         raise ValueError(f"%{op.output}: an accumulator {acc} with scales {scales} of %{op.inputs[1]}")
     constant = all(name in graph.constants for name in op.inputs[2:])
     if not constant or bias.shape != acc.shape[-1:] or columns.shape not in ((1,), bias.shape):
@@ -88,7 +88,7 @@ QUANTIZE_ROWS = OpDef(
     name="quantize_rows",
     reference=quantize_rows_reference,
     types=TypeRule(((F32,),), (U8, F32), outputs=(2, 2)),
-    validate=valid_row_levels,
+    validate=valid_per_token_values,
     results_differ=True,
     layout=Layout.ROW_MAJOR,
     reads_any_strides=True,

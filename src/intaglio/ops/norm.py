@@ -12,9 +12,19 @@ from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.loop_ops import loop_bodies as bodies
 from intaglio.ops.loop_ops.float_loop import FloatLoop
-from intaglio.ops.opdef import Call, Given, Kept, Layout, OpDef, Roles, first_reason, rank, require_float_operands
+from intaglio.ops.opdef import (
+    Call,
+    KernelConstants,
+    Layout,
+    ModelConstants,
+    OpDef,
+    Roles,
+    first_reason,
+    rank,
+    require_float_operands,
+)
 
-LONGEST_ROW = 2**15
+MAX_ROW_LENGTH = 2**15
 """Maximum number of values in a row; sums of squared differences of quantized values stay below 2^31."""
 
 
@@ -30,7 +40,9 @@ def require_last_axis_only(call: Call) -> str | None:
         return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
     if not isinstance(normalized[0], int):
         return f"rows of {normalized[0]} values; the kernel takes a number"
-    return f"rows of {normalized[0]} values; the kernel takes {LONGEST_ROW}" if normalized[0] > LONGEST_ROW else None
+    return (
+        f"rows of {normalized[0]} values; the kernel takes {MAX_ROW_LENGTH}" if normalized[0] > MAX_ROW_LENGTH else None
+    )
 
 
 def require_constant_scale(call: Call) -> str | None:
@@ -38,7 +50,9 @@ def require_constant_scale(call: Call) -> str | None:
     return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
 
 
-def norm_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def norm_constants(
+    attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float
+) -> KernelConstants:
     """Return weight and bias in quantization steps of the result, and epsilon in squared steps of the operand."""
     row = evaluate(shape[-1], {})
     values = [np.full(row, default) if one is None else one for one, default in zip(given, (1.0, 0.0), strict=True)]
@@ -62,7 +76,7 @@ def valid_norm(op: Op, graph: Graph) -> None:
     """Check that there is a factor and an offset for every value of a row, and one epsilon."""
     row = tuple(evaluate(dim, {}) for dim in graph.types[op.inputs[0]].shape[-1:])
     found = [graph.types[name].shape for name in op.inputs[1:]]
-    if found != [row, row, (1,)] or row[0] > LONGEST_ROW:
+    if found != [row, row, (1,)] or row[0] > MAX_ROW_LENGTH:
         raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
 
 

@@ -19,9 +19,9 @@ Result = np.ndarray | tuple[np.ndarray, ...]
 """One array, or a tuple with one array per result of the operator."""
 
 
-Given = Sequence[np.ndarray | None]
+ModelConstants = Sequence[np.ndarray | None]
 """Constant operands of a call in float64; ``None`` for an operand that is left out."""
-Kept = tuple[Mapping[str, np.ndarray], Attrs]
+KernelConstants = tuple[Mapping[str, np.ndarray], Attrs]
 """Constants that a kernel reads after its operand, by label in order, and the attributes of the integer operator."""
 
 
@@ -106,14 +106,14 @@ class OpDef:
         variadic: The only operand is a list of tensors, all of them activations.
         bind: Converts the arguments to the attributes of the integer operator.
         check: Returns why a call stays in float, or ``None``.
-        instead: Record with the same overloads that applies if this operand is not a constant.
+        if_not_constant: Record with the same overloads that applies if this operand is not a constant.
         tolerance: Maximum difference of the integer result from the Q/DQ reference, in quantization steps.
         infer: Shape rule over symbolic dimensions.
         reference: Reference implementation of the integer result in NumPy, in logical order.
         function: Elementwise function in float64, from which lowering computes a lookup table.
         precise: Converts attributes to those of the `activate` that computes the function on an accumulator.
-        scales: It multiplies or divides by a number, which is folded into the scale of a preceding product of
-            activations.
+        multiplies_by_scalar: It multiplies or divides by a number, which is folded into the scale of a preceding
+            product of activations.
         loop: Loop that computes the operator between float tensors; ``None`` means an island.
         constants: Called with (attributes, shape of the operand, constants of the model, scale of the operand, of the
             result); returns what the kernel reads besides the operand.
@@ -121,12 +121,13 @@ class OpDef:
         validate: Raises ValueError if a deserialized graph breaks a precondition of the kernel.
         needs: Yields expressions over free sizes that must not be negative in a call, each with the problem if it is.
         window: The attributes are sizes and positions that must not be negative.
-        fewest_pixels: Minimum size of the result along every axis of an image.
+        min_pixels: Minimum size of the result along every axis of an image.
         has_body: The operator has a body, which determines the shapes of its results.
         results_differ: Results beyond the first have other shapes, which ``validate`` checks.
         passes_factors: Scaling a channel of the operand by a positive factor scales the same channel of the result.
         macs: Called with (attributes, shapes of the operands, shape of the result); returns multiply-accumulates.
-        widens_halves: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators are.
+        computed_in_float32: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators
+            are.
         accumulates: The result is an int32 accumulator, which exactly one operator requantizes or dequantizes.
         layout: Layout that the kernel requires, or a function of the operator and the types of its values.
         batch_separable: Each image of the result depends only on the same image; the batch is the first axis.
@@ -159,25 +160,25 @@ class OpDef:
     variadic: bool = False
     bind: Callable[[Call], Attrs] = lambda call: {}
     check: Callable[[Call], str | None] = lambda call: None
-    instead: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
+    if_not_constant: Mapping[str, OpDef] = field(default_factory=dict, hash=False)
     tolerance: int = 1
     infer: Callable[[Attrs, Sequence[Shape]], Shape] = lambda attrs, shapes: shapes[0]
     reference: Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], Result] | None = None
     function: Callable[[np.ndarray, Attrs], np.ndarray] | None = None
     precise: Callable[[Attrs], Attrs] | None = None
-    scales: bool = False
+    multiplies_by_scalar: bool = False
     loop: FloatLoop | None = None
-    constants: Callable[[Attrs, Shape, Given, float, float], Kept] | None = None
+    constants: Callable[[Attrs, Shape, ModelConstants, float, float], KernelConstants] | None = None
     types: TypeRule | Callable[[Attrs], TypeRule] | None = None
     validate: Callable[[Op, Graph], None] = lambda op, graph: None
     needs: Callable[[Op, Graph], Iterable[tuple[Dim, str]]] = lambda op, graph: ()
     window: bool = False
-    fewest_pixels: int = 0
+    min_pixels: int = 0
     has_body: bool = False
     results_differ: bool = False
     passes_factors: bool = False
     macs: Callable[[Attrs, Sequence[Shape], Shape], Dim] | None = None
-    widens_halves: bool = False
+    computed_in_float32: bool = False
     accumulates: bool = False
     layout: Layout | Callable[[Op, Mapping[str, TensorType]], Layout] = Layout.ANY
     batch_separable: bool = False

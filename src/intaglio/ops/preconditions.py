@@ -112,7 +112,7 @@ def needs(graph: Graph) -> tuple[Need, ...]:
 
 def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
     """Yield the requirements that no axis is negative and that a window has at least one pixel."""
-    least = 0 if op.kind not in OPS else op_def(op).fewest_pixels
+    least = 0 if op.kind not in OPS else op_def(op).min_pixels
     for shape in (graph.types[name].shape for name in op.outputs):
         for axis, size in enumerate(shape):
             smallest = least if axis > 1 else 0

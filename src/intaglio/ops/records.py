@@ -32,7 +32,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
     by_target: dict[str, OpDef] = {}
     for record in (record for group in groups for record in group):
         for key, table in [(record.name, by_name), *((target, by_target) for target in record.targets)]:
-            if key in table and record in table[key].instead.values():
+            if key in table and record in table[key].if_not_constant.values():
                 continue
             if key in table:
                 raise ValueError(f"{key} is claimed by {table[key].name} and {record.name}")

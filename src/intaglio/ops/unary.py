@@ -103,7 +103,7 @@ def function(
     *,
     loop: FloatLoop | None = None,
     precise: Callable[[Attrs], Attrs] | None = None,
-    scales: bool = False,
+    multiplies_by_scalar: bool = False,
 ) -> OpDef:
     """Return the record of a function of one value.
 
@@ -113,8 +113,8 @@ def function(
         target: ATen overload.
         loop: The loop that computes it between float tensors; without one it runs in an island.
         precise: Converts the record's attributes to those of the `activate` that computes it on an accumulator.
-        scales: It multiplies or divides by a number, which is folded into the scale of a preceding product of
-            activations.
+        multiplies_by_scalar: It multiplies or divides by a number, which is folded into the scale of a preceding
+            product of activations.
     """
     return OpDef(
         name=name,
@@ -124,7 +124,7 @@ def function(
         function=reference,
         loop=loop,
         precise=precise,
-        scales=scales,
+        multiplies_by_scalar=multiplies_by_scalar,
         kernel="table",
     )
 
@@ -175,10 +175,18 @@ UNARY_OPS = (
         loop=FloatLoop(bodies.reversed_difference),
     ),
     function(
-        "mul_number", lambda x, a: x * float(a["other"]), "aten.mul.Scalar", scales=True, loop=bodies.binary("mul")
+        "mul_number",
+        lambda x, a: x * float(a["other"]),
+        "aten.mul.Scalar",
+        multiplies_by_scalar=True,
+        loop=bodies.binary("mul"),
     ),
     function(
-        "div_number", lambda x, a: x / float(a["other"]), "aten.div.Scalar", scales=True, loop=bodies.binary("div")
+        "div_number",
+        lambda x, a: x / float(a["other"]),
+        "aten.div.Scalar",
+        multiplies_by_scalar=True,
+        loop=bodies.binary("div"),
     ),
     function(
         "pow_number",

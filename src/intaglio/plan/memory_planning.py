@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.ops import op_def
-from intaglio.ops.products.scratch_memory import LINE, SHARERS
+from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BufferLifetime, Choice
 
-SHARES = 8
+MAX_SUM_THREADS = 8
 """Maximum number of threads that sum one image together."""
 FEW_CHANNELS = 192
 """Threads sum one image together up to this number of channels; with more channels, each thread sums some of them."""
@@ -30,14 +30,14 @@ def add_scratch_buffers(plan: Plan) -> Plan:
             channels = plan.buffers[op.inputs[0]].channels()
             if isinstance(channels, int) and channels <= FEW_CHANNELS:
                 name = f"{op.output}.sums"
-                found[name] = Buffer(name, (SHARES, channels), DType.I32)
-                reasons[name] = f"{SHARES} threads sum one image of {channels} channels together"
+                found[name] = Buffer(name, (MAX_SUM_THREADS, channels), DType.I32)
+                reasons[name] = f"{MAX_SUM_THREADS} threads sum one image of {channels} channels together"
         name = f"{partition.output}.scratch"
         if lines := record.scratch(op, plan.graph.types):
-            found[name] = Buffer(name, (SHARERS, lines, LINE), DType.U8, rows=True)
+            found[name] = Buffer(name, (MAX_SCRATCH_THREADS, lines, CACHE_LINE), DType.U8, rows=True)
             reasons[name] = f"each thread packs its operands of the {op.kind}"
         if lines := record.shared_scratch(op, plan.graph.types):
-            found[name] = Buffer(name, (1, lines, LINE), DType.U8, rows=True)
+            found[name] = Buffer(name, (1, lines, CACHE_LINE), DType.U8, rows=True)
             reasons[name] = f"gates and states of the {op.kind}, shared by threads"
     return replace(plan, buffers={**plan.buffers, **found}).with_reasons(Choice.MEMORY, reasons)
 

@@ -101,8 +101,8 @@ def legalize_token_qdq(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def quantize_tokens(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize per token, or per sample with mode "tensor", like `ops.dynamic_quant.levels_of_rows`, except for values
-    that are not finite."""
+    """Quantize per token, or per sample with mode "tensor", like `ops.dynamic_quant.quantize_dynamic`, except for
+    values that are not finite."""
     peaks = x.abs().amax(list(range(1, x.dim())) if mode == "tensor" and x.dim() > 2 else [-1], keepdim=True)
     peaks = peaks.expand(*x.shape[:-1], 1).clamp_min(float(numerics.MIN_ROW_ABSMAX))
     most = float(numerics.ROW_STEPS)

@@ -12,7 +12,7 @@ from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.ops import op_def
-from intaglio.ops.products.scratch_memory import LINE, SHARERS
+from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
 from intaglio.plan.kernel_records import ActivationTiles
 from intaglio.plan.plan_records import Partition
 
@@ -145,4 +145,4 @@ def _scratch(code: Code, name: str, value: str, context: Context) -> None:
     scratch = f"{value}.scratch"
     _, lines, _ = context.plan.buffers[scratch].shape
     code(f"{name}.scratch = r->arena + r->offsets[{context.index[scratch]}];")
-    code(f"{name}.scratch_bytes = {context.dim(lines * LINE)}, {name}.sharers = {SHARERS};")
+    code(f"{name}.scratch_bytes = {context.dim(lines * CACHE_LINE)}, {name}.sharers = {MAX_SCRATCH_THREADS};")

@@ -50,7 +50,7 @@ def _half_dtype(node: fx.Node) -> DType | None:
 
 def _is_half_product(node: fx.Node) -> bool:
     record = BY_TARGET.get(operator(node))
-    return record is not None and record.widens_halves and _half_dtype(node) is not None
+    return record is not None and record.computed_in_float32 and _half_dtype(node) is not None
 
 
 def _reinterprets_bits(node: fx.Node) -> bool:

@@ -4,9 +4,9 @@
 #include "products/epilogue.h"
 
 enum {
-    QUERIES = 24,      // rows of a block at most, as in ops/products/scratch_memory.py
-    PANEL = 64,        // columns of a packed panel, at most
-    WIDEST_HEAD = 256  // values of a head at most, as in ops/products/attention.py
+    QUERY_BLOCK = 24,     // rows of a block at most, as in ops/products/scratch_memory.py
+    PANEL = 64,           // columns of a packed panel, at most
+    MAX_HEAD_WIDTH = 256  // values of a head at most, as in ops/products/attention.py
 };
 
 // Microkernels with results in float32: `table[blocks][height]` is for panels of 16 * `blocks` columns. `blocks` is the

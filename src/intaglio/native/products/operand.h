@@ -160,7 +160,7 @@ static inline void multiply(const struct FloatKernels* k, const struct Tile* pro
     }
 }
 
-static const int32_t NO_TERMS[WIDEST_HEAD] = {};
+static const int32_t NO_TERMS[MAX_HEAD_WIDTH] = {};
 
 static inline Reals load_reals(const float* from) {
     Reals x;

@@ -9,9 +9,9 @@
 static __attribute__((noinline)) void multiply_rows(const struct Product* p, const struct Operand* o,
                                                     const int8_t* packed, const int32_t* terms, const uint8_t* a,
                                                     uint8_t* out, int64_t pixel, int64_t rows) {
-    float factor[PANEL], ones[QUERIES], real[QUERIES * PANEL] __attribute__((aligned(64)));
+    float factor[PANEL], ones[QUERY_BLOCK], real[QUERY_BLOCK * PANEL] __attribute__((aligned(64)));
     for (int i = 0; i < PANEL; ++i) factor[i] = p->factor;
-    for (int i = 0; i < QUERIES; ++i) ones[i] = 1.0f;
+    for (int i = 0; i < QUERY_BLOCK; ++i) ones[i] = 1.0f;
     struct Tile t = {};
     t.a = a, t.a_pixel = p->a.row, t.b = packed, t.tap_rows = t.taps = 1, t.run = (p->depth + 3) / 4;
     t.bias = terms, t.factor = factor, t.out = out, t.out_pixel = p->out.row;
@@ -26,7 +26,7 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
         one.columns = p->columns - first < panel ? p->columns - first : panel;
         t.out = (uint8_t*)real, t.out_pixel = 4 * panel;
         multiply(&p->kernels, &t, &one, one.columns, rows, 0);
-        uint8_t levels[QUERIES * PANEL], *to = epilogue ? levels : out + first;
+        uint8_t levels[QUERY_BLOCK * PANEL], *to = epilogue ? levels : out + first;
         const int64_t stride = epilogue ? PANEL : p->out.row;
         if (p->limits) quantize_block(real, panel, rows, ones, p->limits, to, stride, one.columns);
         if (p->table) look_up_here(to, rows, stride, one.columns, p->table);
@@ -41,7 +41,7 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
 LIBRARY void product(const struct Product* p, int thread, int threads) {
     if (threads > p->sharers) threads = (int)p->sharers;
     if (thread >= threads) return;
-    const int64_t blocks = (p->rows + QUERIES - 1) / QUERIES, total = p->batch * p->heads * blocks;
+    const int64_t blocks = (p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK, total = p->batch * p->heads * blocks;
     int8_t* packed = (int8_t*)(p->scratch + thread * p->scratch_bytes);
     int32_t* terms = (int32_t*)(packed + (p->columns + PANEL - 1) / PANEL * PANEL * ((p->depth + 3) / 4 * 4));
     const uint8_t* of = 0;

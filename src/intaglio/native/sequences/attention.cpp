@@ -9,8 +9,8 @@ struct AttentionScratch {
     struct Operand k, v;
     int8_t *packed_k, *packed_v;
     int32_t* terms;               // zero-point term of each key
-    float *mask, *scores, *sums;  // [keys]; [QUERIES][keys]; [QUERIES][values of a head]
-    uint8_t* levels;              // [QUERIES][keys]: quantized probabilities
+    float *mask, *scores, *sums;  // [keys]; [QUERY_BLOCK][keys]; [QUERY_BLOCK][values of a head]
+    uint8_t* levels;              // [QUERY_BLOCK][keys]: quantized probabilities
     int64_t row, sums_row;        // number of keys, and of values, padded
     const uint8_t* masked;        // the row that `mask` was computed from
 };
@@ -24,8 +24,8 @@ static inline struct AttentionScratch attention_scratch(const struct Attention* 
     s.packed_v = (int8_t*)at, at += s.row * s.sums_row;
     s.terms = (int32_t*)at, at += 4 * s.row;
     s.mask = (float*)at, at += 4 * s.row;
-    s.scores = (float*)at, at += 4 * s.row * QUERIES;
-    s.levels = at, at += s.row * QUERIES;
+    s.scores = (float*)at, at += 4 * s.row * QUERY_BLOCK;
+    s.levels = at, at += s.row * QUERY_BLOCK;
     s.sums = (float*)at;
     return s;
 }
@@ -150,7 +150,7 @@ static inline int64_t own_keys(const struct Attention* a, int64_t query) {
 static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image,
                                              int64_t head, int64_t first, int64_t last) {
     const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
-    float factor[PANEL], tops[QUERIES], shares[QUERIES];
+    float factor[PANEL], tops[QUERY_BLOCK], shares[QUERY_BLOCK];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
     t.a = head_of(&a->q, image, head) + first * a->q.row, t.a_pixel = a->q.row;
@@ -187,7 +187,7 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     if (threads > a->sharers) threads = (int)a->sharers;
     if (thread >= threads) return;
-    const int64_t blocks = (a->queries + QUERIES - 1) / QUERIES, total = a->batch * a->heads * blocks;
+    const int64_t blocks = (a->queries + QUERY_BLOCK - 1) / QUERY_BLOCK, total = a->batch * a->heads * blocks;
     struct AttentionScratch s = attention_scratch(a, thread);
     int64_t packed = -1;
     for (int64_t unit = shard_begin(total, thread, threads); unit < shard_begin(total, thread + 1, threads); ++unit) {

@@ -7,7 +7,7 @@
 #include "base/library.h"
 #include "products/matmul.h"
 
-enum { MOST_DIRECTIONS = 2 };
+enum { MAX_DIRECTIONS = 2 };
 
 // States f32[layers * directions, batch, hidden] and their strides in elements; `base` may be null.
 struct States {

@@ -15,9 +15,9 @@ from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import (
     Call,
-    Given,
-    Kept,
+    KernelConstants,
     Layout,
+    ModelConstants,
     OpDef,
     first_reason,
     numbers,
@@ -26,7 +26,7 @@ from intaglio.ops.opdef import (
     require_float_operands,
 )
 
-MOST_PIXELS = (2**31 - 1) // 255
+MAX_WINDOW_PIXELS = (2**31 - 1) // 255
 """Maximum number of uint8 values whose sum fits into int32."""
 
 
@@ -199,12 +199,16 @@ def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
     return list(range(1, prod(most) + 1))
 
 
-def window_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def window_factors(
+    attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float
+) -> KernelConstants:
     """Return the factors of average pooling, one for every divisor."""
     return {"factors": numerics.pool_multipliers(scale_x, scale_y, window_counts(attrs))}, attrs
 
 
-def adaptive_factors(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def adaptive_factors(
+    attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float
+) -> KernelConstants:
     """Return the factors of adaptive average pooling, one for every divisor."""
     return {"factors": numerics.pool_multipliers(scale_x, scale_y, adaptive_counts(attrs, shape))}, attrs
 
@@ -219,7 +223,10 @@ def pixels_to_read(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
     pixels = graph.types[op.inputs[0]].shape[2:]
     for size in pixels:
         yield size - 1, "it has no pixel to read"
-    yield numel(pixels) * -1 + MOST_PIXELS, f"{numel(pixels)} pixels; sums of more than {MOST_PIXELS} leave int32"
+    yield (
+        numel(pixels) * -1 + MAX_WINDOW_PIXELS,
+        f"{numel(pixels)} pixels; sums of more than {MAX_WINDOW_PIXELS} leave int32",
+    )
 
 
 def _valid_factors(op: Op, graph: Graph, divisors: Sequence[int]) -> None:
@@ -258,7 +265,7 @@ def _max_pool(axes: int) -> OpDef:
         layout=Layout.CHANNELS_LAST,
         batch_separable=True,
         window=True,
-        fewest_pixels=1,
+        min_pixels=1,
         kernel="pool",
     )
 
@@ -278,7 +285,7 @@ def _avg_pool(axes: int) -> OpDef:
         layout=Layout.CHANNELS_LAST,
         batch_separable=True,
         window=True,
-        fewest_pixels=1,
+        min_pixels=1,
         kernel="pool",
     )
 
@@ -300,7 +307,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         layout=Layout.CHANNELS_LAST,
         batch_separable=True,
         window=True,
-        fewest_pixels=1,
+        min_pixels=1,
         kernel="pool",
     )
 

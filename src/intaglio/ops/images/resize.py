@@ -20,9 +20,9 @@ from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import pixels_to_read
 from intaglio.ops.opdef import (
     Call,
-    Given,
-    Kept,
+    KernelConstants,
     Layout,
+    ModelConstants,
     OpDef,
     first_reason,
     rank,
@@ -66,12 +66,16 @@ def linear_tables(attrs: Attrs) -> list[np.ndarray]:
     return [table for axis in axes for table in linear(*axis, attrs["align"])]
 
 
-def nearest_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def nearest_constants(
+    attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float
+) -> KernelConstants:
     """Return the tables, or sizes and factors if a size is only known in a call."""
     return ({}, attrs) if is_free(attrs) else (_labelled(nearest_tables(attrs)), {})
 
 
-def linear_constants(attrs: Attrs, shape: Shape, given: Given, scale_x: float, scale_y: float) -> Kept:
+def linear_constants(
+    attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float
+) -> KernelConstants:
     """Return the tables, or sizes and factors if a size is only known in a call, followed by the multiplier."""
     factor = {"factor": np.asarray(numerics.multiplier(scale_x, scale_y), np.float32).reshape(-1)}
     return (factor, attrs) if is_free(attrs) else (_labelled(linear_tables(attrs)) | factor, {})
@@ -220,7 +224,7 @@ def _nearest(axes: int) -> OpDef:
         validate=valid_nearest,
         needs=pixels_to_read,
         layout=Layout.CHANNELS_LAST,
-        fewest_pixels=1,
+        min_pixels=1,
         emit="nearest",
         kernel="resize",
     )
@@ -240,7 +244,7 @@ def _linear(axes: int, name: str) -> OpDef:
         validate=valid_linear,
         needs=pixels_to_read,
         layout=Layout.CHANNELS_LAST,
-        fewest_pixels=1,
+        min_pixels=1,
         emit="linear",
         kernel="resize",
     )

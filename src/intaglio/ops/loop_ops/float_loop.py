@@ -9,9 +9,9 @@ from typing import Any
 from intaglio.ir import TensorType
 from intaglio.ir.types import BOOL, I64
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
-from intaglio.ops.loop_ops.primitives import REAL
+from intaglio.ops.loop_ops.primitives import FLOAT_TYPES
 
-MOST_LOOP_AXES = 5
+MAX_LOOP_AXES = 5
 """Maximum rank of a tensor; kernels know the strides of the last five axes."""
 
 Values = Mapping[str, Any]
@@ -43,10 +43,10 @@ class FloatLoop:
             if not all(kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds):
                 return f"{name} {value}: the program takes numbers"
         for kind in (*call.tensors().values(), call.result):
-            if kind.dtype not in (*REAL, BOOL, I64):
+            if kind.dtype not in (*FLOAT_TYPES, BOOL, I64):
                 return f"a tensor of {kind.dtype}; the program computes in f32"
-            if len(kind.shape) > MOST_LOOP_AXES:
-                return f"{len(kind.shape)} axes; the program takes {MOST_LOOP_AXES}"
+            if len(kind.shape) > MAX_LOOP_AXES:
+                return f"{len(kind.shape)} axes; the program takes {MAX_LOOP_AXES}"
         if call.result.dtype is I64:
             return "it makes integers; the program computes in f32"
         return self.check(call)

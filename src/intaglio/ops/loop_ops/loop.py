@@ -11,7 +11,7 @@ from intaglio.ops.loop_ops.loop_space import body_of, row_axis, space
 from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer, primitive
 from intaglio.ops.opdef import Layout, OpDef, Result
 
-ENDS = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
+LOOP_DTYPES = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
 """Element types of a loop's operands; results may have all but i64."""
 
 
@@ -37,7 +37,7 @@ def check_loop(op: Op, graph: Graph) -> None:
     tables = _tables(op, body, graph)
     for name in (*body.inputs, *body.outputs):
         kind = body.types[name]
-        if kind.dtype not in ENDS or (kind.dtype is DType.U8 and name not in tables) != (kind.q is not None):
+        if kind.dtype not in LOOP_DTYPES or (kind.dtype is DType.U8 and name not in tables) != (kind.q is not None):
             raise ValueError(f"%{op.output}: a loop with an end of {kind}")
     if set(body.outputs) & {*body.inputs, *body.constants} or len(set(body.outputs)) != len(body.outputs):
         raise ValueError(f"%{op.output}: a loop that hands through what it reads")
@@ -71,7 +71,7 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
     types = [body.types[name] for name in step.inputs]
     given = [kind.dtype for kind in types]
     fits = any(len(given) == len(one) and all(d in a for d, a in zip(given, one, strict=True)) for one in row.operands)
-    gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.gives
+    gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.result_dtype
     wrong = result.dtype not in (DType.F32, DType.BF16, DType.BOOL) if gives is None else result.dtype is not gives
     if not fits or wrong:
         raise ValueError(f"{where} of {[str(kind) for kind in types]} gives {result}")

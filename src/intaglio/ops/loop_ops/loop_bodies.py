@@ -11,7 +11,7 @@ import numpy as np
 from intaglio.ir.types import BOOL, F32, I64, U8
 from intaglio.ops.loop_ops.float_loop import Check, FloatLoop, Values
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
-from intaglio.ops.loop_ops.primitives import REAL
+from intaglio.ops.loop_ops.primitives import FLOAT_TYPES
 
 # ---- elementwise ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ def require_single_axis(call: FloatCall) -> str | None:
         return f"over {axes or 'all'} axes; the program takes one"
     if call.arguments.get("dtype") is not None:
         return "a sum in another element type"
-    return None if kind.dtype in REAL else f"a reduction of {kind.dtype}"
+    return None if kind.dtype in FLOAT_TYPES else f"a reduction of {kind.dtype}"
 
 
 def reduction(kind: str) -> FloatLoop:

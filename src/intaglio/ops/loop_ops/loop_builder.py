@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from intaglio.ir import DType, Op, TensorType, fresh
-from intaglio.ops.loop_ops.primitives import BOOL, F32, I64, PRIMITIVES, REAL, infer
+from intaglio.ops.loop_ops.primitives import BOOL, F32, FLOAT_TYPES, I64, PRIMITIVES, infer
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Body:
         """Append one primitive and return the name of its result; operands that must be real are cast first."""
         row = PRIMITIVES[kind]
         names = [name if isinstance(name, str) else self.number(name) for name in operands]
-        if row.operands[0] == (REAL,) * len(names) and kind != "cast":
+        if row.operands[0] == (FLOAT_TYPES,) * len(names) and kind != "cast":
             whole = [self.types[name].dtype is I64 for name in names]
             if len(row.operands) == 1 or not all(whole):
                 names = [self.real(name) for name in names]
         shape = infer(kind, attrs, [self.types[name].shape for name in names])
-        given = dtype or row.gives or self.types[names[0]].dtype
+        given = dtype or row.result_dtype or self.types[names[0]].dtype
         name = self._name(kind)
         self.types[name] = TensorType(shape, given)
         self.ops.append(Op(kind, tuple(names), (name,), attrs))
@@ -76,7 +76,7 @@ class Body:
 
     def real(self, name: str) -> str:
         """Return the value as floats, cast if necessary."""
-        return name if self.types[name].dtype in REAL else self("cast", name, dtype=F32)
+        return name if self.types[name].dtype in FLOAT_TYPES else self("cast", name, dtype=F32)
 
     def truth(self, name: str) -> str:
         """Return whether the value is not zero, as a boolean value."""

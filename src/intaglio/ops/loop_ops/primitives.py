@@ -17,7 +17,7 @@ from intaglio.ir import Attrs, DType, Op, Shape, TensorType
 from intaglio.ir.types import BF16, BOOL, F32, I64, U8
 from intaglio.numerics import float_math
 
-REAL, TRUTH, WHOLE_TYPES = (F32, BF16), (BOOL,), (I64,)
+FLOAT_TYPES, BOOL_TYPES, INTEGER_TYPES = (F32, BF16), (BOOL,), (I64,)
 Bound = Callable[[Sequence[float], Attrs], "float | None"]
 ReferenceFunction = Callable[[Op, Sequence[np.ndarray], Sequence[TensorType], TensorType], np.ndarray]
 
@@ -57,7 +57,7 @@ class Primitive:
     Attributes:
         name: Name of the primitive.
         operands: Element types of each operand, one row per allowed combination.
-        gives: Element type of the result; ``None`` where the result's type decides.
+        result_dtype: Element type of the result; ``None`` where the result's type decides.
         reference: Reference implementation in NumPy.
         attrs: Names of its attributes.
         reduces: Reduction along attribute ``axis``, whose size becomes 1.
@@ -78,7 +78,7 @@ class Primitive:
 
     name: str
     operands: tuple[tuple[tuple[DType, ...], ...], ...]
-    gives: DType | None
+    result_dtype: DType | None
     reference: ReferenceFunction
     attrs: tuple[str, ...] = ()
     reduces: bool = False
@@ -98,7 +98,7 @@ class Primitive:
     @property
     def quantizes(self) -> bool:
         """Return whether it quantizes floats."""
-        return self.gives is U8
+        return self.result_dtype is U8
 
     @property
     def dequantizes(self) -> bool:
@@ -122,22 +122,24 @@ def _plain(function: Callable[..., np.ndarray]) -> ReferenceFunction:
 
 
 def _unary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
-    return Primitive(name, ((REAL,),), F32, _plain(function), c=c, **facts)
+    return Primitive(name, ((FLOAT_TYPES,),), F32, _plain(function), c=c, **facts)
 
 
 def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
-    return Primitive(name, ((REAL, REAL),), F32, _plain(function), c=c, **facts)
+    return Primitive(name, ((FLOAT_TYPES, FLOAT_TYPES),), F32, _plain(function), c=c, **facts)
 
 
 def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
     """Return the record of a comparison."""
-    return Primitive(name, ((REAL, REAL), (WHOLE_TYPES, WHOLE_TYPES)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}")
+    return Primitive(
+        name, ((FLOAT_TYPES, FLOAT_TYPES), (INTEGER_TYPES, INTEGER_TYPES)), BOOL, _plain(function), c=f"{{0}} {c} {{1}}"
+    )
 
 
 def _truth(name: str, c: str, function: Callable[..., np.ndarray], operands: int = 2) -> Primitive:
     """Return the record of a boolean operator."""
     infix = operands == 2
-    return Primitive(name, ((TRUTH,) * operands,), BOOL, _plain(function), c=c, takes_number=infix)
+    return Primitive(name, ((BOOL_TYPES,) * operands,), BOOL, _plain(function), c=c, takes_number=infix)
 
 
 def _reduction(
@@ -149,7 +151,7 @@ def _reduction(
         axis = op.attrs["axis"]
         return np.moveaxis(function(np.moveaxis(args[0], axis, -1)), -1, axis)
 
-    return Primitive(name, ((REAL,),), F32, reference, ("axis",), reduces=True, lanes=lanes, bound=bound)
+    return Primitive(name, ((FLOAT_TYPES,),), F32, reference, ("axis",), reduces=True, lanes=lanes, bound=bound)
 
 
 def _leaky_relu(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -208,7 +210,7 @@ def bound_of_leaky_relu(sizes: Sequence[float], attrs: Attrs) -> float | None:
     return max(sizes) if abs(attrs["slope"]) <= 1 else None
 
 
-ANY_TYPE = ((REAL,), (TRUTH,), (WHOLE_TYPES,))
+ANY_TYPE = ((FLOAT_TYPES,), (BOOL_TYPES,), (INTEGER_TYPES,))
 ROWS = (
     _binary("add", "{0} + {1}", np.add, takes_number=True, cheap=True, bound=sum_of_sizes),
     _binary("sub", "{0} - {1}", np.subtract, takes_number=True, cheap=True, subtracts=True, bound=sum_of_sizes),
@@ -246,14 +248,16 @@ ROWS = (
     _unary("gelu_tanh", "keep_nan({0}, gelu_tanh({0}))", float_math.keep_nan(numerics.gelu_tanh), bound=largest),
     Primitive(
         "leaky_relu",
-        ((REAL,),),
+        ((FLOAT_TYPES,),),
         F32,
         _leaky_relu,
         ("slope",),
         c="keep_nan({0}, leaky_relu({0}, {slope}))",
         bound=bound_of_leaky_relu,
     ),
-    Primitive("clamp", ((REAL,),), F32, _clamp, ("low", "high"), c="clamp({0}, {low}, {high})", bound=bound_of_clamp),
+    Primitive(
+        "clamp", ((FLOAT_TYPES,),), F32, _clamp, ("low", "high"), c="clamp({0}, {low}, {high})", bound=bound_of_clamp
+    ),
     _compared("eq", "==", np.equal),
     _compared("ne", "!=", np.not_equal),
     _compared("lt", "<", np.less),
@@ -264,7 +268,7 @@ ROWS = (
     _truth("or", "{0} | {1}", np.logical_or),
     _truth("xor", "{0} ^ {1}", np.logical_xor),
     _truth("not", "~{0}", np.logical_not, 1),
-    Primitive("where", ((TRUTH, REAL, REAL),), F32, _plain(np.where), c="{0} ? {1} : {2}"),
+    Primitive("where", ((BOOL_TYPES, FLOAT_TYPES, FLOAT_TYPES),), F32, _plain(np.where), c="{0} ? {1} : {2}"),
     Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
@@ -280,10 +284,10 @@ ROWS = (
     ),
     Primitive("squeeze", ANY_TYPE, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
     Primitive("unsqueeze", ANY_TYPE, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),
-    Primitive("gather", (((F32,), WHOLE_TYPES),), F32, _plain(float_math.gather_rows), gathers=True),
+    Primitive("gather", (((F32,), INTEGER_TYPES),), F32, _plain(float_math.gather_rows), gathers=True),
     Primitive(
         "gather_levels",
-        (((U8,), WHOLE_TYPES, (F32,), (F32,)),),
+        (((U8,), INTEGER_TYPES, (F32,), (F32,)),),
         F32,
         _plain(float_math.gather_quantized_rows),
         gathers=True,

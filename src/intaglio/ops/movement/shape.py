@@ -27,7 +27,7 @@ from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, rank, require_
 
 END = 2**62
 """Slices without an end have the largest int64 as end; any bound this large means "to the end"."""
-MOST_AXES = 6
+MAX_AXES = 6
 
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
@@ -40,8 +40,8 @@ def bind_reshape(call: Call) -> Attrs:
 
 def require_same_numel(call: Call) -> str | None:
     """Return why a reshape is refused: it must have the same number of elements for all free sizes."""
-    if len(call.result) > MOST_AXES:
-        return f"result of rank {len(call.result)}; the kernel takes up to {MOST_AXES}"
+    if len(call.result) > MAX_AXES:
+        return f"result of rank {len(call.result)}; the kernel takes up to {MAX_AXES}"
     given, made = numel(call.shape()), numel(call.result)
     return None if given == made else f"{given} elements become {made}, which cannot be shown to be as many"
 
@@ -261,7 +261,7 @@ def movement(name: str, copies: Copies, **fields: Any) -> OpDef:
     return OpDef(name=name, copies=copies, **{**common, **fields})
 
 
-ANY_RANK = rank(*range(MOST_AXES + 1))
+ANY_RANK = rank(*range(MAX_AXES + 1))
 CAT = movement(
     "cat",
     cat_copies,

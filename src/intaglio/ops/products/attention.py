@@ -15,11 +15,11 @@ from intaglio.ir import Attrs, Dim, Op, Shape, TensorType, numel
 from intaglio.ir.types import BOOL, F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, require_float_operands
-from intaglio.ops.products.scratch_memory import LINE, QUERIES, whole
+from intaglio.ops.products.scratch_memory import CACHE_LINE, QUERY_BLOCK, ceil_div
 
-WIDEST_ATTENTION_HEAD = 256
+MAX_HEAD_WIDTH = 256
 """Maximum number of values per query or key; dot products stay below 2^24 and are exact in float32."""
-MOST_KEYS = (2**31 - 1) // (255 * 127)
+MAX_KEYS = (2**31 - 1) // (255 * 127)
 """Maximum number of products of quantized probabilities and values that fit into an int32 accumulator."""
 
 
@@ -53,12 +53,12 @@ def require_fixed_heads(call: Call) -> str | None:
         if not isinstance(dim, int):
             return f"free dimension {dim}; the kernel takes free batches, queries and keys"
     numbers = [dim for dim in (heads, groups, depth, width) if isinstance(dim, int)]
-    if not all(0 < size <= WIDEST_ATTENTION_HEAD for size in numbers[2:]):
-        return f"heads of {depth} and {width} values; the kernel takes 1 to {WIDEST_ATTENTION_HEAD}"
+    if not all(0 < size <= MAX_HEAD_WIDTH for size in numbers[2:]):
+        return f"heads of {depth} and {width} values; the kernel takes 1 to {MAX_HEAD_WIDTH}"
     if not numbers[1] or numbers[0] % numbers[1]:
         return f"{heads} heads over {groups} of keys"
-    if isinstance(keys, int) and keys > MOST_KEYS:
-        return f"{keys} keys; {MOST_KEYS} fit an int32 accumulator"
+    if isinstance(keys, int) and keys > MAX_KEYS:
+        return f"{keys} keys; {MAX_KEYS} fit an int32 accumulator"
     return None
 
 
@@ -102,8 +102,8 @@ def require_product_axes(call: Call) -> str | None:
     if free:
         return f"free dimension {free[0]} is the last of an operand"
     inner = shapes[0][-1]
-    if isinstance(inner, int) and not 0 < inner <= MOST_KEYS:
-        return f"{inner} products per output; 1 to {MOST_KEYS} fit an int32 accumulator"
+    if isinstance(inner, int) and not 0 < inner <= MAX_KEYS:
+        return f"{inner} products per output; 1 to {MAX_KEYS} fit an int32 accumulator"
     return None
 
 
@@ -139,9 +139,9 @@ def attention_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
     native/sequences/attention.h.
     """
     _, k, v = (types[name].shape for name in op.inputs[:3])
-    depth, width, keys = 4 * whole(k[-1], 4), 16 * whole(v[-1], 16), whole(v[-2], LINE)
+    depth, width, keys = 4 * ceil_div(k[-1], 4), 16 * ceil_div(v[-1], 16), ceil_div(v[-2], CACHE_LINE)
     # Per 64 keys: packed K and V, sums of K and the mask in 32 bits, scores as float and as quantized values.
-    return keys * (depth + width + 2 * 4 + QUERIES * (4 + 1)) + QUERIES * width // 16
+    return keys * (depth + width + 2 * 4 + QUERY_BLOCK * (4 + 1)) + QUERY_BLOCK * width // 16
 
 
 def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
@@ -149,7 +149,7 @@ def bmm_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
     native/sequences/attention.h.
     """
     *_, inner, columns = types[op.inputs[1]].shape
-    return whole(columns, LINE) * (4 * whole(inner, 4) + 4)
+    return ceil_div(columns, CACHE_LINE) * (4 * ceil_div(inner, 4) + 4)
 
 
 ATTENTION = OpDef(
@@ -165,7 +165,7 @@ ATTENTION = OpDef(
     tolerance=2,
     types=TypeRule(((U8,), (U8,), (U8,)), (U8,), optional=(BOOL, F32), symmetric=(1, 2)),
     macs=attention_macs,
-    widens_halves=True,
+    computed_in_float32=True,
     layout=Layout.ROW_MAJOR,
     any_strides=True,
     scratch=attention_scratch,
@@ -182,7 +182,7 @@ BMM = OpDef(
     reference=bmm_reference,
     types=TypeRule(((U8,), (U8,)), (I32,), symmetric=(1,)),
     macs=bmm_macs,
-    widens_halves=True,
+    computed_in_float32=True,
     accumulates=True,
     layout=Layout.ROW_MAJOR,
     any_strides=True,

@@ -22,7 +22,7 @@ from intaglio.ops.opdef import (
     require_float_operands,
 )
 
-MOST_PRODUCTS = (2**31 - 2**30) // (255 * 127)
+MAX_ACCUMULATED_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 """Maximum number of products per output that fit into an int32 accumulator with a bias of 2^30, for all data."""
 
 
@@ -36,9 +36,9 @@ def require_constant_weight(call: Call) -> str | None:
 def require_bounded_accumulator(call: Call) -> str | None:
     """Return why a call is refused: so many products may overflow an int32 accumulator."""
     products = prod(call.sizes(1)[1:])
-    if products <= MOST_PRODUCTS:
+    if products <= MAX_ACCUMULATED_PRODUCTS:
         return None
-    return f"{products} products per output; {MOST_PRODUCTS} fit an int32 accumulator"
+    return f"{products} products per output; {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
 
 
 def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ def require_bounded_transposed_accumulator(call: Call) -> str | None:
     """Check as `require_bounded_accumulator` does, for a weight whose first axis is the inputs."""
     sizes = call.sizes(1)
     products = sizes[0] // int(call.arguments.get("groups", 1)) * prod(sizes[2:])
-    if products <= MOST_PRODUCTS:
+    if products <= MAX_ACCUMULATED_PRODUCTS:
         return None
-    return f"{products} products per output; {MOST_PRODUCTS} fit an int32 accumulator"
+    return f"{products} products per output; {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -235,8 +235,8 @@ def _conv(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         macs=conv_macs,
-        widens_halves=True,
-        fewest_pixels=1,
+        computed_in_float32=True,
+        min_pixels=1,
         layout=Layout.CHANNELS_LAST,
         kernel="matmul",
     )
@@ -266,8 +266,8 @@ def _conv_transpose(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         macs=transposed_macs,
-        widens_halves=True,
-        fewest_pixels=1,
+        computed_in_float32=True,
+        min_pixels=1,
         layout=Layout.CHANNELS_LAST,
         kernel="matmul",
     )
@@ -293,7 +293,7 @@ LINEAR = OpDef(
     batch_separable=True,
     window=True,
     macs=linear_macs,
-    widens_halves=True,
+    computed_in_float32=True,
     layout=Layout.ROW_MAJOR,
     kernel="matmul",
 )

@@ -86,9 +86,11 @@ def _implicit(terms: Sequence[Sequence[str]]) -> set[str]:
 
 
 FLOAT_PRODUCT_OPS = (
-    OpDef("mm", ("aten.mm.default", "aten._int_mm.default"), ("self", "mat2"), macs=matrix_macs, widens_halves=True),
-    OpDef("batched_mm", ("aten.bmm.default",), ("self", "mat2"), macs=matrix_macs, widens_halves=True),
-    OpDef("addmm", ("aten.addmm.default",), ("self", "mat1", "mat2"), macs=added_macs, widens_halves=True),
+    OpDef(
+        "mm", ("aten.mm.default", "aten._int_mm.default"), ("self", "mat2"), macs=matrix_macs, computed_in_float32=True
+    ),
+    OpDef("batched_mm", ("aten.bmm.default",), ("self", "mat2"), macs=matrix_macs, computed_in_float32=True),
+    OpDef("addmm", ("aten.addmm.default",), ("self", "mat1", "mat2"), macs=added_macs, computed_in_float32=True),
     OpDef("baddbmm", ("aten.baddbmm.default",), ("self", "batch1", "batch2"), macs=added_macs),
     OpDef("addbmm", ("aten.addbmm.default",), ("self", "batch1", "batch2"), macs=summed_macs),
     OpDef("mv", ("aten.mv.default",), ("self", "vec"), macs=matrix_macs),
@@ -109,6 +111,6 @@ FLOAT_PRODUCT_OPS = (
         ("aten.convolution.default", "aten._convolution.default", "aten.convolution_overrideable.default"),
         ("input", "weight"),
         macs=convolution_macs,
-        widens_halves=True,
+        computed_in_float32=True,
     ),
 )

@@ -15,9 +15,9 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType, numel
-from intaglio.ops.dynamic_quant import levels_of_rows, makes_rows, row_levels
+from intaglio.ops.dynamic_quant import computes_row_scales, per_token_qparams, quantize_dynamic
 from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, rank, require_float_operands
-from intaglio.ops.products.scratch_memory import LINE, whole
+from intaglio.ops.products.scratch_memory import CACHE_LINE, ceil_div
 
 GATE_COUNT = {"lstm": 4, "gru": 3}
 PER_DIRECTION = 6
@@ -97,7 +97,7 @@ def run_direction(
     y, now = np.zeros((steps, batch, d.w_h.shape[1]), np.float32), tuple(state)
     with np.errstate(over="ignore", invalid="ignore"):
         for t in reversed(range(steps)) if reverse else range(steps):
-            levels, rows = levels_of_rows(now[0], "token")
+            levels, rows = quantize_dynamic(now[0], "token")
             of_h = product(levels, numerics.ROW_ZERO, rows, d.w_h, d.columns_h, d.bias_h)
             now = CELL_STEPS[kind](of_x[t], of_h, now)
             y[t] = now[0]
@@ -130,7 +130,7 @@ def recurrent_reference(
             found.append(y)
             last.append(now)
         y = np.concatenate(found, -1)
-        levels, rows = levels_of_rows(y, "token")
+        levels, rows = quantize_dynamic(y, "token")
         zero = numerics.ROW_ZERO
     finals = tuple(np.stack(parts) for parts in zip(*last, strict=True))
     if attrs["cell"]:
@@ -212,7 +212,7 @@ def recurrent_scratch(op: Op, types: Mapping[str, TensorType]) -> Dim:
     floats: tuple[Dim, ...] = (d * rows * gates, result, rows, cells * gates, state, state, cells)
     total: Dim = 0
     for size in (*(4 * count for count in floats), result, state):
-        total = total + whole(size, LINE)
+        total = total + ceil_div(size, CACHE_LINE)
     return total
 
 
@@ -232,8 +232,8 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
     if x.dtype is not DType.U8 or x.q is None or len(x.shape) != 3 - attrs["cell"] or not isinstance(x.shape[-1], int):
         raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels")
     if attrs["rows"]:
-        made = any(makes_rows(one) and one.outputs == op.inputs[:2] for one in graph.ops)
-        if not made or x.q != row_levels(op.inputs[1]):
+        made = any(computes_row_scales(one) and one.outputs == op.inputs[:2] for one in graph.ops)
+        if not made or x.q != per_token_qparams(op.inputs[1]):
             raise ValueError(f"%{op.inputs[0]} is {x}, with scales %{op.inputs[1]}")
     elif isinstance(x.q.axis, int) or len(x.q.scales) != 1:
         raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels of one scale")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from intaglio.ir import Dim
 
-QUERIES = 24
+QUERY_BLOCK = 24
 """Maximum number of query rows whose scores are in memory at a time."""
-SHARERS = 32
+MAX_SCRATCH_THREADS = 32
 """Maximum number of threads that have scratch memory; further threads stay idle."""
-LINE = 64
+CACHE_LINE = 64
 """Bytes of a line; all parts of scratch memory consist of whole lines."""
 
 
-def whole(size: Dim, step: int) -> Dim:
+def ceil_div(size: Dim, step: int) -> Dim:
     """Return ``size / step`` rounded up."""
     return (size + (step - 1)) // step

@@ -18,7 +18,7 @@ from intaglio.plan.loops.loop_records import EpilogueTile, LoopSchedule, LoopVar
 from intaglio.plan.loops.loop_stages import LoopStage, RowValues, magnitudes
 from intaglio.plan.plan_records import Choice
 
-LONGEST_KEPT = 4096
+MAX_KEPT_ELEMENTS = 4096
 """Longest row, in elements, for which values are kept between passes."""
 KEPT_BYTES = 1 << 18
 """Bytes of the stack for the kept values of a row."""
@@ -84,7 +84,7 @@ def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
     if not keeping.kept:
         return (keeping,)
     plain = LoopVariant(values.stages(outputs, keep=False))
-    longest = min(LONGEST_KEPT, KEPT_BYTES // (4 * len(keeping.kept)))
+    longest = min(MAX_KEPT_ELEMENTS, KEPT_BYTES // (4 * len(keeping.kept)))
     if isinstance(size, int):
         return (replace(keeping, longest=size) if size <= longest else plain,)
     return replace(keeping, longest=longest), plain

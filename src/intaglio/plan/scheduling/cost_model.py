@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from intaglio.ir import Cost, Dim, Graph, Op, Schedule, numel
 from intaglio.ops import op_def
-from intaglio.ops.products.scratch_memory import QUERIES
+from intaglio.ops.products.scratch_memory import QUERY_BLOCK
 from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Step
@@ -66,4 +66,4 @@ def _float_blocks(op: Op, graph: Graph) -> Dim:
 def _query_blocks(op: Op, graph: Graph) -> Dim:
     """Return the number of blocks of rows of the first operand that threads can divide."""
     rows, outer = graph.types[op.inputs[0]].shape[-2], graph.types[op.output].shape[:-2]
-    return numel(outer) * ((rows + (QUERIES - 1)) // QUERIES)
+    return numel(outer) * ((rows + (QUERY_BLOCK - 1)) // QUERY_BLOCK)

@@ -8,7 +8,7 @@ from functools import cache
 
 from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
-from intaglio.kernels.depthwise_spec import ACCUMULATORS, MOST_ROWS
+from intaglio.kernels.depthwise_spec import ACCUMULATORS, MAX_INPUT_ROWS
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
@@ -34,8 +34,8 @@ TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
 
 Other functions, and scales per token, are applied to floats while these are in the first-level cache.
 """
-FEWEST_DEPTHWISE_GROUPS = 8
-MOST_DEPTHWISE_COLUMNS = 15
+MIN_DEPTHWISE_GROUPS = 8
+MAX_DEPTHWISE_COLUMNS = 15
 """Maximum number of tap columns of a depthwise kernel."""
 RECURRENT_CHUNK_BYTES = 1 << 19
 """Bytes of x that stay in cache while all panels of a recurrent layer pass over them."""
@@ -100,9 +100,9 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
 def not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
     """Return why a convolution does not run in the depthwise kernels, or ``None``."""
     outputs, per_group, taps_y, taps_x = piece.weight.shape
-    if per_group != 1 or outputs != groups or groups < FEWEST_DEPTHWISE_GROUPS:
+    if per_group != 1 or outputs != groups or groups < MIN_DEPTHWISE_GROUPS:
         return "every output sums several input channels"
-    if taps_y > MOST_ROWS - 3 or taps_x > MOST_DEPTHWISE_COLUMNS:
+    if taps_y > MAX_INPUT_ROWS - 3 or taps_x > MAX_DEPTHWISE_COLUMNS:
         return f"{taps_y}x{taps_x} taps are too many for depthwise kernels"
     if len(tail.outputs) > 1 or op_def(tail).tail not in (Tail.REQUANTIZE, Tail.ACTIVATE):
         return f"depthwise kernels have no {tail.kind}"
@@ -131,7 +131,7 @@ def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dila
     most = ACCUMULATORS if dilation_y == 1 else 1
     shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
     specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
-    fitting = [spec for spec in specs if 4 * spec.quads <= MOST_ROWS]
+    fitting = [spec for spec in specs if 4 * spec.quads <= MAX_INPUT_ROWS]
     return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
 
 

@@ -148,7 +148,7 @@ def _same_setting(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting])
 def _only_after_product(node: fx.Node, setting: Setting) -> bool:
     """Return whether the recipe keeps a function or a scaling in float unless it directly follows a matrix product."""
     record = known_record(node)
-    return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.scales)
+    return setting.residual == ResidualType.FLOAT and (record.computes_on_accumulator or record.multiplies_by_scalar)
 
 
 def _is_composite(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:

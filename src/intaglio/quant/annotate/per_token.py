@@ -16,7 +16,7 @@ from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
-from intaglio.ops.dynamic_quant import levels_of_rows, row_levels, scales_shape
+from intaglio.ops.dynamic_quant import per_token_qparams, quantize_dynamic, scales_shape
 from intaglio.quant.annotate.sites import Dynamic, Site
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
@@ -44,7 +44,7 @@ def dynamic_sites(regions: Iterable[Region], name_of: Callable[[fx.Node], str]) 
     """Yield one site for each dynamically quantized value and mode, which all layers that read it share."""
     for region in regions:
         for value in region.activations() if region.dynamic else ():
-            mode, q = region.x_role, row_levels(value.name)
+            mode, q = region.x_role, per_token_qparams(value.name)
             yield Site(
                 f"{name_of(value)}:{mode}",
                 value.name,
@@ -84,7 +84,7 @@ def _insert_quantize(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple
         scales = graph.call_function(getitem, (pair, 1))
     with graph.inserting_after(pair):
         levels = graph.call_function(getitem, (pair, 0))
-    inherit_info(levels, x, type=TensorType(shape, DType.U8, row_levels(scales.name)))
+    inherit_info(levels, x, type=TensorType(shape, DType.U8, per_token_qparams(scales.name)))
     inherit_info(scales, x, type=TensorType(scales_shape(shape), DType.F32))
     return levels, scales
 
@@ -111,7 +111,7 @@ PER_TOKEN_LIBRARIES: list[torch.library.Library] = []
 
 
 def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    levels, scales = levels_of_rows(x.detach().numpy(), mode)
+    levels, scales = quantize_dynamic(x.detach().numpy(), mode)
     return torch.from_numpy(levels), torch.from_numpy(np.ascontiguousarray(scales))
 
 
@@ -141,7 +141,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `levels_of_rows` in ATen.
+    """Compute `quantize_dynamic` in ATen.
 
     It divides two tensors, because PyTorch computes a number divided by a tensor with a reciprocal.
     """

@@ -15,7 +15,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import copy_info, inherit_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, known_record, operator, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType
-from intaglio.ops.dynamic_quant import row_levels
+from intaglio.ops.dynamic_quant import per_token_qparams
 from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_reference, result_shapes
 from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.sites import Observed, Site
@@ -149,7 +149,7 @@ def quantize_recurrent(
         constants += [*levels, *scales, *shifts]
     rows = dynamic_operands(node.args[0])
     if rows is not None:
-        (x, scale_node), step, zero = rows, 1.0, row_levels("").zero
+        (x, scale_node), step, zero = rows, 1.0, per_token_qparams("").zero
     else:
         (x, step, zero), scale_node = node.args[0].args[:3], None
     geometry = (attrs["layers"], attrs["directions"], attrs["batch_first"], attrs["cell"])
@@ -209,7 +209,7 @@ def _recurrent(
     """Run `ops.products.lstm_gru.recurrent_reference` on tensors."""
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
-    q = row_levels("") if rows else QParams((scale,), (zero_point,), 0, 255)
+    q = per_token_qparams("") if rows else QParams((scale,), (zero_point,), 0, 255)
     kind_of_x = TensorType(tuple(levels.shape), DType.U8, q)
     operands = [levels, *([scales] if scales is not None else []), *constants, *states]
     arrays = [tensor.detach().numpy() for tensor in operands]

@@ -77,7 +77,7 @@ def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
     source = next(iter(operands(node)), None)
     before = record_of(source) if source is not None and len(source.users) == 1 else None
     scaled = before is not None and before.accumulates and before.multiplies_activations
-    return record.computes_on_accumulator or (scaled and record.scales)
+    return record.computes_on_accumulator or (scaled and record.multiplies_by_scalar)
 
 
 def skipped(

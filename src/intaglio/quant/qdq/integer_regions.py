@@ -228,7 +228,7 @@ def _is_integer(nodes: tuple[fx.Node, ...]) -> bool:
         )
         if wide != {dequantized_qparams(x, DType.U16)} or (wide == {None} and results != {dequantized_qparams(x)}):
             return False
-    plain = all(known_record(node).scales for node in nodes[1:])
+    plain = all(known_record(node).multiplies_by_scalar for node in nodes[1:])
     return region.result is not None or (plain and record.accumulates)
 
 

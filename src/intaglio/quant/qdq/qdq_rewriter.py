@@ -17,7 +17,7 @@ from intaglio.fxgraph.nodes import arguments, layer_operands
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ir.names import sanitized
-from intaglio.ops.dynamic_quant import row_levels
+from intaglio.ops.dynamic_quant import per_token_qparams
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.node_annotations import is_reader_alias
@@ -180,7 +180,7 @@ class Rewriter:
         levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
         self._constant(anchor, read.weight, w_site, levels, w)
         if region.dynamic:  # the bias stays float: the scale of the accumulator is not known yet
-            self._prove(region, levels, np.zeros(len(levels), np.int32), row_levels(x_site.name))
+            self._prove(region, levels, np.zeros(len(levels), np.int32), per_token_qparams(x_site.name))
         if region.dynamic or not x_site.native:
             return
         x, rows = self.qparams[x_site.name], per_output(region, levels)
