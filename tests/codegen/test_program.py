@@ -169,7 +169,7 @@ def test_operands_of_a_concatenation_are_written_in_their_place():
     """Those of convolutions and pools that nothing else reads; a concatenation of nothing else has no step."""
     planned = plan_graph(built(joined)[1].graph)
     cats = [op for op in planned.graph.ops if op.kind == "cat"]
-    parts = [[planned.buffers[name].part for name in op.inputs] for op in cats]
+    parts = [[planned.buffers[name].first_channel for name in op.inputs] for op in cats]
     assert parts == [[0, 24, 94, 127], [0, 116], [None, None]]
     assert [step.partition.anchor.kind for step in planned.steps].count("cat") == 2  # one of them for its halo
 
@@ -191,7 +191,7 @@ def test_a_channel_product_is_fused_into_the_convolution_after_it():
 
 def test_products_that_cannot_be_fused_are_separate_steps():
     steps = plan_graph(built(unjoined)[1].graph).steps
-    assert not any(step.partition.headed for step in steps)
+    assert not any(step.partition.has_head for step in steps)
     assert sum(step.partition.anchor.kind == "mul" for step in steps) == 7
 
 

@@ -76,7 +76,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], widest: int = 2) -> Buffer:
     """Channels last with a halo or without, or row-major."""
     rows, sides = draw(st.booleans()), st.integers(0, widest)
     halo = draw(st.tuples(sides, sides)) if len(shape) in (3, 4, 5) and not rows else (0, 0)
-    return Buffer("x", shape, DType.U8, halo=halo if len(shape) > 3 else (0, halo[1]), rows=rows)
+    return Buffer("x", shape, DType.U8, halo=halo if len(shape) > 3 else (0, halo[1]), row_major=rows)
 
 
 def shapes(least: int = 1, most: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
@@ -216,7 +216,7 @@ def test_a_reshape_in_logical_order_moves_no_data(shape, data):
     if is_identity_copy(op, source, result):
         expected, (held,) = outcome(op, [shape], [source], result)
         assert np.array_equal(logical(result, held), expected)
-    assert is_identity_copy(op, replace(source, rows=True), replace(result, rows=True))
+    assert is_identity_copy(op, replace(source, row_major=True), replace(result, row_major=True))
 
 
 # -- whole models -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from intaglio.lower import Lowered
 from intaglio.ops import verify
 from intaglio.ops.loop_ops.loop_builder import Body as Inside
 from intaglio.plan.graph_passes.loop_merging import merge_loops
-from intaglio.plan.graph_passes.lut_passes import approximate_functions, loops_as_tables
+from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace_loops_by_luts
 from intaglio.plan.loops.loop_stages import magnitudes
 from support.float_loops import C, LoopGraph, N, equal, random_rows, write_quantize
 from support.lowering import tensors
@@ -28,7 +28,7 @@ def test_a_loop_over_one_quantized_value_becomes_a_table_of_its_results():
     bounded = lambda b: b("maximum", b("add", b("dequantize", "x_u8"), 0.25), least)  # noqa: E731
     net.add(lambda b: write_quantize(b, b("gelu", bounded(b)), 0.02, 30, 3, 240))
     lowered = net.lowered()
-    graph, count = loops_as_tables(lowered.graph)
+    graph, count = replace_loops_by_luts(lowered.graph)
     assert count == 1
     assert [op.kind for op in graph.ops] == ["quantize", "table", "dequantize"]
     x = (torch.arange(256) - 117.0).mul(0.03).reshape(4, 64)
@@ -50,7 +50,7 @@ def test_loops_with_float_inputs_or_results_do_not_become_tables(name):
     net = LoopGraph(x=TensorType((N, 40), F32), y=TensorType((N, 40), F32))
     net.quantize("x", 0.03, 117), net.quantize("y", 0.02, 100)
     net.add(OTHERS[name])
-    graph, count = loops_as_tables(net.lowered().graph)
+    graph, count = replace_loops_by_luts(net.lowered().graph)
     assert count == 0
     assert "loop" in {op.kind for op in graph.ops}
 
@@ -137,5 +137,5 @@ def test_a_requantize_after_a_loop_is_one_table():
     net.types["out_f32"] = TensorType((N, 40), F32)
     net.ops += [Op("quantize", (real,), ("out",)), Op("dequantize", ("out",), ("out_f32",))]
     net.outputs = ["out_f32"]
-    graph, _ = loops_as_tables(merge_loops(net.lowered().graph)[0])
+    graph, _ = replace_loops_by_luts(merge_loops(net.lowered().graph)[0])
     assert [op.kind for op in graph.ops] == ["quantize", "table", "dequantize"]

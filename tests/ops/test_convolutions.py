@@ -128,7 +128,7 @@ def test_phases_of_a_transposed_convolution_cover_every_product_once(kernel, str
             output = phase.first + stride * q
             places.add(output)
             for step, tap in enumerate(phase.taps):
-                read = q + phase.start + step * phase.apart
+                read = q + phase.start + step * phase.dilation
                 assert -phase.before <= read < inputs + phase.after
                 if 0 <= read < inputs:
                     found.add((output, tap, read))

@@ -157,8 +157,8 @@ def test_the_verifier_finds_a_seeded_fault(fault, message):
 
 def test_the_verifier_finds_operands_of_a_concatenation_that_overlap():
     plan = planned(parts)
-    name = next(name for name, buffer in plan.buffers.items() if buffer.part == 8)
-    buffers = {**plan.buffers, name: replace(plan.buffers[name], part=4)}
+    name = next(name for name, buffer in plan.buffers.items() if buffer.first_channel == 8)
+    buffers = {**plan.buffers, name: replace(plan.buffers[name], first_channel=4)}
     with pytest.raises(VerifyError, match="overwrites what"):
         verify_plan(replace(plan, buffers=buffers))
 

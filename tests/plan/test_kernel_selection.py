@@ -111,7 +111,7 @@ def test_short_rows_keep_values_between_passes(size: Dim, longest: list[int]):
 
 def test_differences_from_the_row_maximum_are_recognized():
     (loop,) = softmax(8).loops.values()
-    assert len(loop.distances) == 1
+    assert len(loop.nonpositive) == 1
 
 
 def test_large_float_results_use_streaming_stores():

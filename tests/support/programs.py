@@ -244,6 +244,6 @@ def assert_stays_inside(net: Net, lowered: Lowered, artifact: Artifact) -> None:
         artifact.run(frame, segment, 2)
     for external, (tensor, memory) in held.items():
         if external.written:
-            dense = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 and not external.rows else tensor
+            dense = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 and not external.row_major else tensor
             written = memory.end(4 * tensor.numel()).view(np.int32)
             assert np.array_equal(written, dense.contiguous().numpy().view(np.int32).ravel())

@@ -21,15 +21,15 @@ from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.plan import (
     CacheSizes,
+    GemmProblem,
     Geometry,
-    Problem,
     Target,
-    analytic,
+    analytic_schedule,
     geometries,
-    misfit,
+    order_candidates,
     plan_graph,
-    refinements,
-    shapes,
+    tile_candidates,
+    unsupported_reason,
 )
 from intaglio.tune import first_sample, random_sample, search
 from intaglio.tune.schedule_cache import ScheduleCache
@@ -81,10 +81,10 @@ def narrow_is_fast(monkeypatch):
 # ---- what may be tried
 
 
-def candidates(layer: Geometry, problem: Problem, isa: str, threads: int) -> list[Schedule]:
-    start = analytic(problem, Target(isa, ISAS[isa].max_tile_rows, CACHES))
-    tiles = [start, *shapes(start, layer, ISAS[isa])]
-    return [*tiles, *(one for tile in tiles for one in refinements(tile, layer, CACHES, threads))]
+def candidates(layer: Geometry, problem: GemmProblem, isa: str, threads: int) -> list[Schedule]:
+    start = analytic_schedule(problem, Target(isa, ISAS[isa].max_tile_rows, CACHES))
+    tiles = [start, *tile_candidates(start, layer, ISAS[isa])]
+    return [*tiles, *(one for tile in tiles for one in order_candidates(tile, layer, CACHES, threads))]
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
@@ -104,9 +104,9 @@ def test_every_candidate_gives_the_bits_of_the_reference(isa, data):
         halos=(),
         pixels_apart=(),
     )
-    problem = Problem(outputs, case.per_group_out, layer.pixels, drawn.expected.shape[3], flat=False)
+    problem = GemmProblem(outputs, case.per_group_out, layer.pixels, drawn.expected.shape[3], flat=False)
     for schedule in candidates(layer, problem, isa, case.threads):
-        assert misfit(schedule, ISAS[isa]) is None
+        assert unsupported_reason(schedule, ISAS[isa]) is None
         taken = replace(
             case,
             rows=schedule.tile_rows,
@@ -121,10 +121,10 @@ def test_every_candidate_gives_the_bits_of_the_reference(isa, data):
 def test_candidates_are_a_handful_and_all_different(isa, lowered):
     planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
-        start = analytic(
-            Problem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].max_tile_rows, CACHES)
+        start = analytic_schedule(
+            GemmProblem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].max_tile_rows, CACHES)
         )
-        for found in (shapes(start, layer, ISAS[isa]), refinements(start, layer, CACHES, 2)):
+        for found in (tile_candidates(start, layer, ISAS[isa]), order_candidates(start, layer, CACHES, 2)):
             assert len({start, *found}) == len(found) + 1 <= 5
 
 
@@ -151,7 +151,7 @@ def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
 )
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_schedule_without_kernels_is_refused(isa, schedule, lowered):
-    assert misfit(schedule, ISAS[isa]) is not None
+    assert unsupported_reason(schedule, ISAS[isa]) is not None
     planned = plan_graph(lowered.graph)
     value = next(iter(geometries(planned, {"n": 1})))
     check_schedules({isa: {value: Schedule(1, 1)}}, planned)

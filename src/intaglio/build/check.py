@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.ops import op_def
-from intaglio.plan import Plan, misfit
+from intaglio.plan import Plan, unsupported_reason
 
 
 def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan) -> None:
@@ -17,5 +17,5 @@ def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan)
         for value, schedule in chosen.items():
             if isa not in ISAS or value not in products:
                 raise ValueError(f"a schedule of %{value} for {isa}")
-            if (problem := misfit(schedule, ISAS[isa])) is not None:
+            if (problem := unsupported_reason(schedule, ISAS[isa])) is not None:
                 raise ValueError(f"%{value}: {problem}")

@@ -158,11 +158,11 @@ class Context:
         buffer = self.plan.buffers.get(value)
         if buffer is None:
             kind = self.graph.types[value]
-            n, h, w, c = nhwc_sizes(kind.shape, value in self.plan.rows)
+            n, h, w, c = nhwc_sizes(kind.shape, value in self.plan.row_major)
             sizes = f"{self.dim(n)}, {self.dim(h)}, {self.dim(w)}, {self.dim(c * kind.dtype.bytes)}"
             return f"image({self.external(value)}, {sizes}, 0, 0)"
-        if buffer.alias is not None and buffer.part is not None:
-            return f"channels_from({self.image(buffer.alias)}, {buffer.part})"
+        if buffer.alias is not None and buffer.first_channel is not None:
+            return f"channels_from({self.image(buffer.alias)}, {buffer.first_channel})"
         *sides, pixel = buffer.nhwc_sizes()
         sizes = ", ".join(map(self.dim, (*sides, pixel * buffer.dtype.bytes)))
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
@@ -201,8 +201,8 @@ class Context:
 
     def given(self, value: str) -> bool:
         """Return whether the program only reads a tensor of the caller: a graph input or a result of an island."""
-        makers = [op for op in self.graph.ops if value in op.outputs]
-        return not makers or makers[0].is_island
+        producers = [op for op in self.graph.ops if value in op.outputs]
+        return not producers or producers[0].is_island
 
     def halo(self, value: str) -> bool:
         """Return whether a value has a halo that must be filled."""

@@ -233,7 +233,7 @@ def _externals(plan: Plan) -> tuple[External, ...]:
     made |= {plan.views[name].root for name in made if name in plan.views}
     types, read = plan.graph.types, _read_dense(plan)
     return tuple(
-        External(n, types[n].shape, types[n].dtype, n in made, n in plan.rows, n in read) for n in plan.external
+        External(n, types[n].shape, types[n].dtype, n in made, n in plan.row_major, n in read) for n in plan.external
     )
 
 

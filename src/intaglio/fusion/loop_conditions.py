@@ -31,7 +31,7 @@ def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
     return "a third operator between them" if _third_between(found, view) else None
 
 
-def maps_levels_to_levels(found: Match[str], view: IntegerGraphView) -> str | None:
+def maps_quantized_to_quantized(found: Match[str], view: IntegerGraphView) -> str | None:
     """Refuse a loop that is not an elementwise function from one quantized value to another."""
     op, source = view.op(found.root), found["levels"]
     types, constants = view.graph.types, view.graph.constants
@@ -46,7 +46,7 @@ def maps_levels_to_levels(found: Match[str], view: IntegerGraphView) -> str | No
     return None if same else "it does not read a quantized value of its own shape"
 
 
-def becomes_only_levels(found: Match[str], view: IntegerGraphView) -> str | None:
+def result_is_only_quantized(found: Match[str], view: IntegerGraphView) -> str | None:
     """Refuse a function in a loop body if its float result is used except by a quantize."""
     readers = [primitive(op) for op in view.users(found.root)]
     if not readers or not all(reader.quantizes for reader in readers):

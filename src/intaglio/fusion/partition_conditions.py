@@ -46,7 +46,7 @@ def makes_one_result(found: Match[str], view: IntegerGraphView) -> str | None:
     return None if len(view.op(found.nodes[1]).outputs) == 1 else "a requantization with two results"
 
 
-def weighs_channels_of_pixels(found: Match[str], view: PlanView) -> str | None:
+def scales_pixel_channels(found: Match[str], view: PlanView) -> str | None:
     """Refuse all but the multiplication of squeeze-and-excite before an ungrouped 1x1 convolution."""
     anchor, product = view.operators(found.root)[0], view.operators(found.anchor)[0]
     types = view.graph.types

@@ -20,24 +20,24 @@ from intaglio.fusion.conditions import (
 )
 from intaglio.fusion.fusion_record import Fusion, FusionLevel, check_longest_first
 from intaglio.fusion.loop_conditions import (
-    becomes_only_levels,
     computes_same_rows,
     dequantizes_uniformly,
-    maps_levels_to_levels,
+    maps_quantized_to_quantized,
+    result_is_only_quantized,
 )
-from intaglio.fusion.partition_conditions import makes_one_result, runs_on_tiles, weighs_channels_of_pixels
+from intaglio.fusion.partition_conditions import makes_one_result, runs_on_tiles, scales_pixel_channels
 from intaglio.fusion.pattern import op, reads, seq, wildcard
 from intaglio.ops import ACCUMULATING, ADD_OPS, ANCHORS, OPS, PRECISE_FUNCTIONS, SCALAR_OPS
 from intaglio.ops.loop_ops.primitives import PRIMITIVES
 from intaglio.ops.pointwise import MUL
 
-CONVOLVING = tuple(record.name for record in OPS.values() if record.convolves)
+CONVOLUTIONS = tuple(record.name for record in OPS.values() if record.convolves)
 TAILS = tuple(record.name for record in OPS.values() if record.tail is not None)
 """Operators that read an accumulator."""
-TABLES = tuple(record.name for record in OPS.values() if record.follows_product)
-QUANTIZES = tuple(record.name for record in OPS.values() if record.quantizes)
-DEQUANTIZES = tuple(record.name for record in OPS.values() if record.dequantizes)
-APPROXIMATED = tuple(record.name for record in PRIMITIVES.values() if record.approximation)
+LUT_OPS = tuple(record.name for record in OPS.values() if record.follows_product)
+QUANTIZE_OPS = tuple(record.name for record in OPS.values() if record.quantizes)
+DEQUANTIZE_OPS = tuple(record.name for record in OPS.values() if record.dequantizes)
+APPROXIMATED_FUNCTIONS = tuple(record.name for record in PRIMITIVES.values() if record.approximation)
 MATMUL_TARGETS = ("aten.matmul.default", "aten.bmm.default")
 SOFTMAX_TARGETS = ("aten.softmax.int", "aten._softmax.default")
 
@@ -118,14 +118,14 @@ GRAPH_FUSIONS = (
 
 DEQUANTIZE_LOOP = Fusion(
     "dequantize_loop",
-    reads("loop", op(DEQUANTIZES, shared=True)),
+    reads("loop", op(DEQUANTIZE_OPS, shared=True)),
     FusionLevel.INTEGER,
     "a loop reads quantized values and dequantizes them again, which costs less than floats in memory",
     where=dequantizes_uniformly,
 )
 LOOP_LOOP = Fusion(
     "loop_loop",
-    reads(("loop", *QUANTIZES), op("loop", shared=True)),
+    reads(("loop", *QUANTIZE_OPS), op("loop", shared=True)),
     FusionLevel.INTEGER,
     "what lies between two loops is not stored, unless another operator reads it",
     where=computes_same_rows,
@@ -135,19 +135,19 @@ LOOP_TABLE = Fusion(
     reads("loop", wildcard("levels")),
     FusionLevel.INTEGER,
     "a loop from one quantized value to another is a lookup table of 256 entries",
-    where=maps_levels_to_levels,
+    where=maps_quantized_to_quantized,
 )
 QUANTIZED_FUNCTION = Fusion(
     "quantized_function",
-    op(APPROXIMATED),
+    op(APPROXIMATED_FUNCTIONS),
     FusionLevel.LOOP_BODY,
     "a function that is only quantized need be no more exact than that",
-    where=becomes_only_levels,
+    where=result_is_only_quantized,
 )
 ACCUMULATOR_FUSIONS = (
     Fusion(
         "product_tail_table",
-        seq(ACCUMULATING, TAILS, TABLES),
+        seq(ACCUMULATING, TAILS, LUT_OPS),
         FusionLevel.INTEGER,
         "a lookup table takes the quantized values while they are in cache",
         where=makes_one_result,
@@ -162,16 +162,16 @@ ACCUMULATOR_FUSIONS = (
 HEAD_FUSIONS = (
     Fusion(
         "product_head",
-        op(CONVOLVING, op(MUL.name)),
+        op(CONVOLUTIONS, op(MUL.name)),
         FusionLevel.PARTITION,
         "the product of squeeze and excite is no pass over memory and no barrier of its own",
-        where=weighs_channels_of_pixels,
+        where=scales_pixel_channels,
     ),
 )
 EPILOGUE_FUSIONS = (
     Fusion(
         "product_epilogue",
-        reads(("loop", *DEQUANTIZES), op(ACCUMULATING)),
+        reads(("loop", *DEQUANTIZE_OPS), op(ACCUMULATING)),
         FusionLevel.PARTITION,
         "a loop or a dequantize runs on the tiles of the product that it alone reads, while they are in cache",
         where=runs_on_tiles,

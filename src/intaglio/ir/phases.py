@@ -22,15 +22,15 @@ class Phase:
         first: Index of the phase's first output.
         taps: Taps of the kernel that the phase reads, in order of input. Without a tap (a stride larger than the
             kernel) the result is the bias.
-        start: Offset of the first tap's input: output q reads inputs ``q + start, q + start + apart ...``.
-        apart: Distance between the inputs of two taps, the dilation of the phase.
+        start: Offset of the first tap's input: output q reads inputs ``q + start, q + start + dilation ...``.
+        dilation: Distance between the inputs of two taps.
         extra: Number of outputs of the phase less the number of inputs.
     """
 
     first: int
     taps: tuple[int, ...]
     start: int
-    apart: int
+    dilation: int
     extra: int
 
     @property
@@ -41,7 +41,7 @@ class Phase:
     @property
     def after(self) -> int:
         """Return the number of padding inputs read after the last input."""
-        return max(0, self.extra + self.start + self.apart * (max(len(self.taps), 1) - 1))
+        return max(0, self.extra + self.start + self.dilation * (max(len(self.taps), 1) - 1))
 
 
 def phases(kernel: int, stride: int, padding: int, dilation: int, output_padding: int) -> tuple[Phase, ...]:
@@ -51,8 +51,8 @@ def phases(kernel: int, stride: int, padding: int, dilation: int, output_padding
     for first in range(stride):
         taps = [t for t in reversed(range(kernel)) if (first + padding - t * dilation) % stride == 0]
         start = (first + padding - taps[0] * dilation) // stride if taps else 0
-        apart = dilation // gcd(dilation, stride)
-        found.append(Phase(first, tuple(taps), start, apart, (span - first) // stride))
+        step = dilation // gcd(dilation, stride)
+        found.append(Phase(first, tuple(taps), start, step, (span - first) // stride))
     return tuple(found)
 
 

@@ -39,7 +39,7 @@ class External:
         shape: Logical shape.
         dtype: Element type.
         written: The program writes the tensor.
-        rows: Tensors of three to five axes are row-major instead of channels last.
+        row_major: Tensors of three to five axes are row-major instead of channels last.
         dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
     """
 
@@ -47,7 +47,7 @@ class External:
     shape: Shape
     dtype: DType
     written: bool
-    rows: bool = False
+    row_major: bool = False
     dense: bool = False
 
 

@@ -62,7 +62,7 @@ def arena_of(lifetimes: Sequence[BufferLifetime], tiling: BatchTiling | None) ->
     return Arena(tiling, tuple(whole), tuple(one for one in lifetimes if one.last < tiling.groups))
 
 
-def bytes_of_image(buffer: Buffer, tiling: BatchTiling) -> Dim | None:
+def bytes_per_image(buffer: Buffer, tiling: BatchTiling) -> Dim | None:
     """Return the bytes of one image; ``None`` for a buffer without a batch axis, such as partial sums of threads."""
     if buffer.shape[0] != symbol(tiling.batch):
         return None
@@ -93,5 +93,5 @@ def _names(lifetimes: Sequence[BufferLifetime]) -> Iterator[str]:
 
 def _bytes_in_tile(buffer: Buffer, tiling: BatchTiling, sizes: Mapping[str, int], images: int) -> int:
     """Return the bytes of a buffer for the images of one tile."""
-    one = bytes_of_image(buffer, tiling)
+    one = bytes_per_image(buffer, tiling)
     return evaluate(buffer.size(), sizes) if one is None else images * evaluate(one, sizes)

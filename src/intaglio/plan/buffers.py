@@ -10,14 +10,14 @@ from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Strides, row_major_strides
 
 
-def nhwc_sizes(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
+def nhwc_sizes(shape: Shape, row_major: bool) -> tuple[Dim, Dim, Dim, Dim]:
     """Return the numbers of images, rows, columns and elements per pixel of a tensor in memory.
 
     Channels last: [n, c, w] has one row per image, [n, c, d, h, w] has d images per entry of the batch. Row-major, or
     of another rank: the last axis is the pixel, and the axes before it are columns, rows and images, as far as they
     exist.
     """
-    if not rows and len(shape) in (3, 4, 5):
+    if not row_major and len(shape) in (3, 4, 5):
         n, c, *image = shape
         return (n if len(image) < 3 else n * image[0]), (1 if len(image) < 2 else image[-2]), image[-1], c
     *outer, pixel = shape or (1,)
@@ -31,7 +31,7 @@ def nhwc_sizes(shape: Shape, rows: bool) -> tuple[Dim, Dim, Dim, Dim]:
 class Buffer:
     """Memory of one internal tensor.
 
-    It is channels last if it has three to five axes, unless ``rows`` is set, and row-major otherwise.
+    It is channels last if it has three to five axes, unless ``row_major`` is set, and row-major otherwise.
 
     Attributes:
         value: Name of the value.
@@ -39,8 +39,8 @@ class Buffer:
         dtype: Element type.
         halo: Rows and columns around each image that are filled with the zero point.
         alias: Buffer whose memory it shares, as the result of a reshape without a copy does.
-        rows: The layout is row-major.
-        part: For an operand that is written directly into a concatenation, its first channel in the alias.
+        row_major: The layout is row-major.
+        first_channel: For an operand that is written directly into a concatenation, its first channel in the alias.
     """
 
     value: str
@@ -48,17 +48,17 @@ class Buffer:
     dtype: DType
     halo: tuple[int, int] = (0, 0)
     alias: str | None = None
-    rows: bool = False
-    part: int | None = None
+    row_major: bool = False
+    first_channel: int | None = None
 
     @property
-    def spatial(self) -> bool:
+    def channels_last(self) -> bool:
         """Return whether the layout is channels last."""
-        return len(self.shape) in (3, 4, 5) and not self.rows
+        return len(self.shape) in (3, 4, 5) and not self.row_major
 
     def nhwc_sizes(self) -> tuple[Dim, Dim, Dim, Dim]:
         """Return the numbers of images, rows, columns and channels, without the halo."""
-        return nhwc_sizes(self.shape, self.rows)
+        return nhwc_sizes(self.shape, self.row_major)
 
     def pixels(self) -> Dim:
         """Return the number of pixels, including the halo."""
@@ -76,7 +76,7 @@ class Buffer:
 
 def strides(buffer: Buffer) -> Strides:
     """Return the strides along each logical axis, in elements."""
-    if not buffer.spatial:
+    if not buffer.channels_last:
         return row_major_strides(buffer.shape)
     _, height, width, pixel = buffer.nhwc_sizes()
     line = (width + 2 * buffer.halo[1]) * pixel

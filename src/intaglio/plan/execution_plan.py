@@ -43,7 +43,7 @@ class Plan:
         buffers: Buffers of internal values.
         lifetimes: Lifetimes of buffers in placement order.
         external: Values in tensors of the caller: graph inputs and outputs, operands and results of islands.
-        rows: Values of three to five axes that are row-major.
+        row_major: Values of three to five axes that are row-major.
         views: Results of data movement that are not copied.
         reasons: Reasons of decisions.
         target: The machine that the plan is scheduled for.
@@ -59,7 +59,7 @@ class Plan:
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
     lifetimes: tuple[BufferLifetime, ...] = ()
     external: tuple[str, ...] = ()
-    rows: frozenset[str] = frozenset()
+    row_major: frozenset[str] = frozenset()
     views: Mapping[str, TensorView] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=dict)
     target: Target | None = None
@@ -91,8 +91,8 @@ class Plan:
             return view
         buffer = self.buffers.get(name)
         if buffer is None:
-            kind, rows = self.graph.types[name], name in self.graph.constants or name in self.rows
-            return TensorView(name, 0, strides(Buffer(name, kind.shape, kind.dtype, rows=rows)))
+            kind, row_major = self.graph.types[name], name in self.graph.constants or name in self.row_major
+            return TensorView(name, 0, strides(Buffer(name, kind.shape, kind.dtype, row_major=row_major)))
         (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
         return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))
 

@@ -47,14 +47,14 @@ def assign_layouts(plan: Plan) -> Plan:
     graph = plan.graph
     halos, halo_reasons = _widest_halos(graph)
     layouts, inside, outside = assigned_layouts(graph), _kernel_only_values(graph), graph.outside()
-    rows = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
+    row_major = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
         if name in inside or (kind.dtype is DType.U8 and kind.q is not None and name not in outside):
-            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in rows)
+            buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in row_major)
     alias_reasons = _assign_aliases(graph, buffers)
-    plan = replace(plan, buffers=buffers, rows=rows)
+    plan = replace(plan, buffers=buffers, row_major=row_major)
     plan = plan.with_reasons(Choice.LAYOUT, {name: layouts[name][1] for name in buffers if name in layouts})
     plan = plan.with_reasons(Choice.HALO, {name: why for name, why in halo_reasons.items() if name in buffers})
     return plan.with_reasons(Choice.ALIAS, alias_reasons)
@@ -86,7 +86,7 @@ def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
             reasons[op.output] = f"the {op.kind} moves no byte"
     for op in graph.ops:
-        if op_def(op).variadic and op.output in buffers and buffers[op.output].spatial and op.attrs["axis"] == 1:
+        if op_def(op).variadic and op.output in buffers and buffers[op.output].channels_last and op.attrs["axis"] == 1:
             _alias_concatenated_operands(op, graph, buffers, reasons)
     return reasons
 
@@ -110,8 +110,13 @@ def _alias_concatenated_operands(cat: Op, graph: Graph, buffers: dict[str, Buffe
         buffer, alone = buffers[name], len(users[name]) == cat.inputs.count(name) == 1 and name not in graph.outputs
         if not isinstance(channel, int):
             return
-        if alone and buffer.spatial and buffer.alias is None and _writes_any_pixel_stride(makers.get(name), makers):
-            buffers[name] = replace(buffer, alias=cat.output, part=channel)
+        if (
+            alone
+            and buffer.channels_last
+            and buffer.alias is None
+            and _writes_any_pixel_stride(makers.get(name), makers)
+        ):
+            buffers[name] = replace(buffer, alias=cat.output, first_channel=channel)
             reasons[name] = "only the concatenation reads it, so its kernel writes there"
         channel += buffer.channels()
 

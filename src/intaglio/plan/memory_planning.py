@@ -34,10 +34,10 @@ def add_scratch_buffers(plan: Plan) -> Plan:
                 reasons[name] = f"{MAX_SUM_THREADS} threads sum one image of {channels} channels together"
         name = f"{partition.output}.scratch"
         if lines := record.scratch(op, plan.graph.types):
-            found[name] = Buffer(name, (MAX_SCRATCH_THREADS, lines, CACHE_LINE), DType.U8, rows=True)
+            found[name] = Buffer(name, (MAX_SCRATCH_THREADS, lines, CACHE_LINE), DType.U8, row_major=True)
             reasons[name] = f"each thread packs its operands of the {op.kind}"
         if lines := record.shared_scratch(op, plan.graph.types):
-            found[name] = Buffer(name, (1, lines, CACHE_LINE), DType.U8, rows=True)
+            found[name] = Buffer(name, (1, lines, CACHE_LINE), DType.U8, row_major=True)
             reasons[name] = f"gates and states of the {op.kind}, shared by threads"
     return replace(plan, buffers={**plan.buffers, **found}).with_reasons(Choice.MEMORY, reasons)
 

@@ -22,7 +22,7 @@ class PartitionView(ValueView):
 
     def operators(self, node: str) -> tuple[Op, ...]:
         """Return the operators of a partition, anchor first; none for other values."""
-        return self._partitions[node].ops[self._partitions[node].headed :] if node in self._partitions else ()
+        return self._partitions[node].ops[self._partitions[node].has_head :] if node in self._partitions else ()
 
     def is_flat(self, node: str) -> bool:
         """Return whether all pixels that a partition computes are contiguous in memory."""

@@ -40,7 +40,9 @@ def merge_heads(partitions: Sequence[Partition], graph: Graph, buffers: Mapping[
     """Join a 1x1 convolution and its head, the multiplication of squeeze-and-excite before it."""
 
     def joined(row: Fusion, head: Partition, partition: Partition) -> Partition:
-        return replace(partition, ops=(*head.ops, *partition.ops), headed=True, fusions=(*partition.fusions, row.name))
+        return replace(
+            partition, ops=(*head.ops, *partition.ops), has_head=True, fusions=(*partition.fusions, row.name)
+        )
 
     return _join(HEAD_FUSIONS, partitions, PartitionView(partitions, graph, buffers), joined)
 

@@ -22,29 +22,29 @@ class Partition:
     Attributes:
         name: Module path, or name of the result.
         ops: Operators in execution order.
-        headed: The first operator is a head, which computes the anchor's input tile by tile right before it is read.
+        has_head: The first operator is a head, which computes the anchor's input tile by tile right before it is read.
         fusions: The fusions of `intaglio.fusion.table` that joined the operators.
     """
 
     name: str
     ops: tuple[Op, ...]
-    headed: bool = False
+    has_head: bool = False
     fusions: tuple[str, ...] = ()
 
     @property
     def head(self) -> Op | None:
         """Return the head, or ``None``."""
-        return self.ops[0] if self.headed else None
+        return self.ops[0] if self.has_head else None
 
     @property
     def anchor(self) -> Op:
         """Return the anchor, which determines the kernel."""
-        return self.ops[self.headed]
+        return self.ops[self.has_head]
 
     @property
     def tail(self) -> tuple[Op, ...]:
         """Return the operators after the anchor."""
-        return self.ops[self.headed + 1 :]
+        return self.ops[self.has_head + 1 :]
 
     @property
     def table(self) -> Op | None:

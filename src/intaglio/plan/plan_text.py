@@ -78,10 +78,12 @@ def buffer_lines(buffer: Buffer, place: str | None, reasons: Reasons) -> Iterato
     """Yield location, size and lifetime of a buffer, then the reasons for its layout, halo and alias."""
     shape = ", ".join(map(str, buffer.shape))
     halo = f", halo {buffer.halo[0]}x{buffer.halo[1]}" if any(buffer.halo) else ""
-    layout = "channels last" if buffer.spatial else "row-major"
+    layout = "channels last" if buffer.channels_last else "row-major"
     where = place or "never in memory"
     if buffer.alias is not None:
-        where = f"in %{buffer.alias}" + (f" from channel {buffer.part}" if buffer.part is not None else "")
+        where = f"in %{buffer.alias}" + (
+            f" from channel {buffer.first_channel}" if buffer.first_channel is not None else ""
+        )
     yield f"buffer %{buffer.value} {buffer.dtype}[{shape}] {layout}{halo}: {where}"
     for choice in (Choice.LAYOUT, Choice.HALO, Choice.ALIAS, Choice.MEMORY):
         yield from _because(choice, buffer.value, reasons)

@@ -94,12 +94,16 @@ def one_writer(plan: Plan) -> Iterator[str]:
         spans = []
         for name in names:
             buffer = plan.buffers.get(name)
-            if buffer is None or buffer.part is None:
+            if buffer is None or buffer.first_channel is None:
                 spans += [] if name == root and name in joined else [(name, 0, ALL_CHANNELS)]
             else:
                 channels = buffer.channels()
                 spans.append(
-                    (name, buffer.part, buffer.part + evaluate(channels, dict.fromkeys(symbols_of(channels), 1)))
+                    (
+                        name,
+                        buffer.first_channel,
+                        buffer.first_channel + evaluate(channels, dict.fromkeys(symbols_of(channels), 1)),
+                    )
                 )
         spans.sort(key=lambda span: span[1])
         for (first, _, end), (second, begin, _) in pairwise(spans):
@@ -161,9 +165,9 @@ def _needs_no_step(op: Op, plan: Plan) -> bool:
         return False
     if op.output in plan.views or any(plan.root(name) == op.output for name in op.inputs):
         parts = (plan.buffers.get(name) for name in op.inputs) if op_def(op).variadic else ()
-        return all(part is not None and part.part is not None for part in parts)
+        return all(part is not None and part.first_channel is not None for part in parts)
     buffer = plan.buffers.get(op.output)
-    return buffer is not None and buffer.alias is not None and buffer.part is None
+    return buffer is not None and buffer.alias is not None and buffer.first_channel is None
 
 
 def _sources(name: str, dropped: dict[str, Op]) -> Iterator[str]:

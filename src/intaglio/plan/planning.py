@@ -135,5 +135,7 @@ def _is_alias(op: Op, buffers: Mapping[str, Buffer]) -> bool:
     """Return whether the result is in the memory of its source, or was written there part by part."""
     buffer = buffers.get(op.outputs[0])
     if buffer is None or not op_def(op).variadic:
-        return buffer is not None and buffer.alias is not None and buffer.part is None
-    return not any(buffer.halo) and all(name in buffers and buffers[name].part is not None for name in op.inputs)
+        return buffer is not None and buffer.alias is not None and buffer.first_channel is None
+    return not any(buffer.halo) and all(
+        name in buffers and buffers[name].first_channel is not None for name in op.inputs
+    )

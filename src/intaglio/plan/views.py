@@ -36,12 +36,12 @@ def assign_views(plan: Plan) -> Plan:
     """Make views of results of data movement that can stay in the memory of their source, and of results that can be
     written directly to where data movement would copy them. Views have no buffer.
     """
-    graph, buffers, rows = plan.graph, plan.buffers, plan.rows
+    graph, buffers, row_major = plan.graph, plan.buffers, plan.row_major
     users = graph.users()
-    written, reasons = _written_in_place(graph, users, buffers, rows)
+    written, reasons = _written_in_place(graph, users, buffers, row_major)
     refused: dict[str, str] = {}
     while True:
-        found = {**written, **_read_in_place(graph, buffers, rows, written, refused)}
+        found = {**written, **_read_in_place(graph, buffers, row_major, written, refused)}
         wrong = {
             name: f"{reader} needs elements of the last axis to be neighbours"
             for name, at in found.items()
@@ -73,7 +73,7 @@ def _realiased(buffer: Buffer, buffers: Mapping[str, Buffer], views: Mapping[str
 
 
 def _written_in_place(
-    graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], rows: frozenset[str]
+    graph: Graph, users: Mapping[str, tuple[Op, ...]], buffers: Mapping[str, Buffer], row_major: frozenset[str]
 ) -> tuple[dict[str, _Location], dict[str, str]]:
     """Return results that can be written where later reshapes and permutations would copy them, and the reasons."""
     found: dict[str, _Location] = {}
@@ -83,9 +83,9 @@ def _written_in_place(
         if not path or (all(op_def(op).any_strides for op in users[end]) and end not in graph.outputs):
             continue
         buffer = buffers.get(end)
-        if buffer is not None and (any(buffer.halo) or buffer.part is not None):
+        if buffer is not None and (any(buffer.halo) or buffer.first_channel is not None):
             continue
-        at: _Location | None = _locate(end, graph, buffers, rows, own=True)
+        at: _Location | None = _locate(end, graph, buffers, row_major, own=True)
         places = {}
         for op in reversed(path):
             at = None if at is None else _source_location(op, at, graph.types[op.inputs[0]].shape)
@@ -126,7 +126,7 @@ def _is_written_through(op: Op) -> bool:
 def _read_in_place(
     graph: Graph,
     buffers: Mapping[str, Buffer],
-    rows: frozenset[str],
+    row_major: frozenset[str],
     written: Mapping[str, _Location],
     refused: Mapping[str, str],
 ) -> dict[str, _Location]:
@@ -139,7 +139,7 @@ def _read_in_place(
         buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
             continue
-        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, rows, apart=found), graph)
+        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, row_major, apart=found), graph)
         if at is not None:
             found[op.output] = at
     return found
@@ -168,7 +168,7 @@ def _locate(
     name: str,
     graph: Graph,
     buffers: Mapping[str, Buffer],
-    rows: frozenset[str],
+    row_major: frozenset[str],
     own: bool = False,
     apart: Mapping[str, _Location] | None = None,
 ) -> _Location | None:
@@ -177,8 +177,10 @@ def _locate(
     The root is the aliased buffer, unless that is in ``apart`` or ``own`` is set.
     """
     kind = graph.types[name]
-    buffer = buffers.get(name) or Buffer(name, kind.shape, kind.dtype, rows=name in rows or name in graph.constants)
-    if buffer.part is not None:
+    buffer = buffers.get(name) or Buffer(
+        name, kind.shape, kind.dtype, row_major=name in row_major or name in graph.constants
+    )
+    if buffer.first_channel is not None:
         return None
     (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
     start = (above * (width + 2 * beside) + beside) * pixel

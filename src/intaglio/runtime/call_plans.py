@@ -151,7 +151,7 @@ def result_strides(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def is_image(external: External) -> bool:
     """Return whether the program accesses the tensor as an image with channels last."""
-    return len(external.shape) in (3, 4, 5) and not external.rows
+    return len(external.shape) in (3, 4, 5) and not external.row_major
 
 
 class ExternalInput:

@@ -17,7 +17,7 @@ from intaglio import config
 from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
-from intaglio.plan import GENERATOR, Geometry, misfit
+from intaglio.plan import GENERATOR, Geometry, unsupported_reason
 from intaglio.runtime.saved.json_codec import checked_integer
 
 ENTRY_BYTES = 4096
@@ -58,7 +58,11 @@ class ScheduleCache:
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
             schedule = Schedule(**{name: checked_integer(value) for name, value in entry["schedule"].items()})
-            problem = misfit(schedule, ISAS[self.isa]) if entry["key"] == self.key(geometry) else "another layer's"
+            problem = (
+                unsupported_reason(schedule, ISAS[self.isa])
+                if entry["key"] == self.key(geometry)
+                else "another layer's"
+            )
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -19,7 +19,16 @@ from intaglio.ir import Dim, Schedule, Signature, evaluate, symbol, symbols_of
 from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
 from intaglio.native import cpu as machine
-from intaglio.plan import CacheSizes, Geometry, Target, analytic_schedules, geometries, plan_graph, refinements, shapes
+from intaglio.plan import (
+    CacheSizes,
+    Geometry,
+    Target,
+    analytic_schedules,
+    geometries,
+    order_candidates,
+    plan_graph,
+    tile_candidates,
+)
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.torch_private import pytree
@@ -88,8 +97,8 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
         task = _Task(lowered, isa, layers, known, unflatten_call(lowered.signature, inputs))
         found = {layer: start[layer] for layer in new}
         races: tuple[Callable[[Geometry, Schedule], Sequence[Schedule]], ...] = (
-            lambda layer, best: shapes(best, layer, table),
-            lambda layer, best: (best, *refinements(best, layer, caches, threads)),
+            lambda layer, best: tile_candidates(best, layer, table),
+            lambda layer, best: (best, *order_candidates(best, layer, caches, threads)),
             lambda layer, best: (best,),
         )
         for tried in races:

@@ -8,7 +8,7 @@ from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ops import op_def
 from intaglio.ops.pointwise import PIXELS
-from intaglio.plan.arena import bytes_of_image
+from intaglio.plan.arena import bytes_per_image
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
@@ -43,7 +43,7 @@ def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: 
     The partial sums that threads leave for a single image have no batch axis; their entire size is returned.
     """
     buffer = context.plan.buffers[placement.value]
-    one = bytes_of_image(buffer, tiling)
+    one = bytes_per_image(buffer, tiling)
     return context.dim(buffer.size()) if one is None else f"{images} * {context.dim(one)}"
 
 

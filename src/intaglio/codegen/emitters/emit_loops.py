@@ -171,16 +171,16 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
         code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
     if stage.empty:
         return
-    for op in stage.sums:
+    for op in stage.reductions:
         code(f"Reals {names[op.output]}_lanes[GROUPS];")
         code(f"for (int g = 0; g < GROUPS; ++g) {names[op.output]}_lanes[g] = all_lanes({_lanes(op).start});")
-    group = "int g" if stage.sums else "int"
+    group = "int g" if stage.reductions else "int"
     arguments = f"int64_t e, int64_t count, {group}, auto vectors"
     head = f"for_each_block(first, last, [&]({arguments}) __attribute__((always_inline))"
     with code.block(head, end="});"):
         code("enum { COUNT = decltype(vectors)::COUNT };")
         _pass(code, loop, stage, kept)
-    for op in stage.sums:
+    for op in stage.reductions:
         code(f"const Reals {names[op.output]} = {_lanes(op).final.format(f'{names[op.output]}_lanes')};")
 
 
@@ -203,7 +203,7 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
         elif op.output not in stage.direct:
             turn = stage.any_order and primitive(op).dequantizes
             define(op.output, _load_interleaved(op, loop) if turn else _value(op, loop))
-    for op in stage.sums:
+    for op in stage.reductions:
         lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
         code(f"EACH {lanes} = {_lanes(op).join}({lanes}, {_operand(op.inputs[0], loop)}, count);")
     for name in stage.kept:
@@ -215,7 +215,7 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
 def _of_vectors(op: Op, loop: Loop) -> str:
     """Return the C function that processes several vectors at a time, or "" if there is none for the operator."""
     row = primitive(op)
-    return row.c_of_vectors or (row.c_of_distances if op.inputs[0] in loop.schedule.distances else "")
+    return row.c_of_vectors or (row.c_of_nonpositive if op.inputs[0] in loop.schedule.nonpositive else "")
 
 
 def _lanes(op: Op) -> Lanes:
@@ -259,7 +259,7 @@ def _store(name: str, loop: Loop) -> str:
 def _quantize_and_store(name: str, loop: Loop, interleaved: bool) -> str:
     """Return a store fused with its quantize, of all vectors of a block."""
     step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].qparams
-    stride, (source,) = loop.context.dim(step), loop.schedule.makers[name].inputs
+    stride, (source,) = loop.context.dim(step), loop.schedule.producers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {stride}")
     inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
     numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(interleaved)}"

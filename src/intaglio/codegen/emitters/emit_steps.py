@@ -169,9 +169,9 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {_affine(context, op.output)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
-    code(f"const int64_t strides[] = {{{', '.join(strides_read(len(buffer.shape), buffer.rows))}}};")
+    code(f"const int64_t strides[] = {{{', '.join(strides_read(len(buffer.shape), buffer.row_major))}}};")
     source = f"(const float*){context.strided(op.inputs[0])[0]}"
-    if buffer.spatial and len(buffer.shape) == 5:
+    if buffer.channels_last and len(buffer.shape) == 5:
         depth = context.dim(buffer.shape[2])
         with code.block(f"for (int64_t b = 0; b < {context.dim(buffer.shape[0])}; ++b)"):
             code(f"struct Image one = out; one.images = {depth}, one.base += b * {depth} * out.image;")

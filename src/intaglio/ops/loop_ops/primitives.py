@@ -70,7 +70,7 @@ class Primitive:
         c: C over vectors of the operands and its attributes; empty where it depends on types.
         takes_number: A constant second operand is emitted as a number.
         c_of_vectors: C that handles several vectors at a time where a single one would be bound by latency.
-        c_of_distances: The same for values that are at most 0.
+        c_of_nonpositive: The same for values that are at most 0.
         lanes: C of a reduction.
         bound: Called with (magnitudes of the operands, attributes); returns a bound of the result's magnitude or
             ``None``.
@@ -91,7 +91,7 @@ class Primitive:
     c: str = ""
     takes_number: bool = False
     c_of_vectors: str = ""
-    c_of_distances: str = ""
+    c_of_nonpositive: str = ""
     lanes: Lanes | None = None
     bound: Bound = no_bound
 
@@ -223,7 +223,7 @@ ROWS = (
     _unary("sqrt", "root({0})", np.sqrt),
     _unary("reciprocal", "1.0f / {0}", lambda x: np.float32(1) / x),
     _unary("round", "nearest({0})", np.rint),
-    _unary("exp", "exponential({0})", float_math.exp, c_of_distances="exp_negatives"),
+    _unary("exp", "exponential({0})", float_math.exp, c_of_nonpositive="exp_negatives"),
     _unary("log", "logarithm({0})", float_math.log),
     _unary("relu", "relu({0})", lambda x: np.where(x < 0, np.float32(0), x), cheap=True, bound=largest),
     _unary("hardswish", "keep_nan({0}, hardswish({0}))", float_math.keep_nan(numerics.hardswish), bound=largest),

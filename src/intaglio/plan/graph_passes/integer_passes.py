@@ -11,7 +11,7 @@ from intaglio.ops import op_def
 from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
 from intaglio.ops.movement.shape import pad_shape
 from intaglio.plan.graph_passes.loop_merging import merge_loops
-from intaglio.plan.graph_passes.lut_passes import approximate_functions, loops_as_tables
+from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace_loops_by_luts
 from intaglio.plan.layouts import separate_layouts
 
 
@@ -97,7 +97,7 @@ INTEGER_PASSES = (
     drop_identity,  # first: an identity between two loops would prevent merging them
     depth_as_channels,  # before layouts: images have two axes after it
     merge_loops,
-    loops_as_tables,  # after merging, which makes loops as long as possible
+    replace_loops_by_luts,  # after merging, which makes loops as long as possible
     approximate_functions,  # after lookup tables, whose entries come from the exact function
     separate_layouts,  # last: loops influence layouts
 )

@@ -12,7 +12,7 @@ from intaglio.ops.loop_ops.loop_space import body_of
 from intaglio.ops.loop_ops.primitives import primitive
 
 
-def loops_as_tables(graph: Graph) -> tuple[Graph, int]:
+def replace_loops_by_luts(graph: Graph) -> tuple[Graph, int]:
     """Replace elementwise loops from one quantized tensor to another by 256-entry lookup tables.
 
     The pass runs after `merge_loops`. It leaves loops that also store floats or read other tensors.

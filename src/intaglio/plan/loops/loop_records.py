@@ -80,11 +80,11 @@ class LoopSchedule:
         axis: Axis of reductions.
         tile: Operand that an epilogue reads from its product's tiles, in which a row is the channels of one pixel.
         row_values: Values with one number per row; all others have one per element.
-        makers: Operator that computes each value.
+        producers: Operator that computes each value.
         same: For each result without the axis of reductions, the value with this axis that it equals.
         variants: Passes; if there are two variants, the first is for short rows.
         streamed: Results that are written past the caches.
-        distances: Values less the largest of their row, which are at most 0.
+        nonpositive: Values less the largest of their row, which are at most 0.
         convertible: Results of a quantize whose operand provably converts to int32 without clamping.
     """
 
@@ -94,11 +94,11 @@ class LoopSchedule:
     axis: int | None
     tile: EpilogueTile | None
     row_values: frozenset[str]
-    makers: Mapping[str, Op]
+    producers: Mapping[str, Op]
     same: Mapping[str, str]
     variants: tuple[LoopVariant, ...] = ()
     streamed: frozenset[str] = frozenset()
-    distances: frozenset[str] = frozenset()
+    nonpositive: frozenset[str] = frozenset()
     convertible: frozenset[str] = frozenset()
 
     @property

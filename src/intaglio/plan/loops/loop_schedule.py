@@ -22,7 +22,7 @@ MAX_KEPT_ELEMENTS = 4096
 """Longest row, in elements, for which values are kept between passes."""
 KEPT_BYTES = 1 << 18
 """Bytes of the stack for the kept values of a row."""
-LARGEST_SMALL = 1 << 29
+MAX_CONVERTIBLE_STEPS = 1 << 29
 """Bound in quantization steps; values proved to be below it convert to int32 without clamping."""
 STREAMED_BYTES = 1 << 24
 """Float results of at least this size are written past the caches."""
@@ -63,8 +63,8 @@ def schedule_loop(op: Op, plan: Plan, tile: EpilogueTile | None = None) -> LoopS
     single = {name for name, steps in rows.strides.items() if steps[-1] == 0 and name not in body.outputs}
     values = RowValues(body, single | set(body.constants))
     found = LoopSchedule(
-        op, operands, rows, row_axis(body), tile, frozenset(values.row), values.makers, values.same,
-        distances=frozenset(name for name in values.makers if _is_distance(name, values.makers)),
+        op, operands, rows, row_axis(body), tile, frozenset(values.row), values.producers, values.same,
+        nonpositive=frozenset(name for name in values.producers if _is_nonpositive(name, values.producers)),
         convertible=_convertible(body),
     )  # fmt: skip
     streamed = frozenset(name for name in body.outputs if _is_streamed(name, found))
@@ -103,7 +103,7 @@ def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[st
     other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
     operands = {*stage.loads, *stage.stored}
     return (
-        not (stage.sums or stage.kept or stage.restored)
+        not (stage.reductions or stage.kept or stage.restored)
         and {*stage.loads} == read - other
         and {*stage.stored} == {*direct}
         and all(loop.operands[name].dtype is DType.U8 and loop.rows.strides[name][-1] == 1 for name in operands)
@@ -118,20 +118,20 @@ def _is_streamed(output: str, loop: LoopSchedule) -> bool:
     return loop.along(output) and not (isinstance(elements, int) and 4 * elements < STREAMED_BYTES)
 
 
-def _is_distance(name: str, makers: Mapping[str, Op]) -> bool:
+def _is_nonpositive(name: str, producers: Mapping[str, Op]) -> bool:
     """Return whether a value is an element less the largest of its row, and thus at most 0."""
-    step = makers[name]
-    if not primitive(step).subtracts or step.inputs[1] not in makers:
+    step = producers[name]
+    if not primitive(step).subtracts or step.inputs[1] not in producers:
         return False
-    most = makers[step.inputs[1]]
+    most = producers[step.inputs[1]]
     return primitive(most) is PRIMITIVES["max"] and most.inputs[0] == step.inputs[0]
 
 
 def _convertible(body: Graph) -> frozenset[str]:
-    """Return results of a quantize whose operand is proved to be below `LARGEST_SMALL` quantization steps."""
+    """Return results of a quantize whose operand is proved to be below `MAX_CONVERTIBLE_STEPS` quantization steps."""
     sizes = magnitudes(body)
 
     def steps(op: Op) -> float:
         return float(sizes.get(op.inputs[0], np.inf) * numerics.reciprocal(body.types[op.output].qparams.step))
 
-    return frozenset(op.output for op in body.ops if primitive(op).quantizes and steps(op) < LARGEST_SMALL)
+    return frozenset(op.output for op in body.ops if primitive(op).quantizes and steps(op) < MAX_CONVERTIBLE_STEPS)

@@ -23,7 +23,7 @@ class LoopStage:
         loads: Operands that are loaded.
         restored: Values that an earlier pass kept.
         ops: Operators per element, in order.
-        sums: Reductions.
+        reductions: Reductions.
         kept: Values kept for later passes.
         stored: Results that are stored.
         direct: Results of a quantize that are written as they are computed, because they are not read again.
@@ -35,7 +35,7 @@ class LoopStage:
     loads: tuple[str, ...]
     restored: tuple[str, ...]
     ops: tuple[Op, ...]
-    sums: tuple[Op, ...]
+    reductions: tuple[Op, ...]
     kept: tuple[str, ...]
     stored: tuple[str, ...]
     direct: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class LoopStage:
     @property
     def empty(self) -> bool:
         """Return whether the pass has no work along the row."""
-        return not (self.sums or self.kept or self.stored)
+        return not (self.reductions or self.kept or self.stored)
 
 
 class RowValues:
@@ -58,10 +58,10 @@ class RowValues:
             single: Operands and constants with one number per row.
         """
         self.body = body
-        self.makers = {op.output: op for op in body.ops if not _is_read_only(op)}
+        self.producers = {op.output: op for op in body.ops if not _is_read_only(op)}
         self.same = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
         self.row, self.stage = set(single), dict[str, int]()
-        for op in self.makers.values():
+        for op in self.producers.values():
             stages = [self.stage.get(name, 0) for name in op.inputs]
             self.stage[op.output] = max(stages, default=0) + primitive(op).reduces
             if primitive(op).reduces or self.row.issuperset(op.inputs):
@@ -78,17 +78,21 @@ class RowValues:
         kept: list[set[str]] = [set() for _ in range(last + 1)]
         found: list[LoopStage] = []
         for index in reversed(range(last + 1)):
-            sums = [op for op in self.makers.values() if primitive(op).reduces and self.stage[op.output] == index + 1]
+            reductions = [
+                op for op in self.producers.values() if primitive(op).reduces and self.stage[op.output] == index + 1
+            ]
             stored = [name for name, along in outputs.items() if along and self.stage.get(self.at(name), 0) == index]
-            wanted = [*(op.inputs[0] for op in sums), *map(self.at, stored), *kept[index]]
+            wanted = [*(op.inputs[0] for op in reductions), *map(self.at, stored), *kept[index]]
             loads, restored, needed = self._needs(wanted, index, keep)
             for name in restored:
                 kept[self.stage[name]].add(name)
-            row = [op for op in self.makers.values() if op.output in self.row and self.stage[op.output] == index]
+            row = [op for op in self.producers.values() if op.output in self.row and self.stage[op.output] == index]
             row = [op for op in row if not primitive(op).reduces]
-            ops = tuple(op for op in self.makers.values() if op.output in needed)
-            own = tuple(name for name in self.makers if name in kept[index])
-            found.append(LoopStage(tuple(row), tuple(loads), tuple(restored), ops, tuple(sums), own, tuple(stored)))
+            ops = tuple(op for op in self.producers.values() if op.output in needed)
+            own = tuple(name for name in self.producers if name in kept[index])
+            found.append(
+                LoopStage(tuple(row), tuple(loads), tuple(restored), ops, tuple(reductions), own, tuple(stored))
+            )
         return tuple(reversed(found))
 
     def at(self, output: str) -> str:
@@ -103,13 +107,13 @@ class RowValues:
             name = waiting.pop()
             if name in self.row or name in needed:
                 continue
-            if name not in self.makers:
+            if name not in self.producers:
                 loads[name] = None
             elif self.stage[name] < index and keep and self._is_worth_keeping(name):
                 restored[name] = None
             else:
                 needed.add(name)
-                waiting += self.makers[name].inputs
+                waiting += self.producers[name].inputs
         return list(loads), list(restored), needed
 
     def _is_worth_keeping(self, name: str) -> bool:
@@ -118,7 +122,7 @@ class RowValues:
             return False
         loads, _, needed = self._needs([name], 0, False)
         several = len(loads) > 1 or len(needed) > FEW_OPERATORS
-        return several or not all(primitive(self.makers[one]).cheap for one in needed)
+        return several or not all(primitive(self.producers[one]).cheap for one in needed)
 
 
 def _is_read_only(op: Op) -> bool:

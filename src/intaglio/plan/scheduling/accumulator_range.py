@@ -17,7 +17,7 @@ QUANTIZING_TAILS = (Tail.REQUANTIZE, Tail.ADD)
 """Tails that convert accumulators in the microkernel; the others read them as floats."""
 
 
-def choose_guards(plan: Plan) -> Plan:
+def mark_guarded_partitions(plan: Plan) -> Plan:
     """Mark the partitions whose requantized accumulators may exceed the range in which float32 converts to int32."""
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))

@@ -68,4 +68,4 @@ def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Pi
     taken = weight[:, :, list(y.taps)][:, :, :, list(x.taps)]
     if not taken.size:
         taken = np.zeros((*weight.shape[:2], 1, 1), np.int8)
-    return Piece(np.ascontiguousarray(taken), (1, 1), (y.apart, x.apart), (y.start, x.start), (y, x), steps)
+    return Piece(np.ascontiguousarray(taken), (1, 1), (y.dilation, x.dilation), (y.start, x.start), (y, x), steps)

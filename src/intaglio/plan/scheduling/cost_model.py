@@ -25,7 +25,7 @@ def cost_of(step: Step, plan: Plan) -> Cost:
     anchor, (first, *_) = partition.anchor, partition.anchor.outputs
     record = op_def(anchor)
     if record.macs is None:
-        images, lines, _, _ = nhwc_sizes(graph.types[partition.output].shape, partition.output in plan.rows)
+        images, lines, _, _ = nhwc_sizes(graph.types[partition.output].shape, partition.output in plan.row_major)
         return Cost(0, images * lines, moved, step.barrier_group, step.segment)
     macs = record.macs(anchor.attrs, [graph.types[name].shape for name in anchor.inputs], graph.types[first].shape)
     if record.multiplies_weight:

@@ -78,7 +78,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     tail, guard = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
-    reason = not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
+    reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
     if reason is None:
         looks_up = bool(isa.looks_up) and partition.table is not None
         natural = result != "f32" and saturates_to_bounds(tail, plan.graph)
@@ -97,7 +97,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     return TiledKernel(tile, permuted, looks_up, is_flat(partition, plan.graph, plan.buffers)), reason
 
 
-def not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
+def why_not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
     """Return why a convolution does not run in the depthwise kernels, or ``None``."""
     outputs, per_group, taps_y, taps_x = piece.weight.shape
     if per_group != 1 or outputs != groups or groups < MIN_DEPTHWISE_GROUPS:
@@ -179,7 +179,11 @@ def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
     """Choose a kernel for data movement: strided copies, unless channels are interleaved or the shape changes."""
     types, result = plan.graph.types, op.outputs[0]
     record, images = op_def(op), [plan.buffers.get(name) for name in (*op.inputs, result)]
-    if record is SHUFFLE and op.attrs["groups"] == 2 and all(image is not None and image.spatial for image in images):
+    if (
+        record is SHUFFLE
+        and op.attrs["groups"] == 2
+        and all(image is not None and image.channels_last for image in images)
+    ):
         return MovementKernel(Movement.INTERLEAVE)
     if record.keeps_order and types[op.inputs[0]].shape != types[result].shape:
         return MovementKernel(Movement.RESHAPE)
@@ -192,7 +196,7 @@ def _copies(op: Op, plan: Plan) -> Iterator[Box]:
     size = plan.graph.types[op.output].dtype.bytes
     for box in op_def(op).strided_copies(op, sides, plan.location(op.output).strides, size):
         buffer = plan.buffers.get(op.inputs[box.operand])
-        if buffer is None or buffer.part is None:
+        if buffer is None or buffer.first_channel is None:
             yield replace(box, runs=_ordered(box))
 
 

@@ -1,6 +1,7 @@
 """Schedules of products: tile shape, threading and blocking of every partition, from its geometry and the caches.
 
-`analytic` decides without measurements. The alternatives of a timed search are `shapes` and `refinements`.
+`analytic_schedule` decides without measurements. The alternatives of a timed search are `tile_candidates` and
+`order_candidates`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LARGEST_SIZE = 1 << 40
 
 
 @dataclass(frozen=True)
-class Problem:
+class GemmProblem:
     """Dimensions of a matrix product that determine its schedule.
 
     Attributes:
@@ -46,7 +47,7 @@ class Problem:
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
     """Return the analytic schedule of every partition with a matrix product, by the value it computes."""
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
-    return {partition.output: analytic(problem(partition, plan), target) for partition in products}
+    return {partition.output: analytic_schedule(gemm_problem(partition, plan), target) for partition in products}
 
 
 def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) -> Plan:
@@ -56,11 +57,11 @@ def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) 
         if partition.output in timed:
             reasons[partition.output] = "a timed search found it to be faster"
         elif partition.output in found:
-            reasons[partition.output] = _why(problem(partition, plan), found[partition.output], target)
+            reasons[partition.output] = _why(gemm_problem(partition, plan), found[partition.output], target)
     return replace(plan, schedules={**found, **timed}).with_reasons(Choice.SCHEDULE, reasons)
 
 
-def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
+def _why(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
     """Return the reason for an analytic schedule."""
     fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
     shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"
@@ -68,7 +69,7 @@ def _why(layer: Problem, schedule: Schedule, target: Target) -> str:
     return f"{fill}; {layer.pixels} pixels an image, {more} {schedule.split_channels_below}: threads share {shared}"
 
 
-def problem(partition: Partition, plan: Plan) -> Problem:
+def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
     """Return the dimensions of a convolution or linear layer."""
     graph, anchor = plan.graph, partition.anchor
     weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
@@ -77,7 +78,7 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     convolves = op_def(anchor).convolves
     pixels = sizes[0] * prod(sizes[2:]) if convolves else prod(sizes[:-1])
     width = sizes[-1] if convolves else pixels
-    return Problem(
+    return GemmProblem(
         outputs=weight.shape[0],
         outputs_per_group=weight.shape[0] // groups,
         pixels=pixels,
@@ -87,14 +88,14 @@ def problem(partition: Partition, plan: Plan) -> Problem:
     )
 
 
-def images(partition: Partition) -> list[str]:
+def activation_operands(partition: Partition) -> list[str]:
     """Return input, results, residual operand and its remainders: the operands and results that are not constants."""
     anchor, first, last = partition.anchor, partition.tail[0], partition.ops[-1]
     residual = () if op_def(first).residual is None else (first.inputs[1], *first.inputs[4:])
     return [anchor.inputs[0], *last.outputs, *residual]
 
 
-def analytic(layer: Problem, target: Target) -> Schedule:
+def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     """Return a schedule with the widest tile that the outputs fill and half of the second-level cache for activations.
 
     Threads divide panels instead of pixels when the weights are larger than the activations, so that each thread reads
@@ -160,7 +161,7 @@ def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
 def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geometry:
     """Return the geometry of one partition with these free sizes."""
     graph, anchor = plan.graph, partition.anchor
-    buffers = [plan.buffers[value] for value in images(partition) if value in plan.buffers]
+    buffers = [plan.buffers[value] for value in activation_operands(partition) if value in plan.buffers]
     roots = [plan.buffers[buffer.alias or buffer.value] for buffer in buffers]
     read, written = (
         tuple(evaluate(dim, sizes) for dim in graph.types[value].shape) for value in (anchor.inputs[0], anchor.output)
@@ -176,7 +177,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
     )
 
 
-def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
+def tile_candidates(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
     """Return narrower and taller tiles than that of ``start``; with groups, no panel may belong to two of them."""
     outputs, groups = layer.weight[0], dict(layer.attrs).get("groups", 1)
     per_group = outputs // groups if isinstance(groups, int) else outputs
@@ -188,7 +189,7 @@ def shapes(start: Schedule, layer: Geometry, isa: Isa) -> tuple[Schedule, ...]:
     return tuple(replace(start, tile_rows=isa.max_tile_rows[blocks], tile_columns=blocks) for blocks in narrower)
 
 
-def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: int) -> tuple[Schedule, ...]:
+def order_candidates(start: Schedule, layer: Geometry, caches: CacheSizes, threads: int) -> tuple[Schedule, ...]:
     """Return schedules with the same tile and another order of work, or another amount of input in cache.
 
     The alternatives are panel by panel or all panels over some pixels, and half or twice the input in cache, as far as
@@ -207,7 +208,7 @@ def refinements(start: Schedule, layer: Geometry, caches: CacheSizes, threads: i
     return tuple(found)
 
 
-def misfit(schedule: Schedule, isa: Isa) -> str | None:
+def unsupported_reason(schedule: Schedule, isa: Isa) -> str | None:
     """Return why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.max_tile_rows.get(columns, 0):

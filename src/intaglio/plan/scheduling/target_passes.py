@@ -9,7 +9,7 @@ from intaglio.ir import Schedule
 from intaglio.kernels import Isa
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, CacheSizes, Choice, Target
-from intaglio.plan.scheduling.accumulator_range import choose_guards
+from intaglio.plan.scheduling.accumulator_range import mark_guarded_partitions
 from intaglio.plan.scheduling.batch_tiling import choose_batch_tiling
 from intaglio.plan.scheduling.kernel_selection import choose_kernels
 from intaglio.plan.scheduling.schedules import choose_schedules
@@ -34,7 +34,7 @@ def schedule_plan(
     target = Target(isa.name, isa.max_tile_rows, caches)
     plan = replace(plan, target=target)
     plan = choose_schedules(plan, target, timed or {})
-    plan = choose_guards(plan)
+    plan = mark_guarded_partitions(plan)
     plan = choose_kernels(plan, isa)  # after schedules and guards, which determine height and clamping of tiles
     if batch_tiling is not None:
         return replace(plan, batch_tiling=batch_tiling).with_reasons(
