@@ -132,4 +132,4 @@ def searched_schedules(
         inputs = random_sample(signature)
     else:
         inputs = first_sample(signature, bind(signature, *example), bytes_too)
-    return search(lowered, build.choose(options.isa)[0], inputs)
+    return search(lowered, build.isas_to_build(options.isa)[0], inputs)

@@ -61,7 +61,7 @@ def compile(
     Raises:
         BuildError: An instruction set is not supported, or compilation fails.
     """
-    here, *others = choose(isa)
+    here, *others = isas_to_build(isa)
     general, name = plan_graph(lowered.graph), lowered.about.name
     planned = Planned(lowered, _scheduled(general, here, schedules))
     artifact = build_artifact(_emit(planned.plan, name))
@@ -80,7 +80,7 @@ def compile_planned(planned: Planned) -> QuantizedModel:
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
     """Return the plan that `compile` makes for one instruction set, with analytic schedules."""
-    return Planned(lowered, _scheduled(plan_graph(lowered.graph), choose(isa)[0]))
+    return Planned(lowered, _scheduled(plan_graph(lowered.graph), isas_to_build(isa)[0]))
 
 
 def _compiled(
@@ -144,12 +144,12 @@ def load(
 
 def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given: Mapping[str, OpDef]) -> QuantizedModel:
     """Return the model of a file's content with compiled programs, and those of loop bodies first."""
-    chosen = choose(isa)[0]
+    chosen = isas_to_build(isa)[0]
     loops = {name: loop for module, _ in saved.islands.values() for name, loop in loops_in(module).items()}
     for name, body in saved.bodies.items():
         loops[name].body = _opened(body, path, trust, isa, given)
     with _without_collector():
-        present = [one for one in runnable() if one in saved.libraries and isa in (None, one)] if trust else []
+        present = [one for one in supported_isas() if one in saved.libraries and isa in (None, one)] if trust else []
         library = saved.libraries[present[0]] if present else None
         try:
             if missing := [one for one in host_names(saved.graph) if one not in given]:
@@ -277,18 +277,18 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     return _model(saved, planned, artifact, hosts)
 
 
-def runnable() -> list[str]:
+def supported_isas() -> list[str]:
     """Return the instruction sets that this machine supports and that have kernels, best first."""
     return [isa for isa in machine.isas() if isa in ISAS]
 
 
-def choose(isa: str | Iterable[str] | None) -> tuple[str, ...]:
+def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the instruction sets to build for: the best one that runs here, then the others, best first.
 
     Raises:
         BuildError: None of them runs here, or one has no kernels.
     """
-    able = runnable()
+    able = supported_isas()
     if isa is None:
         return (able[0],)
     asked = (isa,) if isinstance(isa, str) else tuple(isa)

@@ -14,7 +14,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Graph, Op, Place, c_expression
+from intaglio.ir import ArenaLocation, Dim, Graph, Op, c_expression
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
@@ -91,7 +91,7 @@ class Context:
         self.index = index
         self.symbols = plan.graph.symbols()
 
-    def of_step(self, number: int) -> Context:
+    def for_step(self, number: int) -> Context:
         """Return the context of one step.
 
         It has its own `kernels`, `constants` and `functions`; kernel tables, headers and the blob are shared with the
@@ -168,13 +168,13 @@ class Context:
         start = f"r->arena + r->offsets[{self.index[buffer.alias or value]}]"
         return f"image({start}, {sizes}, {buffer.halo[0]}, {buffer.halo[1]})"
 
-    def place(self, value: str) -> Place:
+    def arena_location(self, value: str) -> ArenaLocation:
         """Return the location of a quantized value in the arena, for host operators."""
         buffer = self.plan.buffers[value]
         (rows, columns), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
         start = (rows * (width + 2 * columns) + columns) * pixel
         frame = buffer.size() if any(buffer.halo) else 0
-        return Place(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)
+        return ArenaLocation(self.index[buffer.alias or value], start, buffer.shape, strides(buffer), frame)
 
     def strided(self, value: str) -> tuple[str, Strides]:
         """Return a C pointer to the first element of a value, and the strides of its logical axes in elements.

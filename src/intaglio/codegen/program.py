@@ -79,7 +79,7 @@ def emit(plan: Plan, name: str) -> Program:
     context = Context(plan, ISAS[isa], plan.arena().positions())
     bodies, notes = [], []
     for index, step in enumerate(plan.steps):
-        own = context.of_step(index)
+        own = context.for_step(index)
         bodies += [] if step.called else [_step(index, step, own)]
         notes.append(_note(index, step, own))
     code = Code()
@@ -255,6 +255,8 @@ def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:
         if op.is_island:
             found.append(IslandCall(op.attrs["key"], op.inputs, op.outputs, step.segment))
         else:
-            places = tuple(None if name in context.graph.constants else context.place(name) for name in op.inputs)
-            found.append(HostCall(op.attrs["key"], op, places, context.place(op.output), step.segment))
+            locations = tuple(
+                None if name in context.graph.constants else context.arena_location(name) for name in op.inputs
+            )
+            found.append(HostCall(op.attrs["key"], op, locations, context.arena_location(op.output), step.segment))
     return tuple(found)

@@ -16,12 +16,13 @@ from intaglio.ir.dims import (
     symbols_of,
 )
 from intaglio.ir.graph import Attrs, Graph, Input, ModelInfo, Op, Origin, Output, Signature, State, fresh, prune
-from intaglio.ir.program_records import Cost, External, HostCall, IslandCall, Place, Program, Schedule, StepInfo
+from intaglio.ir.program_records import ArenaLocation, Cost, External, HostCall, IslandCall, Program, Schedule, StepInfo
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
+    "ArenaLocation",
     "Attrs",
     "Axis",
     "Cost",
@@ -40,7 +41,6 @@ __all__ = [
     "Output",
     "Packing",
     "PerRow",
-    "Place",
     "Program",
     "QParams",
     "Ref",

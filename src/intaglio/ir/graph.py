@@ -120,7 +120,7 @@ class Graph:
         read = {i: users[name] for i, name in enumerate(self.inputs) if name not in self.outputs}
         return frozenset(i for i, ops in read.items() if ops and all(op.attrs.get("bytes") for op in ops))
 
-    def outside(self) -> frozenset[str]:
+    def external_values(self) -> frozenset[str]:
         """Return the values that callers and islands see; their memory belongs to PyTorch tensors."""
         islands = [op for op in self.ops if op.is_island]
         ends = (name for op in islands for name in (*op.inputs, *op.outputs))

@@ -62,7 +62,7 @@ class IslandCall:
 
 
 @dataclass(frozen=True)
-class Place:
+class ArenaLocation:
     """Location of a quantized value in the arena.
 
     Attributes:
@@ -90,8 +90,8 @@ class HostCall:
 
     key: str
     op: Op
-    inputs: tuple[Place | None, ...]
-    output: Place
+    inputs: tuple[ArenaLocation | None, ...]
+    output: ArenaLocation
     after_segment: int
 
 

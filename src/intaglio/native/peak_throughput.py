@@ -118,12 +118,12 @@ PUBLIC double intaglio_%s(long rounds) {
 """
 
 
-def chosen() -> dict[str, Probe]:
+def best_probes() -> dict[str, Probe]:
     """Return the best supported probe of each kind; kinds without one are missing."""
-    return {probe.kind: probe for probe in reversed(_able())}
+    return {probe.kind: probe for probe in reversed(_supported_probes())}
 
 
-def _able() -> list[Probe]:
+def _supported_probes() -> list[Probe]:
     """Return the probes that this CPU supports, best first."""
     try:
         flags = machine.read_flags(machine.CPUINFO.read_text())
@@ -132,7 +132,7 @@ def _able() -> list[Probe]:
     return [probe for probe in PROBES if probe.isa in machine.isas() and probe.flags <= flags]
 
 
-def source(probes: dict[str, Probe]) -> str:
+def probe_source(probes: dict[str, Probe]) -> str:
     """Return the C++ source of the given probes."""
     return PEAK_SOURCE + "".join(_loop(probe) for probe in probes.values())
 
@@ -152,14 +152,14 @@ def measure(cores: int) -> dict[str, Any]:
     Raises:
         BuildError: The probes cannot be compiled.
     """
-    probes = chosen()
+    probes = best_probes()
     isa = next(iter(probes.values())).isa if probes else machine.IsaName.PORTABLE.value
-    library = load(build(source(probes), name="doctor", isa=isa))
+    library = load(build(probe_source(probes), name="doctor", isa=isa))
     result: dict[str, Any] = {"int8": None, "fp32": None}
     for kind, probe in probes.items():
-        count = _counting(library, probe)
+        count = _rate_counter(library, probe)
         result[kind] = {"with": probe.instruction, **_rates(lambda *_, count=count: _best(count, PEAK_SECONDS), cores)}
-    result["memory"] = {"with": "one stream a core", **_rates(_reading(library, cores), cores)}
+    result["memory"] = {"with": "one stream a core", **_rates(_read_rate(library, cores), cores)}
     return result
 
 
@@ -183,11 +183,13 @@ def int8_counter(isa: str) -> Counter | None:
     Raises:
         BuildError: The probe cannot be compiled.
     """
-    found = [probe for probe in _able() if (probe.kind, probe.isa) == ("int8", isa)]
-    return _counting(load(build(source({"int8": found[0]}), name="limit", isa=isa)), found[0]) if found else None
+    found = [probe for probe in _supported_probes() if (probe.kind, probe.isa) == ("int8", isa)]
+    return (
+        _rate_counter(load(build(probe_source({"int8": found[0]}), name="limit", isa=isa)), found[0]) if found else None
+    )
 
 
-def _counting(library: Any, probe: Probe) -> Counter:
+def _rate_counter(library: Any, probe: Probe) -> Counter:
     """Return a counter that runs as many rounds of a probe as fill the given time."""
     function = getattr(library, f"intaglio_{probe.kind}")
     function.restype, function.argtypes = ctypes.c_double, (ctypes.c_long,)
@@ -206,7 +208,7 @@ def _best(count: Counter, seconds: float) -> float:
     return max(count(seconds) for _ in range(REPEATS))
 
 
-def _reading(library: Any, cores: int) -> Callable[[int, int], float]:
+def _read_rate(library: Any, cores: int) -> Callable[[int, int], float]:
     """Return a function that measures the GB per second a thread reads from its slice of an array.
 
     The array is larger than the caches.

@@ -24,7 +24,7 @@ from intaglio.plan.plan_records import Choice
 def copy_padded_inputs(plan: Plan) -> Plan:
     """Copy the caller's quantized tensors that a convolution pads, because they have no room for a halo."""
     graph = plan.graph
-    outside, types, copies, ops = graph.outside(), dict(graph.types), dict[str, str](), list[Op]()
+    outside, types, copies, ops = graph.external_values(), dict(graph.types), dict[str, str](), list[Op]()
     for op in graph.ops:
         inputs = op.inputs
         if op_def(op).convolves and inputs[0] in outside and any(halo_of(op, graph)):
@@ -46,7 +46,7 @@ def assign_layouts(plan: Plan) -> Plan:
     """
     graph = plan.graph
     halos, halo_reasons = _widest_halos(graph)
-    layouts, inside, outside = assigned_layouts(graph), _kernel_only_values(graph), graph.outside()
+    layouts, inside, outside = assigned_layouts(graph), _kernel_only_values(graph), graph.external_values()
     row_major = frozenset(name for name, (is_row_major, _) in layouts.items() if is_row_major)
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:

@@ -77,7 +77,7 @@ def list_external_values(plan: Plan) -> Plan:
     """List the values in tensors of the caller, in order of appearance: all but buffers, views and constants."""
     graph = plan.graph
     inside = {output for op in graph.ops for output in op.outputs if graph.types[output].q is not None}
-    inside -= graph.outside()
+    inside -= graph.external_values()
     names = [*graph.inputs, *(output for op in graph.ops for output in op.outputs), *graph.outputs]
     skipped = inside.union(plan.buffers, graph.constants, plan.views)
     return replace(plan, external=tuple(dict.fromkeys(name for name in names if name not in skipped)))

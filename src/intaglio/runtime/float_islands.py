@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import ArtifactError, InputError
-from intaglio.ir import Graph, HostCall, Op, Place, TensorType, evaluate
+from intaglio.ir import ArenaLocation, Graph, HostCall, Op, TensorType, evaluate
 from intaglio.runtime.saved.json_codec import NotStorableError, checked_identifier, decode, encode
 from intaglio.signature import run_while_loop
 from intaglio.torch_private import OpOverloadPacket, quantized_decomposed, schema_of
@@ -367,7 +367,9 @@ def run_host(
     levels[...] = result
 
 
-def _quantized_view(place: Place, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]) -> np.ndarray:
+def _quantized_view(
+    place: ArenaLocation, arena: np.ndarray, offsets: Offsets, symbols: Mapping[str, int]
+) -> np.ndarray:
     """Return a view of a buffer's quantized values with their logical shape."""
     shape, strides = ([evaluate(dim, symbols) for dim in dims] for dims in (place.shape, place.strides))
     start = offsets[place.at] + evaluate(place.start, symbols)
