@@ -170,7 +170,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, object]:
     library.nanoseconds.restype = ctypes.c_int64
     given = [torch.randn(shape) for _ in model.signature.inputs]
     step = next(i for i, note in enumerate(model.artifact.program.steps) if note.kinds == "loop")
-    total = int(model.artifact.program.steps[step].work.bytes)
+    total = int(model.artifact.program.steps[step].cost.bytes)
     half = total // 2 & -4096
     source, result = torch.ones(half // 4), torch.ones(half // 4)
     loops, copies = list[float](), ([], [])
