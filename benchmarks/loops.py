@@ -47,8 +47,8 @@ struct Call { const float* from; float* to; int64_t count; };
 static void streamed_body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;
     const int64_t lines = c->count / 64;
-    const int64_t first = share(lines, thread, threads) * 64, last = share(lines, thread + 1, threads) * 64;
-    along(first, last, [&](int64_t e, int64_t count, int, auto vectors) __attribute__((always_inline)) {
+    const int64_t first = shard_begin(lines, thread, threads) * 64, last = shard_begin(lines, thread + 1, threads) * 64;
+    for_each_block(first, last, [&](int64_t e, int64_t count, int, auto vectors) __attribute__((always_inline)) {
         enum { COUNT = decltype(vectors)::COUNT };
         Reals x[COUNT];
         EACH x[i] = read_f32(c->from + e + i * FLOATS, 1, count);
@@ -58,7 +58,7 @@ static void streamed_body(void* context, int thread, int threads) {
 }
 static void body(void* context, int thread, int threads) {
     const struct Call* c = (const struct Call*)context;
-    const int64_t first = share(c->count, thread, threads), last = share(c->count, thread + 1, threads);
+    const int64_t first = shard_begin(c->count, thread, threads), last = shard_begin(c->count, thread + 1, threads);
     for (int64_t i = first; i < last; ++i) c->to[i] = c->from[i];
 }
 extern "C" __attribute__((visibility("default")))

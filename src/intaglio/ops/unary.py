@@ -160,19 +160,19 @@ UNARY_OPS = (
         "add_number",
         lambda x, a: x + float(a["other"]) * float(a.get("alpha", 1)),
         "aten.add.Scalar",
-        loop=FloatLoop(bodies.sum_or_difference),
+        loop=FloatLoop(bodies.add_or_sub),
     ),
     function(
         "sub_number",
         lambda x, a: x - float(a["other"]) * float(a.get("alpha", 1)),
         "aten.sub.Scalar",
-        loop=FloatLoop(bodies.sum_or_difference),
+        loop=FloatLoop(bodies.add_or_sub),
     ),
     function(
         "rsub_number",
         lambda x, a: float(a["other"]) - x * float(a.get("alpha", 1)),
         "aten.rsub.Scalar",
-        loop=FloatLoop(bodies.reversed_difference),
+        loop=FloatLoop(bodies.reversed_sub),
     ),
     function(
         "mul_number",

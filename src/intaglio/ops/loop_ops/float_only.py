@@ -42,7 +42,7 @@ ELEMENTWISE = (
     _function("log", bodies.unary("log")),
     _function("rsqrt", FloatLoop(bodies.rsqrt)),
     OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.require_integer_rounding)),
-    _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_difference)),
+    _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_sub)),
     _of_two(
         "div",
         _forms("div", "Tensor", "Tensor_mode", "Scalar_mode"),
@@ -61,13 +61,13 @@ TRUTH_VALUES = (
         "where",
         _forms("where", "self", "ScalarOther", "ScalarSelf", "Scalar"),
         ("condition", "self", "other"),
-        loop=FloatLoop(bodies.chosen),
+        loop=FloatLoop(bodies.where),
     ),
     OpDef(
         "masked_fill",
         _forms("masked_fill", "Scalar", "Tensor"),
         ("self", "mask", "value"),
-        loop=FloatLoop(bodies.filled),
+        loop=FloatLoop(bodies.masked_fill),
     ),
     OpDef("cast", _forms("_to_copy", "default"), loop=FloatLoop(bodies.cast, bodies.require_type_change)),
 )

@@ -26,13 +26,13 @@ def binary(kind: str, check: Check = lambda call: None) -> FloatLoop:
     return FloatLoop(lambda body, call, v: body(kind, v["self"], v["other"]), check)
 
 
-def sum_or_difference(body: Body, call: FloatCall, v: Values) -> str:
+def add_or_sub(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``self + alpha * other``, or ``self - alpha * other`` for aten.sub."""
     kind, alpha = "sub" if call.target.startswith("aten.sub.") else "add", v.get("alpha", 1)
     return body(kind, v["self"], v["other"] if alpha == 1 else body("mul", v["other"], float(alpha)))
 
 
-def scaled_sum(body: Body, call: FloatCall, v: Values) -> str:
+def addcmul(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``self + value * tensor1 * tensor2``; the sum is omitted if ``self`` is a constant of zeros."""
     product = body("mul", v["tensor1"], v["tensor2"])
     if (value := v.get("value", 1)) != 1:
@@ -41,7 +41,7 @@ def scaled_sum(body: Body, call: FloatCall, v: Values) -> str:
     return product if zeros is not None and not zeros.any() else body("add", v["self"], product)
 
 
-def reversed_difference(body: Body, call: FloatCall, v: Values) -> str:
+def reversed_sub(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``other - alpha * self``."""
     alpha = v.get("alpha", 1)
     return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
@@ -69,7 +69,7 @@ def require_small_power(call: FloatCall) -> str | None:
     return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
 
 
-def bounds(body: Body, call: FloatCall, v: Values) -> str:
+def clamp(body: Body, call: FloatCall, v: Values) -> str:
     """Write relu, relu6, clamp or hardtanh; an omitted bound is infinite."""
     if call.target == "aten.relu.default":
         return body("relu", v["self"])
@@ -123,7 +123,7 @@ def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
     """Return the loop of one primitive on the truth values of ``self`` and, if present, ``other``."""
 
     def write(body: Body, call: FloatCall, v: Values) -> str:
-        return body(kind, *[body.truth(v[name]) for name in ("self", "other") if name in v])
+        return body(kind, *[body.as_bool(v[name]) for name in ("self", "other") if name in v])
 
     return FloatLoop(write, check)
 
@@ -133,19 +133,19 @@ def require_boolean_operands(call: FloatCall) -> str | None:
     return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
 
 
-def chosen(body: Body, call: FloatCall, v: Values) -> str:
+def where(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``where(condition, self, other)``."""
-    return body("where", v["condition"], *[_real(body, v[name]) for name in ("self", "other")])
+    return body("where", v["condition"], *[_as_float(body, v[name]) for name in ("self", "other")])
 
 
-def filled(body: Body, call: FloatCall, v: Values) -> str:
+def masked_fill(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``self`` with ``value`` where the mask is true."""
-    return body("where", v["mask"], _real(body, v["value"]), _real(body, v["self"]))
+    return body("where", v["mask"], _as_float(body, v["value"]), _as_float(body, v["self"]))
 
 
-def _real(body: Body, value: str | float) -> str | float:
+def _as_float(body: Body, value: str | float) -> str | float:
     """Return an operand as floats."""
-    return body.real(value) if isinstance(value, str) else float(value)
+    return body.as_float(value) if isinstance(value, str) else float(value)
 
 
 def cast(body: Body, call: FloatCall, v: Values) -> str:
@@ -211,7 +211,7 @@ def require_fixed_axis(call: FloatCall) -> str | None:
 
 def softmax(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``exp(x - max(x)) * (1 / its sum)``, with one division per row because divisions are as slow as exp."""
-    powers, axis = _powers(body, call, v), call.axis()
+    powers, axis = _exp_minus_max(body, call, v), call.axis()
     return body("mul", powers, body("reciprocal", body("sum", powers, axis=axis)))
 
 
@@ -222,7 +222,7 @@ def log_softmax(body: Body, call: FloatCall, v: Values) -> str:
     return body("sub", distance, body("log", body("sum", body("exp", distance), axis=axis)))
 
 
-def _powers(body: Body, call: FloatCall, v: Values) -> str:
+def _exp_minus_max(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``exp(x - max(x))``."""
     return body("exp", body("sub", v["self"], body("max", v["self"], axis=call.axis())))
 

@@ -66,7 +66,7 @@ class Body:
         if row.operands[0] == (FLOAT_TYPES,) * len(names) and kind != "cast":
             whole = [self.types[name].dtype is I64 for name in names]
             if len(row.operands) == 1 or not all(whole):
-                names = [self.real(name) for name in names]
+                names = [self.as_float(name) for name in names]
         shape = infer(kind, attrs, [self.types[name].shape for name in names])
         given = dtype or row.result_dtype or self.types[names[0]].dtype
         name = self._name(kind)
@@ -74,11 +74,11 @@ class Body:
         self.ops.append(Op(kind, tuple(names), (name,), attrs))
         return name
 
-    def real(self, name: str) -> str:
+    def as_float(self, name: str) -> str:
         """Return the value as floats, cast if necessary."""
         return name if self.types[name].dtype in FLOAT_TYPES else self("cast", name, dtype=F32)
 
-    def truth(self, name: str) -> str:
+    def as_bool(self, name: str) -> str:
         """Return whether the value is not zero, as a boolean value."""
         return name if self.types[name].dtype is BOOL else self("cast", name, dtype=BOOL)
 
