@@ -302,7 +302,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         per_group, per_group_out = 1, 1
     blocks = draw(st.sampled_from(sorted(ISAS[isa].max_tile_rows)))
     result = draw(st.sampled_from(results))
-    looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].looks_up))
+    looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].lookup_condition))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
     level = st.sampled_from([0, 255, *range(1, 255)])
     bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))

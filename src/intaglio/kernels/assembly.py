@@ -14,9 +14,9 @@ from itertools import zip_longest
 from intaglio.kernels.instruction_set import KernelFamily
 from intaglio.kernels.tile_spec import LIMITS_FIELDS, TileSpec, tile_offset
 
-SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")
-SAVE = tuple(f"push %{register}" for register in SAVED)
-LEAVE = ("vzeroupper", *(f"pop %{register}" for register in reversed(SAVED)), "ret")
+CALLEE_SAVED = ("rbx", "rbp", "r12", "r13", "r14", "r15")
+FUNCTION_ENTRY = tuple(f"push %{register}" for register in CALLEE_SAVED)
+FUNCTION_EXIT = ("vzeroupper", *(f"pop %{register}" for register in reversed(CALLEE_SAVED)), "ret")
 
 
 def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
@@ -29,7 +29,7 @@ def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
     moved += [f"mov %rsi,{field('remainder')}"] * spec.remainder
     moved += [f"mov %rbx,{field('residual_remainder')}"] * spec.residual_remainder
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
-    body = [*SAVE, "0:", *lines, "# next tile", *moved, f"decq {field('count')}", "jnz 0b", *LEAVE]
+    body = [*FUNCTION_ENTRY, "0:", *lines, "# next tile", *moved, f"decq {field('count')}", "jnz 0b", *FUNCTION_EXIT]
     return kernel_text(spec.name, f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
 
 
@@ -77,7 +77,7 @@ def limit(name: str) -> str:
     return f"{LIMITS_FIELDS[name]}(%rax)"
 
 
-def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Iterator[list[str]]:
+def quantize_stages(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers and pack them to uint8 in the first register.
 
     Values are packed twice with saturation, and the zero point is added to 16-bit lanes in between. rax holds the
@@ -104,7 +104,7 @@ def levels(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Ite
     yield [f"vpackuswb {last},{first},{first}", *ends * (not natural and not bounded)]
 
 
-def remainders(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
+def quantize_16bit_stages(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers to 16 bits and split them.
 
     The remainders end up in the first register of ``row``, the 8-bit values in the second or, without one, in
@@ -162,7 +162,7 @@ REMAINDER_CONSTANTS = {
 """Multiplier and mask that `split` reads."""
 
 
-def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:
+def lookup_stages(row: str, spare: str, table: str, first: str, third: str, turn: int) -> Iterator[list[str]]:
     """Yield the stages that map 64 quantized values by the lookup table at an address (AVX512-VBMI).
 
     Two quarters of the table are in the registers ``first`` and ``third``. Up to four calls with consecutive values of
@@ -174,7 +174,7 @@ def looked_up(row: str, spare: str, table: str, first: str, third: str, turn: in
     yield [f"vmovdqu8 {spare},{row}{{{mask}}}"]
 
 
-def skewed(rows: Iterable[Iterable[list[str]]]) -> list[str]:
+def software_pipelined(rows: Iterable[Iterable[list[str]]]) -> list[str]:
     """Interleave the stages of rows, each of which starts one stage after the row before; older rows come first."""
     late: list[list[list[str]]] = [[[]] * index + list(stages) for index, stages in enumerate(rows)]
     return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]

@@ -105,9 +105,9 @@ class DepthwiseSpec:
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return (output row, quad) for every quad that the row reads, in the memory order of the weights."""
-        return [(r, q) for r, q in product(range(self.rows), range(self.quads)) if self._looks(r, q)]
+        return [(r, q) for r, q in product(range(self.rows), range(self.quads)) if self._row_reads_quad(r, q)]
 
-    def _looks(self, row: int, quad: int) -> bool:
+    def _row_reads_quad(self, row: int, quad: int) -> bool:
         """Return whether an output row reads a quad of input rows."""
         first = row * self.stride[0]
         return first < 4 * quad + 4 and first + self.taps[0] > 4 * quad

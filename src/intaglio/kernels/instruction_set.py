@@ -52,8 +52,8 @@ class Isa:
         join: Prints a family from the texts of its kernels.
         depthwise: Prints one depthwise kernel; ``None`` if depthwise convolutions are loops that the compiler
             vectorizes.
-        looks_up: C expression that tells whether this machine supports kernels with lookup tables; empty without such
-            kernels.
+        lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
+            without such kernels.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Isa:
     tile: Callable[[TileSpec], str]
     join: Callable[[KernelFamily, list[str]], str]
     depthwise: Callable[[DepthwiseSpec], str] | None = None
-    looks_up: str = ""
+    lookup_condition: str = ""
 
     @property
     def blocks(self) -> int:
@@ -96,7 +96,7 @@ class Isa:
                 for natural, guard, remainder in product(naturals, (False, True), (False, True)):
                     plain = TileSpec(rows, blocks, "u8", natural, guard, remainder=remainder)
                     yield plain
-                    if self.looks_up and not remainder:
+                    if self.lookup_condition and not remainder:
                         yield replace(plain, table=True)
                     yield replace(plain, result="add")
                     yield replace(plain, result="add", residual_remainder=True)

@@ -90,7 +90,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     if kernel.looks_up:
         kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, table=True))
         context.include("elementwise/lookup.h")
-        with code.block(f"if ({context.isa.looks_up})"):
+        with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
             code("m.tile.table = m.table, m.table = 0;")
     if partition.head is None:

@@ -106,7 +106,7 @@ def _epilogue(spec: TileSpec) -> list[str]:
     for i in range(spec.rows):
         for half in HALVES:
             lines += _scaled(spec, i, half)
-        lines += _floats(i) if spec.result == "f32" else _remainders(i) if spec.remainder else _levels(i)
+        lines += _floats(i) if spec.result == "f32" else _remainders(i) if spec.remainder else _quantized(i)
         lines += [f"add {field('out_pixel')},%rdx"]
         lines += [f"add {field('residual_pixel')},%rcx"] if add else []
         lines += [f"add {field('remainder_pixel')},%rsi"] * spec.remainder
@@ -143,7 +143,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
     return lines
 
 
-def _levels(i: int) -> list[str]:
+def _quantized(i: int) -> list[str]:
     """Return the lines that round, pack with saturation and store; the zero point is added to 16-bit lanes."""
     low, high = acc(i, 0), acc(i, 1)
     levels, upper = xmm(low), xmm(SCRATCH)

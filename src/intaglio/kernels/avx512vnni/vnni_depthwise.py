@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from intaglio.kernels.assembly import LEAVE, SAVE, kernel_text, levels, looked_up, skewed
+from intaglio.kernels.assembly import (
+    FUNCTION_ENTRY,
+    FUNCTION_EXIT,
+    kernel_text,
+    lookup_stages,
+    quantize_stages,
+    software_pipelined,
+)
 from intaglio.kernels.depthwise_spec import DEPTHWISE_FIELDS, DepthwiseSpec
 
 TAP_POINTERS = ("r8", "r9", "r10", "r11")
 """Pointers to the four rows of a quad."""
-KEPT = {
+FIXED_REGISTERS = {
     "rax": "limits",
     "rbx": "pixel",
     "rbp": "table",
@@ -32,7 +39,7 @@ rax limits, rbx bytes between input columns, rbp lookup table, rsi weights, r12 
 r15 bytes between output rows, rcx first input column of the tile, rdx the one being read, r8-r11 rows of a quad,
 k1 channels to write. 0-3 a quad of rows, interleaved; 4-7 rows being interleaved; from 8 on four accumulators a pixel.
 """
-"""Header comment of a generated file. `KEPT` are the fields that stay in registers for the whole kernel.
+"""Header comment of a generated file. `FIXED_REGISTERS` are the fields that stay in registers for the whole kernel.
 
 r13 advances from output column to output column. rcx and rdx are the byte offsets of the tile's first input column and
 of the current one; r14 is the address of the next pixel's result.
@@ -41,7 +48,7 @@ of the current one; r14 is the address of the next pixel's result.
 
 def emit(spec: DepthwiseSpec) -> str:
     """Return the text of one kernel."""
-    begin = [*SAVE, *(f"mov {_field(name)},%{register}" for register, name in KEPT.items())]
+    begin = [*FUNCTION_ENTRY, *(f"mov {_field(name)},%{register}" for register, name in FIXED_REGISTERS.items())]
     begin += [f"kmovq {_field('mask')},%k1", "xor %ecx,%ecx", "0:"]
     end = [
         f"imul ${spec.columns * spec.stride[1]},%rbx,%r14",
@@ -49,7 +56,7 @@ def emit(spec: DepthwiseSpec) -> str:
         f"decq {_field('count')}",
         "jnz 0b",
         f"mov %r13,{_field('out')}",
-        *LEAVE,
+        *FUNCTION_EXIT,
     ]
     note = f"{spec.rows} x {spec.columns} pixels x {spec.channels} channels, {spec.cost:.1f} vector operations a pixel"
     return kernel_text(spec.name, note, [*begin, *_biases(spec), *_columns(spec), *end])
@@ -96,7 +103,7 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
                 step += [f"mov {_field(f'rows{4 * quad + i}')},%{pointer}" for i, pointer in enumerate(TAP_POINTERS)]
             step += [*_interleave(spec), *_products(spec, column, quad)]
         behind = ", among its products the results of the columns before" if done else ""
-        lines += [f"# input column {column}{behind}", *_woven(step, done), "add %rbx,%rdx"]
+        lines += [f"# input column {column}{behind}", *_spread_evenly(step, done), "add %rbx,%rdx"]
         x, rest = divmod(column - spec.taps[1] + 1, spec.stride[1])
         done = _finished(spec, x) if x >= 0 and not rest else []
         if spec.result == "f32":  # the epilogue needs the registers that interleave the next column
@@ -104,7 +111,7 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
     return lines + done
 
 
-def _woven(lines: Sequence[str], others: Sequence[str]) -> list[str]:
+def _spread_evenly(lines: Sequence[str], others: Sequence[str]) -> list[str]:
     """Distribute the second list evenly over the first; both keep their order."""
     woven: list[str] = []
     for index, line in enumerate(lines):
@@ -144,7 +151,7 @@ def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
 
 def _finished(spec: DepthwiseSpec, x: int) -> list[str]:
     """Return the epilogue of an output column: float32(acc) * factor, rounded, packed, stored row by row."""
-    rows = skewed(_pixel(spec, row, x) for row in range(spec.rows))
+    rows = software_pipelined(_pixel(spec, row, x) for row in range(spec.rows))
     return ["mov %r13,%r14", *rows, f"add {_field('out_pixel')},%r13"]
 
 
@@ -157,11 +164,11 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
         yield from _in_order(spec, parts)
         yield [*(f"vmovups {acc},{_bytes(spec) * part}(%r14)" for part, acc in enumerate(parts)), "add %r15,%r14"]
         return
-    yield from levels(parts, spec.natural, spec.guard, spec.table)
+    yield from quantize_stages(parts, spec.natural, spec.guard, spec.table)
     if spec.table:
         whole, spare, first, third = (part.replace("ymm", "zmm") for part in parts)
         yield [f"vmovdqu64 (%rbp),{first}", f"vmovdqu64 128(%rbp),{third}"]
-        yield from looked_up(whole, spare, "rbp", first, third, row)
+        yield from lookup_stages(whole, spare, "rbp", first, third, row)
     yield [f"vmovdqu8 {parts[0]},(%r14){{%k1}}", "add %r15,%r14"]
 
 

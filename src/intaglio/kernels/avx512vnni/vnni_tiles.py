@@ -17,11 +17,11 @@ from intaglio.kernels.assembly import (
     REMAINDER_CONSTANTS,
     family_text,
     field,
-    levels,
     limit,
-    looked_up,
-    remainders,
-    skewed,
+    lookup_stages,
+    quantize_16bit_stages,
+    quantize_stages,
+    software_pipelined,
     tap_loops,
     tile_function,
 )
@@ -121,7 +121,7 @@ class _Kernel:
         return [
             *lines,
             "# epilogue: pixels, each a stage behind the one before",
-            *skewed(map(stages, range(self.spec.rows))),
+            *software_pipelined(map(stages, range(self.spec.rows))),
         ]
 
     @property
@@ -215,7 +215,7 @@ class _Kernel:
         """
         if self.spec.remainder:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
-            yield from remainders(row, spare, self.spec.natural, self.spec.guard)
+            yield from quantize_16bit_stages(row, spare, self.spec.natural, self.spec.guard)
             level, rest = row[1] if len(row) > 1 else spare, row[0]
             gathered = [f"vpermd {part},{self.gather},{part}" for part in (level, rest)] * (len(row) < 4)
             yield [
@@ -226,10 +226,10 @@ class _Kernel:
                 f"add {field('remainder_pixel')},%rsi",
             ]
             return
-        yield from levels(row, self.spec.natural, self.spec.guard, self.spec.table)
+        yield from quantize_stages(row, self.spec.natural, self.spec.guard, self.spec.table)
         if self.spec.table:
             spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3 + i % 4}"
-            yield from looked_up(row[0], spare, "r11", *self.quarters, i)
+            yield from lookup_stages(row[0], spare, "r11", *self.quarters, i)
         gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)
         yield [*gathered, f"vmovdqu8 {row[0]},(%rdx){{%k1}}", f"add {field('out_pixel')},%rdx"]
 
