@@ -58,7 +58,7 @@ def test_documented_operator_rows_match_their_records(record):
     (row,) = [row for row in rows(tables.operators()) if row[0] == f"`{record.name}`"]
     _, overloads, owner, kernel, fused, notes = row
     assert re.findall(r"`(.*?)`", overloads) == list(record.targets)
-    assert owner == ("its input's" if record.thread_counts else "its own")
+    assert owner == ("its input's" if record.shares_qparams else "its own")
     assert kernel == (record.kernel or "host")
     assert ("256" in notes) is (record.function is not None)
     wanted = [

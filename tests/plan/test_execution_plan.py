@@ -55,7 +55,7 @@ def test_the_text_of_a_plan_shows_views(golden):
 
 def test_each_pass_of_the_plan_is_idempotent():
     plan = planned(classifier)
-    last = {name: getattr(plan, name) for name in ("steps", "buffers", "lifetimes", "external", "rows", "views")}
+    last = {name: getattr(plan, name) for name in ("steps", "buffers", "lifetimes", "external", "row_major", "views")}
     for plan_pass in PLAN_PASSES[-4:]:
         plan = plan_pass(plan)
     assert last == {name: getattr(plan, name) for name in last}

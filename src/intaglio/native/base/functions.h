@@ -19,7 +19,7 @@ typedef int32_t RealBits __attribute__((vector_size(4 * FLOATS)));
 
 // Broadcast x to all lanes.
 static inline Reals all_lanes(float x) { return x - (Reals){}; }
-// Return x > y ? x : y (`most_of`) or x < y ? x : y (`least_of`) per lane, hence y for a NaN. Both are single
+// Return x > y ? x : y (`at_least`) or x < y ? x : y (`at_most`) per lane, hence y for a NaN. Both are single
 // instructions, which g++ does not use for these expressions.
 static inline Reals at_least(Reals x, float y) {
 #if defined(__AVX512F__)
