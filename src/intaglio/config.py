@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from intaglio.errors import InputError
+from intaglio.number_text import MEGA
 
 VERSION = "0.1.0"
 """Version of this package, which saved models record."""
@@ -25,7 +26,7 @@ def cache_dir() -> Path:
 
 def cache_limit_bytes() -> int:
     """Return the maximum size of the kernel cache in bytes: ``INTAGLIO_CACHE_MB``, 1024 by default."""
-    return _number("INTAGLIO_CACHE_MB", 1024) << 20
+    return _number("INTAGLIO_CACHE_MB", 1024) * MEGA
 
 
 def max_plans() -> int:

@@ -87,7 +87,7 @@ def test_float_parts_have_rows_of_their_own():
     assert len(islands) == model.coverage.islands == 1
     assert found.islands == sum(part.microseconds for part in islands) > 0
     assert islands[0].kernel == ""
-    assert "1 float part " in str(found)
+    assert "1 float island " in str(found)
 
 
 # -- the limit --------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_profile_without_a_limit_has_no_shares(problem, monkeypatch):
     found = model.profile(picture(), calls=1)
     assert found.limit is None
     assert {part.of_limit for part in found.parts} == {None}
-    assert "limit," not in str(found)
+    assert "peak throughput" not in str(found)
 
 
 # -- the whole call ---------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_profile_text_has_one_line_per_part_slowest_first(profile):
     head, left, names, *lines = str(profile).splitlines()
     assert head.endswith("GMAC/s") == (profile.limit is not None)
     assert left.startswith(f"{len(profile.parts)} steps")
-    assert names.split() == ["us", "share", "GMAC/s", "limit", "tile", "kernel", "step"]
+    assert names.split() == ["us", "share", "GMAC/s", "peak", "tile", "kernel", "step"]
     assert [line.split()[0] for line in lines] == [f"{part.microseconds:.1f}" for part in profile.worst()]
     assert max(map(len, (head, left, names, *lines))) <= MAX_LINE_LENGTH
 

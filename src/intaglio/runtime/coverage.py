@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from intaglio.number_text import count_text, size_text
+
 SHOWN_ISLANDS = 3
 """Number of operators that are named for each reason."""
+NO_MACS = "MACs are not counted: the model has no convolution, linear layer or matrix product"
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,18 @@ class Coverage:
         """Return the share of operators on floating-point tensors that run in int8, from 0 to 1."""
         return self.operators_int8 / self.operators_total if self.operators_total else 0.0
 
+    @property
+    def macs_text(self) -> str:
+        """Return the share of multiply-accumulates in int8 as text."""
+        return f"{100 * self.macs:.1f} % of {count_text(self.macs_total)} MACs" if self.macs_total else "no MACs"
+
     def __str__(self) -> str:
         """Format the shares, then the float operators grouped by reason, those with the most multiply-accumulates
         first."""
-        lines = [
-            f"{100 * self.macs:.1f} % of {self.macs_total / 1e6:.1f} M MACs and {self.operators_int8} of "
-            f"{self.operators_total} operators in int8",
-            f"{self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
+        operators = f"{self.operators_int8} of {self.operators_total} operators in int8"
+        lines = [f"{self.macs_text} and {operators}"] if self.macs_total else [operators, NO_MACS]
+        lines += [
+            f"parameters take {size_text(self.bytes_after)} instead of {size_text(self.bytes_before)}",
             f"{self.islands} float island{'s' * (self.islands != 1)}" + (":" if self.floats else ""),
         ]
         lines += _reasons(self.floats)
@@ -123,6 +131,6 @@ def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
         )
         work = sum(part.macs for part in parts)
         count = f" x {len(parts)}" if len(parts) > 1 else ""
-        share = f" [{work / 1e6:.1f} M MACs]" if work else ""
+        share = f" [{count_text(work)} MACs]" if work else ""
         lines.append(f"  {operator}{count}: {reason}{share} ({places})")
     return lines

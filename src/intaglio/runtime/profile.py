@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from intaglio.ir import Program, evaluate
+from intaglio.number_text import count_text
 
 MAX_LINE_LENGTH = 120
 """Maximum length of a printed line; longer lines are cut."""
@@ -116,24 +117,25 @@ class Profile:
 
     def __str__(self) -> str:
         """Format a heading, then the parts, slowest first: microseconds, share of the total, 10⁹ multiply-accumulates
-        per second, share of the limit, tile, kernel and name."""
+        per second, share of the peak throughput, tile, kernel and name."""
         total = max(self.microseconds, 1e-9)
         wide = max((len(part.kernel) for part in self.parts if part.tile), default=KERNEL_COLUMN_WIDTH)
-        names = f"{'us':>9}  share  GMAC/s  limit  {'tile':7}  {'kernel':{wide}}  step"
+        names = f"{'us':>9}  share  GMAC/s   peak  {'tile':7}  {'kernel':{wide}}  step"
         lines = [*self._head(), names, *(_line(part, total, wide) for part in self.worst())]
         return "\n".join(line if len(line) <= MAX_LINE_LENGTH else line[: MAX_LINE_LENGTH - 1] + "…" for line in lines)
 
     def _head(self) -> list[str]:
         """Return the lines about the whole call, its parts and the peak throughput."""
         macs, count = sum(part.macs for part in self.parts), sum(part.island for part in self.parts)
-        call = f"{self.call_microseconds:.1f} us a call on {self.threads} thread{'s' * (self.threads != 1)}, {self.isa}"
-        if self.limit:
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        call = f"{self.call_microseconds:.1f} us per call on {threads}, {self.isa}"
+        if self.limit and macs:
             share = 100 * _rate(macs, self.call_microseconds) / self.limit
-            least = f"{macs / self.limit / 1e3:.1f} us for {macs / 1e6:.1f} M MACs at {self.limit:.1f} GMAC/s"
-            call += f": {share:.0f} % of the limit, {least}"
-        steps = f"{len(self.parts) - count} steps {self.microseconds - self.islands:.1f} us"
+            least = f"{count_text(macs)} MACs take {macs / self.limit / 1e3:.1f} us at {self.limit:.1f} GMAC/s"
+            call += f": {share:.0f} % of the peak throughput, {least}"
+        steps = f"{len(self.parts) - count} steps take {self.microseconds - self.islands:.1f} us"
         waits = "" if self.overhead else " (waits between timed steps cost more)"
-        islands = f"{count} float part{'s' * (count != 1)} {self.islands:.1f} us"
+        islands = f"{count} float island{'s' * (count != 1)} {self.islands:.1f} us"
         return [call, f"{steps}, {islands}, overhead {self.overhead:.1f} us{waits}"]
 
 
@@ -148,7 +150,7 @@ def _line(part: ProfiledStep, total: float, wide: int) -> str:
     limit = "" if part.of_limit is None else f"{100 * part.of_limit:.0f} %"
     rate = f"{part.gmacs:.1f}" if part.macs else ""
     share = f"{100 * part.microseconds / total:.1f}"
-    kernel = "float part" if part.island else part.kernel
+    kernel = "float island" if part.island else part.kernel
     kernel = kernel if len(kernel) <= wide else kernel[: wide - 1] + "…"
     numbers = f"{part.microseconds:9.1f}  {share:>5}  {rate:>6}  {limit:>5}  {tile:7}  {kernel:{wide}}"
     return f"{numbers}  {part.name}: {part.kinds}, {part.types}"

@@ -16,6 +16,7 @@ from intaglio import config
 from intaglio.errors import ArtifactError, BuildError, InputError
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
+from intaglio.number_text import size_text
 from intaglio.output_paths import check_file
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
@@ -307,10 +308,12 @@ class QuantizedModel(ProgramModule):
         share, count, hosts = self.coverage, self.coverage.islands, len(self.coverage.hosts)
         callbacks = f"{hosts} host operator{'s' * (hosts != 1)}, " if hosts else ""
         others = f" (compiled for {', '.join(self.libraries)} too)" if self.libraries else ""
+        operators = f"{share.operators_int8} of {share.operators_total} operators"
+        work = f"{100 * share.macs:.1f} % of MACs" if share.macs_total else operators
+        sizes = f"{size_text(share.bytes_before)} -> {size_text(share.bytes_after)}"
         return (
-            f"QuantizedModel({self.about.name}: {100 * share.macs:.1f} % of MACs in int8, "
-            f"{count} float island{'s' * (count != 1)}, {callbacks}{share.bytes_before / 1e6:.2f} MB -> "
-            f"{share.bytes_after / 1e6:.2f} MB, {self.artifact.program.isa}{others})"
+            f"QuantizedModel({self.about.name}: {work} in int8, {count} float island{'s' * (count != 1)}, "
+            f"{callbacks}{sizes}, {self.artifact.program.isa}{others})"
         )
 
 
