@@ -13,7 +13,7 @@ from torch import nn
 
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
-from intaglio.quant.calibrate.batches import Call, binder_for, peek
+from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, keep
 from intaglio.quant.recipes.image import Image
@@ -40,6 +40,7 @@ Selectors = str | Iterable[str]
 logger = logging.getLogger("intaglio")
 
 
+@log_once()
 def quantize(
     model: nn.Module,
     data: Any = None,
@@ -104,6 +105,7 @@ def quantize(
     return quantized
 
 
+@log_once()
 def autotune(
     model: nn.Module,
     data: Any,

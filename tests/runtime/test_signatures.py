@@ -148,6 +148,7 @@ def test_mappings_with_labels_and_unknown_keys_are_valid_batches(caplog):
     with caplog.at_level(logging.INFO, "intaglio"):
         model = int8(Two(), batches)
     said = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(said) == 1
     assert said[0] == "batches are dictionaries: ['left', 'right'] go to forward; left out: idx, labels"
     assert model(left=X[:1], right=X[:1]).shape == (1, 4, 8, 8)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +21,20 @@ logger = logging.getLogger("intaglio")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Data = Iterable[Any] | Callable[[Any], Any] | torch.Tensor
+
+
+_LOGGED: ContextVar[set[str] | None] = ContextVar("logged", default=None)
+"""Decisions about batches that were logged inside of the current `log_once`."""
+
+
+@contextlib.contextmanager
+def log_once() -> Iterator[None]:
+    """Log every decision about batches once, although several stages read the same data."""
+    token = _LOGGED.set(set() if (outer := _LOGGED.get()) is None else outer)
+    try:
+        yield
+    finally:
+        _LOGGED.reset(token)
 
 
 def batches(data: Any) -> Iterator[Any]:
@@ -141,9 +157,14 @@ class Binder:
 
     def _say(self, decision: str, left_out: list[str]) -> None:
         """Log once which parts of batches are left out."""
-        if not self._said and left_out:
-            logger.info("%s; left out: %s", decision, ", ".join(left_out))
-            self._said = True
+        if self._said or not left_out:
+            return
+        self._said = True
+        message, logged = f"{decision}; left out: {', '.join(left_out)}", _LOGGED.get()
+        if logged is None or message not in logged:
+            logger.info("%s", message)
+        if logged is not None:
+            logged.add(message)
 
 
 def binder_for(model: torch.nn.Module) -> Binder:
