@@ -15,6 +15,7 @@ import intaglio
 from intaglio import stages
 from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import InputError
+from intaglio.tune.verdict import verdict
 from support import nets
 from support.int8_models import compiled
 from support.lowering import captured_net, lowered, quantized, sqnr
@@ -144,8 +145,9 @@ def test_the_comparison_table_begins_with_the_result_and_the_worst_operator():
     x = nets.example(model, 4)
     report = intaglio.compare(model, lowered(captured, x)[0], [x], samples=2)
     first, heading, *lines = str(report).splitlines()
+    lines = lines[: len(report.rows)]
     assert first == f"result: {report.results[0]:.1f} dB over 4 samples"
-    assert heading.split() == ["alone", "so", "far", "cut", "off", "levels", "operator"]
+    assert heading.split() == ["alone", "so", "far", "clipped", "in", "use", "operator"]
     alone = [math.inf if "exact" in line[:10] else float(line.split()[0]) for line in lines]
     assert alone == sorted(alone)
     assert report.worst.path in lines[0]
@@ -228,11 +230,11 @@ def test_a_comparison_is_text_a_table_and_json():
     console = Console(file=io.StringIO(), width=200)
     console.print(report)
     text = console.file.getvalue()
-    assert all(name in text for name in ("cosine", "values", "cut off", report.worst.path))
+    assert all(name in text for name in ("cosine", "values", "clipped", "verdict:", report.worst.path))
     held = json.loads(report.to_json())
     assert held["rows"][0]["alone"] == report.worst.alone
     assert held["rows"][-1]["alone"] is None
-    assert {"site", "low", "high", "use", "skip", "so_far_cosine"} <= held["rows"][0].keys()
+    assert {"name", "site", "low", "high", "use", "skip", "so_far_cosine"} <= held["rows"][0].keys()
 
 
 @pytest.mark.case("problem 13")
@@ -248,6 +250,118 @@ def test_a_float_minimum_used_as_a_mask_shows_in_the_report():
     assert all(0 < scale < math.inf for q in reference.qparams.values() for scale in q.scales)
     assert torch.isfinite(reference(X)).all()
     assert intaglio.compare(model, reference, [X]).rows
+
+
+# -- names of rows ----------------------------------------------------------------------------------------------------
+
+
+class NormFirst(nn.Module):
+    """A batch norm that no layer absorbs, because it feeds a ReLU, one that is folded, and a ReLU called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.second = nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.relu, self.fc = nn.ReLU(), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.second(self.conv(self.relu(self.first(x)))))
+        return self.fc(x.mean((2, 3)))
+
+
+def names_of(model: nn.Module, x: torch.Tensor, equalize: bool = False) -> list[str]:
+    prepared = stages.prepare(stages.capture(model, x))
+    prepared = stages.equalize(prepared, [x]) if equalize else prepared
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
+    return [row.name for row in intaglio.compare(model, reference, [x]).rows]
+
+
+@pytest.mark.parametrize("equalize", [False, True])
+def test_rows_are_named_after_modules_of_the_user_each_in_its_own_way(equalize):
+    names = names_of(nets.randomize(NormFirst()), X, equalize)
+    assert len(set(names)) == len(names)
+    assert not [name for name in names if "addcmul" in name]
+    assert "conv + second (aten.conv2d.default)" in names
+    assert {"relu (aten.relu.default, call 1 of 2)", "relu (aten.relu.default, call 2 of 2)"} <= set(names)
+    assert [name for name in names if name.startswith("first (")]
+    assert "model (aten.adaptive_avg_pool2d.default, part of aten.mean.dim)" in names
+
+
+def test_an_input_that_equalization_scales_has_one_row():
+    names = names_of(nets.randomize(nets.ConvBnRelu()), nets.example(nets.ConvBnRelu(), 8), equalize=True)
+    assert len([name for name in names if "(input" in name]) == 1
+    assert not [name for name in names if "addcmul" in name]
+
+
+def test_what_to_skip_names_the_rows_it_stands_for():
+    model, captured = captured_net(nets.Residual)
+    x = nets.example(model, 4)
+    report = intaglio.compare(model, lowered(captured, x)[0], [x])
+    for selector in report.skip_list(100):
+        stands_for = report.skipped_by(selector)
+        assert stands_for
+        assert {row.skip for row in stands_for} == {selector}
+    selector = report.skip_list(1)[0]
+    line = report.advice(1)[0]
+    assert line == f"skip={selector!r} leaves in float: {', '.join(r.name for r in report.skipped_by(selector))}"
+    assert line in str(report)
+
+
+# -- verdict ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_classifier_is_judged_by_the_classes_it_names():
+    model = nets.randomize(nets.Linears())
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(3))
+    reference, _ = quantized(model, x)
+    report = intaglio.compare(model, reference, [x[:30], x[30:]])
+    same = (reference(x).argmax(1) == model(x).argmax(1)).double().mean().item()
+    assert report.agreement == pytest.approx(same)
+    assert report.verdict.startswith(f"{100 * same:.1f} % of 40 samples have the same top-1 class")
+    assert f"SQNR {report.results[0]:.1f} dB" in report.verdict
+    assert str(report).splitlines()[-1] == f"verdict: {report.verdict}"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda m, x: F.normalize(m.layer(x), dim=1),
+        lambda m, x: torch.tanh(m.layer(x)),
+        lambda m, x: m.layer(x)[:, :1],
+        lambda m, x: m.layer(x).unflatten(1, (2, 4)),
+    ],
+)
+def test_any_other_result_is_judged_by_cosine_similarity(last):
+    model = nets.randomize(Body(last, layer=nn.Linear(16, 8)))
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(3))
+    reference, _ = quantized(model, x)
+    report = intaglio.compare(model, reference, [x[:5], x[5:]])
+    assert report.agreement is None
+    exact, found = model(x).flatten(1).double(), reference(x).flatten(1).double()
+    assert report.cosine == pytest.approx(F.cosine_similarity(exact, found).mean().item())
+    assert report.verdict.startswith(f"the cosine similarity of int8 and float results is {report.cosine:.5f}")
+
+
+@pytest.mark.parametrize("behind", [lambda y: y.softmax(1), lambda y: y.log_softmax(1), lambda y: y.reshape(-1, 8)])
+def test_probabilities_are_classes_too(behind):
+    model = nets.randomize(Body(lambda m, x: behind(m.layer(x)), layer=nn.Linear(16, 8)))
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(3))
+    assert intaglio.compare(model, quantized(model, x)[0], [x]).agreement is not None
+
+
+@pytest.mark.parametrize(
+    ("agreement", "cosine", "said"),
+    [
+        (1.0, 1.0, "is that of the float model"),
+        (0.995, 1.0, "at most 0.5 percentage points, usually by much less"),
+        (0.96, 1.0, "at most 4.0 percentage points, usually by less"),
+        (0.8, 1.0, "usually visible"),
+        (None, 0.9999, "hardly change"),
+        (None, 0.995, "small changes"),
+        (None, 0.9, "visible loss"),
+    ],
+)
+def test_a_verdict_says_what_its_number_usually_means(agreement, cosine, said):
+    assert said in verdict(agreement, cosine, 30.0, 200)
 
 
 def heads(m: nn.Module, x: torch.Tensor, attention: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -17,25 +17,29 @@ def run(target: Path, float_model: str, data: str, samples: int | None, worst: i
     """Compare the models and return the result for JSON."""
     model, batches = targets.float_model(float_model, "--float"), targets.batches(data)
     found = intaglio.compare(model, intaglio.load(target), batches, samples=samples)
-    return {**found.to_dict(), "skip": found.skip_list(worst)}
+    skip = found.skip_list(worst)
+    stands_for = {selector: [row.name for row in found.skipped_by(selector)] for selector in skip}
+    return {**found.to_dict(), "skip": skip, "skipped": stands_for}
 
 
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
     results = ", ".join(map(_decibels, result["results"]))
     yield f"result: {results} over {result['samples']} samples"
-    names = ("operator", "alone", "so far", "cut off", "levels")
+    names = ("operator", "alone", "so far", "clipped", "in use")
     yield table(names, map(_cells, result["rows"]))
     if result["skip"]:
-        yield "to leave the worst in float: " + " ".join(f"--skip {selector!r}" for selector in result["skip"])
+        yield "To leave the operators with the largest errors in float, give these options to intaglio quantize:"
+    for selector in result["skip"]:
+        yield f"  --skip {selector!r} leaves in float: {', '.join(result['skipped'][selector])}"
+    yield f"verdict: {result['verdict']}"
 
 
 def _cells(row: Result) -> tuple[str, ...]:
     use = row["use"]
     cut = f"{100 * (use['below'] + use['above']):.2f} %" if use else ""
     levels = f"{100 * use['levels']:.0f} %" if use and use["levels"] is not None else ""
-    name = f"{row['path'] or 'model'} ({row['operator']})"
-    return name, _decibels(row["alone"]), _decibels(row["so_far"]), cut, levels
+    return row["name"], _decibels(row["alone"]), _decibels(row["so_far"]), cut, levels
 
 
 def _decibels(value: float | None) -> str:

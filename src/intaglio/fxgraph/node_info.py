@@ -88,6 +88,8 @@ class NodeInfo:
     """Reason why no kernel supports the quantized values that the node reads or returns."""
     marks: tuple[Any, ...] = ()
     """Batch norms and dropouts that training applies to the value, in order (`quant.qat.eval_graph`)."""
+    folded: tuple[str, ...] = ()
+    """Paths of the batch norms that were folded into the layer."""
     int4: bool = False
     """True if a constant of an ONNX model holds 4-bit integers."""
 

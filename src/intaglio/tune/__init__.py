@@ -2,7 +2,7 @@
 search."""
 
 from intaglio.tune.accuracy import Criterion, SearchStart, autotuned
-from intaglio.tune.compare_models import compare
+from intaglio.tune.compare_models import compare, compare_results
 from intaglio.tune.comparison import Comparison, RangeUse, Row
 from intaglio.tune.schedule_search import first_sample, random_sample, search
 from intaglio.tune.tuned import Trial, Tuned
@@ -17,6 +17,7 @@ __all__ = [
     "Tuned",
     "autotuned",
     "compare",
+    "compare_results",
     "first_sample",
     "random_sample",
     "search",

@@ -210,8 +210,8 @@ def autotuned(start: SearchStart, criterion: Criterion, exact: nn.Module, isa: s
     tuned = Tuned(model, reference, recipe, baseline, floor, tuple(trials), chosen)
     if not tuned.reached:
         warnings.warn(
-            f"autotune: {chosen.metric:.6g} is the best of {len(trials)} trials, {floor:.6g} was wanted; "
-            "more evaluations, a larger max_drop or another recipe may help",
+            f"autotune: no trial reaches the metric {floor:.6g}; the best of {len(trials)} trials has "
+            f"{chosen.metric:.6g}. More evaluations, a larger max_drop or another recipe may help",
             stacklevel=3,
         )
     return tuned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from intaglio.errors import IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
-from intaglio.quant.calibrate.batches import Binder, binder_for, peek
+from intaglio.quant.calibrate.batches import Binder, binder_for, log_once, peek
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
@@ -27,10 +27,12 @@ from intaglio.torch_private import buffers_of, pytree
 from intaglio.tracing import Captured, capture
 from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
-from intaglio.tune.comparison import Comparison
+from intaglio.tune.comparison import Comparison, told_apart
 from intaglio.tune.op_error import ErrorSums, GraphComparison
+from intaglio.tune.verdict import ResultTotals, classifies
 
 
+@log_once()
 def compare(
     exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, *, samples: int | None = None
 ) -> Comparison:
@@ -48,7 +50,7 @@ def compare(
         samples: number of samples after which to stop (default: all).
 
     Returns:
-        The error of every operator alone and accumulated, and the error of the results.
+        The error of every operator alone and accumulated, the error of the results, and a verdict about them.
 
     Raises:
         InputError: the two models do not belong together.
@@ -62,22 +64,47 @@ def compare(
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
         compared = SegmentComparison(exact, quantized)
     else:
-        compared = StageComparison(exact if isinstance(exact, GraphStage) else _captured(exact, first), quantized)
-    total, seen = ErrorSums(), 0
+        stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
+        compared = StageComparison(stage, quantized, _reference(stage, quantized))
+    return _compared(compared, items, samples)
+
+
+@log_once()
+def compare_results(exact: nn.Module, quantized: QuantizedModel, data: Any, *, samples: int) -> Comparison:
+    """Compare only the results of an int8 model with those of its float model. This takes less time than `compare`.
+
+    Args:
+        exact: the float model.
+        quantized: the int8 model.
+        data: an iterable of batches.
+        samples: number of samples after which to stop.
+
+    Returns:
+        A comparison without rows.
+    """
+    first, items = peek(data)
+    return _compared(StageComparison(_captured(exact, first), quantized, None), items, samples)
+
+
+def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any], samples: int | None) -> Comparison:
+    """Run both models on all batches and return their comparison."""
+    total, outcome, seen, logits = ErrorSums(), ResultTotals(), 0, False
     for item in items:
         args, kwargs = compared.binder(item)
         for index, both in enumerate(compared(args, kwargs)):
             total.add(f"result {index}", *both)
+            if index == 0:
+                logits = both[0].dim() == 2 and compared.classifies
+                outcome.add(*both, logits)
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if is_batch(leaf)]
         seen += sizes[0] if sizes else 1
         if samples is not None and seen >= samples:
             break
-    rows = sorted(
-        (row for comparison in compared.comparisons for row in comparison.rows()),
-        key=lambda row: (row.alone, row.so_far),
-    )
+    rows = told_apart([row for comparison in compared.comparisons for row in comparison.rows()])
+    rows.sort(key=lambda row: (row.alone, row.so_far))
     results = tuple(total.decibels(key) for key in total.signal)
-    return Comparison(tuple(rows), results, seen, compared.parted)
+    agreement = outcome.agreement if logits else None
+    return Comparison(tuple(rows), results, seen, compared.parted, agreement, outcome.cosine)
 
 
 def is_batch(leaf: Any) -> bool:
@@ -94,9 +121,9 @@ class StageComparison:
 
     parted = 0
 
-    def __init__(self, stage: GraphStage, quantized: Any) -> None:
+    def __init__(self, stage: GraphStage, quantized: Any, reference: Reference | None) -> None:
         self.stage, self.quantized, self.binder = stage, quantized, Binder.of(stage.signature)
-        reference = _reference(stage, quantized)
+        self.classifies = classifies(stage.annotations.module if isinstance(stage, Prepared) else stage.module)
         self.comparisons = [] if reference is None else [GraphComparison(_float_graph(stage, reference), reference)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
@@ -123,6 +150,7 @@ class SegmentComparison:
         self.exact, self.quantized = float_copy(exact), quantized
         self.counterpart, self.binder, self.parted = float_counterpart(quantized), binder_of(quantized), 0
         self.by_number: dict[int, GraphComparison] = {}
+        self.classifies = False
         for number, (stage, reference) in captured_by_number(quantized, self.exact).items():
             self.by_number[number] = GraphComparison(_float_graph(stage, reference), reference, number)
 
@@ -144,6 +172,8 @@ class SegmentComparison:
                 self.by_number[mine.number].add(mine.given, its.given, range(mine.first, min(mine.end, its.end)))
             if mine.end != its.end:
                 break
+        last = self.by_number.get(exact_spans[-1].number) if exact_spans else None
+        self.classifies = last is not None and classifies(last.module)
         parted = [s.bounds for s in exact_spans] != [s.bounds for s in quantized_spans]
         self.parted += parted
         results = list(zip(_tensors(expected), _tensors(found), strict=not parted))

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import InputError
+from intaglio.tune.verdict import verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +39,7 @@ class Row:
     Attributes:
         node: its name in the texts of stages.
         site: name of its result's site, or "".
-        path: path of its module.
+        path: path of its module; ``@1`` behind a module marks its second call.
         operator: ATen operator.
         source: line of the model's source code.
         alone: signal-to-quantization-noise ratio in decibels with exact operands, that is, from the rounding of its own
@@ -50,6 +52,8 @@ class Row:
         use: use of the site's quantization range.
         skip: selector that leaves this operator and those fused with it in float; "" for an input.
         recording: number of the recording, for a model of eager mode.
+        folded: paths of the batch norms that were folded into the operator.
+        detail: what tells the row apart from others of the same module and operator, such as "call 2 of 2".
     """
 
     node: str
@@ -66,10 +70,18 @@ class Row:
     use: RangeUse | None = None
     skip: str = ""
     recording: int = 0
+    folded: tuple[str, ...] = ()
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return modules and operator as text, which no other row of a comparison has."""
+        modules = " + ".join(_without_calls(path) or "model" for path in (self.path, *self.folded))
+        return f"{modules} ({', '.join(filter(None, (self.operator, self.detail)))})"
 
     def __str__(self) -> str:
         cut, levels = _used(self.use)
-        where = f"{self.path or 'model'} ({self.operator})" + (f"  at {self.source}" if self.source else "")
+        where = self.name + (f"  at {self.source}" if self.source else "")
         return f"{_decibels(self.alone)} {_decibels(self.so_far)} {cut:>8} {levels:>7}  {where}"
 
 
@@ -79,16 +91,30 @@ class Comparison:
 
     Attributes:
         rows: operators, the one with the largest error of its own first.
-        results: signal-to-quantization-noise ratio in decibels of each tensor of the result.
+        results: signal-to-quantization-noise ratio (SQNR) in decibels of each tensor of the result.
         samples: number of samples.
         parted: calls of a model of eager mode in which data-dependent control flow took another path in int8. Operators
             after that point are not in ``rows``.
+        agreement: share of samples whose top-1 class is the same in both models, from 0 to 1. ``None`` if the result
+            does not look like logits: a tensor f[n, classes], with at least two classes, that comes from a linear
+            layer or a convolution, directly or through a softmax or a reshape.
+        cosine: cosine similarity of the first tensor of the result, as the mean of its samples.
     """
 
     rows: tuple[Row, ...]
     results: tuple[float, ...]
     samples: int
     parted: int = 0
+    agreement: float | None = None
+    cosine: float = 1.0
+
+    @property
+    def verdict(self) -> str:
+        """Return two sentences about the first tensor of the result: how close it is to float, and what that usually
+        means."""
+        if not self.results:
+            return "no result was compared, because the two models took different paths in every call."
+        return verdict(self.agreement, self.cosine, self.results[0], self.samples)
 
     @property
     def worst(self) -> Row:
@@ -106,45 +132,86 @@ class Comparison:
         out."""
         return _selectors(row for row in self.rows if row.alone < math.inf)[:count]
 
+    def skipped_by(self, selector: str) -> tuple[Row, ...]:
+        """Return the rows that leave int8 with a selector of `skip_list` or `exclude`: operators of one kernel are left
+        in float together."""
+        return tuple(row for row in self.rows if row.skip == selector)
+
+    def advice(self, count: int = 3) -> list[str]:
+        """Return a line for each of the ``count`` worst selectors, with the rows that it leaves in float."""
+        return [
+            f"skip={selector!r} leaves in float: {', '.join(row.name for row in self.skipped_by(selector))}"
+            for selector in self.skip_list(count)
+        ]
+
     def __str__(self) -> str:
-        """Format one line for the result, then one for each operator, the worst first."""
+        """Format one line for the result, one for each operator, the worst first, then what to skip, and the
+        verdict."""
+        end = f"verdict: {self.verdict}"
         if not self.rows:
-            return f"{self._heading()}\noperators: {NEEDS_REFERENCE}"
-        names = f"{'alone':>10} {'so far':>10} {'cut off':>8} {'levels':>7}  operator"
-        return "\n".join([self._heading(), names, *map(str, self.rows)])
+            return f"{self._heading()}\noperators: {NEEDS_REFERENCE}\n{end}"
+        names = f"{'alone':>10} {'so far':>10} {'clipped':>8} {'in use':>7}  operator"
+        return "\n".join([self._heading(), names, *map(str, self.rows), *self.advice(), end])
 
     def _heading(self) -> str:
         found = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
-        return found + (f"; {self.parted} calls took another way in int8" if self.parted else "")
+        return found + (f"; {self.parted} calls took another path in int8" if self.parted else "")
 
     def __rich__(self) -> Table:
         """Return all columns as a table for `rich`."""
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self._heading(), title_justify="left", caption="" if self.rows else NEEDS_REFERENCE)
+        end = [] if self.rows else [NEEDS_REFERENCE]
+        caption = "\n".join([*end, *self.advice(), f"verdict: {self.verdict}"])
+        table = Table(title=self._heading(), title_justify="left", caption=Text(caption), caption_justify="left")
         table.add_column("operator", overflow="fold")
-        for name in ("alone", "so far", "cosine", "values", "cut off", "levels"):
+        for name in ("alone", "so far", "cosine", "values", "clipped", "in use"):
             table.add_column(name, justify="right")
         for row in self.rows:
             noise = (_decibels(row.alone).strip(), _decibels(row.so_far).strip(), f"{row.so_far_cosine:.5f}")
             cut = f"{100 * row.use.below:.2f} + {100 * row.use.above:.2f} %" if row.use else ""
-            name = f"{row.path or 'model'} ({row.operator})" + (f"\n{row.source}" if row.source else "")
+            name = row.name + (f"\n{row.source}" if row.source else "")
             cells = (name, *noise, f"{row.low:.3g} … {row.high:.3g}", cut, _used(row.use)[1])
             table.add_row(*map(Text, cells))
         return table
 
     def to_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON, in which infinite decibels are ``None``."""
-        rows = [{key: _finite(value) for key, value in asdict(row).items()} for row in self.rows]
-        results = [_finite(value) for value in self.results]
-        return {"results": results, "samples": self.samples, "parted": self.parted, "rows": rows}
+        rows = [{"name": row.name, **{key: _finite(value) for key, value in asdict(row).items()}} for row in self.rows]
+        return {
+            "results": [_finite(value) for value in self.results],
+            "samples": self.samples,
+            "parted": self.parted,
+            "agreement": self.agreement,
+            "cosine": self.cosine,
+            "verdict": self.verdict,
+            "rows": rows,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
-NEEDS_REFERENCE = "compare(model, reference, data) shows them, for the reference that convert gives"
+NEEDS_REFERENCE = "compare(model, reference, data) shows them, for the reference that stages.convert returns"
+
+
+def told_apart(rows: Sequence[Row]) -> list[Row]:
+    """Return rows, given in execution order, with the number of the call in ``detail`` where a module calls an operator
+    more than once."""
+    calls, seen, found = Counter(row.name for row in rows), Counter[str](), []
+    for row in rows:
+        seen[row.name] += 1
+        if calls[row.name] > 1:
+            call = f"call {seen[row.name]} of {calls[row.name]}"
+            row = replace(row, detail=", ".join(filter(None, (row.detail, call))))
+        found.append(row)
+    return found
+
+
+def _without_calls(path: str) -> str:
+    """Return the path of a module without the marks of its second and later calls (``relu@1``)."""
+    return ".".join(part.partition("@")[0] for part in path.split("."))
 
 
 def _selectors(rows: Iterable[Row]) -> list[str]:

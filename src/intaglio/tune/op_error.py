@@ -102,8 +102,9 @@ class GraphComparison:
         for name, node in self.nodes.items():
             if f"alone {name}" not in total.signal:
                 continue
-            where = origin(node)
-            kind = operator(self.named[name])
+            if self._replaced_by_rounded_copy(name):
+                continue
+            path, kind, detail = self._owner(name)
             decibels, cosine = (
                 tuple(measure(f"{key} {name}") for key in ("alone", "so far"))
                 for measure in (total.decibels, total.cosine)
@@ -114,9 +115,9 @@ class GraphComparison:
                 Row(
                     name,
                     site,
-                    where.path if kind else name,
-                    kind or "input",
-                    where.source,
+                    path,
+                    kind,
+                    origin(node).source,
                     decibels[0],
                     decibels[1],
                     cosine[0],
@@ -126,9 +127,35 @@ class GraphComparison:
                     uses.use(),
                     selectors.get(name, ""),
                     self.recording,
+                    tuple(part for part in info(self.named[name]).folded if part),
+                    detail,
                 )
             )
         return rows
+
+    def _owner(self, name: str) -> tuple[str, str, str]:
+        """Return module path and operator of the float model that a node belongs to, and what it does beyond them.
+
+        A per-channel product that equalization inserted belongs to the value that it scales.
+        """
+        node = self.named[name]
+        if _scales_a_value(node):
+            path, kind, _ = self._owner(name_of(node.args[1]))
+            return path, kind, "smoothed" if info(node).divides_by_smoothing else ""
+        if node.op == "placeholder":
+            return name, "input", ""
+        where = origin(node)
+        if not where.operator or _packet(where.operator) == _packet(operator(node)):
+            return where.path, operator(node), ""
+        if node.target in EQUALIZED:
+            return where.path, where.operator, ""
+        return where.path, operator(node), f"part of {where.operator}"
+
+    def _replaced_by_rounded_copy(self, name: str) -> bool:
+        """Return whether equalization scales the value before anything reads it, so that its own row says nothing."""
+        node = self.named[name]
+        readers = [user for user in node.users if info(user).dim is None]
+        return name not in self.sites and bool(readers) and all(_scales_a_value(user) for user in readers)
 
     def _selectors(self) -> dict[str, str]:
         """Return for every node the selector that skips its region: the path of the region's first operator if that
@@ -141,6 +168,16 @@ class GraphComparison:
             alone = path and not any(other.startswith(f"{path}.") for other in paths)
             found.update({node.name: path if alone else f"op:{where.operator}" for node in region.nodes})
         return found
+
+
+def _scales_a_value(node: fx.Node) -> bool:
+    """Return whether equalization inserted the node to multiply a value by one factor per channel."""
+    return node.target in EQUALIZED and (info(node).divides_by_smoothing or not origin(node).operator)
+
+
+def _packet(name: str) -> str:
+    """Return ``aten.relu`` for ``aten.relu_.default``: an operator without its overload and in-place mark."""
+    return ".".join(name.split(".")[:2]).rstrip("_")
 
 
 FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)

@@ -68,7 +68,7 @@ class ScheduleCache:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            logger.warning("%s holds no schedule, the layer is timed again: %s", path, problem)
+            logger.warning("%s does not contain a schedule, so the layer is timed again: %s", path, problem)
             return None
         with contextlib.suppress(OSError):  # marks the entry as recently used
             os.utime(path)
@@ -86,7 +86,7 @@ class ScheduleCache:
                     os.replace(draft, self.path(geometry))
             self._evict()
         except OSError as error:
-            logger.warning("what was found cannot be remembered in %s: %s", self.folder, error)
+            logger.warning("schedules cannot be saved in %s: %s", self.folder, error)
 
     def _evict(self) -> None:
         """Remove the least recently used entries until the folder is within its share of the cache."""

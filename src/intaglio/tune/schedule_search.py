@@ -108,7 +108,9 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
         known |= found
         changed = sum(found[layer] != start[layer] for layer in new)
         took = time.perf_counter() - began
-        logger.info("tuned %d kinds of layers in %.1f s: %d of other schedules", len(new), took, changed)
+        logger.info(
+            "schedule search: another schedule is faster for %d of %d kinds of layers (%.1f s)", changed, len(new), took
+        )
     return {value: known[layer] for value, layer in layers.items() if known[layer] != start[layer]}
 
 

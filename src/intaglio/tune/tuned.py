@@ -26,7 +26,7 @@ class Trial:
     macs: float
 
     def __str__(self) -> str:
-        verdict = "holds" if self.holds else "too low"
+        verdict = "accepted" if self.holds else "too low"
         return f"{self.metric:>12.6g} {100 * self.macs:>8.1f} % {verdict:>8}  {', '.join(self.left) or 'nothing'}"
 
 
@@ -65,8 +65,9 @@ class Tuned:
 
     def __str__(self) -> str:
         """Format one line for the requested metric, one for each trial and one for the verdict."""
-        heading = f"{self.baseline:.6g} in float; {self.floor:.6g} or more is wanted"
+        heading = f"metric of the float model: {self.baseline:.6g}; accepted from {self.floor:.6g} on"
         names = f"{'metric':>12} {'int8 MACs':>10} {'verdict':>8}  left in float"
-        found = "reached" if self.reached else "not reached, the best is taken"
-        verdict = f"{found}: {self.chosen.metric:.6g}, {len(self.left)} left in float"
+        found = "accepted" if self.reached else "no trial is accepted, this is the best"
+        left = f"{len(self.left)} selector{'s' * (len(self.left) != 1)} left in float"
+        verdict = f"chosen: metric {self.chosen.metric:.6g}, {left} ({found})"
         return "\n".join([heading, names, *map(str, self.trials), verdict])

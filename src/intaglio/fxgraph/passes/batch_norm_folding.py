@@ -17,6 +17,7 @@ from intaglio.fxgraph.node_info import (
     origin,
     tensor_type,
     update_graph_info,
+    update_info,
 )
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.fxgraph.unique_names import add_constant
@@ -152,6 +153,7 @@ def _fold_after(module: fx.GraphModule, norm: fx.Node, anchor: fx.Node) -> None:
     folded = weight * _along_outputs(anchor, scale, weight)
     moved = shift if bias is None else bias * scale + shift
     _replace(module, anchor, folded, moved, _label(norm, "after"))
+    update_info(anchor, folded=(*info(anchor).folded, origin(norm).path))
     (value,) = norm.users
     value.replace_all_uses_with(anchor)
     module.graph.erase_node(value)
@@ -169,6 +171,7 @@ def _along_outputs(anchor: fx.Node, scale: torch.Tensor, weight: torch.Tensor) -
 
 def _fold_before(module: fx.GraphModule, norm: fx.Node, user: fx.Node) -> None:
     _absorb(module, user, *_affine(module, norm), _label(norm, "before"))
+    update_info(user, folded=(*info(user).folded, origin(norm).path))
     user.replace_input_with(user.args[0], norm.args[0])
 
 
