@@ -12,30 +12,39 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="int8 models for the CPU: quantize, look inside, measure.",
+    help="Quantize PyTorch models to int8 for the CPU, and inspect, compare and time them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Tune = Annotated[bool, typer.Option("--tune", help="Look for faster schedules by the clock; takes seconds.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value instead, and nothing else on stdout.")]
+Tune = Annotated[bool, typer.Option("--tune", help="Measure which kernel schedules are faster; takes seconds.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON value, and nothing else on stdout.")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A saved file, or MODULE:NAME of a float model.")]
-Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")]
-Skip = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Leave this in float; may be repeated.")]
-Only = Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="Quantize nothing else; may be repeated.")]
+Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")]
+Skip = Annotated[
+    list[str] | None, typer.Option(metavar="SELECTOR", help="Leave these operators in float; may be repeated.")
+]
+Only = Annotated[
+    list[str] | None, typer.Option(metavar="SELECTOR", help="Quantize only these operators; may be repeated.")
+]
 RecipeFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Settings by selector, TOML; or the name of a recipe: accurate.")
+    str | None,
+    typer.Option(
+        metavar="FILE", help="TOML file with settings by selector, or the name of a recipe, such as accurate."
+    ),
 ]
 Samples = Annotated[int | None, typer.Option(min=1, help="Stop calibration after this many samples.")]
-Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best of this machine.")]
+Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best one that this CPU supports.")]
 IsaList = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Instruction sets to build for: avx512vnni,avx2. Default: this machine's best."),
+    typer.Option(
+        metavar="LIST", help="Instruction sets to compile for, such as avx512vnni,avx2. Default: this CPU's best."
+    ),
 ]
 Shape = Annotated[
     list[str] | None,
-    typer.Option(metavar="1,3,224,224", help="Random numbers of this shape as an input; once per input."),
+    typer.Option(metavar="1,3,224,224", help="Use random numbers of this shape as an input; once per input."),
 ]
 
 
@@ -43,8 +52,11 @@ class TextStage(StrEnum):
     """Stages whose text `intaglio inspect` prints."""
 
     captured = "captured"
+    quantizer = "quantizer"
     sites = "sites"
+    corrections = "corrections"
     reference = "reference"
+    parameters = "parameters"
     integer = "integer"
     plan = "plan"
     program = "program"
@@ -60,7 +72,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -89,8 +103,8 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def quantize(
-    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="A float model, or a function that gives it.")],
-    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")],
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="A float model, or a function that returns it.")],
+    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")],
     out: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")],
     skip: Skip = None,
     only: Only = None,
@@ -103,12 +117,16 @@ def quantize(
     tune: Tune = False,
     evaluate: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:NAME", help="A function of a model that returns a metric, higher for better."),
+        typer.Option(
+            metavar="MODULE:NAME", help="A function that takes a model and returns a metric, higher for better."
+        ),
     ] = None,
-    max_drop: Annotated[float, typer.Option(min=0, help="By what share the metric may be below that in float.")] = 0.01,
-    evaluations: Annotated[int, typer.Option(min=2, help="How often the function may be called.")] = 20,
+    max_drop: Annotated[
+        float, typer.Option(min=0, help="Largest accepted loss, as a fraction of the float metric.")
+    ] = 0.01,
+    evaluations: Annotated[int, typer.Option(min=2, help="Largest number of calls of the function.")] = 20,
     recipe_out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File for the recipe that reaches the metric.")
+        Path | None, typer.Option(dir_okay=False, help="File to write the resulting recipe to.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -121,11 +139,15 @@ def quantize(
         request = command.Request(target, data, out, skip or (), only or (), recipe, samples, isas, example)
         if evaluate is None:
             if recipe_out is not None:
-                raise typer.BadParameter("only what --evaluate found is written", param_hint="--recipe-out")
+                raise typer.BadParameter(
+                    "it writes the recipe that --evaluate finds, so it needs --evaluate", param_hint="--recipe-out"
+                )
             result = command.run(request, tune)
         else:
             if tune:
-                raise typer.BadParameter("looks for speed; a metric is evaluated without it", param_hint="--tune")
+                raise typer.BadParameter(
+                    "--evaluate does not search schedules: use only one of the two options", param_hint="--tune"
+                )
             result = command.run_autotune(request, evaluate, max_drop, evaluations, recipe_out)
     show(result, json, command.render)
 
@@ -133,8 +155,10 @@ def quantize(
 @app.command()
 def inspect(
     target: Target,
-    stage: Annotated[TextStage | None, typer.Option(help="Print the text of this stage.")] = None,
-    match: Annotated[list[str] | None, typer.Option(metavar="SELECTOR", help="List what it selects.")] = None,
+    stage: Annotated[TextStage | None, typer.Option(help="Print the text of one stage.")] = None,
+    match: Annotated[
+        list[str] | None, typer.Option(metavar="SELECTOR", help="List the operators that it selects.")
+    ] = None,
     data: Data = None,
     example_shape: Shape = None,
     skip: Skip = None,
@@ -154,11 +178,15 @@ def inspect(
 
 @app.command()
 def compare(
-    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved model.")],
-    float_model: Annotated[str, typer.Option("--float", metavar="MODULE:NAME", help="Its float model.")],
-    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that gives them.")],
+    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    float_model: Annotated[
+        str, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
+    ],
+    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")],
     samples: Annotated[int | None, typer.Option(min=1, help="Stop after this many samples.")] = None,
-    worst: Annotated[int, typer.Option(min=1, help="Operators to list as selectors to skip.")] = 3,
+    worst: Annotated[
+        int, typer.Option(min=1, help="Number of the worst operators to list as options for quantize.")
+    ] = 3,
     json: Json = False,
 ) -> None:
     """Show where a saved model loses accuracy, operator by operator."""
@@ -174,15 +202,16 @@ def compare(
 def bench(
     target: Target,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: as many as PyTorch takes.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Time to measure, for each engine.")] = 4.0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: that of PyTorch.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds to measure each engine.")] = 4.0,
     against: Annotated[
-        str, typer.Option(metavar="LIST", help="Of eager, compile, onnxruntime, openvino; all of them in float32.")
+        str,
+        typer.Option(metavar="LIST", help="Float32 engines to compare with: eager, compile, onnxruntime, openvino."),
     ] = "eager",
     data: Data = None,
     example_shape: Shape = None,
     float_model: Annotated[
-        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model of a saved file.")
+        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model, if TARGET is a saved file.")
     ] = None,
     isa: Isa = None,
     json: Json = False,

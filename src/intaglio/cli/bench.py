@@ -275,14 +275,14 @@ def render(result: Result) -> Iterator[RenderableType]:
         (
             ("model", result["model"]),
             ("inputs", ", ".join("x".join(map(str, shape)) for shape in result["inputs"])),
-            *((("int8 against float", f"{error:.1f} dB"),) if error is not None else ()),
+            *((("SQNR of int8", f"{error:.1f} dB"),) if error is not None else ()),
         )
     )
     if error is not None and error < UNRELATED_MODELS_DB:
-        yield "The results have little in common: is this the float model, with the same weights, that was quantized?"
+        yield "The results have little in common: was the int8 model made from this float model, with the same weights?"
     yield from timing_parts(result, "")
     if not result["compared"]:
-        yield "Nothing to compare with: a file holds no float model. --float MODULE:NAME names it."
+        yield "No float engine was measured: a saved file does not contain the float model. Add --float MODULE:NAME."
 
 
 def timing_parts(result: Result, what: str) -> Iterator[RenderableType]:
@@ -294,16 +294,17 @@ def timing_parts(result: Result, what: str) -> Iterator[RenderableType]:
     for name, found in result["engines"].items():
         for why in ("absent", "failed"):
             if why in found:
-                yield f"{name} {why}: {found[why]}"
+                yield f"{name} was not measured: {found[why]}"
     for name, found in result["ratios"].items():
         if found["ratio"] is not None:
             yield (
-                f"int8 takes 1/{found['ratio']:.2f} of the time of {name}"
+                f"int8 is {found['ratio']:.2f} times as fast as {name}"
                 if found["ratio"] >= 1
-                else (f"int8 is slower than {name}: {1 / found['ratio']:.2f} times its time")
+                else (f"int8 is slower than {name}: it takes {1 / found['ratio']:.2f} times as long")
             )
         else:
             yield (
-                f"no ratio to {name}: the medians differ by {found['difference_ms']:.3f} ms, blocks of one engine by "
-                f"{found['spread_ms']:.3f} ms, so that noise could have made it; try an idle machine or more --seconds"
+                f"no speedup over {name} is reported: the medians differ by {found['difference_ms']:.3f} ms, but "
+                f"blocks of one engine by {found['spread_ms']:.3f} ms, so the difference may be noise. Measure on an "
+                "idle machine, or longer with --seconds."
             )

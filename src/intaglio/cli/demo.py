@@ -93,19 +93,19 @@ def _mean(hits: torch.Tensor) -> float:
 
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
-    yield "Four directions of noisy stripes, learnt by a residual network of three convolutions and a linear layer."
+    yield "A residual network of three convolutions and a linear layer learns to classify noisy stripes by direction."
     yield name_value_table(
         (
             ("trained", f"{result['trained_s']:.1f} s, {TRAINING_STEPS} batches"),
             ("quantized", f"{result['quantized_s']:.1f} s, with {4 * BATCH} images"),
             (
-                "right answers",
+                "accuracy",
                 f"{100 * result['accuracy_float']:.1f} % in float, "
                 f"{100 * result['accuracy_int8']:.1f} % in int8 (512 new images)",
             ),
-            ("same answer", f"{100 * result['same_answer']:.1f} %"),
+            ("same class", f"{100 * result['same_answer']:.1f} % of these images in int8 as in float"),
         )
     )
     yield from coverage_parts(result["coverage"])
     yield from bench.timing_parts(result["speed"], "batch 8")
-    yield "Your model: intaglio quantize MODULE:NAME --data MODULE:NAME --out FILE"
+    yield "Quantize your own model: intaglio quantize MODULE:NAME --data MODULE:NAME --out FILE"

@@ -17,6 +17,7 @@ from intaglio.errors import BuildError
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
+from intaglio.number_text import size_text
 
 BUSY = 0.15
 """Share of processor time used by other processes above which measurements mean little."""
@@ -39,7 +40,8 @@ def run() -> dict[str, Any]:
         **_torch(),
     }
     try:
-        found["measured"] = limits.measure(found["cores_allowed"]) if found["compiler"] else None
+        possible = found["compiler"] and not _too_busy(found)
+        found["measured"] = limits.measure(found["cores_allowed"]) if possible else None
     except BuildError as error:
         found["measured"], found["build_error"] = None, str(error)
     return {**found, "expect": expectation(found), "traps": find_traps(found)}
@@ -76,6 +78,11 @@ def busy_share(seconds: float = 0.5) -> float | None:
     return 1 - (idle_after - idle) / max(total_after - total, 1)
 
 
+def _too_busy(found: Mapping[str, Any]) -> bool:
+    """Return whether other programs use so much of the processors that measured rates would mean little."""
+    return found["busy"] is not None and found["busy"] > BUSY
+
+
 def _compiler() -> dict[str, str] | None:
     """Return path and version of the C++ compiler, or ``None`` if it does not run."""
     path = config.compiler()
@@ -104,17 +111,18 @@ def expectation(found: Mapping[str, Any]) -> str:
     """Return one sentence about the speedup of int8 over float32 on this machine."""
     measured = found["measured"]
     if not measured or not measured["int8"] or not measured["fp32"]:
-        return "Nothing was measured, so nothing can be said about the speed of int8 here."
+        return "The speed of int8 on this machine was not measured; the problems below say why."
     ratio = measured["int8"]["one_core"] / measured["fp32"]["one_core"]
     best = next(isa["name"] for isa in found["isas"] if isa["has"] and isa["kernels"])
     if best == machine.IsaName.PORTABLE:
         return (
-            f"int8 units would do {ratio:.1f} times the work of float32 units here, but only portable kernels exist "
-            "for this CPU: right, and not fast."
+            f"int8 instructions of this CPU do {ratio:.1f} times as many multiply-accumulates per second as float32 "
+            "instructions, but intaglio has only portable kernels for it: results are correct, but not fast."
         )
     return (
-        f"int8 units do {ratio:.1f} times the work of float32 units: at most that for layers bound by arithmetic, at "
-        "most 4 times for layers bound by memory, less for small layers."
+        f"int8 instructions do {ratio:.1f} times as many multiply-accumulates per second as float32 instructions: at "
+        "most that speedup for layers that arithmetic limits, at most 4 for layers that memory bandwidth limits, and "
+        "less for small layers."
     )
 
 
@@ -124,50 +132,61 @@ def find_traps(found: Mapping[str, Any]) -> list[str]:
     usable = min(allowed, quota or allowed)
     result = []
     if found["compiler"] is None:
-        result.append("no C++ compiler, so no program can be built: install g++, or set CXX")
+        result.append("there is no C++ compiler, so no program can be built: install g++, or set CXX")
     if "build_error" in found:
         result.append(f"the measuring program could not be built: {found['build_error']}")
     if allowed < found["cores"]:
         result.append(f"this process may use {allowed} of {found['cores']} cores (taskset, a scheduler or a container)")
     if quota is not None and quota < allowed:
-        result.append(f"the container's quota is {quota:g} cores, of {allowed} it can see: threads will be stopped")
+        result.append(
+            f"the container's CPU quota is {quota:g} cores of the {allowed} that it sees: the system pauses threads "
+            "that exceed it"
+        )
     if found["torch_threads"] > usable:
         remedy = f"torch.set_num_threads({int(usable) or 1})"
-        result.append(f"PyTorch takes {found['torch_threads']} threads for {usable:g} cores: {remedy}")
-    if found["busy"] is not None and found["busy"] > BUSY:
-        result.append(f"others use {100 * found['busy']:.0f} % of the processors: measured times mean little now")
+        result.append(f"PyTorch uses {found['torch_threads']} threads on {usable:g} cores: call {remedy}")
+    if _too_busy(found):
+        result.append(
+            f"other programs use {100 * found['busy']:.0f} % of the processors, so no rates were measured: run this "
+            "command again when the machine is idle"
+        )
     if not any(isa["has"] and isa["kernels"] and isa["name"] != machine.IsaName.PORTABLE for isa in found["isas"]):
-        result.append("there are only portable kernels for this CPU, which are right but not fast")
+        result.append("there are only portable kernels for this CPU: results are correct, but not fast")
     if found["cache"]["bytes"] > 0.9 * found["cache"]["limit_bytes"]:
-        result.append("the kernel cache is nearly full: old programs are compiled again (INTAGLIO_CACHE_MB)")
+        result.append(
+            "the kernel cache is nearly full, so old programs are deleted and compiled again: raise INTAGLIO_CACHE_MB"
+        )
     return result
 
 
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
-    quota, compiler, cache = result["cgroup_cores"], result["compiler"], result["cache"]
-    level = [f"{result['caches'][name] >> 10} K" for name in ("l1", "l2", "l3")]
+    compiler, cache = result["compiler"], result["cache"]
+    limit = f", CPU quota {result['cgroup_cores']:g}" if result["cgroup_cores"] else ""
+    level = [size_text(result["caches"][name]) for name in ("l1", "l2", "l3")]
     yield name_value_table(
         (
             ("CPU", result["cpu"]),
-            ("cores", f"{result['cores']}, {result['cores_allowed']} allowed; quota {quota or 'none'}"),
+            ("cores", f"{result['cores']}; this process may use {result['cores_allowed']}{limit}"),
             ("caches", ", ".join(f"L{index} {size}" for index, size in enumerate(level, 1))),
-            ("load", ", ".join(f"{value:.2f}" for value in result["load_average"])),
+            ("load average", ", ".join(f"{value:.2f}" for value in result["load_average"])),
             ("compiler", f"{compiler['path']}: {compiler['version']}" if compiler else "none"),
-            ("kernel cache", f"{cache['folder']}: {cache['bytes'] / 1e6:.1f} of {cache['limit_bytes'] / 1e6:.0f} MB"),
+            ("kernel cache", f"{cache['folder']}: {size_text(cache['bytes'])} of {size_text(cache['limit_bytes'])}"),
             ("PyTorch", f"{result['torch']}, {result['torch_threads']} threads"),
         )
     )
     yes = {True: "yes", False: "no"}
     rows = [(isa["name"], yes[isa["has"]], yes[isa["kernels"]]) for isa in result["isas"]]
-    yield table(("instruction set", "this CPU", "kernels"), rows, text=3)
+    yield table(("instruction set", "CPU has it", "intaglio has kernels"), rows, text=3)
     if measured := result["measured"]:
-        yield table(("measured", "with", "one core", "each of all at once", "unit"), _rates(measured), text=2)
+        yield table(
+            ("peak rate", "instruction", "one core alone", "each core, all busy", "unit"), _rates(measured), text=2
+        )
     yield result["expect"]
     for trap in result["traps"]:
-        yield f"trap: {trap}"
+        yield f"problem: {trap}"
     if not result["traps"]:
-        yield "no traps found"
+        yield "No problems were found."
 
 
 def _rates(measured: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -17,12 +17,14 @@ from intaglio.cli.show import (
     coverage_parts,
     coverage_result,
     floats_parts,
-    in_millions,
     list_modules,
+    macs_cell,
+    macs_in_int8,
     name_value_table,
     table,
 )
 from intaglio.fxgraph.node_info import origin
+from intaglio.number_text import count_text
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -47,7 +49,7 @@ def run(
         return _of_module(targets.float_model(target), stage, selectors, data, shapes, chosen)
     for option, given in (("--match", selectors), ("--skip", skip), ("--only", only), ("--recipe", recipe)):
         if given:
-            problem = "a saved file is decided already; selectors need the float model, MODULE:NAME"
+            problem = "a saved file is quantized already; selectors apply to the float model, MODULE:NAME"
             raise typer.BadParameter(problem, param_hint=option)
     if stage is not None:
         return {"model": model.about.name, "stage": stage, "text": model.text(stage)}
@@ -146,37 +148,34 @@ def render(result: Result) -> Iterator[RenderableType]:
     if "coverage" in result:
         yield result["model"]
         yield from coverage_parts(result["coverage"])
-        yield f"--stage prints one of {', '.join(result['stages'])}"
+        yield f"--stage STAGE prints the text of one stage: {', '.join(result['stages'])}"
         return
     operators = result["operators"]
-    share = 100 * result["macs_int8"] / result["macs"] if result["macs"] else 0.0
     sites = ", ".join(f"{count} {role}" for role, count in result["sites"].items())
     yield name_value_table(
         (
             ("model", result["model"]),
-            (
-                "in int8",
-                f"{share:.1f} % of {result['macs'] / 1e6:.1f} M MACs, "
-                f"{sum(op['int8'] for op in operators)} of {len(operators)} operators",
-            ),
-            ("sites", sites or "none"),
+            ("MACs", macs_in_int8(result["macs_int8"], result["macs"])),
+            ("operators", f"{sum(op['int8'] for op in operators)} of {len(operators)} in int8"),
+            ("sites", f"{sites} (values that get a scale and a zero point)" if sites else "none"),
         )
     )
     if result["matches"]:
         for selector, found in result["matches"].items():
             yield _match_table(selector, found)
         return
-    yield table(("operator", "int8", "float", "M MACs"), _by_operator(operators), "Operators")
-    groups: dict[tuple[str, str], list[Result]] = {}
+    yield table(("operator", "in int8", "in float", "MACs"), _by_operator(operators), "Operators")
+    groups: dict[str, list[Result]] = {}
     for kernel in result["fusions"]:
-        groups.setdefault((kernel["fusion"], " + ".join(map(_short, kernel["operators"]))), []).append(kernel)
+        groups.setdefault(" + ".join(map(_short, kernel["operators"])), []).append(kernel)
     rows = [
-        (*key, list_modules(kernels), len(kernels), in_millions(sum(k["macs"] for k in kernels)))
-        for key, kernels in groups.items()
+        (joined, list_modules(kernels), len(kernels), macs_cell(sum(k["macs"] for k in kernels)))
+        for joined, kernels in groups.items()
     ]
     if rows:
-        yield table(("fusion row", "operators of one kernel", "where", "count", "M MACs"), rows, "Kernels", text=3)
-    yield from floats_parts([op for op in operators if not op["int8"]])
+        columns = ("operators that run as one int8 kernel", "modules", "count", "MACs")
+        yield table(columns, rows, "Int8 kernels", text=2)
+    yield from floats_parts([op for op in operators if not op["int8"]], "Operators in float")
     for note in result["notes"]:
         yield f"note: {note}"
 
@@ -185,17 +184,17 @@ def _by_operator(operators: Sequence[Result]) -> Iterator[tuple[object, ...]]:
     for name in dict.fromkeys(op["operator"] for op in operators):
         some = [op for op in operators if op["operator"] == name]
         integer = sum(op["int8"] for op in some)
-        yield name, integer or "", len(some) - integer or "", in_millions(sum(op["macs"] for op in some))
+        yield name, integer or "", len(some) - integer or "", macs_cell(sum(op["macs"] for op in some))
 
 
 def _match_table(selector: str, found: Sequence[Result]) -> RenderableType:
     total = sum(op["macs"] for op in found)
-    title = f"{selector}: {len(found)} operator{'s' * (len(found) != 1)}, {total / 1e6:.2f} M MACs"
+    title = f"{selector}: {len(found)} operator{'s' * (len(found) != 1)}, {count_text(total)} MACs"
     rows = [
-        (op["path"] or op["source"] or "model", op["operator"], op["reason"] or "int8", in_millions(op["macs"]))
+        (op["path"] or op["source"] or "model", op["operator"], op["reason"] or "int8", macs_cell(op["macs"]))
         for op in found
     ]
-    return table(("module", "operator", "runs in int8, or why not", "M MACs"), rows, title, text=3)
+    return table(("module", "operator", "int8, or why it stays in float", "MACs"), rows, title, text=3)
 
 
 def _short(operator: str) -> str:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import RenderableType
+from torch import nn
 
 import intaglio
 from intaglio import stages
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result
 from intaglio.errors import ArtifactError
+from intaglio.number_text import size_text
+from intaglio.tune import compare_results
+
+ACCURACY_SAMPLES = 64
+"""Samples of the data on which the results of both models are compared."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +40,14 @@ class Request:
     isa: Sequence[str] | None
     example: str | None
 
-    def check(self, *others: Path | None) -> None:
-        """Raise an error before any work if a file cannot be written."""
+    def check(self, recipe_out: Path | None = None) -> None:
+        """Raise an error, which names the option, before any work if a file cannot be written."""
         if not hasattr(intaglio.QuantizedModel, "save"):
             problem = "this version of intaglio writes no files"
             raise ArtifactError(str(self.out), None, problem, remedy="use a newer one")
-        for path in (self.out, *others):
+        for option, path in (("--out", self.out), ("--recipe-out", recipe_out)):
             if path is not None and not path.absolute().parent.is_dir():
-                raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint="--out")
+                raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint=option)
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
@@ -60,7 +68,20 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
-    return _save(intaglio.quantize(model, **options, options=compiled), request.out, begin)
+    quantized = intaglio.quantize(model, **options, options=compiled)
+    return {**_save(quantized, request.out, begin), "accuracy": _accuracy(model, quantized, request.data)}
+
+
+def _accuracy(model: nn.Module, quantized: intaglio.QuantizedModel, data: str) -> dict[str, Any] | None:
+    """Return how close the results of both models are on the first samples of the data. Return ``None`` for data that
+    runs the model itself, or that can be read only once."""
+    batches, read_once = targets.batches(data), isinstance(targets.imported_object(data, "--data"), Iterator)
+    if read_once or not isinstance(batches, (Iterable, torch.Tensor)):
+        return None
+    found = compare_results(model, quantized, batches, samples=ACCURACY_SAMPLES)
+    names = ("samples", "agreement", "cosine", "verdict")
+    decibels = found.results[0] if found.results and math.isfinite(found.results[0]) else None
+    return {"sqnr_db": decibels, **{name: getattr(found, name) for name in names}}
 
 
 def run_autotune(
@@ -99,7 +120,9 @@ def _save(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
 def render(result: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a result."""
     yield from coverage_parts(result["coverage"])
+    if result.get("accuracy"):
+        yield f"calibration data: {result['accuracy']['verdict']}"
     if "report" in result:
         yield result["report"]
-    megabytes = result["file_bytes"] / 1e6
-    yield f"{result['model']} -> {result['out']}, {megabytes:.2f} MB, in {result['seconds']:.1f} s"
+    size, seconds = size_text(result["file_bytes"]), f"{result['seconds']:.1f} s"
+    yield f"{result['model']} was quantized in {seconds} and saved to {result['out']} ({size})"

@@ -10,6 +10,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from intaglio.number_text import count_text, size_text
+from intaglio.runtime.coverage import NO_MACS
+
 PLAIN_WIDTH = 120
 """Columns of the output if it is not a terminal."""
 
@@ -66,34 +69,36 @@ def coverage_result(coverage: Any) -> dict[str, Any]:
 
 def coverage_parts(coverage: Result) -> Iterator[RenderableType]:
     """Yield the printed parts of a `coverage_result`."""
-    before, after = coverage["bytes_before"] / 1e6, coverage["bytes_after"] / 1e6
+    sizes = size_text(coverage["bytes_after"]), size_text(coverage["bytes_before"])
     yield name_value_table(
         (
-            ("in int8", f"{100 * coverage['macs']:.1f} % of {coverage['macs_total'] / 1e6:.1f} M MACs"),
+            ("MACs", macs_in_int8(coverage["macs_int8"], coverage["macs_total"])),
             ("operators", f"{coverage['operators_int8']} of {coverage['operators_total']} in int8"),
-            ("parameters", f"{before:.2f} MB -> {after:.2f} MB"),
+            ("parameters", "{} instead of {} in float".format(*sizes)),
             ("float islands", coverage["islands"]),
         )
     )
     yield from floats_parts(coverage["floats"])
-    yield from floats_parts(coverage["loops"], "Float, in the program")
+    yield from floats_parts(coverage["loops"], "Float operators that the compiled program runs")
     for note in coverage["notes"]:
         yield f"note: {note}"
 
 
-def floats_parts(floats: Sequence[Result], title: str = "Float") -> Iterator[RenderableType]:
+def floats_parts(
+    floats: Sequence[Result], title: str = "Operators in float islands, which PyTorch runs"
+) -> Iterator[RenderableType]:
     """Yield a table of the operators in float, by operator and reason, those with the most multiply-accumulates
     first."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for part in floats:
         groups.setdefault((part["operator"], part["reason"]), []).append(part)
     rows = [
-        (operator, reason, list_modules(parts), len(parts), in_millions(sum(part["macs"] for part in parts)))
+        (operator, reason, list_modules(parts), len(parts), macs_cell(sum(part["macs"] for part in parts)))
         for (operator, reason), parts in groups.items()
     ]
     if rows:
         rows.sort(key=lambda row: -sum(part["macs"] for part in groups[row[0], row[1]]))
-        yield table(("operator", "why it stays in float", "where", "count", "M MACs"), rows, title, text=3)
+        yield table(("operator", "why it stays in float", "modules", "count", "MACs"), rows, title, text=3)
 
 
 def list_modules(parts: Sequence[Result], shown: int = 3) -> str:
@@ -102,6 +107,11 @@ def list_modules(parts: Sequence[Result], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + ", ..." * (len(names) > shown)
 
 
-def in_millions(macs: int) -> str:
-    """Return multiply-accumulates in millions as text, empty for 0."""
-    return f"{macs / 1e6:.2f}" if macs else ""
+def macs_in_int8(macs: int, total: int) -> str:
+    """Return the share of multiply-accumulates in int8 as text."""
+    return f"{100 * macs / total:.1f} % of {count_text(total)} in int8" if total else NO_MACS
+
+
+def macs_cell(macs: int) -> str:
+    """Return multiply-accumulates as text, empty for 0."""
+    return count_text(macs) if macs else ""
