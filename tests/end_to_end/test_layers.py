@@ -146,7 +146,7 @@ def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     assert found.dtype is kind
     assert (found - exact).float().norm() <= 1e-2 * exact.float().norm()
     reasons = [part.reason for part in quantized.coverage.loops if "weights" in part.reason]
-    assert reasons == ["s8 weights alone: its activations stay in float"] * 2
+    assert reasons == ["weight-only quantization (s8): activations stay in float"] * 2
     assert quantized.coverage.islands == 0
     assert quantized.coverage.bytes_after < 0.4 * 4 * sum(p.numel() for p in model.parameters())
     quantized.save(tmp_path / "model.intaglio")

@@ -357,7 +357,7 @@ def test_a_reference_from_pytorch_is_fused(backend, isa):
     native = stages.compile(lowered, isa=isa)
     assert torch.equal(native(X), lowered(X))
     assert native.coverage.operators == 1
-    assert "quantized by others" in str(native.coverage)
+    assert "quantized by another tool" in str(native.coverage)
 
 
 def from_an_exported_program() -> Reference:

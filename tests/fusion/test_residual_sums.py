@@ -213,7 +213,7 @@ def test_a_note_names_the_operator_without_16_bit_values():
     body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
     reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
     (note,) = reference.about.notes
-    assert "8 bits, as max_pool2d makes it" in note
+    assert "8 bits, because max_pool2d computes it" in note
     (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
     assert len(add.inputs) == 4
     assert torch.equal(stages.compile(lowered)(image()), lowered(image()))

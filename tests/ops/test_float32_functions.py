@@ -339,7 +339,9 @@ def test_an_accumulator_that_others_read_is_no_precise_function():
 def test_coverage_notes_name_precise_functions():
     data = [torch.randn(*X)]
     model = intaglio.quantize(two(), data, recipe=ALL, progress=False)
-    assert "note: precise functions: silu x 1; all others are tables of 256 levels" in str(model.coverage)
+    assert "note: functions computed in float32: silu x 1; all others are lookup tables of 256 entries" in str(
+        model.coverage
+    )
     assert "conv2d + activate" in model.text("plan")
     assert not intaglio.quantize(two(), data, progress=False).coverage.notes
 

@@ -139,7 +139,7 @@ def test_weights_may_be_float16(kind, tmp_path):
     torch.testing.assert_close(found.float(), exact.float(), rtol=1e-2, atol=1e-2 * exact.abs().max().item())
     assert compiled.coverage.bytes_after < 0.6 * 4 * sum(p.numel() for p in model.parameters())
     reasons = [part.reason for part in compiled.coverage.loops if "weights" in part.reason]
-    assert reasons == ["f16 weights alone: its activations stay in float"] * 2
+    assert reasons == ["weight-only quantization (f16): activations stay in float"] * 2
     compiled.save(tmp_path / "model.intaglio", example=x, library=False)
     assert (tmp_path / "model.intaglio").stat().st_size < 2.2 * sum(p.numel() for p in model.parameters()) + 20_000
     loaded = intaglio.load(tmp_path / "model.intaglio")
@@ -215,7 +215,9 @@ def test_convolutions_keep_float16_in_pytorch(tmp_path):
     x = torch.randn(2, 3, 12, 12)
     compiled = intaglio.quantize(model, [x], recipe=HALF)
     assert compiled.coverage.bytes_after < 0.6 * 4 * sum(p.numel() for p in model.parameters())
-    assert {part.reason for part in compiled.coverage.floats} == {"f16 weights alone: its activations stay in float"}
+    assert {part.reason for part in compiled.coverage.floats} == {
+        "weight-only quantization (f16): activations stay in float"
+    }
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-2, atol=1e-2)
     compiled.save(tmp_path / "m", library=False)
     assert equal(intaglio.load(tmp_path / "m")(x), compiled(x))

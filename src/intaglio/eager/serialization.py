@@ -136,7 +136,7 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
         place = None if start < 0 else (session.segments[start], index)
         session.successors.setdefault(place, []).append((session.segments[end], event))
     if dropped:
-        logger.warning("the weights changed since calibration: what was counted is dropped; calibrate again")
+        logger.warning("the weights changed since calibration, so its statistics are dropped; calibrate again")
 
 
 def _count(segment: Segment, entry: Entry) -> None:

@@ -215,7 +215,7 @@ def test_a_buffer_computed_from_itself_is_reported():
 
     stage = prepare(stages.capture(nets.randomize(Mean()), (torch.randn(4, 6),)), Quantizer(int8_buffers=True))
     stage(torch.randn(4, 6))
-    note = "buffer mean: computed from its own levels, and rounded, in every call"
+    note = "buffer mean: computed from its own quantized values, and rounded again, in every call"
     assert note in convert(stage).notes
 
 

@@ -344,7 +344,7 @@ def test_sites_without_data_are_found_when_calibrating():
     model = nets.randomize(Body(lambda m, x: (m.last(m.c(x)), m.expert(m.c(x)[:0])), **parts))
     prepared = prepare(capture(model, X[:, :, :8, :8]))
     ranges = calibrate(prepared, [X[:, :, :8, :8]])
-    assert "convert refuses that" in found(ranges, "never_hit")
+    assert "convert raises an error" in found(ranges, "never_hit")
     with pytest.raises(CalibrationError, match="seen no data"):
         convert(prepared, ranges)
 

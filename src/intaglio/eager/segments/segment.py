@@ -285,7 +285,7 @@ class Segment:
             self.observe()
             for observer, statistics in counted.items():
                 observer.statistics = statistics
-            logger.info("%d sites were reached by the example inputs only", missing)
+            logger.info("%d sites got values from the example inputs only", missing)
 
     def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
         """Compile the parts that calls of the prepared model used, ahead of the first call."""

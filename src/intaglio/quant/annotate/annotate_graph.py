@@ -184,12 +184,12 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     regions = list(regions)
     counts = Counter(known_record(region.root).name for region in regions if region.name in PRECISE_ROWS)
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items()))
-    notes = [f"precise functions: {found}; all others are tables of 256 levels"] if found else []
+    notes = [f"functions computed in float32: {found}; all others are lookup tables of 256 entries"] if found else []
     settings = [region.setting for region in regions if region.record.roles.weight is not None]
     packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
     found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
-    notes += [f"weights: {found}; so they are in files, and kernels compute with them as int8"] if found else []
+    notes += [f"weights: {found} in saved files; kernels compute with them as int8"] if found else []
     moved = {region.root for region in regions if region.moves}
     short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
-    notes += [f"shortcut {origin(node).path or node.name}: 8 bits, as {reason}" for node, reason in short.items()]
+    notes += [f"shortcut {origin(node).path or node.name}: 8 bits, because {reason}" for node, reason in short.items()]
     return tuple(notes)

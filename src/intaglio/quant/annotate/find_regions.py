@@ -77,13 +77,13 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
         region = produced.get(value)
         reason: str | None
         if region is None:
-            reason = "no quantized operator makes it"
+            reason = "no quantized operator computes it"
         elif region.moves:
             reason = want(region.activations()[0])
         elif region.setting.activation.storage is not DType.U8:
-            reason = f"its levels are {region.setting.activation.name}"
+            reason = f"its quantized values are {region.setting.activation.name}"
         else:
-            reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} makes it"
+            reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} computes it"
         found[value] = reason
         return reason
 

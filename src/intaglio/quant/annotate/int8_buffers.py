@@ -161,7 +161,9 @@ def quantize_buffers(
             dataflow = _QuantizedDataflow(module, nodes[entry.name], entry.type)
             results[position] = dataflow.quantized(results[position])
             if dataflow.rounded:
-                notes.append(f"buffer {entry.path}: computed from its own levels, and rounded, in every call")
+                notes.append(
+                    f"buffer {entry.path}: computed from its own quantized values, and rounded again, in every call"
+                )
         state.append(entry)
     end.args = (tuple(results),)
     graph.eliminate_dead_code()

@@ -54,7 +54,9 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return reason
     if setting.activations == ActivationMode.FLOAT:
         own = record.roles.weight is not None
-        return f"{setting.weight.name} weights alone: its activations stay in float" if own else FLOAT_ACTIVATIONS
+        return (
+            f"weight-only quantization ({setting.weight.name}): activations stay in float" if own else FLOAT_ACTIVATIONS
+        )
     behind = record.anchor or record.shares_qparams or _may_follow_product(node, record)
     if setting.residual == ResidualType.FLOAT and not behind:
         return "the recipe leaves what is between products in float"

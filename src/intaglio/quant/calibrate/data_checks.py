@@ -34,7 +34,8 @@ def check_data(prepared: Prepared, ranges: Ranges) -> tuple[Finding, ...]:
 def few_samples(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     """Report calibration with few samples."""
     if 0 < ranges.samples < FEW_SAMPLES:
-        yield Finding("few_samples", "data", f"{ranges.samples} samples; ranges of a few hundred hold for more data")
+        problem = f"{ranges.samples} samples are few"
+        yield Finding("few_samples", "data", problem, "ranges of a few hundred samples fit more of the data")
 
 
 def constant_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
@@ -45,7 +46,7 @@ def constant_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
         if batch.samples > 1 and batch.inputs and all(low == high for low, high in batch.inputs.values())
     ]
     if constant:
-        yield Finding("constant_batches", _batches(constant), "each input has one value only")
+        yield Finding("constant_batches", _batches(constant), "every input repeats a single value")
 
 
 def duplicate_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
@@ -58,8 +59,8 @@ def duplicate_batches(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             yield Finding(
                 "duplicate_batches",
                 _batches(equal),
-                "they are equal and count as often as they came",
-                "where several processes calibrate, share(data) gives each its own",
+                "their contents are equal, and each of them counts",
+                "if several processes calibrate, share(data) gives each its own batches",
             )
 
 
@@ -76,7 +77,7 @@ def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             yield Finding(
                 "pixels_as_bytes",
                 where,
-                f"values in [{low:.6g}, {high:.6g}], where pixels normalised as declared cannot be",
+                f"values in [{low:.6g}, {high:.6g}], which pixels normalised as declared cannot have",
                 "normalise the batches: image.normalize(pixels)",
             )
         elif declared is None and bytewise and entry.type.shape[1] in (1, 3):
@@ -95,7 +96,7 @@ def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
         yield Finding(
             "never_hit",
             _sites(empty),
-            "no data came here, and convert refuses that",
+            "no calibration data reached it, so convert raises an error",
             "calibrate with data that reaches it, or leave it in float with skip=",
         )
 
@@ -115,8 +116,8 @@ def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
         yield Finding(
             "masks",
             _sites(masked),
-            "holds a mask's large negative numbers; they are kept out of the range, "
-            "at its lower end softmax makes nothing of them",
+            "contains a mask's large negative numbers; the range leaves them out, because softmax is 0 at its "
+            "lower end already",
         )
 
 
@@ -135,8 +136,8 @@ def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             "outliers",
             _sites(names),
             f"values up to {worst.largest:.3g}, where all but 1 of 10,000 stay below {worst.usual:.3g}",
-            f"method {method!r} keeps them in range, where usual values get less than a level: choose 'mse', 'kl' or "
-            "'percentile'"
+            f"method {method!r} keeps them in the range, so usual values share few quantized values: choose 'mse', "
+            "'kl' or 'percentile'"
             if method in ("minmax", "average", "ema")
             else None,
         )

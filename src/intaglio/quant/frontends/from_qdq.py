@@ -49,7 +49,7 @@ def from_qdq(captured: Captured) -> Reference:
     reasons = {node: _reason(node) for node in module.graph.nodes if node.op == "call_function"}
     leaders = {site.name: site.name for site in sites}
     annotations = Annotations(module, sites, (), skipped((), (), reasons), leaders)
-    note = f"quantized by others: {len(sites)} activations as given, {weights} weights and biases"
+    note = f"quantized by another tool: {len(sites)} activations as given, {weights} weights and biases"
     about = captured.about.after((note,), captured=captured.text(), reference=fx_text(module.graph))
     qparams = {site.name: fixed_qparams(site, site.spec) for site in sites if isinstance(site.spec, Fixed)}
     return Reference(module, captured.signature, qparams, annotations, Parameters({}), about)
