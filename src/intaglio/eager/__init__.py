@@ -124,6 +124,9 @@ def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
     """Return the quantization parameters of a converted model, one `Parameters` per recording.
 
     `convert` accepts them instead of calibration data, and a recipe can store them.
+
+    Args:
+        converted: Model from `convert`.
     """
     references = [segment.reference for segment in session_of(converted).segments]
     return tuple(Parameters({}) if found is None else found.parameters for found in references)
@@ -131,6 +134,9 @@ def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
 
 def rewrite(converted: nn.Module) -> Reference:
     """Return the explicit graph of a converted model that always runs the same operators, as input for `compile`.
+
+    Args:
+        converted: Model from `convert`.
 
     Raises:
         InputError: The model is not converted, has several recordings (the message lists where each begins), or has no
@@ -163,6 +169,12 @@ def fusions(
 
     Each group lists module paths, and `path::function` for functions that a module calls. The model runs once with the
     example inputs; it is not changed, and nothing is calibrated.
+
+    Args:
+        model: Float model.
+        example_inputs: A tuple of positional arguments, or the only one.
+        recipe: What to quantize and how. The default recipe is used if it is None.
+        example_kwargs: Keyword arguments of the example call.
     """
     found = session_of(prepare(model, example_inputs, recipe, example_kwargs)).segments
     return list(dict.fromkeys(names for segment in found for names in fused_groups(segment)))

@@ -15,6 +15,9 @@ def scriptable(reference: Reference) -> fx.GraphModule:
     The module takes the tensors of a call in order. It returns a single tensor if the model does, otherwise a tuple of
     all output tensors. Both `torch.jit.script` and `torch.jit.trace` accept it, and the results equal those of the
     reference.
+
+    Args:
+        reference: Reference model, for example from `rewrite`.
     """
     module = copy_graph(reference.module)
     for node in module.graph.nodes:

@@ -49,12 +49,20 @@ class Pattern:
 
 
 def wildcard(name: str = "") -> Pattern:
-    """Return a pattern that matches any value."""
+    """Return a pattern that matches any value.
+
+    Args:
+        name: Name that the value is bound to. Equal names must be bound to the same value.
+    """
     return Pattern(name=name)
 
 
 def const(name: str = "") -> Pattern:
-    """Return a pattern that matches a constant."""
+    """Return a pattern that matches a constant.
+
+    Args:
+        name: Name that the constant is bound to. Equal names must be bound to the same constant.
+    """
     return Pattern(name=name, is_constant=True)
 
 
@@ -66,7 +74,16 @@ def op(
     commutative: bool = False,
     shared: bool = False,
 ) -> Pattern:
-    """Return a pattern that matches an operator of one of these kinds; operands beyond the given ones are ignored."""
+    """Return a pattern that matches an operator of one of these kinds; operands beyond the given ones are ignored.
+
+    Args:
+        kinds: Name of the operator, or several alternatives.
+        operands: Patterns of the first operands.
+        name: Name that the result is bound to. Equal names must be bound to the same value.
+        where: Condition on the matched node.
+        commutative: The first two operands may be swapped.
+        shared: The result may be read outside of the match.
+    """
     names = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     return Pattern(names, operands, name, where=where, commutative=commutative, shared=shared)
 
@@ -77,7 +94,11 @@ def reads(kinds: str | Iterable[str], operand: Pattern) -> Pattern:
 
 
 def seq(*kinds: str | Iterable[str]) -> Pattern:
-    """Return a chain along first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``."""
+    """Return a chain along first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``.
+
+    Args:
+        kinds: Names of the operators in execution order; each is a name or several alternatives.
+    """
     pattern = wildcard("x")
     for entry in kinds:
         pattern = op(entry, pattern)

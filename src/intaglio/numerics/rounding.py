@@ -47,6 +47,13 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
 
     The result is bit-equal to ``quantized_decomposed.quantize_per_tensor.default`` for finite and infinite x. NaN
     becomes the zero point (torch: 0). The parameters broadcast against x.
+
+    Args:
+        x: Values, any shape.
+        scale: Distance between neighbouring quantized values.
+        zero_point: Quantized value of 0.
+        low: Smallest quantized value.
+        high: Largest quantized value.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
@@ -56,7 +63,13 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> FloatArray:
-    """Dequantize i[...] to f32[...]: ``float32(q - zero_point) * scale``."""
+    """Dequantize i[...] to f32[...]: ``float32(q - zero_point) * scale``.
+
+    Args:
+        q: Quantized values, any shape.
+        scale: Distance between neighbouring quantized values; broadcasts against ``q``.
+        zero_point: Quantized value of 0; broadcasts against ``q``.
+    """
     return (np.asarray(q, np.int32) - np.asarray(zero_point, np.int32)).astype(np.float32) * np.asarray(
         scale, np.float32
     )

@@ -27,9 +27,13 @@ KernelConstants = tuple[Mapping[str, np.ndarray], Attrs]
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of operands: positions of activations, weight and bias in ``OpDef.operands``.
+    """Roles of operands, as positions in ``OpDef.operands``.
 
-    ``outputs`` is the axis of the weight for the output channels (of one group).
+    Attributes:
+        x: Positions of the activations.
+        weight: Position of the weight, if there is one.
+        bias: Position of the bias, if there is one.
+        outputs: Axis of the weight for the output channels (of one group).
     """
 
     x: tuple[int, ...] = (0,)

@@ -12,6 +12,7 @@ from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
+from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import (
@@ -24,7 +25,6 @@ from intaglio.quant.annotate.find_regions import (
 from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
-from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.refusals import refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups

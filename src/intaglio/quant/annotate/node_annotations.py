@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import torch
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.node_info import info, origin, set_info, tensor_type
+from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import activations, is_constant, known_record, operands, operator, record_of
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
-from intaglio.ir import Origin
+from intaglio.fxgraph.reader_aliases import Place, insert_aliases
 from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS
 from intaglio.quant.annotate.int8_buffers import is_destination
@@ -24,16 +23,17 @@ from intaglio.quant.recipes.settings import Setting
 
 ANNOTATION_KEY = "quantization_annotation"
 """Key of the annotation in a node's ``meta``; PyTorch's own quantizers use the same key."""
-Place: TypeAlias = "fx.Node | tuple[fx.Node, fx.Node]"
-"""A value, or an edge: a value and the node that reads it."""
 
 
 @dataclass(frozen=True)
 class QuantizedAs:
-    """Quantization of one value: the name of a datatype (`DATATYPES`) and the source of its parameters.
+    """Quantization of one value.
 
-    ``span``: smallest and largest quantized value, if they are not the datatype's. ``channels``: for a weight, use one
-    scale for each output channel instead of one for all.
+    Attributes:
+        datatype: name of the datatype, such as "u8".
+        spec: source of the parameters.
+        span: smallest and largest quantized value, if they are not the datatype's.
+        channels: for a weight, use one scale for each output channel instead of one for all.
     """
 
     datatype: str = "u8"
@@ -70,7 +70,11 @@ class QuantizedAs:
 
 @dataclass(frozen=True)
 class SameAs:
-    """The parameters of another place, whose annotation must have them."""
+    """The parameters of another place.
+
+    Attributes:
+        place: a node, or an edge as a pair of nodes, whose annotation has the parameters.
+    """
 
     place: Place
 
@@ -79,8 +83,11 @@ class SameAs:
 class CustomObserver:
     """Quantization by an observer that writes its own quantize and dequantize nodes.
 
-    ``observer()`` returns an nn.Module that is called with every value; its ``convert(module, node)`` replaces the node
-    that calls it by other operators. These, and the operators that read them, run in float32 without int8 kernels.
+    These nodes, and the operators that read them, run in float32 without int8 kernels.
+
+    Attributes:
+        observer: function that returns an `nn.Module`, which is called with every value. Its ``convert(module, node)``
+            replaces the node that calls it by other operators.
     """
 
     observer: Callable[[], Any]
@@ -113,16 +120,24 @@ class Annotator(Protocol):
 
 
 def annotate_node(node: fx.Node, annotation: Annotation) -> None:
-    """Store an annotation on a node; raise `UnsupportedError` if it already has one."""
+    """Store an annotation on a node; raise `UnsupportedError` if it already has one.
+
+    Args:
+        node: node of the module that is annotated.
+        annotation: how its inputs and its result are quantized.
+    """
     if ANNOTATION_KEY in node.meta:
-        raise UnsupportedError(
-            node.name, operator(node), "it is annotated already", remedy="look at annotation_of(node) first"
-        )
+        remedy = "look at annotation_of(node) first"
+        raise UnsupportedError(node.name, operator(node), "it is annotated already", remedy=remedy)
     node.meta[ANNOTATION_KEY] = annotation
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:
-    """Return the annotation of a node, or ``None``."""
+    """Return the annotation of a node, or ``None``.
+
+    Args:
+        node: node of the module that is annotated.
+    """
     return node.meta.get(ANNOTATION_KEY)
 
 
@@ -141,12 +156,9 @@ class Composed:
                 record = node.meta.get(ANNOTATION_KEY)
                 if node in written and (record is not written[node][1] or repr(record) != written[node][2]):
                     done = "removed" if record is None else "changed"
-                    raise UnsupportedError(
-                        node.name,
-                        operator(node),
-                        f"{name} {done} what {written[node][0]} wrote",
-                        remedy="an annotator leaves alone what is annotated",
-                    )
+                    problem = f"{name} {done} what {written[node][0]} wrote"
+                    remedy = "an annotator leaves alone what is annotated"
+                    raise UnsupportedError(node.name, operator(node), problem, remedy=remedy)
                 if record is not None and node not in written:
                     written[node] = (name, record, repr(record))
 
@@ -274,7 +286,7 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Re
         elif annotation.output is not None:
             places.add(reader, _translated(annotation.output, own), annotation.sharing)
     values, leaders = places.resolved()
-    aliases = _insert_aliases(module, leaders)
+    aliases = insert_aliases(module, leaders)
     held = {place: aliases.get(place) or (place[0] if isinstance(place, tuple) else place) for place in leaders}
     owner: dict[Place, fx.Node] = {}
     for place, leader in leaders.items():
@@ -378,34 +390,3 @@ class _PlaceGroups:
 
 def _name(place: Place) -> str:
     return f"{place[0].name} -> {place[1].name}" if isinstance(place, tuple) else place.name
-
-
-def _insert_aliases(module: fx.GraphModule, leaders: Mapping[Place, Place]) -> dict[Place, fx.Node]:
-    """Insert an alias for each edge whose parameters differ from those of its value; return edge -> alias."""
-    found: dict[Place, fx.Node] = {}
-    made: dict[tuple[fx.Node, Place], fx.Node] = {}
-    main: dict[fx.Node, Place] = {place: leader for place, leader in leaders.items() if isinstance(place, fx.Node)}
-    for place, leader in leaders.items():
-        if not isinstance(place, tuple) or main.setdefault(place[0], leader) == leader:
-            continue
-        value, reader = place
-        before = next(
-            (node for node in reader.all_input_nodes if is_reader_alias(node) and node.args[0] is value), None
-        )
-        if before is not None:
-            made[value, leader] = before
-        if (value, leader) not in made:
-            with module.graph.inserting_after(value):
-                alias = module.graph.call_function(torch.ops.aten.alias.default, (value,))
-            where = origin(value)
-            alias_origin = Origin(where.path, "aten.alias.default", where.source)
-            set_info(alias, type=tensor_type(value), separates_reader=True, origin=alias_origin)
-            made[value, leader] = alias
-        found[place] = made[value, leader]
-        reader.replace_input_with(value, found[place])
-    return found
-
-
-def is_reader_alias(node: fx.Node) -> bool:
-    """Return whether a node is an alias in front of a reader with its own parameters."""
-    return info(node).separates_reader

@@ -31,7 +31,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class Fixed:
-    """Parameters known beforehand; there may be one zero point for each channel."""
+    """Parameters known beforehand.
+
+    Attributes:
+        scale: distance between neighbouring quantized values.
+        zero_point: quantized value of 0, or one for each channel.
+    """
 
     scale: float
     zero_point: int | tuple[int, ...]

@@ -18,6 +18,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import graph_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import operands, operator, record_of
+from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.annotate.node_annotations import (
     ANNOTATION_KEY,
@@ -25,7 +26,6 @@ from intaglio.quant.annotate.node_annotations import (
     CustomObserver,
     QuantizedAs,
     SameAs,
-    is_reader_alias,
 )
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed
 from intaglio.signature import DTYPES, TORCH_DTYPES

@@ -14,13 +14,13 @@ from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import drop_unused_constants
 from intaglio.fxgraph.node_info import TAG, info, inherit_info, known_type, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, layer_operands
+from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import per_token_qparams
 from intaglio.quant.annotate.embedding_tables import quantize_table
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
-from intaglio.quant.annotate.node_annotations import is_reader_alias
 from intaglio.quant.annotate.per_token import insert_dynamic_qdq
 from intaglio.quant.annotate.recurrent_sites import quantize_recurrent
 from intaglio.quant.annotate.regions import Annotations, Region

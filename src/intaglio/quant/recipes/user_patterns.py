@@ -127,6 +127,12 @@ def builtin(
     Names are those of fusion rows ("anchor_add_clamp"), operators ("conv2d", "add") and layers with a bias
     ("conv2d_bias").
 
+    Args:
+        names: names of patterns (default: all of them).
+        calibration: callback that chooses the parameters of the sites of these patterns.
+        priority: among matches that overlap, the one with the highest priority wins.
+        setting: settings of the operators that match.
+
     Raises:
         SelectorError: a name is unknown.
     """
