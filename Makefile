@@ -54,7 +54,7 @@ check-torch: | check
 
 # The documentation, as pages in build/site.
 docs: $(STAMP) $(DOCS)
-	.venv/bin/python -m mkdocs build --strict
+	.venv/bin/python -m sphinx -W --keep-going -E -q -d build/doctrees docs build/site
 
 # torch is pinned to one build here; pyproject.toml declares the versions that `make check-torch` tests.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.

@@ -1,4 +1,4 @@
-"""Tables of the site, printed from the code while it is built; `mkdocs.yml` names this file as a hook.
+"""Tables of the site, printed from the code while it is built; `conf.py` beside it asks for them.
 
 A line ``{{ operators }}`` of a page becomes that table. ``python docs/tables.py operators`` prints it.
 """
@@ -10,10 +10,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from intaglio import errors
-from intaglio.config import VERSION
 from intaglio.fusion.pattern import Pattern
 from intaglio.fusion.table import FUSIONS, GRAPH_FUSIONS
 from intaglio.kernels import ISAS, Isa
@@ -49,13 +47,13 @@ def _notes(record: OpDef) -> Iterator[str]:
     if record.roles.weight is not None:
         yield "constant weight"
     if record.function is not None:
-        yield "a table of 256 levels"
+        yield "a lookup table of 256 values"
     if record.variadic:
         yield "any number of operands, which share one range"
     elif len(record.roles.x) > 1:
         yield "both operands in int8"
     if record.tolerance != 1:
-        yield f"up to {record.tolerance} quantization steps from the reference"
+        yield f"differs from the reference by up to {record.tolerance} quantized values"
 
 
 def internal() -> str:
@@ -138,30 +136,9 @@ def fill(markdown: str) -> str:
     return MARK.sub(lambda mark: TABLES[mark[1]](), markdown)
 
 
-# -- what mkdocs calls ------------------------------------------------------------------------------------------------
-
-
-def on_config(config: Any, **_: Any) -> Any:
-    """Add the version of the package to the name of the site."""
-    config.site_name = f"{config.site_name} {VERSION}"
-    return config
-
-
-def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """Add the page "Benchmarks", whose text is kept beside the benchmarks."""
-    from mkdocs.structure.files import File
-
-    files.append(File.generated(config, "benchmarks.md", content=benchmarks_page()))
-    return files
-
-
 def benchmarks_page() -> str:
     """Return the text of benchmarks/README.md with the links of a page in docs."""
     return BENCHMARKS.read_text(encoding="utf-8").replace("](../docs/", "](")
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return fill(markdown)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import typer
 
 import intaglio
+import intaglio.annotation
 import intaglio.calibration
+import intaglio.patterns
 from intaglio import config, errors
 from intaglio.cli.app import app
 from intaglio.fusion.pattern import op, seq, wildcard
@@ -21,7 +24,7 @@ from support.project_files import ROOT
 DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("**/*.md"))}
 WRITTEN = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(DOCS / name for name in PAGES)]
-FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```([\w{}-]*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def load_tables():
@@ -110,10 +113,15 @@ def test_every_generated_table_is_on_a_page_and_every_marker_names_a_table():
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_page_is_in_the_navigation_and_exists():
-    """`benchmarks.md` is made from benchmarks/README.md by the hook."""
-    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(listed) == sorted([*PAGES, "benchmarks.md"])
+def test_every_page_is_in_the_navigation():
+    """Sphinx adds the four parts to the first page; each part lists its own pages."""
+    conf = (DOCS / "conf.py").read_text(encoding="utf-8")
+    listed = re.findall(r"<(\S+)>", re.search(r"^TOP = \((.*)\)$", conf, re.MULTILINE)[1])
+    for part in ("howto.md", "explanation.md", "reference/index.md"):
+        for block in re.findall(r"^```{toctree}\n(.*?)^```$", PAGES[part], re.MULTILINE | re.DOTALL):
+            targets = re.findall(r"<(\S+)>$", block, re.MULTILINE)
+            listed += [os.path.normpath(Path(part).parent / target) for target in targets]
+    assert sorted(f"{name}.md" for name in listed) == sorted(set(PAGES) - {"index.md"})
 
 
 def test_links_of_the_benchmarks_page_lead_to_pages_of_the_site():
@@ -155,38 +163,66 @@ def test_a_broken_link_is_found(tmp_path):
     assert broken_links(page) == ["#nowhere", "gone.md"]
 
 
-@pytest.mark.slow(reason="mkdocs renders all pages; links, tables and names are checked without it")
-def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
-    pytest.importorskip("mkdocs", reason="the site needs mkdocs; `make docs` and `make slow` install it")
-    from mkdocs.commands.build import build
-    from mkdocs.config import load_config
-
-    monkeypatch.chdir(ROOT)
-    site = tmp_path / "site"
-    build(load_config("mkdocs.yml", site_dir=str(site), strict=True))
+@pytest.mark.slow(reason="Sphinx renders all pages; links, tables and names are checked without it")
+def test_the_site_builds_without_a_warning(site):
     reference = (site / "reference" / "operators.html").read_text(encoding="utf-8")
-    assert all(f"<code>{name}</code>" in reference for name in OPS)
-    for page in site.glob("**/*.html"):
-        fetched = re.findall(r'(?:src|<link[^>]* href)="?(?:https?:)?//[^">]*', page.read_text(encoding="utf-8"))
-        assert not fetched, f"{page.name} fetches {fetched}"
+    assert all(f">{name}</span></code>" in reference for name in OPS)
+
+
+def documented_names() -> dict[str, str]:
+    """Return every documented name, with its module, and the page that documents it."""
+    found = {}
+    for page, text in PAGES.items():
+        module = ""
+        for kind, name in re.findall(r"^\.\. (currentmodule|autofunction|autoclass):: ([\w.]+)$", text, re.MULTILINE):
+            if kind == "currentmodule":
+                module = name
+            else:
+                path = name if "." in name else f"{module}.{name}"
+                assert path not in found, f"{path} is on {found[path]} and on {page}"
+                found[path] = page
+    return found
+
+
+DOCUMENTED = documented_names()
+HOMES = (intaglio, intaglio.stages, intaglio.calibration, intaglio.patterns, intaglio.annotation, intaglio.eager)
+
+
+def find(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def test_every_public_name_is_in_the_reference():
-    paths = re.findall(r"^::: ([\w.]+)$", PAGES["reference/api.md"], re.M)
-    documented = {path.rpartition(".")[2] for path in paths if not path.startswith("intaglio.eager.")}
-    public = {*intaglio.__all__, *intaglio.stages.__all__, *intaglio.calibration.__all__}
-    assert public - {"eager", "errors", "stages"} <= documented
-    assert {f"intaglio.eager.{name}" for name in intaglio.eager.__all__} <= set(paths)
+    documented = [find(path) for path in DOCUMENTED]
+    for home in HOMES:
+        for name in set(home.__all__) - {"eager", "errors", "stages", "BUILT_IN"}:
+            assert any(getattr(home, name) is thing for thing in documented), f"{home.__name__}.{name}"
 
 
-@pytest.mark.parametrize("path", re.findall(r"^::: ([\w.]+)$", PAGES["reference/api.md"], re.MULTILINE))
+@pytest.mark.parametrize("path", DOCUMENTED)
 def test_a_documented_name_is_what_the_package_exports(path):
-    module, _, name = path.rpartition(".")
-    found = getattr(importlib.import_module(module), name)
+    found, name = find(path), path.rpartition(".")[2]
     assert inspect.getdoc(found)
-    for home in (intaglio, intaglio.stages, intaglio.calibration):
-        if name in home.__all__ and module != "intaglio.eager":
-            assert found is getattr(home, name)
+    if any(home.__dict__.get(name) is found for home in HOMES):
+        assert path.rpartition(".")[0] in {home.__name__ for home in HOMES}
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTED if inspect.isroutine(find(path))])
+def test_a_public_function_describes_every_parameter(path):
+    described = re.findall(r"^ {4}\*{0,2}(\w+):", inspect.getdoc(find(path)), re.MULTILINE)
+    assert set(inspect.signature(find(path)).parameters) <= set(described)
+
+
+@pytest.mark.slow(reason="Sphinx renders all pages")
+def test_every_parameter_of_a_public_function_is_in_a_table(site):
+    for path, page in DOCUMENTED.items():
+        if inspect.isroutine(find(path)):
+            text = (site / page).with_suffix(".html").read_text(encoding="utf-8")
+            _, _, text = text.partition(f'<dt class="sig sig-object py" id="{path}">')
+            rows, _, _ = text.partition("</table>")
+            for name in inspect.signature(find(path)).parameters:
+                assert re.search(rf'<code class="name [^>]*><span class="pre">\**{name}</span></code>', rows), path
 
 
 def test_every_variable_of_the_environment_is_described():
