@@ -6,6 +6,7 @@ PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
 INSTALL = $(PIP) install --no-compile
 STAMP   = .venv/installed
 DOCS    = .venv/installed_docs
+SPELLED = $(wildcard *.md) docs src tests benchmarks examples
 CPP_FILES = $(shell find src -name '*.h' -o -name '*.c' -o -name '*.cpp')
 
 export PYTHONUNBUFFERED = 1
@@ -36,6 +37,7 @@ format: $(STAMP)
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 	.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	.venv/bin/codespell $(SPELLED)
 
 types: $(STAMP)
 	.venv/bin/python -m mypy
