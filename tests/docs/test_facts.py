@@ -9,7 +9,7 @@ from intaglio import config
 from intaglio.ops import OPS
 from intaglio.quant.calibrate.range_methods import METHODS
 from intaglio.quant.recipes.recipe import Recipe
-from intaglio.quant.recipes.settings import Setting
+from intaglio.quant.recipes.settings import DEFAULT, TRANSFORMER, Setting
 from intaglio.tune.schedule_search import MARGIN
 from support.project_files import ROOT
 
@@ -45,6 +45,19 @@ def test_pages_name_every_range_method():
     described = [re.match(r"`(\w+)", cells[0])[1] for cells in rows("calibration", "Methods")]
     assert sorted(described) == sorted(METHODS)
     assert set(re.findall(r'"(\w+)', SETTINGS["method"])) == set(METHODS)
+
+
+def test_the_defaults_with_and_without_attention_are_those_of_the_page():
+    text = page("transformers").partition("| setting | with attention | without |\n")[2].partition("\n\n")[0]
+    table = [
+        [re.search(r"`(.*?)`", cell)[1].strip('"') for cell in line.strip("|").split("|")]
+        for line in text.splitlines()[1:]
+    ]
+    different = [
+        field.name for field in fields(Setting) if getattr(DEFAULT, field.name) != getattr(TRANSFORMER, field.name)
+    ]
+    assert sorted(key for key, _, _ in table) == sorted(different)
+    assert all((getattr(TRANSFORMER, key), getattr(DEFAULT, key)) == tuple(values) for key, *values in table)
 
 
 def test_defaults_of_the_environment_are_those_of_the_page(monkeypatch):

@@ -147,7 +147,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Headings as mkdocs and code hosts both name them: lower case, hyphens for spaces, signs dropped."""
+    """Headings as Sphinx and code hosts both name them: lower case, hyphens for spaces, signs dropped."""
     titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title.lower())) for title in titles}
 
