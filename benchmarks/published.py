@@ -277,7 +277,7 @@ def accuracy_table(runs: list[Run], lines: list[dict[str, Any]]) -> str:
     body = table(("network", "engine", "top-1 accuracy", "same class as float32", "time per call"), rows)
     days = listed(sorted(scores["date"][:10] for scores in found.values()))
     times = [timed[network] for network, _ in found]
-    return f"{body}\n\nAccuracy recorded {days}. {source(times, 'Times recorded')}"
+    return f"{body}\n\n{source(times, 'Times recorded')} Accuracy recorded {days}."
 
 
 def claim(runs: list[Run]) -> str:
