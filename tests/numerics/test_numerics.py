@@ -173,7 +173,7 @@ def test_both_ends_saturate_and_never_wrap(zero_point):
 def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, levels):
     low, high = min(low, high), max(low, high)
     scale, zero_point = nm.affine_qparams(low, high, *levels)
-    assert scale >= nm.SMALLEST_SCALE
+    assert scale >= nm.MIN_SCALE
     assert scale == float(np.float32(scale))
     assert levels[0] <= zero_point <= levels[1]
     assert nm.dequantize(nm.quantize(0.0, scale, zero_point, *levels), scale, zero_point) == 0

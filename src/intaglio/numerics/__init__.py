@@ -81,8 +81,8 @@ from intaglio.numerics.row_quantization import (
 )
 from intaglio.numerics.scales import (
     BIAS_LIMIT,
+    MIN_SCALE,
     SHRINKS,
-    SMALLEST_SCALE,
     ZERO_WEIGHT_STEPS,
     accumulator_bound,
     accumulator_scale,
@@ -116,6 +116,7 @@ __all__ = [
     "LOWEST_EXPONENT",
     "LOWEST_SCORE",
     "MIN_ROW_ABSMAX",
+    "MIN_SCALE",
     "MIN_TABLE_SCALE",
     "NORMAL_RATE",
     "NORMAL_TERMS",
@@ -125,7 +126,6 @@ __all__ = [
     "ROW_ZERO",
     "SHRINKS",
     "SIXTH",
-    "SMALLEST_SCALE",
     "TABLE_STEPS",
     "ZERO_WEIGHT_STEPS",
     "Affine",

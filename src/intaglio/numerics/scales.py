@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from intaglio.numerics.rounding import Affine, FloatArray, Int32Array, reciprocal
 
-SMALLEST_SCALE = 2.0**-126
+MIN_SCALE = 2.0**-126
 """Smallest scale. A float32 scale below it is denormal, and its reciprocal may be infinite."""
 
 BIAS_LIMIT = 2**30
@@ -35,7 +35,7 @@ def affine_qparams(low: float, high: float, qmin: int, qmax: int) -> Affine:
         raise ValueError(f"range [{low}, {high}] is not finite")
     if low == high:
         return Affine(1.0, min(max(0, qmin), qmax))
-    scale = float(np.float32(max((high - low) / (qmax - qmin), SMALLEST_SCALE)))
+    scale = float(np.float32(max((high - low) / (qmax - qmin), MIN_SCALE)))
     if not math.isfinite(scale):
         raise ValueError(f"range [{low}, {high}] needs a scale that float32 cannot hold")
     zero_point = int(np.clip(np.rint(qmin - low / scale), qmin, qmax))
@@ -45,7 +45,7 @@ def affine_qparams(low: float, high: float, qmin: int, qmax: int) -> Affine:
 def symmetric_scale(absmax: ArrayLike, qmax: int) -> FloatArray:
     """Return the scales ``absmax / qmax``, computed in float64 and stored in float32; an all-zero channel gets 1."""
     wide = np.asarray(absmax, np.float64)
-    scale = np.maximum(wide / qmax, SMALLEST_SCALE).astype(np.float32)
+    scale = np.maximum(wide / qmax, MIN_SCALE).astype(np.float32)
     return np.where(wide == 0, np.float32(1), scale)
 
 
@@ -150,7 +150,7 @@ def fit_weight_scale(scale_w: ArrayLike, absmax: ArrayLike, bias: ArrayLike | No
     wide_bias = np.abs(np.asarray(bias, np.float32).astype(np.float64))
     wide_x = np.float64(np.float32(scale_x))
     zero = np.asarray(absmax) == 0
-    carried = np.maximum(wide_bias / (wide_x * ZERO_WEIGHT_STEPS), SMALLEST_SCALE).astype(np.float32)
+    carried = np.maximum(wide_bias / (wide_x * ZERO_WEIGHT_STEPS), MIN_SCALE).astype(np.float32)
     scale = np.where(zero & (wide_bias > 0), carried, scale)
     least = (wide_bias / (wide_x * (BIAS_LIMIT - 1))).astype(np.float32)
     short = least.astype(np.float64) * wide_x * (BIAS_LIMIT - 1) < wide_bias

@@ -131,7 +131,7 @@ def test_data_checks_name_sites_with_outliers_and_a_better_method():
 @pytest.mark.parametrize("tiny", [1e-42, 1e-45])
 def test_denormals_have_a_finite_scale(method, tiny):
     scale = scale_of(method, of(np.full((4, 4), tiny)))
-    assert scale == numerics.SMALLEST_SCALE
+    assert scale == numerics.MIN_SCALE
     assert np.isfinite(np.float32(1) / np.float32(scale))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.ir import QParams
-from intaglio.numerics import SMALLEST_SCALE
+from intaglio.numerics import MIN_SCALE
 from intaglio.output_paths import write_text
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.correct.corrections import Corrected
@@ -249,7 +249,7 @@ def _scale(value: Any) -> float:
     """Parse a scale, a number or a decimal or hexadecimal string, and round it to float32."""
     number = float.fromhex(value) if isinstance(value, str) and "x" in value.lower() else float(value)
     scale = float(np.float32(number))
-    if isinstance(value, bool) or not (SMALLEST_SCALE <= scale < math.inf):
+    if isinstance(value, bool) or not (MIN_SCALE <= scale < math.inf):
         raise ValueError(f"scale {value!r}; one is at least 2^-126, and finite")
     return scale
 

@@ -100,7 +100,7 @@ def _convert_weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bo
         reason = "zero points, which weights of kernels have not"
     elif operator(node) == DEQUANTIZE_CHANNEL and node.args[3] != axis:
         reason = f"scales along axis {node.args[3]}; its outputs lie along axis {axis}"
-    elif not all(numerics.SMALLEST_SCALE <= scale < math.inf for scale in _scales(module, node)):
+    elif not all(numerics.MIN_SCALE <= scale < math.inf for scale in _scales(module, node)):
         reason = "a scale that is not positive"
     if reason is not None:
         _convert_to_float(module, node, f"its weight has {reason}")

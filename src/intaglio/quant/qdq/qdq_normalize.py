@@ -244,7 +244,7 @@ def u8_qparams(node: fx.Node) -> QParams | None:
     if operator(node) not in (QUANTIZE_TENSOR, DEQUANTIZE_TENSOR) or (shift := U8_OFFSET.get(node.args[5])) is None:
         return None
     scale, zero, low, high = node.args[1:5]
-    if not low <= zero <= high or low >= high or not numerics.SMALLEST_SCALE <= scale < math.inf:
+    if not low <= zero <= high or low >= high or not numerics.MIN_SCALE <= scale < math.inf:
         return None
     return QParams((scale,), (zero + shift,), low + shift, high + shift)
 
