@@ -148,7 +148,7 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
 @pytest.mark.parametrize(
     "relu", [nn.ReLU(), *slow_params(nn.Identity(), reason="a sum with a function is one too")], ids=["relu", "sum"]
 )
-def test_rounding_in_front_of_a_sum_clips_nothing(relu, tmp_path):
+def test_quantizing_before_a_sum_clips_no_value(relu, tmp_path):
     """Values far outside of what was calibrated saturate in the sum, as without it."""
     body = Body(
         lambda m, x: m.pool(m.last(m.conv(x) + m.first(x))),
@@ -249,7 +249,7 @@ def test_per_token_quantization_runs_in_int8(tmp_path):
 
 @needs_vnni
 @pytest.mark.parametrize("mode", ["token", "tensor"])
-def test_scales_of_rows_are_the_references(mode, tmp_path):
+def test_per_token_scales_match_the_reference(mode, tmp_path):
     recipe = Recipe(default=intaglio.Setting(activations=mode))
     torch.manual_seed(0)
     model = nn.Linear(24, 5, bias=mode == "token")

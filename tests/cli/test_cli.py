@@ -372,7 +372,7 @@ def test_a_folder_that_is_missing_is_found_before_the_work(run):
     assert MODULE not in sys.modules
 
 
-def test_a_version_that_cannot_save_says_so_before_the_work(run, monkeypatch):
+def test_a_version_without_save_is_an_error_before_the_work(run, monkeypatch):
     monkeypatch.delattr(QuantizedModel, "save")
     code, out, err = run(*QUANTIZE)
     assert (code, out) == (1, "")
@@ -417,7 +417,7 @@ def test_bench_times_engines_alternately_and_names_missing_ones(run, monkeypatch
     assert "openvino was not measured" in ok(run(*words))
 
 
-def test_a_file_and_a_float_model_of_other_weights_are_told_apart(run, folder):
+def test_compare_detects_a_float_model_with_other_weights(run, folder):
     ok(run(*QUANTIZE))
     (folder / "other.py").write_text(BROUGHT.replace("manual_seed(0)", "manual_seed(1)"))
     text = ok(run("bench", "net.intaglio", "--float", "other:net", "--seconds", "0.01"))

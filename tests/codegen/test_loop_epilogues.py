@@ -64,7 +64,7 @@ def drawn_images(batch: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn(batch, *shape, generator=draw) for shape in shapes]
 
 
-def test_every_loop_behind_a_convolution_is_in_its_partition(images):
+def test_every_loop_after_a_convolution_is_fused_into_it(images):
     found = kinds(images[0])
     assert "loop" not in found, found
     assert sum(partition.endswith("+ loop") for partition in found) == 6

@@ -130,7 +130,7 @@ def _mixed(net, x):
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_nothing_outside_the_arena_the_constants_and_the_tensors_is_touched(program, isa):
+def test_programs_access_only_the_arena_constants_and_tensors(program, isa):
     net, lowered = built(program)
     assert_stays_inside(net, lowered, compiled(program, isa).artifact)
 

@@ -474,7 +474,7 @@ CONTEXTS = [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torc
 
 
 @pytest.mark.parametrize("around", CONTEXTS)
-def test_contexts_around_the_calls_change_nothing(around, caplog):
+def test_context_managers_around_calls_do_not_change_results(around, caplog):
     model = nets.randomize(Turning())
     with around():
         data = [x + 0 for x in uniform()]

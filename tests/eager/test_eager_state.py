@@ -316,7 +316,7 @@ def test_strict_does_not_depend_on_the_folder_of_the_code(tmp_path):
     assert str(tmp_path) not in bytes(here.state_dict()["_auto_quant_state.flow"].tolist()).decode()
 
 
-def test_missing_and_unexpected_entries_are_told_as_pytorch_does():
+def test_missing_and_unexpected_entries_are_reported_like_in_pytorch():
     model, prepared = calibrated()
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"_auto_quant_state.0\""):
         fresh().load_state_dict(model.state_dict())

@@ -120,7 +120,7 @@ def test_calls_are_intercepted_in_the_order_of_the_document():
 
 
 @pytest.mark.case("frontends A6")
-def test_observers_have_seen_nothing_after_prepare():
+def test_observers_are_empty_after_prepare():
     """A6: recording the example does not count; an observer of nothing would give scale 1 and zero point 0."""
     model = prepared()
     states = (model._auto_quant_state, model.child._auto_quant_state)

@@ -468,7 +468,7 @@ def test_batches_of_other_sizes_match_the_reference(caplog):
 # -- models of users ------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_result_are_taken_apart_one_element_after_the_other(caplog):
+def test_elements_of_unbound_rows_can_be_selected(caplog):
     """As a detection head reads its boxes: an element of a row that is itself taken from a tensor."""
 
     def body(m, x):

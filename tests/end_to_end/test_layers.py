@@ -164,7 +164,7 @@ def test_one_of_several_layers_can_be_selected():
 
 
 @pytest.mark.case("frontends C5")
-def test_smoothing_beats_plain_levels_where_a_channel_sticks_out():
+def test_smoothing_is_more_accurate_with_an_outlier_channel():
     torch.manual_seed(1)
 
     def body(m, x):
@@ -191,7 +191,7 @@ def test_smoothing_beats_plain_levels_where_a_channel_sticks_out():
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 @pytest.mark.parametrize(("groups", "affine", "residual"), [(3, True, "float"), (3, True, "int8"), (1, False, "float")])
-def test_group_norm_is_a_norm_of_rows(groups, affine, residual, isa):
+def test_group_norm_runs_as_a_row_norm_loop(groups, affine, residual, isa):
     norm = nn.GroupNorm(groups, 12, affine=affine)
     if affine:
         nn.init.normal_(norm.weight)

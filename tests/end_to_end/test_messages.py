@@ -99,7 +99,7 @@ def test_quantize_prints_and_warns_nothing(capfd):
 
 
 @pytest.mark.case("problem 18", "calibration 11")
-def test_less_data_than_asked_for_is_said_with_both_numbers():
+def test_too_little_data_is_reported_with_both_numbers():
     """Problem 18, calibration case 11."""
     model, captured = captured_net(nets.MaxPoolNet)
     prepared = stages.prepare(captured)

@@ -125,7 +125,7 @@ def test_a_scaled_and_masked_product_of_two_activations_is_one_partition():
 
 
 @pytest.mark.case("backend 22")
-def test_a_value_that_is_returned_and_read_on_is_the_levels_the_next_layer_reads():
+def test_a_returned_inner_value_is_the_dequantized_input_of_the_next_layer():
     """Case 22: what leaves as float is exactly ``(level - zero_point) * scale`` of the integers inside."""
     model = nets.randomize(Body(lambda m, x: (lambda y: (m.d(y), y))(F.relu(m.c(x))), c=conv(), d=conv(4)))
     reference, lowered = quantized(model, X)

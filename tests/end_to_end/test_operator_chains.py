@@ -96,7 +96,7 @@ INPLACE = {
 @pytest.mark.parametrize(
     "inplace", [True, *slow_params(False, reason="activations that write nothing")], ids=["in place", "new"]
 )
-def test_every_activation_behind_every_anchor_stays_in_integers(anchor, inplace):
+def test_every_activation_after_every_layer_runs_in_int8(anchor, inplace):
     """Case 25: one branch an activation, so that one capture sees them all."""
     calls = INPLACE if inplace else CALLS
 

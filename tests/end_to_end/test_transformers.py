@@ -169,7 +169,7 @@ def test_smoothing_changes_no_value(block):
     torch.testing.assert_close(prepared(BATCHES[0]), block(BATCHES[0]), rtol=1e-4, atol=1e-4)
 
 
-def test_factors_behind_a_function_run_in_the_layers_epilogue():
+def test_factors_after_a_function_run_in_the_epilogue_of_the_layer():
     torch.manual_seed(1)
     model = Block().eval()
     with torch.no_grad():  # one neuron of the wide layer sticks out, and its weights say little

@@ -111,6 +111,6 @@ def test_every_fusion_row_has_a_unique_name_purpose_and_level():
     assert {row.level for row in table.FUSIONS} == set(FusionLevel)
 
 
-def test_a_longer_row_behind_a_shorter_one_is_refused():
+def test_a_longer_fusion_row_after_a_shorter_one_is_refused():
     with pytest.raises(ValueError, match="longest first"):
         check_longest_first(tuple(reversed(table.ACCUMULATOR_FUSIONS)))

@@ -222,7 +222,7 @@ def test_a_square_root_is_computed_in_float():
 
 
 @pytest.mark.case("patterns D11")
-def test_nothing_is_folded_that_changes_a_bit():
+def test_constants_are_folded_only_if_no_bit_changes():
     """Scales per channel, and two roundings in a row where a value has two readers of unlike parameters."""
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 8)

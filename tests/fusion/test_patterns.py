@@ -74,7 +74,7 @@ def test_built_in_names_are_the_documents_too():
     assert {"conv2d", "conv2d_bias", "linear", "linear_bias", "add", "mul", "anchor_add_clamp"} <= set(BUILT_IN)
 
 
-def test_a_layer_without_bias_is_no_match_of_a_pattern_with_one():
+def test_a_layer_without_bias_does_not_match_a_pattern_with_bias():
     modules = {"c": conv(bias=False), "d": conv(8)}
     alone = annotated(two_convs, modules=modules, patterns=["conv2d_bias"])
     assert taken(alone) == [("anchor_clamp", "conv2d_bias")]  # the first clamps a float result, and so stays float

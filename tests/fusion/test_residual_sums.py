@@ -81,7 +81,7 @@ SCALED = {
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_a_scaled_sum_is_one_kernel_with_the_bits_of_its_reference(name, recipe, isa):
+def test_a_scaled_sum_is_one_bit_identical_kernel(name, recipe, isa):
     x, body, modules = SCALED[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), x, recipe=recipe)
     assert not lowered.islands, [str(skip) for skip in lowered.skipped]
@@ -131,7 +131,7 @@ def test_a_factor_along_columns_does_not_join_a_convolution():
 ACCURATE = Recipe.named("accurate")
 
 
-def test_a_value_of_16_bits_is_never_in_the_middle_of_two_levels():
+def test_a_16_bit_value_is_never_halfway_between_two_8_bit_values():
     """Quantized again in float32 it has the level it was split into, whatever the scale."""
     for scale in (1e-30, 0.001, 0.1, 1 / 3, 0.7, 3.0, 1e30):
         for zero_point in (0, 1, 128, 255):
@@ -184,7 +184,7 @@ SHORTCUTS = {
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_shortcuts_of_16_bits_have_the_bits_of_their_reference(name, isa):
+def test_kernels_with_16_bit_shortcuts_are_bit_identical(name, isa):
     body, modules, count = SHORTCUTS[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
     assert not lowered.islands

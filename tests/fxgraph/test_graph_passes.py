@@ -62,7 +62,7 @@ def before(m, x):
     ),
     ids=lambda net: net.__name__,
 )
-def test_values_are_kept_and_a_second_run_finds_nothing(net):
+def test_passes_preserve_values_and_are_idempotent(net):
     passed_graph(captured_net(net)[1], nets.example(net()))
 
 
@@ -190,7 +190,7 @@ def test_the_captured_graph_is_not_changed():
         ((1, 2, 3), True, 0),
     ],
 )
-def test_means_over_rows_and_columns_are_pools(axes, keep, count):
+def test_means_over_rows_and_columns_become_pools(axes, keep, count):
     model = Body(lambda m, x: m.c(x).mean(axes, keepdim=keep), c=conv())
     module, counts = passed(model, X)
     assert counts["mean_to_adaptive_avg_pool"] == count

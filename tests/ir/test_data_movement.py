@@ -174,7 +174,7 @@ def outcome(op: Op, given_shapes: list[tuple[int, ...]], sources: list[Buffer], 
 
 @pytest.mark.parametrize("name", MOVES)
 @given(st.data())
-def test_the_copies_of_a_move_are_what_numpy_says(name, data):
+def test_copies_of_data_movement_match_numpy(name, data):
     """Every element of the result is written once, nothing else is, and nothing outside a buffer is read."""
     op, given_shapes = data.draw(MOVES[name])
     sources = [data.draw(layouts(shape)) for shape in given_shapes]
@@ -309,7 +309,7 @@ def test_models_of_data_movement_run_in_int8(name, isa):
             assert torch.equal(found, expected)
 
 
-def test_channels_moved_last_and_back_move_no_byte():
+def test_channels_last_and_back_moves_no_byte():
     """A block of ConvNeXt without its norm: two permutations around linear layers, both aliases."""
 
     def body(m, x):

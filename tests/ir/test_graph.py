@@ -54,7 +54,7 @@ def test_dimensions_evaluate_to_what_integers_give(formula, sizes):
 
 
 @given(formulas(), SIZES)
-def test_c_text_of_a_dimension_that_is_not_negative_says_the_same(formula, sizes):
+def test_c_expressions_of_nonnegative_dimensions_are_equivalent(formula, sizes):
     dim = formula({"n": N, "h": H})
     text = c_expression(dim)
     assert eval(text.replace("/", "//"), dict(sizes)) == formula(sizes)

@@ -71,7 +71,7 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
-def test_every_kernel_gives_the_levels_of_its_reference(isa, subtests):
+def test_every_kernel_matches_its_reference(isa, subtests):
     """Check whole panels and parts of one: every column, every mask. After a crash, the name is the last in `-s`."""
     for spec in ISAS[isa].specs():
         if spec.table and not HAS_VBMI:

@@ -56,7 +56,7 @@ def test_loops_with_float_inputs_or_results_do_not_become_tables(name):
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
-def test_a_gelu_that_becomes_levels_is_the_one_behind_layers(isa):
+def test_a_quantized_gelu_uses_the_approximation_of_layer_epilogues(isa):
     """Its own where floats of it are stored too; within one level of the exact function, NaN the zero point."""
     net = LoopGraph(x=TensorType((N, C), F32))
     net.add(lambda b: write_quantize(b, b("gelu", "x"), 0.02, 30))
@@ -95,7 +95,7 @@ def test_value_bounds_follow_from_quantized_operands():
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("zero", [100, *slow_params(0, 255, reason="zero points at the ends")])
-def test_steps_that_need_no_bounds_have_the_same_levels(isa, zero):
+def test_quantize_without_bounds_checks_gives_the_same_values(isa, zero):
     """Of both ends, and of what lies far outside of them."""
     net = LoopGraph(x=TensorType((N, C), F32))
     net.quantize("x", 0.5, 100)

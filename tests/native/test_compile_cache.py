@@ -100,7 +100,7 @@ def test_a_damaged_entry_is_built_again(fresh_cache, damage):
     assert is_intact(path)
 
 
-def test_an_interrupt_ends_the_compiler_and_leaves_nothing_half_written(fresh_cache, tmp_path, monkeypatch):
+def test_an_interrupt_stops_the_compiler_without_partial_files(fresh_cache, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     body = f'[ "$1" = --version ] && exit\nsleep 600 & echo $! > {pid}\nkill -INT $PPID\nwait'
     with monkeypatch.context() as patch, heard(signal.SIGINT):

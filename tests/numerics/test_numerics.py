@@ -224,7 +224,7 @@ def test_a_weight_scale_grows_only_as_far_as_its_bias_needs(bias, scale_x, scale
 
 @pytest.mark.case("calibration 2")
 @given(FINITE, st.floats(2.0**-60, 2.0**60, width=32))
-def test_an_all_zero_channel_carries_its_bias_and_leaves_the_others_alone(bias, scale_x):
+def test_an_all_zero_channel_keeps_its_bias_and_does_not_affect_others(bias, scale_x):
     assume(bias == 0 or 2.0**-40 < abs(bias) < 2.0**40)
     scale = nm.fit_weight_scale([1.0, 0.5], [0.0, 3.0], [bias, 0.0], scale_x)
     assert scale[1] == np.float32(0.5)

@@ -201,7 +201,7 @@ def test_kernels_have_the_bits_of_the_interpreter(mode, shape, isa):
 
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 70), st.booleans(), st.integers(0, 2**32 - 1))
-def test_a_product_of_rows_is_exact_before_it_is_scaled(rows, inputs, outputs, tensor, seed):
+def test_a_per_token_product_is_exact_before_scaling(rows, inputs, outputs, tensor, seed):
     """By the reference of the graph: no compile an example."""
     net = Net(seed)
     x = net.input(rows, inputs)
@@ -360,7 +360,7 @@ def changed(graph, kind: str, **fields):
     return replace(graph, ops=tuple(ops))
 
 
-def test_graphs_that_lead_kernels_astray_are_refused():
+def test_dynamic_linear_graphs_with_invalid_operands_are_refused():
     _, lowered = quantized(randomize(nn.Linear(8, 6)), torch.randn(2, 3, 8), recipe=DYNAMIC)
     graph = lowered.graph
     check_graph(graph)

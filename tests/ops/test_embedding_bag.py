@@ -60,7 +60,7 @@ def random_rows(count: int, cuts: list[int], seed: int) -> tuple[torch.Tensor, .
 
 @settings(max_examples=30)
 @given(st.integers(0, 30), st.lists(st.integers(0, 100), max_size=6), st.integers(0, 2**32 - 1), st.integers(1, 3))
-def test_kernels_are_their_reference_and_that_is_torchs(bags, count, cuts, seed, workers):
+def test_bag_kernels_match_the_interpreter_and_torch(bags, count, cuts, seed, workers):
     graph, model = bags
     call = random_rows(count, cuts, seed)
     expected = graph(*call)

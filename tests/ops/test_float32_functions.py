@@ -326,7 +326,7 @@ def test_functions_after_other_operators_are_lookup_tables():
         assert "activate" not in kinds(integer)
 
 
-def test_an_accumulator_that_others_read_is_no_precise_function():
+def test_an_accumulator_with_other_readers_has_no_precise_function():
     def body(m, x):
         return m.last(F.silu(y := m.conv(x))), m.last(y)
 

@@ -45,7 +45,7 @@ def mirrored():
 
 
 @pytest.mark.parametrize("batch", [1, 4, 7])
-def test_a_host_operator_runs_on_levels_with_the_interpreters_bits(mirrored, batch):
+def test_a_host_operator_is_bit_identical_to_the_interpreter(mirrored, batch):
     _, _, lowered, model = mirrored
     x = torch.randn(batch, 3, 9, 9, generator=DRAW)
     assert torch.equal(model(x), lowered(x))
@@ -189,7 +189,7 @@ def test_a_meaning_that_returns_no_uint8_is_an_error(result):
         ),
     ],
 )
-def test_a_record_that_cannot_be_a_host_operator_says_so(record, problem):
+def test_invalid_host_operator_records_are_refused(record, problem):
     model = Body(lambda m, x: soft_sign(m.a(x)), a=conv())
     with pytest.raises(UnsupportedError, match=problem):
         stages.annotate(stages.capture(model.eval(), DATA[0]), stages.Quantizer(operators=[record]))

@@ -59,7 +59,7 @@ def every(request):
 
 @settings(max_examples=15)
 @given(st.integers(1, 120), st.integers(0, 2**32 - 1), st.integers(1, 3))
-def test_kernels_are_their_reference_and_that_is_torchs(every, rows, seed, workers):
+def test_weight_only_kernels_match_the_interpreter_and_torch(every, rows, seed, workers):
     graph, model = every
     draw = np.random.default_rng(seed)
     call = [torch.from_numpy(draw.standard_normal((rows, k)).astype(np.float32)) for k, _ in SIZES]
@@ -231,7 +231,7 @@ def test_convolutions_keep_float16_in_pytorch(tmp_path):
         ({"weights_dtype": "s2"}, 2),
     ],
 )
-def test_integers_of_few_bits_groups_and_one_scale_do_without_levels_of_activations(setting, bits, tmp_path):
+def test_weight_only_quantization_supports_few_bits_groups_and_one_scale(setting, bits, tmp_path):
     model = nn.Sequential(nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 9)).eval()
     x = torch.randn(16, 48)
     reference, graph = quantized(model, x, recipe=Recipe.of({}, Setting(activations="float", **setting)))

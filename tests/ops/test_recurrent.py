@@ -348,7 +348,7 @@ def changed(graph, **fields):
     return replace(graph, ops=tuple(ops))
 
 
-def test_graphs_that_lead_kernels_astray_are_refused():
+def test_recurrent_graphs_with_invalid_operands_are_refused():
     _, lowered = quantized(nn.LSTM(6, 10).eval(), torch.randn(5, 3, 6), recipe=DYNAMIC)
     graph = lowered.graph
     check_graph(graph)
@@ -371,7 +371,7 @@ def test_graphs_that_lead_kernels_astray_are_refused():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_steps_are_as_free_as_the_caller_says(kind):
+def test_time_steps_are_dynamic_if_the_caller_says_so(kind):
     """torch.export alone runs every step, and takes their number for a constant."""
     model = Body(lambda m, x: m.layer(x)[0], layer=kind(4, 6, batch_first=True)).eval()
     captured = stages.capture(model, torch.randn(2, 3, 4), dynamic_shapes=(({0: Dim.AUTO, 1: Dim.AUTO},),))

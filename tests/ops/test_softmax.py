@@ -101,7 +101,7 @@ def test_softmax_of_quantized_scores_matches_the_float_model():
     torch.testing.assert_close(stages.compile(lowered)(x), reference(x), rtol=1e-5, atol=1e-7)
 
 
-def test_rows_without_any_finite_value_are_as_in_torch():
+def test_softmax_of_rows_without_finite_values_matches_torch():
     """NaN where all is masked, zeros where some is."""
     x = torch.randn(3, 5)
     x[1], x[2, :3] = -torch.inf, -torch.inf

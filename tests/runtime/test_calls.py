@@ -43,7 +43,7 @@ STRIDED = {
 
 
 @pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
-def test_inputs_of_any_strides_are_read_as_they_are(view):
+def test_image_inputs_of_any_strides_are_read_without_a_copy(view):
     model, lowered = compiled(nets.ConvBnRelu)
     x = view(picture())
     before = x.clone()
@@ -75,13 +75,13 @@ def of_images() -> intaglio.QuantizedModel:
     return intaglio.quantize(net, [picture()], input=image, progress=False)
 
 
-def test_rows_of_any_strides_are_read_as_they_are():
+def test_row_major_inputs_of_any_strides_are_read_without_a_copy():
     model, lowered = compiled(nets.Linears)
     x = torch.randn(32, 5).t()[:, ::2]
     assert_same(model(x), lowered(x.contiguous()))
 
 
-def test_gradients_autocast_and_defaults_change_nothing():
+def test_autograd_autocast_and_default_dtypes_do_not_change_results():
     model, lowered = compiled(nets.ConvThenUnsupported)
     x = torch.randn(2, 3, 10, 10)
     expected = lowered(x)

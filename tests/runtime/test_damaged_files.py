@@ -196,7 +196,7 @@ def poisoned_library(mark: Path) -> bytes:
     return build(source, name="poison", isa="portable").read_bytes()
 
 
-def test_a_poisoned_library_runs_only_for_those_who_trust_it(good, fresh_programs, tmp_path):
+def test_a_malicious_library_runs_only_with_trust(good, fresh_programs, tmp_path):
     members = members_of(good)
     libraries = {name: poisoned_library(tmp_path / "ran") for name in members if name.endswith(".so")}
     path = tmp_path / "m"

@@ -220,7 +220,7 @@ def main_prints(model: QuantizedModel, program: Path, folder: Path) -> bool:
     return torch.equal(found, model(X).flatten()[:8])
 
 
-def test_main_has_forty_lines_at_most_and_says_what_is_wrong(tmp_path):
+def test_the_exported_main_is_short_and_reports_errors(tmp_path):
     compiled(nets.ConvBnRelu)[0].export_c(tmp_path)
     assert len((tmp_path / "main.c").read_text().splitlines()) <= 40
     subprocess.run(["sh", "-ec", "\n".join(c.commands(tmp_path))], cwd=tmp_path, check=True)

@@ -495,7 +495,7 @@ def test_a_trusted_library_is_used_and_needs_no_compiler(good, fresh_cache, monk
     model.verify()
 
 
-def test_without_trust_nothing_of_the_library_runs(good, fresh_programs, tmp_path):
+def test_without_trust_no_code_of_the_library_runs(good, fresh_programs, tmp_path):
     path = tmp_path / "poisoned"
     path.write_bytes(packed({**members_of(good), library(good): b"\x7fELF poison"}))
     model = intaglio.load(path)
@@ -525,7 +525,7 @@ def test_a_library_can_be_left_out(tmp_path):
     assert_same(intaglio.load(tmp_path / "m", trust=True)(x), model(x))
 
 
-def test_a_library_the_cache_has_lost_is_built_for_the_file(fresh_programs, tmp_path):
+def test_saving_rebuilds_a_library_missing_from_the_cache(fresh_programs, tmp_path):
     model = stages.compile(compiled(nets.Linears)[1])
     model.artifact.path.unlink()
     model.save(tmp_path / "m")
@@ -590,7 +590,7 @@ def test_libraries_this_machine_does_not_run_are_never_mapped(fat, fresh_cache, 
             assert (content in contents) == (name == "program-portable.so"), names
 
 
-def test_a_file_without_the_best_set_gives_the_best_it_has_if_trusted(tmp_path, monkeypatch, caplog):
+def test_a_trusted_file_without_the_best_instruction_set_uses_its_best(tmp_path, monkeypatch, caplog):
     only(monkeypatch, *ALL)
     model = stages.compile(compiled(nets.Linears)[1], isa=("portable", "avx2"))
     model.save(tmp_path / "m")

@@ -231,7 +231,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("name", STRIDES)
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_strides_are_read_as_they_are(name, isa):
+def test_inputs_with_dynamic_sizes_are_read_with_any_strides(name, isa):
     x = STRIDES[name](torch.randn(2, 3, 12, 14))
     model = program("weighed", isa)
     plain = x.detach().contiguous()

@@ -80,7 +80,7 @@ def test_a_part_is_found_by_its_module():
     assert [part.path for part in parts_of(net, picture()).values() if part.macs] == ["0.0"]
 
 
-def test_float_parts_have_rows_of_their_own():
+def test_float_islands_have_their_own_rows_in_a_profile():
     model, _ = built(lambda m, x: torch.fft.fft(m.c(x)).real + 1, picture())
     found = model.profile(picture(), calls=2)
     islands = [part for part in found.parts if part.island]
@@ -180,7 +180,7 @@ def test_long_names_are_cut_and_columns_stay_in_line():
     assert len(second) == MAX_LINE_LENGTH
 
 
-def test_rows_are_dictionaries_of_every_part(profile):
+def test_profile_rows_are_dictionaries_of_every_part(profile):
     assert [row["name"] for row in profile.rows()] == [part.name for part in profile.parts]
     assert all(row["gmacs"] == part.gmacs for row, part in zip(profile.rows(), profile.parts, strict=True))
 

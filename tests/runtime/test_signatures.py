@@ -48,7 +48,7 @@ class Open(nn.Module):
 
 
 @pytest.mark.case("problem 28")
-def test_keyword_arguments_behind_kwargs_keep_the_batch_free():
+def test_keyword_arguments_after_kwargs_keep_the_batch_dynamic():
     model = nets.randomize(Open())
     captured = stages.capture(model, (X,), example_kwargs={"shift": torch.ones(4, 4, 8, 8)})
     assert not captured.notes
@@ -329,7 +329,7 @@ BATCHES = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_first_batch_that_cannot_be_meant_is_refused_before_anything_is_made(kind):
+def test_an_invalid_first_batch_is_refused_before_the_work(kind):
     batch, problem = BATCHES[kind]
     with pytest.raises(CaptureError, match=problem) as raised:
         intaglio.quantize(nn.Sequential(conv()), [batch], progress=False)

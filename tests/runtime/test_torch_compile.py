@@ -141,6 +141,6 @@ def test_an_int8_model_updates_its_buffers_like_the_float_model():
         assert_same(fast(picture()), alike(picture()) * 2)
 
 
-def test_export_of_a_pipeline_says_that_it_is_quantized_already():
+def test_exporting_an_int8_model_is_an_error():
     with pytest.raises(InputError, match="quantized already"):
         torch.export.export(Pipeline(compiled(nets.ConvBnRelu)[0]), (picture(),))

@@ -109,7 +109,7 @@ def test_int8_buffers_are_saved_and_loaded(name, tmp_path):
     made.profile(x, calls=2)
 
 
-def test_calibration_moves_the_state_of_the_prepared_model_only():
+def test_calibration_changes_buffers_of_the_prepared_model_only():
     model, twin, x = twins("a counter and a mean")
     captured = stages.capture(model, x)
     prepared = stages.prepare(captured)

@@ -95,7 +95,7 @@ def test_an_input_broadcast_over_the_batch_keeps_size_1():
     same(captured, model, X.repeat(2, 1, 1, 1), torch.randn(1, 4, 8, 8))
 
 
-def test_free_rows_and_columns_are_checked_at_the_examples_size():
+def test_dynamic_image_sizes_are_checked_at_the_size_of_the_example():
     model = body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 5))
     auto = torch.export.Dim.AUTO
     captured = capture(model, X, dynamic_shapes={"args": ({0: auto, 2: auto, 3: auto},)})
@@ -358,7 +358,7 @@ def test_the_float_model_is_the_same_afterwards_also_when_a_step_fails(step):
     torch.testing.assert_close(model.eval()(nets.example(model)), twin.eval()(nets.example(model)), rtol=0, atol=0)
 
 
-def test_a_model_that_draws_random_numbers_does_not_move_the_generator_of_the_caller():
+def test_capturing_a_random_model_keeps_the_generator_state():
     model = body(lambda m, x: m.c(x) + torch.rand(1), c=conv())
     state = torch.get_rng_state()
     with pytest.raises(CaptureError):

@@ -218,7 +218,7 @@ def test_too_many_operators_are_refused_with_the_limit(monkeypatch):
 
 
 @pytest.mark.case("frontends C8")
-def test_a_scan_of_nothing_is_refused_as_torch_refuses_it():
+def test_a_scan_over_no_elements_is_refused_as_in_torch():
     model, (x, h) = model_of("cell")
     with pytest.raises(CaptureError, match="scan dimension > 0"):
         capture(model, (x[:0], h))

@@ -89,7 +89,7 @@ def candidates(layer: Geometry, problem: GemmProblem, isa: str, threads: int) ->
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @given(st.data())
-def test_every_candidate_gives_the_bits_of_the_reference(isa, data):
+def test_every_schedule_candidate_is_bit_identical(isa, data):
     case = data.draw(cases(isa, results=("u8", "add")))
     case = replace(case, images=max(case.images, 1))
     assume(case.height * case.width * case.per_group * case.per_group_out * case.groups * case.taps[1] < 1 << 18)

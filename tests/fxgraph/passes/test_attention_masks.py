@@ -137,7 +137,7 @@ def test_a_fully_masked_row_has_attention_zero(way):
     assert (found[2] == found[2, 0]).all()  # at most the bias of a last layer: the same in every place
 
 
-def test_weights_of_a_row_that_sees_nothing_are_nan_and_calibration_says_where():
+def test_attention_weights_of_a_fully_masked_row_are_nan_and_named():
     model, mask = model_of("attention that gives its weights")
     closed = mask.clone()
     closed[2] = True

@@ -41,7 +41,7 @@ def away(module: fx.GraphModule) -> list[fx.Node]:
 @pytest.mark.parametrize(
     "weights", [False, *slow_params(True, reason="attention written out, as weights are returned")]
 )
-def test_torchs_attention_keeps_the_batch_in_front(free, weights):
+def test_attention_of_torch_keeps_the_batch_first(free, weights):
     model = nn.MultiheadAttention(24, 3, batch_first=True)
     one = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
     shapes = dict.fromkeys(("query", "key", "value"), one) | {"need_weights": None}
@@ -76,7 +76,7 @@ CARRIED = {
 
 
 @pytest.mark.parametrize("name", CARRIED)
-def test_linear_layers_and_moves_keep_the_batch_in_front(name):
+def test_linear_layers_and_transposes_keep_the_batch_first(name):
     module, count = passed(linears(CARRIED[name]), X)
     assert count
     assert not away(module)

@@ -372,7 +372,7 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize(("body", "text"), FALLBACKS.values(), ids=FALLBACKS)
-def test_other_readers_keep_the_observed_range_and_a_note_says_which(body, text):
+def test_float_readers_of_an_image_input_keep_the_observed_range(body, text):
     model, x = nets.randomize(Body(body, c=conv(3, 3))), IMAGENET.normalize(photos(height=12, width=12))
     captured = capture(model, x.clone())
     graph = lowered(captured, IMAGENET, x.clone())[1]
@@ -410,7 +410,7 @@ def test_invalid_image_parameters_are_refused(parameters, text):
         lowered(captured_conv(), Image(**parameters), IMAGENET.normalize(every_byte()))
 
 
-def test_an_input_that_is_no_image_is_refused():
+def test_an_input_that_is_not_an_image_is_refused():
     model = nets.randomize(nets.Linears())
     with pytest.raises(UnsupportedError, match=r"an Image is f32\[n, channels, rows, columns\]"):
         lowered(model, IMAGENET, nets.example(model))

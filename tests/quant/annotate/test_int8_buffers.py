@@ -164,7 +164,7 @@ def test_buffers_are_chosen_by_name():
     assert stages.compile(found)(*CALLS[Attention][0]).shape == (1, 2, 16)
 
 
-def test_a_name_that_is_no_buffer_the_model_changes_is_an_error_with_those_there_are():
+def test_an_unknown_buffer_name_is_an_error_that_lists_the_buffers():
     with pytest.raises(SelectorError, match=r"'cache' matches no buffer that the model changes\n.*keys, values"):
         reference(Attention, int8_buffers=("cache",))
 
@@ -219,7 +219,7 @@ def test_a_buffer_computed_from_itself_is_reported():
     assert note in convert(stage).notes
 
 
-def test_initial_values_are_stored_as_levels_and_count_for_the_range():
+def test_initial_buffer_values_are_quantized_and_observed():
     model, found = reference(Held)
     (entry,) = found.signature.state
     q = entry.type.qparams

@@ -112,7 +112,7 @@ def test_quantized_values_around_a_float_operator_are_rounded():
 
 
 @pytest.mark.case("frontends B18")
-def test_fixed_parameters_are_taken_and_nothing_observes_them():
+def test_sites_with_fixed_parameters_have_no_observer():
     """B18: sigmoid gives 1/256, tanh 2/256 around 128."""
     model = Body(lambda m, x: m.b(torch.tanh(m.a(torch.sigmoid(x)))), a=conv(), b=conv(4))
     rules = By(
@@ -211,7 +211,7 @@ def test_without_implicit_sharing_a_reader_has_parameters_of_its_own():
     assert_equal_quantized(found, stages.requantize(found), X)
 
 
-def test_readers_that_want_different_levels_have_them():
+def test_readers_with_different_types_get_a_requantize():
     model = Body(lambda m, x: (lambda y: m.b(y) + m.c(y))(m.a(x)), a=conv(), b=conv(4), c=conv(4))
     found = reference(model, By(conv2d=lambda n: layer(n, QuantizedAs("u7") if n.name == "conv2d_2" else U8)))
     assert found.qparams["a#0/conv2d.0"].qmax == 255
@@ -354,7 +354,7 @@ def test_a_quantizer_argument_must_be_a_quantizer_or_an_annotator():
     [lambda m, x: m.a(x), lambda m, x: F.relu(m.a(x)), lambda m, x: torch.sin(m.a(x))],
     ids=["conv", "relu", "sin"],
 )
-def test_results_leave_as_integers_whatever_an_annotator_says_of_them(body):
+def test_int8_outputs_are_uint8_with_any_annotation(body):
     annotator = By(conv2d=layer, relu=lambda n: Annotation())
     quantizer = Quantizer(annotator=annotator, outputs="int8")
     captured = stages.capture(nets.randomize(Body(body, a=conv())), X)

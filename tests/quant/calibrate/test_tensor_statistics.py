@@ -281,7 +281,7 @@ def test_an_empty_array_changes_nothing():
 
 
 @pytest.mark.case("calibration 12")
-def test_nans_are_counted_and_poison_nothing():
+def test_nans_are_counted_and_do_not_change_statistics():
     made = of([1.0, np.nan, -2.0, np.nan])
     assert (made.nans, made.low, made.high, made.finite) == (2, -2.0, 1.0, 2)
     assert made.merge(of([4.0])).high == 4.0

@@ -102,7 +102,7 @@ def test_one_channel_has_the_range_of_the_tensor(method):
 
 @pytest.mark.case("calibration 8")
 @pytest.mark.parametrize("method", EVERY)
-def test_nothing_has_the_range_of_zero(method):
+def test_empty_statistics_give_the_range_zero(method):
     assert method_of(method)(Statistics(), 0, 255) == (0.0, 0.0)
 
 
@@ -154,7 +154,7 @@ def test_negative_zero_does_not_make_a_tensor_signed():
 
 @pytest.mark.case("calibration 20")
 @pytest.mark.parametrize("method", EVERY)
-def test_a_tensor_without_negative_values_uses_all_levels_above_zero_in_any_order(method):
+def test_nonnegative_tensors_use_all_quantized_values(method):
     x = np.abs(normal(4000)).reshape(40, 100)
     for made in (of(x), of(x[::-1]), of(x[20:], x[:20])):
         low, high = method_of(method)(made, 0, 255)
@@ -540,5 +540,5 @@ def test_one_expert_without_data_leaves_the_statistics_of_others_alone():
 
 
 @pytest.mark.case("calibration 52")
-def test_a_constant_has_nothing_to_search():
+def test_every_search_keeps_min_max_of_a_constant():
     assert mse(of(np.full(1000, 0.3))) == kl(of(np.full(1000, 0.3))) == minmax(of(np.full(1000, 0.3)))

@@ -362,7 +362,7 @@ def test_corrections_of_another_model_are_refused():
         stages.convert(all_stages[0], ranges[0], stages.correct(all_stages[1], ranges[1], [x]))
 
 
-def test_correcting_changes_nothing_that_was_given():
+def test_corrections_do_not_change_their_inputs():
     model = nets.randomize(nets.Residual())
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, bias="weights")
@@ -390,7 +390,7 @@ def test_a_generator_that_reuses_one_buffer_is_read_once_and_kept_right():
     assert torch.equal(intaglio.quantize(model, refilled())(x), intaglio.quantize(model, images)(x))
 
 
-def test_an_int8_model_says_what_corrections_gained():
+def test_an_int8_model_has_the_text_of_its_corrections():
     model = nets.randomize(nets.Residual())
     text = intaglio.quantize(model, [nets.example(model, 4)]).text("corrections")
     assert [line.split(":")[0] for line in text.splitlines()] == ["input 'x'", "equalize", "gptq"]

@@ -278,7 +278,7 @@ def test_a_matrix_product_has_a_symmetric_second_operand(zero, low, macs):
     assert len(reasons) == 1 - macs
 
 
-def test_float_operators_between_levels_stay_as_written():
+def test_float_operators_between_quantized_values_stay_float():
     def forward(m, x):
         y = torch.softmax(rounded(F.conv2d(rounded(x, *U8), m.w()), *U8), 1)
         return F.conv2d(rounded(y, 1 / 256, 0, 0, 255, torch.uint8), m.v())

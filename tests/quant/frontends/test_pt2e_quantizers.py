@@ -115,7 +115,7 @@ def test_a_pt2e_quantizer_quantizes_a_model():
     assert torch.allclose(model(X), reference(X), atol=reference.qparams["b#0/conv2d.0"].step)
 
 
-def test_signed_activations_are_the_same_levels_128_higher():
+def test_signed_activations_become_unsigned_with_zero_point_plus_128():
     fixed = FixedQParamsQuantizationSpec(torch.int8, 0.125, -28, -128, 127)
     quantizer = Backend()
     quantizer.output = fixed

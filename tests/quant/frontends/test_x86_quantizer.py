@@ -67,7 +67,7 @@ def test_a_concatenation_of_two_inputs_and_a_convolution_has_six_quantizes():
     ("name", "wanted"),
     [("attention", "1:1:3"), ("a sum of two linear", "1:1:2"), ("linear in series", "3:3:4"), ("linear", "1:1:1")],
 )
-def test_dynamic_linear_layers_on_one_input_make_its_levels_once(name, wanted):
+def test_dynamic_linear_layers_quantize_a_shared_input_once(name, wanted):
     """As many as torchao's ``quantize`` and ``dequantize``; its ``choose_qparams`` is part of our quantize, which gives
     the scales beside the levels."""
     found = reference(MODELS[name][0], X86Quantizer().set_global(DYNAMIC))
@@ -82,7 +82,7 @@ def dynamic_counts(found) -> str:
 
 
 @pytest.mark.parametrize("after", [*slow_params(None, reason="less than with a function behind it"), F.relu])
-def test_float16_weights_are_one_conversion_and_nothing_else(after):
+def test_float16_weights_are_one_cast_only(after):
     """torchao's graph has two: to float16, which we fold as every quantize of a weight is, and back."""
     model = Body(lambda m, x: m.a(x) if after is None else after(m.a(x)), a=linear())
     found = reference(model, X86Quantizer().set_global(HALF))
@@ -246,7 +246,7 @@ def test_every_type_can_be_left_out(kind):
     assert annotated(model, setter(kind, None))[TYPES[kind]] == Annotation()
 
 
-def test_a_convolution_left_out_takes_its_function_along_and_a_pool_does_not_take_the_convolution():
+def test_skipping_a_convolution_skips_its_function_but_skipping_a_pool_does_not():
     model = Body(lambda m, x: F.max_pool2d(F.relu(m.a(x)), 2), a=conv())
     found = annotated(model, X86Quantizer().set_global(INT8).set_function_type(F.max_pool2d, None))
     assert found["aten.max_pool2d.default"] == Annotation()
@@ -258,13 +258,13 @@ def test_a_convolution_left_out_takes_its_function_along_and_a_pool_does_not_tak
 
 
 @pytest.mark.parametrize("function", [nn.ReLU, nn.Hardtanh, nn.Hardswish, nn.ReLU6, nn.SiLU])
-def test_a_convolution_takes_the_function_behind_it(function):
+def test_a_convolution_is_annotated_with_the_function_after_it(function):
     model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=conv(), f=function())
     assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
 
 
 @pytest.mark.parametrize("function", [nn.ReLU(), nn.LeakyReLU(), nn.Tanh(), nn.GELU(), nn.GELU("tanh")])
-def test_a_linear_layer_takes_the_function_behind_it(function):
+def test_a_linear_layer_is_annotated_with_the_function_after_it(function):
     model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=linear(), f=function)
     assert list(annotated(model, X86Quantizer().set_global(INT8)).values())[1:] == [Annotation()]
     model = Body(lambda m, x: torch.exp(m.f(m.a(x))), a=linear(), f=nn.SiLU())
@@ -287,7 +287,7 @@ def test_a_type_without_a_rule_is_ignored_with_a_warning():
         X86Quantizer().set_module_type(nn.LSTM, INT8)
 
 
-def test_a_pool_behind_float_is_left_with_a_warning():
+def test_a_pool_after_a_float_operator_stays_float_with_a_warning():
     model = Body(lambda m, x: m.a(F.max_pool2d(torch.exp(x), 2)), a=conv())
     with pytest.warns(UserWarning, match="its input is not quantized"):
         assert regions(model, X86Quantizer().set_global(INT8)) == ["conv2d"]

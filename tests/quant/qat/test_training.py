@@ -133,7 +133,7 @@ def test_eps_momentum_and_dropout_survive_every_switch_of_modes():
         assert norm.training is dropout.training is mode
 
 
-def test_the_statistics_move_by_the_models_own_momentum():
+def test_batch_norm_statistics_use_the_momentum_of_the_model():
     model, x = normed("conv", 2, True, True), example("conv", 2)
     prepared, before = trainable(model, x), model[1].running_mean.clone()
     model(x)
@@ -409,7 +409,7 @@ def test_observing_ends_learning_and_learning_ends_observing():
     assert not all(torch.equal(a, b) for a, b in zip(scales, prepared.scale_parameters(), strict=True))
 
 
-def test_scales_that_have_seen_nothing_cannot_be_learned_or_converted():
+def test_scales_without_data_cannot_be_learned_or_converted():
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
     with pytest.raises(CalibrationError, match="seen no data"):
@@ -455,7 +455,7 @@ def test_any_integer_recipe_trains(setting):
     assert_evaluates_alike(prepared, x)
 
 
-def test_linear_layers_train_with_rows_quantized_while_they_run():
+def test_linear_layers_train_with_per_token_quantization():
     model, x = dropped(), torch.randn(5, 8)
     prepared = trainable(model, x, stages.Quantizer(intaglio.Recipe.named("int8_dynamic")))
     prepared(x).square().sum().backward()

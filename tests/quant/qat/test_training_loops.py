@@ -212,7 +212,7 @@ def test_two_processes_train_as_one_on_the_whole_batch(tmp_path, mode):
 
 
 @pytest.mark.slow(reason="several processes that train together")
-def test_ranks_that_observe_evaluate_alike(tmp_path):
+def test_all_ranks_evaluate_with_the_same_observed_ranges(tmp_path):
     """Their averages are the first rank's, as other buffers are, and their scales follow them."""
     (first, result), (second, other) = processes(tmp_path, 2, "observed")
     for name, values in first.items():

@@ -116,7 +116,7 @@ def test_scales_may_be_decimal_or_hexadecimal_numbers_or_texts(text):
 
 
 @pytest.mark.case("calibration 28")
-def test_repeated_modules_are_told_apart_by_call():
+def test_parameters_of_repeated_modules_are_named_by_call():
     """Case 28: one ReLU for two values, one weight for two calls: entries by call site, and one for the weight."""
     model = Body(lambda m, x: m.r(m.c(m.r(m.c(x)) * 10)), c=nn.Conv2d(3, 3, 3, padding=1), r=nn.ReLU())
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -195,7 +195,7 @@ def test_a_value_that_was_fused_away_needs_parameters_of_its_own():
         convert(skipping("op:aten.relu"), reference().parameters)
 
 
-def test_names_that_fit_nothing_are_errors_whatever_is_skipped():
+def test_unknown_site_names_are_errors():
     made = reference()
     odd = Parameters({**made.parameters.entries, "stm.0.weight": made.parameters.entries["fc.weight"]})
     with pytest.raises(CalibrationError, match=r"not those of this model: unknown stm\.0\.weight\n"):
@@ -258,7 +258,7 @@ def test_an_invalid_recipe_entry_is_refused_when_read(entry, problem):
         ('{"version": 2, "sites": {}}', "version 2; this intaglio reads 1"),
     ],
 )
-def test_another_file_is_no_file_of_parameters(text, problem):
+def test_a_file_of_another_kind_is_refused_as_parameters(text, problem):
     with pytest.raises(ArtifactError, match=problem):
         Parameters.from_json(text)
 

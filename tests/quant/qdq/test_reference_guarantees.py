@@ -45,7 +45,7 @@ def quantizing(found) -> list:
     return [node for node in found.module.graph.nodes if operator(node).startswith("quantized_decomposed.")]
 
 
-def test_weights_are_integers_behind_a_dequantize_that_stays():
+def test_weights_are_stored_as_integers_with_a_dequantize():
     """2.6, 2.10.15: folding covers what stands before the quantize of a weight, and nothing behind it."""
     model = nets.randomize(
         Body(lambda m, x: F.linear(x.flatten(1), m.w.t().contiguous() * 2), w=nn.Parameter(torch.ones(192, 5)))
@@ -223,7 +223,7 @@ def test_converted_models_are_not_converted_or_prepared_again(stage):
 
 
 @pytest.mark.case("frontends C11")
-def test_a_native_part_says_that_it_cannot_be_traced():
+def test_tracing_a_native_part_is_an_error():
     whole = nn.Sequential(intaglio.quantize(backbone(), [X]), nn.Linear(5, 2))
     assert whole(X).shape == (4, 2)
     with pytest.raises(intaglio.errors.CaptureError, match="quantized already"):
