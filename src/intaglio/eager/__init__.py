@@ -14,7 +14,7 @@ from intaglio.eager.quantization_state import AutoQuantizationState, attach, ses
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
-from intaglio.eager.session import Session, unchanged
+from intaglio.eager.session import Session, restoring_state
 from intaglio.eager.torchscript import scriptable
 from intaglio.errors import CalibrationError, InputError
 from intaglio.quant.qdq.convert import Reference
@@ -63,10 +63,10 @@ def prepare(
     quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session)
-    with unchanged(prepared):
+    with restoring_state(prepared):
         prepared(*args, **(example_kwargs or {}))
     for segment in session.segments:
-        segment.clear()
+        segment.clear_statistics()
     session.runs = 0
     return prepared
 
@@ -143,7 +143,7 @@ def rewrite(converted: nn.Module) -> Reference:
             quantized operator.
     """
     session = session_of(converted)
-    if session.records:
+    if session.is_recording:
         raise InputError("rewrite", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
     segments = session.segments
     if len(segments) != 1:

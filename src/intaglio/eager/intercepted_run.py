@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.interception import InterceptionMode, uninterrupted
+from intaglio.eager.interception import InterceptionMode, without_interception
 from intaglio.eager.recording.events import Event, RecordedSize, fill, tensors
 from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, plain_name, works_in_place
@@ -57,7 +57,7 @@ def call_intercepted(
         with DisableTorchFunction():
             outer.compute_referenced()
     current.run = run
-    counts = session.all_or_nothing() if session.records else contextlib.nullcontext()
+    counts = session.all_or_nothing() if session.is_recording else contextlib.nullcontext()
     try:
         with counts, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
             run.begin(args, kwargs)
@@ -89,7 +89,7 @@ class InterceptedRun(InterceptionMode):
         self.frames: weakref.WeakSet[TraceFrame] = weakref.WeakSet()
         self.recorder: Recorder | None = None
         self.last_operator: Event | None = None
-        self.tracks_modules = session.records
+        self.tracks_modules = session.is_recording
         self.calls: dict[str, int] = {path: 1}
         self.module_stack: list[str] = [path]
 
@@ -98,7 +98,7 @@ class InterceptedRun(InterceptionMode):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start to follow the first segment, or to record if there is none."""
         session = self.session
-        if session.records and not session.segments:
+        if session.is_recording and not session.segments:
             self.recorder = Recorder(session.path_of_id)
             with DisableTorchFunction():
                 self.recorder.begin(args, kwargs)
@@ -209,7 +209,7 @@ class InterceptedRun(InterceptionMode):
                 if event.changed is None:
                     return found.defer(event, args)
                 return self._run_in_place(found, event, args, kwargs, compute)
-            return self._new(func, path, args, kwargs, compute)
+            return self._run_unrecorded(func, path, args, kwargs, compute)
 
     def _run_in_place(
         self, at: TraceFrame, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
@@ -255,7 +255,7 @@ class InterceptedRun(InterceptionMode):
         recursive = len(set(self.module_stack)) < len(self.module_stack)
         return bool(same) and (recursive or self.recorder.last_read > same[-1].index or len(same) >= MAX_UNROLLED)
 
-    def _new(
+    def _run_unrecorded(
         self, func: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[..., Any]
     ) -> Any:
         """Run an operator that no recording has at this position, and record it if possible."""
@@ -263,7 +263,7 @@ class InterceptedRun(InterceptionMode):
         known_float = (path, func) in session.float_operators or isinstance(func, torch.ScriptMethod)
         in_place = works_in_place(func, kwargs) if func is not None else self._is_in_place_leaf(path)
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)
-        if session.records and not known_float and recorder is None:
+        if session.is_recording and not known_float and recorder is None:
             recorder = Recorder(session.path_of_id)
         if recorder is None or known_float or not recorder.can_record(real, kwargs, in_place):
             if in_place or "out" in kwargs:
@@ -298,7 +298,7 @@ class InterceptedRun(InterceptionMode):
         recorder, self.recorder = self.recorder, None
         if recorder is not None and recorder.recording.events:
             recorder.close()
-            with uninterrupted():
+            with without_interception():
                 segment = self.session.add_recording(recorder.recording)
             if segment.refused is None:
                 self.last_operator = recorder.recording.events[-1]

@@ -15,10 +15,10 @@ class InterceptionMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def without_interception() -> Iterator[None]:
     """Suspend every interception of the current thread inside the `with` block."""
     if isinstance(current_function_mode(), InterceptionMode):
-        with without_current_function_mode(), uninterrupted():
+        with without_current_function_mode(), without_interception():
             yield
     else:
         with EnableTorchFunction():

@@ -73,7 +73,7 @@ class AutoQuantizationState(Attachment):
         return found
 
     def __repr__(self) -> str:
-        converted = not self.session.records
+        converted = not self.session.is_recording
         infos = [line for index, info in self.seen_op_infos.items() for line in info.lines(index, converted)]
         lines = ["(seen_op_infos): {", *[f"  {line}" for line in infos], "}"]
         if converted:

@@ -13,7 +13,7 @@ from torch import nn
 from intaglio.eager.intercepted_run import InterceptedRun, current
 from intaglio.eager.model_copies import copy_without_attachments, plain_copy
 from intaglio.eager.quantization_state import attach, session_of
-from intaglio.eager.recording.replay import replay, trimmed
+from intaglio.eager.recording.replay import replay, without_recorded_outputs
 from intaglio.eager.segments.qtensor import plain
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.segments.trace_frame import TraceFrame
@@ -80,7 +80,7 @@ def run_traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def float_counterpart(converted: nn.Module) -> nn.Module:
     """Return a float model that follows the recordings of a converted model, on the graphs before quantization."""
     before = session_of(converted)
-    if before.records:
+    if before.is_recording:
         raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
     twin = copy_without_attachments(converted)
     session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
@@ -105,7 +105,7 @@ def captured_by_number(converted: nn.Module, model: nn.Module) -> dict[int, tupl
 
 
 def _captured(segment: Segment, model: nn.Module) -> Captured:
-    return trimmed(replay(segment.recording, model), segment.recording)[0]
+    return without_recorded_outputs(replay(segment.recording, model), segment.recording)[0]
 
 
 def binder_of(converted: nn.Module) -> Binder:

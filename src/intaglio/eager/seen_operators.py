@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from intaglio.eager.recording.events import Event, RecordedTensor, leaves
-from intaglio.eager.segments.fused_operators import computing_operators, display_name, regions_of
+from intaglio.eager.segments.fused_operators import computing_operators, display_name, regions_with_events
 from intaglio.eager.segments.segment import Segment
 from intaglio.ir import DType
 from intaglio.quant.annotate.sites import Site
@@ -68,14 +68,14 @@ class SeenRecording:
     """One recording in the form that `AutoQuantizationState` shows.
 
     Attributes:
-        first: Offset added to the value numbers of the recording, so that tensor ids are unique in the model.
+        id_offset: Offset added to the value numbers of the recording, so that tensor ids are unique in the model.
     """
 
     def __init__(self, segment: Segment, first: int, model: torch.nn.Module) -> None:
-        self.segment, self.first, self.model = segment, first, model
+        self.segment, self.id_offset, self.model = segment, first, model
         self.sites: dict[int, Site] = {}
         self.instead: dict[int, str] = {}
-        self.levels: dict[int, torch.dtype] = {}
+        self.quantized_dtypes: dict[int, torch.dtype] = {}
         self.computing_operators: set[int] = {event.index for event in segment.events}
         if segment.prepared is not None:
             self._annotated()
@@ -85,7 +85,7 @@ class SeenRecording:
         annotations = self.segment.prepared.annotations
         self.computing_operators = computing_operators(self.segment)
         roots = {region.root.name for region in annotations.regions}
-        for region, events in regions_of(self.segment):
+        for region, events in regions_with_events(self.segment):
             names = ", ".join(map(display_name, events))
             self.instead.update({event.index: f"{region.name} in int8 of {names}" for event in events})
         for number, name in self.segment.node_names.items():
@@ -93,23 +93,25 @@ class SeenRecording:
             if site is not None:
                 self.sites[number] = site
                 if name in roots:
-                    self.levels[number] = TORCH_QUANTIZED_DTYPES.get(site.dtype, torch.float32)
+                    self.quantized_dtypes[number] = TORCH_QUANTIZED_DTYPES.get(site.dtype, torch.float32)
 
     def infos(self, path: str) -> Iterator[SeenOpInfo]:
         """Yield the operators of the module at `path`."""
         results = {leaf.index for leaf in leaves(self.segment.recording.results[1]) if isinstance(leaf, RecordedTensor)}
         for event in self.segment.events:
-            if owner(event) == path:
+            if owner_path(event) == path:
                 yield self._info(event, results)
 
     def _info(self, event: Event, results: set[int]) -> SeenOpInfo:
         read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, RecordedTensor)]
         alone = "in float" if event.index in self.computing_operators else "handed on"
         inside = alone == "handed on" or event.index in self.instead
-        quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.levels]
-        real = [n for n in dict.fromkeys(read) if not inside and n in self.levels]
-        before = [f"quantize {self.first + n}" for n in quantized] + [f"dequantize {self.first + n}" for n in real]
-        after = [f"dequantize {self.first + n}" for n in made if n in results and n in self.levels]
+        quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.quantized_dtypes]
+        real = [n for n in dict.fromkeys(read) if not inside and n in self.quantized_dtypes]
+        before = [f"quantize {self.id_offset + n}" for n in quantized] + [
+            f"dequantize {self.id_offset + n}" for n in real
+        ]
+        after = [f"dequantize {self.id_offset + n}" for n in made if n in results and n in self.quantized_dtypes]
         kind = type(self.model.get_submodule(event.path)).__name__ if event.function is None else event.name
         return SeenOpInfo(
             kind,
@@ -122,8 +124,8 @@ class SeenRecording:
         )
 
     def _tensors(self, numbers: list[int]) -> tuple[QTensorInfo, ...]:
-        types = {**self.segment.recording.types, **self.levels}
-        return tuple(QTensorInfo(self.first + number, types[number]) for number in numbers)
+        types = {**self.segment.recording.types, **self.quantized_dtypes}
+        return tuple(QTensorInfo(self.id_offset + number, types[number]) for number in numbers)
 
     def observed(self, path: str) -> dict[int, Site]:
         """Return the site of each tensor that the module's operators make or are the first to read, by tensor id."""
@@ -132,11 +134,11 @@ class SeenRecording:
         for event in self.segment.events:
             fresh = [number for number in (*event.inputs, *event.outputs) if number not in known]
             known.update(fresh)
-            if owner(event) == path:
-                found.update({self.first + n: self.sites[n] for n in fresh if n in self.sites})
+            if owner_path(event) == path:
+                found.update({self.id_offset + n: self.sites[n] for n in fresh if n in self.sites})
         return found
 
 
-def owner(event: Event) -> str:
+def owner_path(event: Event) -> str:
     """Return the path of the module whose code runs the operator."""
     return event.path if event.function is not None else event.path.rpartition(".")[0]

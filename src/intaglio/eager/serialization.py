@@ -119,10 +119,10 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
         if "parameters" in entry:
             given = Parameters.from_json(entry["parameters"])
             segment.given = given if same else given.without_weights()
-        if not session.records:
+        if not session.is_recording:
             segment = segment.converted(segment.given, session.origin)
         elif same:
-            _count(segment, entry)
+            _load_statistics(segment, entry)
         else:
             dropped = dropped or bool(stored.entries[FLOW_ENTRY]["runs"])
         session.add(segment)
@@ -139,7 +139,7 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
         logger.warning("the weights changed since calibration, so its statistics are dropped; calibrate again")
 
 
-def _count(segment: Segment, entry: Entry) -> None:
+def _load_statistics(segment: Segment, entry: Entry) -> None:
     """Load the statistics of an entry into the observers of a segment.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.interception import uninterrupted
+from intaglio.eager.interception import without_interception
 from intaglio.eager.model_copies import plain_copy
 from intaglio.eager.recording.events import Event, operator_name, tensors
 from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
@@ -37,7 +37,7 @@ class Session:
         origin: Model with the same tensors that is not intercepted.
         quantizer: Chooses the sites and their parameters.
         strict: Raise an error for operators that calibration has not seen, instead of running them in float.
-        records: True while the model is prepared: operators that were not seen yet are recorded.
+        is_recording: True while the model is prepared: operators that were not seen yet are recorded.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Session:
     ) -> None:
         self.leaf_classes = leaf_classes
         self.model, self.quantizer, self.strict = model, quantizer, strict
-        self.records = True
+        self.is_recording = True
         self.stored: SerializedSession | None = None
         self.lock = threading.RLock()
-        self._empty()
+        self._reset()
 
-    def _empty(self) -> None:
+    def _reset(self) -> None:
         """Reset the session to one without recordings, with the tensors that the model has now."""
         self.origin, self.runs = plain_copy(self.model), 0
         self.segments: list[Segment] = []
@@ -81,14 +81,14 @@ class Session:
 
     def resume(self) -> None:
         """Rebuild the graphs from the serialized state, if the session is suspended."""
-        with self.lock, uninterrupted(), torch.inference_mode(False):
+        with self.lock, without_interception(), torch.inference_mode(False):
             if self.stored is not None:
-                self._empty()
+                self._reset()
                 restore(self, self.stored)
                 self.stored = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "quantizer", "strict", "leaf_classes", "records")
+        names = ("model", "quantizer", "strict", "leaf_classes", "is_recording")
         return {**{name: getattr(self, name) for name in names}, "stored": self.serialized_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Session:
     def finish_call(self, result: Any) -> Any:
         """Return the result of a call with all deferred values computed. While calibrating, begin the next batch."""
         found = plain_results(result)
-        if self.records:
+        if self.is_recording:
             self.check_modules()
             for segment in self.segments:
                 segment.next_batch()
@@ -136,17 +136,15 @@ class Session:
         changed = {path: tensor for path, tensor in self.model_tensors.items() if storage_key(tensor) in places}
         for path, tensor in changed.items():
             if recorder is not None:
-                recorder.release(path, tensor)
+                recorder.make_input(path, tensor)
             del self.model_tensors[path]
             self.path_of_id.pop(id(tensor), None)
         followed = [segment for segment in self.segments if segment.refused is None]
         retired = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
         for segment in retired:
             segment.refused = f"the model writes to {', '.join(changed)}"
-            if not self.records:
-                logger.warning(
-                    "the model writes to %s for the first time; operators that read it run in float", ", ".join(changed)
-                )
+            if not self.is_recording:
+                logger.warning("%s: written to for the first time; its operators run in float", ", ".join(changed))
         for key, entries in list(self.index.items()):
             self.index[key] = [entry for entry in entries if entry[0] not in retired]
         return bool(retired)
@@ -157,15 +155,15 @@ class Session:
         Raises:
             UnsupportedError: The session is strict and converted, and calibration has not seen this transition.
         """
-        if not self.records and not self.strict:
+        if not self.is_recording and not self.strict:
             return
         pair = before and self.location(before), after and self.location(after)
-        if self.records:
+        if self.is_recording:
             self.transitions.add(pair)
         elif pair not in self.transitions:
             seen = "the call ended" if after is None else f"{after} runs"
             behind = before or "the beginning"
-            text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected(at)}"
+            text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected_operator(at)}"
             found = after or before
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
@@ -201,7 +199,7 @@ class Session:
             before: Session to follow.
             made: Segments of this session, in the order of those of `before`.
         """
-        self.records = False
+        self.is_recording = False
         self.transitions, self.unrecorded = set(before.transitions), set(before.unrecorded)
         self.source_lines = {key: list(lines) for key, lines in before.source_lines.items()}
         pairs = dict(zip(before.segments, made, strict=True))
@@ -232,13 +230,13 @@ class Session:
                 f"nested as {nested}, calibrated as {first.argument_tree}",
                 remedy="call it as in calibration, or convert without strict=True",
             )
-        if made.mismatched_axes and self.records and self._make_dynamic(first, made):
+        if made.mismatched_axes and self.is_recording and self._make_dynamic(first, made):
             made = TraceFrame(self, first)
             made.begin(args, kwargs)
         return made
 
     def _make_dynamic(self, segment: Segment, made: TraceFrame) -> bool:
-        with uninterrupted():
+        with without_interception():
             return segment.make_dynamic(made.mismatched_axes)
 
     def find_recorded(
@@ -269,11 +267,11 @@ class Session:
             )
 
         candidates = sorted(candidates, key=order)
-        for widens in (False, True) if self.records else (False,):
+        for widens in (False, True) if self.is_recording else (False,):
             for segment, event in candidates:
                 found = self._frame_at(segment, event, args, kwargs, widens)
                 if found is not None:
-                    if self.records and (segment, event.index) not in known:
+                    if self.is_recording and (segment, event.index) not in known:
                         self.successors.setdefault(place, []).append((segment, event.index))
                     return found
         return None
@@ -299,7 +297,7 @@ class Session:
         A converted model warns once per source line, or raises `UnsupportedError` if it is strict.
         """
         place = path, operator_name(func), source_line().rpartition(", in ")[2]
-        if self.records:
+        if self.is_recording:
             self.unrecorded.add(place)
         elif place not in self.unrecorded and tensors(given):
             self._report_unseen(func, path, at, given)
@@ -312,7 +310,7 @@ class Session:
         known = self.index.get((path, func))
         what = f"not seen in calibration on {_sizes(given)}" if known else "not seen in calibration"
         if self.strict:
-            text = f"{what}; expected {_expected(at)}"
+            text = f"{what}; expected {_expected_operator(at)}"
             raise UnsupportedError(path or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
         self.warned.add((path, func, line))
         logger.warning("%s, %s (%s): %s; it runs in float", path or type(self.model).__name__, name, line, what)
@@ -321,7 +319,7 @@ class Session:
 CALIBRATE_PATH = "calibrate with data that takes this way, or convert without strict=True"
 
 
-def _expected(at: TraceFrame | None) -> str:
+def _expected_operator(at: TraceFrame | None) -> str:
     """Return the name of the operator that the recording expects next, for an error message."""
     return "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
 
@@ -332,7 +330,7 @@ def _sizes(given: Any) -> str:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def restoring_state(model: nn.Module) -> Iterator[None]:
     """Restore the attributes, submodules and buffers of all modules after the `with` block."""
     tables = [
         (table, dict(table))

@@ -16,7 +16,7 @@ class RecordedState(Protocol):
 
     origin: nn.Module
     quantizer: Quantizer
-    records: bool
+    is_recording: bool
     runs: int
     segments: list[Segment]
     index: dict[Any, list[tuple[Segment, Event]]]

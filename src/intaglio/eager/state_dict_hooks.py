@@ -57,12 +57,12 @@ class LoadHook(Attachment):
         if self.whole:
             for key in [key for key in state if key.startswith(head)]:
                 name = key.removeprefix(head)
-                given[name] = _fitting(key, name, read(key, state.pop(key)), session, stored)
+                given[name] = _checked_entry(key, name, decode_entry(key, state.pop(key)), session, stored)
             missing += [head + name for name in stored.entries if strict and name not in given]
         session.suspend(replace(stored, entries={**stored.entries, **given}))
 
 
-def read(key: str, tensor: Any) -> Entry:
+def decode_entry(key: str, tensor: Any) -> Entry:
     """Decode the entry in a tensor of a state dictionary.
 
     Raises:
@@ -78,7 +78,7 @@ def read(key: str, tensor: Any) -> Entry:
     return dict(entry)
 
 
-def _fitting(key: str, name: str, entry: Entry, session: Session, stored: SerializedSession) -> Entry:
+def _checked_entry(key: str, name: str, entry: Entry, session: Session, stored: SerializedSession) -> Entry:
     """Return the entry if it fits a recording of this model.
 
     Raises:
@@ -98,7 +98,7 @@ def _fitting(key: str, name: str, entry: Entry, session: Session, stored: Serial
         seen, own = other or ("nothing more", stored.entries[name]["operators"][len(entry["operators"])])
         problem = f"the operators differ: {seen.strip()!r} in the state, {own.strip()!r} here"
         raise InputError(key, None, problem, remedy=remedy)
-    if not session.records and "parameters" not in entry and "statistics" in entry:
+    if not session.is_recording and "parameters" not in entry and "statistics" in entry:
         problem = "statistics of a prepared model; this one is converted"
         raise InputError(key, None, problem, remedy="load them into a prepared model, and convert that")
     return entry

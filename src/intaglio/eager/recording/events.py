@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.eager.recording.torch_functions import attribute_path, named
+from intaglio.eager.recording.torch_functions import attribute_path, function_at
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Event:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         function = state["function"]
-        vars(self).update(state, function=named(function) if isinstance(function, tuple) else function)
+        vars(self).update(state, function=function_at(function) if isinstance(function, tuple) else function)
 
     @property
     def name(self) -> str:

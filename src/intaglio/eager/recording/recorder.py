@@ -109,9 +109,9 @@ class Recorder:
             entries, tree = pytree.tree_flatten(both)
             self.recording.results = tree, entries
 
-    def release(self, path: str, tensor: torch.Tensor) -> None:
+    def make_input(self, path: str, tensor: torch.Tensor) -> None:
         """Turn a tensor of the model that is about to be written to into an input of the operators recorded so far."""
-        number = self._new(tensor)
+        number = self._new_value(tensor)
         del self.slots[id(tensor)]
         self.recording.inputs[number] = tensor.clone()
 
@@ -126,7 +126,7 @@ class Recorder:
         """Return the number of a tensor. A tensor that is seen for the first time becomes an input."""
         if id(tensor) not in self.slots:
             self._keep_unread_values()
-            self.recording.inputs[self._new(tensor)] = tensor
+            self.recording.inputs[self._new_value(tensor)] = tensor
         return self.slots[id(tensor)]
 
     def _keep_unread_values(self) -> None:
@@ -139,7 +139,7 @@ class Recorder:
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
         self.read_values.update(dict.fromkeys(map(RecordedTensor, made)))
 
-    def _new(self, tensor: torch.Tensor) -> int:
+    def _new_value(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)
         self.recording.types[number] = tensor.dtype
         self.slots[id(tensor)] = number
@@ -213,7 +213,7 @@ class Recorder:
         changed = None
         if in_place:
             self.slots.pop(id(args[0]), None)
-            changed = self._new(args[0])
+            changed = self._new_value(args[0])
         made = fill(result, lambda leaf: self._result(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         recorded = self.recording
         views = () if in_place else self._views(tensors((args, kwargs)), tensors(result))
@@ -225,7 +225,7 @@ class Recorder:
         path = self.known.get(id(tensor))
         if path is not None:
             return ModelTensor(path)
-        return RecordedTensor(self.slots[id(tensor)] if id(tensor) in self.slots else self._new(tensor))
+        return RecordedTensor(self.slots[id(tensor)] if id(tensor) in self.slots else self._new_value(tensor))
 
     def _views(
         self, taken: list[torch.Tensor], made: list[torch.Tensor]

@@ -62,7 +62,7 @@ def example_of(recording: Recording) -> tuple[tuple[Any, ...], Mapping[str, Any]
         return tuple(recording.inputs.values()), {}
     call = pytree.tree_map(lambda v: recording.inputs[v.index] if isinstance(v, RecordedTensor) else v, recording.call)
     args, kwargs = call
-    return (*args, *[recording.inputs[number] for number in others(recording)]), kwargs
+    return (*args, *[recording.inputs[number] for number in extra_inputs(recording)]), kwargs
 
 
 def _free_leaves(recording: Recording) -> dict[int, set[int]]:
@@ -71,7 +71,7 @@ def _free_leaves(recording: Recording) -> dict[int, set[int]]:
     return {order[id(recording.inputs[number])]: axes for number, axes in recording.free.items()}
 
 
-def others(recording: Recording) -> list[int]:
+def extra_inputs(recording: Recording) -> list[int]:
     """Return the inputs that are not arguments of the call."""
     own = {leaf.index for leaf in leaves(recording.call) if isinstance(leaf, RecordedTensor)}
     return [number for number in recording.inputs if number not in own]
@@ -108,7 +108,7 @@ class _Writer:
         unpacked: list[str] = []
         for place, spec in (*zip(places, args, strict=True), *kwargs.items()):
             self._unpack(spec, place, unpacked)
-        names = [*places, *(f"v{number}" for number in others(recording)), *kwargs]
+        names = [*places, *(f"v{number}" for number in extra_inputs(recording)), *kwargs]
         return f"def forward({', '.join(['self', *names])}):\n    {'; '.join(unpacked) or 'pass'}"
 
     def _unpack(self, spec: Any, place: str, lines: list[str]) -> None:
@@ -150,9 +150,9 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         stem = sanitized(plain_name(function)).strip("_") or "function"
-        return self._named(stem, function)
+        return self._unique_name(stem, function)
 
-    def _named(self, stem: str, thing: Any) -> str:
+    def _unique_name(self, stem: str, thing: Any) -> str:
         for index in itertools.count():
             name = f"{stem}_{index}" if index else stem + ("_" if stem in RESERVED_NAMES else "")
             if self.names.setdefault(name, thing) is thing:
@@ -176,7 +176,7 @@ class _Writer:
             return "[" + ", ".join(map(self._text, spec)) + "]"
         if type(spec) is dict:
             return "{" + ", ".join(f"{key!r}: {self._text(entry)}" for key, entry in spec.items()) + "}"
-        return self._named("constant", spec)
+        return self._unique_name("constant", spec)
 
     def results(self) -> str:
         """Return the line that returns the results of the recording, followed by all values that its operators make."""
@@ -190,7 +190,7 @@ class _Writer:
         if tree.is_leaf():
             return self._text(entries[0])
         self.names["unflatten"] = pytree.tree_unflatten
-        return f"unflatten([{', '.join(map(self._text, entries))}], {self._named('structure', tree)})"
+        return f"unflatten([{', '.join(map(self._text, entries))}], {self._unique_name('structure', tree)})"
 
 
 RESERVED_NAMES = ("and", "or", "not", "self", "run", "torch", "held", "structure", "unflatten", "constant")
@@ -224,7 +224,9 @@ FIRST_OPERATOR_LINE = 3
 """Line number of the first operator in the generated code; lines are counted from 1."""
 
 
-def trimmed(captured: Captured, recording: Recording) -> tuple[Captured, dict[int, str], dict[int, Shape]]:
+def without_recorded_outputs(
+    captured: Captured, recording: Recording
+) -> tuple[Captured, dict[int, str], dict[int, Shape]]:
     """Remove the recorded values from the outputs of a replayed graph, and clean up.
 
     Returns:

@@ -105,12 +105,12 @@ def attribute_path(function: Callable[..., Any]) -> tuple[str, ...] | None:
     name = torch.overrides.resolve_name(function)
     if name is not None and name.startswith("torch."):
         parts = tuple(name.split(".")[1:])
-        if named(parts) is function or named(parts) == function:
+        if function_at(parts) is function or function_at(parts) == function:
             return parts
     return None
 
 
-def named(parts: tuple[str, ...]) -> Any:
+def function_at(parts: tuple[str, ...]) -> Any:
     """Return the function that these attribute names lead to, starting at `torch`."""
     found: Any = torch
     for part in parts:

@@ -37,16 +37,16 @@ def map_values(
     alike: dict[Any, list[str]] = {}
     for name, value in others[0].items():
         alike.setdefault((value.shape, value.dtype), []).append(name)
-    prints = cache(lambda name: [_print(values[name]) for values in others])
+    prints = cache(lambda name: [_fingerprint(values[name]) for values in others])
     found = {}
     for number, name in nodes.items():
         wanted = [values[name] for values in probes]
         if name in others[0] and all(map(_same, wanted, [values[name] for values in others])):
             found[number] = name
             continue
-        own = [_print(value) for value in wanted]
+        own = [_fingerprint(value) for value in wanted]
         for candidate in alike.get((wanted[0].shape, wanted[0].dtype), ()):
-            if all(map(_close, own, prints(candidate))) and all(
+            if all(map(_similar, own, prints(candidate))) and all(
                 _same(a, values[candidate]) for a, values in zip(wanted, others, strict=True)
             ):
                 found[number] = candidate
@@ -54,13 +54,13 @@ def map_values(
     return found
 
 
-def _print(value: torch.Tensor) -> tuple[float, float]:
+def _fingerprint(value: torch.Tensor) -> tuple[float, float]:
     """Return mean and mean magnitude. Tensors that differ in these need no elementwise comparison."""
     numbers = value.float() if value.numel() else torch.zeros(1)
     return float(numbers.mean()), float(numbers.abs().mean())
 
 
-def _close(a: tuple[float, float], b: tuple[float, float]) -> bool:
+def _similar(a: tuple[float, float], b: tuple[float, float]) -> bool:
     limit = 1e-2 * max(a[1], b[1])
     return not (abs(a[0] - b[0]) > limit or abs(a[1] - b[1]) > limit)
 
@@ -71,7 +71,7 @@ def _samples(inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [list(inputs), other]
 
 
-class _Keeping(fx.Interpreter):
+class _ValueRecorder(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, names: set[str] | None) -> None:
         super().__init__(module)
         self.names, self.kept = names, dict[str, torch.Tensor]()
@@ -86,7 +86,7 @@ class _Keeping(fx.Interpreter):
 def _values(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], names: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    interpreter = _Keeping(module, names)
+    interpreter = _ValueRecorder(module, names)
     with torch.no_grad():
         interpreter.run(*inputs)
     return interpreter.kept

@@ -9,7 +9,7 @@ from intaglio.fxgraph.node_info import info
 from intaglio.quant.annotate.regions import Region
 
 
-def regions_of(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
+def regions_with_events(segment: Segment) -> list[tuple[Region, tuple[Event, ...]]]:
     """Return the regions of a segment, each with its operators. The segment must not be refused.
 
     An operator belongs to the node that was made from it and to the node that holds its result. A batch norm that was
@@ -40,7 +40,7 @@ def fused_groups(segment: Segment) -> list[tuple[str, ...]]:
     """Return the groups of operators that are fused with others, in execution order, named by `display_name`."""
     if segment.prepared is None:
         return []
-    return [tuple(map(display_name, events)) for _, events in regions_of(segment) if len(events) > 1]
+    return [tuple(map(display_name, events)) for _, events in regions_with_events(segment) if len(events) > 1]
 
 
 def display_name(event: Event) -> str:

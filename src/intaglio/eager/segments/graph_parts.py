@@ -30,7 +30,7 @@ class UnavailableError(Exception):
     """The graph does not hold a requested value, or the value depends on one that is not given."""
 
 
-def part_of(
+def extract_part(
     module: fx.GraphModule, given: Sequence[str], wanted: Sequence[str], observed: Collection[str]
 ) -> GraphPart:
     """Extract the subgraph that computes `wanted` from `given` and constants.

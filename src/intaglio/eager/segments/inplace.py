@@ -75,7 +75,7 @@ def detach_views(frame: TraceFrame, number: int) -> None:
     keeps copies of them.
     """
     segment, made = frame.segment, frame.made
-    contents = _contents(frame, segment.memory_groups.get(number, (number,)))
+    contents = _recomputed_views(frame, segment.memory_groups.get(number, (number,)))
     for slot in list(made):
         q = made[slot]
         if q.slot not in contents:
@@ -87,7 +87,7 @@ def detach_views(frame: TraceFrame, number: int) -> None:
         frame.computed.add(twin.slot)
 
 
-def _contents(frame: TraceFrame, group: Sequence[int | str]) -> dict[int, torch.Tensor]:
+def _recomputed_views(frame: TraceFrame, group: Sequence[int | str]) -> dict[int, torch.Tensor]:
     """Recompute the values that share one memory as views of their root, the first entry of `group`."""
     root, segment = group[0], frame.segment
     found: dict[int, torch.Tensor] = {}

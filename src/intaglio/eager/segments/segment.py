@@ -24,10 +24,10 @@ from intaglio.eager.recording.events import (
     model_tensor,
 )
 from intaglio.eager.recording.recorder import Recording
-from intaglio.eager.recording.replay import example_of, replay, trimmed
+from intaglio.eager.recording.replay import example_of, replay, without_recorded_outputs
 from intaglio.eager.recording.torch_functions import is_factory
 from intaglio.eager.recording.value_mapping import map_values
-from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, has_integers, part_of
+from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, extract_part, has_integers
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.node_info import known_type
@@ -79,7 +79,7 @@ class Segment:
     def _build(self) -> None:
         recording = self.recording
         try:
-            self.captured, nodes, self.shapes = trimmed(replay(recording, self.model), recording)
+            self.captured, nodes, self.shapes = without_recorded_outputs(replay(recording, self.model), recording)
             self.prepared = prepare(self.captured, self.quantizer)
         except (CaptureError, UnsupportedError) as error:
             self.refused = str(error)
@@ -203,7 +203,7 @@ class Segment:
 
     # -- running --------------------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
+    def clear_statistics(self) -> None:
         """Discard all statistics."""
         if self.prepared is not None:
             self.prepared.observer_state.batch = 0
@@ -319,7 +319,7 @@ class Segment:
         names = {self.node_names[number]: number for number in sorted(given) if number in self.node_names}
         ends = [self.node_names[number] for number in wanted]
         seen = {self.node_names[number] for number in counted if number in self.node_names}
-        part = part_of((self.reference or self.prepared).module, list(names), ends, seen)
+        part = extract_part((self.reference or self.prepared).module, list(names), ends, seen)
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
             return reads, lambda tensors: part.module(*tensors)

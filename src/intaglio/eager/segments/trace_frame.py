@@ -124,7 +124,7 @@ class TraceFrame:
     def _matches_spec(self, spec: Any, value: Any, trial: dict[int, torch.Tensor]) -> bool:
         kind = type(spec)
         if kind is RecordedTensor:
-            return isinstance(value, torch.Tensor) and self._is(spec.index, value, trial)
+            return isinstance(value, torch.Tensor) and self._matches_value(spec.index, value, trial)
         if kind is ModelTensor:
             return value is self.session.model_tensors.get(spec.path)
         if kind is SizeExpression:
@@ -148,7 +148,7 @@ class TraceFrame:
             )
         return value is spec or (not isinstance(value, torch.Tensor) and type(value) is kind and bool(value == spec))
 
-    def _is(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
+    def _matches_value(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
         if type(value) is QTensor and value.frame is self:
             return value.slot == number
         if number in self.made or number in self.replaced or number in self.replaced.values():
@@ -202,8 +202,8 @@ class TraceFrame:
             if self.segment.shapes.get(event.slots[0]) != self.segment.shapes.get(event.changed):
                 size = self.sizes[event.changed] if self.sizes else None
                 set_shape(args[0], self._computed_shape(event.changed) if size is None else size)
-            return args[0] if type(result) is RecordedTensor else fill(result, self._result)
-        return fill(result, self._result)
+            return args[0] if type(result) is RecordedTensor else fill(result, self._result_leaf)
+        return fill(result, self._result_leaf)
 
     def _assign_value(self, tensor: QTensor, number: int) -> None:
         """Make the caller's private tensor represent another value, as an in-place operator does."""
@@ -224,7 +224,7 @@ class TraceFrame:
         tensor.frame, tensor.slot, tensor.content = self, number, None
         self.bound.update(dict.fromkeys(places, twin))
 
-    def _result(self, leaf: Any) -> Any:
+    def _result_leaf(self, leaf: Any) -> Any:
         if type(leaf) is RecordedTensor:
             return self._pending(leaf.index)
         return self.session.model_tensors[leaf.path] if type(leaf) is ModelTensor else leaf
