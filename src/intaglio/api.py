@@ -18,7 +18,7 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, keep
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe
-from intaglio.runtime import QuantizedModel, example_of
+from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.stages import (
     Captured,
@@ -95,7 +95,9 @@ def quantize(
     quantizer = _selected(quantizer, recipe, skip, only, input)
     captured, call, data = _captured(model, data, example_inputs, dynamic_shapes)
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
-        example_of(captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ())
+        copied_inputs(
+            captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ()
+        )
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
     reference = _calibrated(prepared, data, samples, progress) if given is None else convert(prepared, given)
     if options.on_new_shape == NewShapePolicy.FALLBACK:

@@ -62,12 +62,20 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     """Return the leaves of a call that passes captured positional arguments by keyword, or captured keywords by
     position."""
     example_args, example_kwargs = pytree.tree_unflatten([None] * signature.in_tree.num_leaves, signature.in_tree)
-    args = tuple(_like(a, example) for a, example in zip(args, example_args, strict=False)) + args[len(example_args) :]
-    names, given = signature.names, {name: _like(value, example_kwargs.get(name)) for name, value in kwargs.items()}
+    args = (
+        tuple(_in_order_of(a, example) for a, example in zip(args, example_args, strict=False))
+        + args[len(example_args) :]
+    )
+    names, given = (
+        signature.names,
+        {name: _in_order_of(value, example_kwargs.get(name)) for name, value in kwargs.items()},
+    )
     if len(args) <= len(names) and not given.keys() & set(names[: len(args)]):
         given.update(zip(names, args, strict=False))
         positional = names[: len(example_args)]
-        given.update((n, _like(given[n], e)) for n, e in zip(positional, example_args, strict=False) if n in given)
+        given.update(
+            (n, _in_order_of(given[n], e)) for n, e in zip(positional, example_args, strict=False) if n in given
+        )
         if set(given) == {*positional, *example_kwargs}:
             call = tuple(given[name] for name in positional), {name: given[name] for name in example_kwargs}
             leaves, tree = pytree.tree_flatten(call)
@@ -90,11 +98,11 @@ def plain_mapping(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) and type(value) not in pytree.SUPPORTED_NODES else value
 
 
-def _like(value: Any, example: Any) -> Any:
+def _in_order_of(value: Any, example: Any) -> Any:
     """Return ``value`` with mappings as dictionaries whose keys have the order of ``example``."""
     value = plain_mapping(value)
     if type(value) is dict and type(example) is dict and value.keys() == example.keys():
-        return {key: _like(value[key], example[key]) for key in example}
+        return {key: _in_order_of(value[key], example[key]) for key in example}
     return value
 
 
@@ -116,7 +124,7 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
         sizes = zip(shape, value.shape, strict=False)
         if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
             raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
-        if (limits := _beyond(signature, symbols)) is not None:
+        if (limits := _range_violation(signature, symbols)) is not None:
             raise InputError(
                 where,
                 None,
@@ -149,7 +157,7 @@ def _shape_text(shape: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _beyond(signature: Signature, symbols: Mapping[str, int]) -> str | None:
+def _range_violation(signature: Signature, symbols: Mapping[str, int]) -> str | None:
     """Return a text with the range of the first dynamic dimension that is outside of its range, or ``None``."""
     for name, (low, high) in signature.ranges.items():
         if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):

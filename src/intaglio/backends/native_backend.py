@@ -15,7 +15,7 @@ from intaglio.errors import InputError
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
-from intaglio.runtime import QuantizedModel, example_of
+from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.signature import bind
 from intaglio.tune import first_sample, random_sample, search
@@ -127,7 +127,7 @@ def searched_schedules(
     signature, bytes_too = lowered.signature, lowered.graph.byte_inputs()
     inputs: Sequence[Tensor]
     if options.tune is not True:
-        inputs = example_of(signature, options.tune, bytes_too)
+        inputs = copied_inputs(signature, options.tune, bytes_too)
     elif example is None:
         inputs = random_sample(signature)
     else:

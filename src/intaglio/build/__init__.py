@@ -27,7 +27,7 @@ from intaglio.runtime import (
     FloatPart,
     HostLoop,
     QuantizedModel,
-    Saved,
+    SavedModel,
     build_artifact,
     build_library,
     host_names,
@@ -97,7 +97,7 @@ def _compiled(
         key: (island_of(island.module, _loops(island, bodies)) if island.loops else island.module, island.dims)
         for key, island in lowered.islands.items()
     }
-    saved = Saved(
+    saved = SavedModel(
         lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=schedules
     )
     return _model(saved, planned.plan, artifact, lowered.hosts)
@@ -142,7 +142,9 @@ def load(
     return _opened(saved, path, trust, isa, given)
 
 
-def _opened(saved: Saved, path: str | Path, trust: bool, isa: str | None, given: Mapping[str, OpDef]) -> QuantizedModel:
+def _opened(
+    saved: SavedModel, path: str | Path, trust: bool, isa: str | None, given: Mapping[str, OpDef]
+) -> QuantizedModel:
     """Return the model of a file's content with compiled programs, and those of loop bodies first."""
     chosen = isas_to_build(isa)[0]
     loops = {name: loop for module, _ in saved.islands.values() for name, loop in loops_in(module).items()}
@@ -220,7 +222,7 @@ def _emit(plan: Plan, name: str) -> Program:
     return emit(plan, sanitized(name) or "model")
 
 
-def _model(saved: Saved, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
+def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:
     """Return the model for the user, with the texts of the last stages and the size of its constants.
 
     Only libraries that were built here, or that the user trusts, become part of the model and are saved with it.
@@ -273,7 +275,7 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
     about = replace(model.about, texts=texts)
     signature = with_state_parameters_of(model.signature, graph)
-    saved = Saved(graph, signature, islands, model.coverage, about, libraries, schedules=model.schedules)
+    saved = SavedModel(graph, signature, islands, model.coverage, about, libraries, schedules=model.schedules)
     return _model(saved, planned, artifact, hosts)
 
 

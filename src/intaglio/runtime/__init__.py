@@ -4,7 +4,7 @@ from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
 from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import HostLoop, host_names, island_of, loops_in
 from intaglio.runtime.quantized_model import QuantizedModel
-from intaglio.runtime.saved.model_file import Library, Saved, build_library, example_of
+from intaglio.runtime.saved.model_file import Library, SavedModel, build_library, copied_inputs
 from intaglio.runtime.saved.model_file import load as load_saved
 
 __all__ = [
@@ -14,10 +14,10 @@ __all__ = [
     "HostLoop",
     "Library",
     "QuantizedModel",
-    "Saved",
+    "SavedModel",
     "build_artifact",
     "build_library",
-    "example_of",
+    "copied_inputs",
     "host_names",
     "island_of",
     "load_saved",

@@ -82,8 +82,8 @@ def description(model: CompiledModel, programs: Sequence[Program], weights: byte
         "int64_t floor_of(int64_t a, int64_t b) { return a / b - (a % b < 0); }",
         _free_sizes(model, symbols),
         _output_sizes([shape for _, shape, _ in outputs], symbols),
-        *(_amounts(program) for program in programs),
-        *(_runs_here(program.isa) for program in programs),
+        *(_cost_function(program) for program in programs),
+        *(_cpu_test(program.isa) for program in programs),
         _program_table(programs, name),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -121,7 +121,7 @@ def _entry_table(kind: str, rows: Sequence[str]) -> str:
     return "\n".join([f"const Entry {kind}_entries[] = {{", *(f"    {row}," for row in rows or ["{}"]), "};"])
 
 
-def _c(dim: Dim) -> str:
+def _c_expression(dim: Dim) -> str:
     return c_expression(dim, "d_{}", "floor_of({}, {})")
 
 
@@ -144,14 +144,14 @@ def _free_sizes(model: CompiledModel, symbols: Sequence[str]) -> str:
                 lines.append(f"const int64_t d_{name} = {size}{f' / {factor}' if factor != 1 else ''};")
                 known.add(name)
             elif symbols_of(dim) <= known:
-                lines.append(f"if ({size} != {_c(dim)}) return false;")
+                lines.append(f"if ({size} != {_c_expression(dim)}) return false;")
             else:
                 lines.append("return false;  // nothing says what this size is")
     for name, (low, high) in model.signature.ranges.items():
         if name in known:
             upper = "" if high is None else f" || d_{name} > {high}"
             lines.append(f"if (d_{name} < {low}{upper}) return false;")
-    lines += [f"if ({_c(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
+    lines += [f"if ({_c_expression(need.value)} < 0) return false;  // {need.problem}" for need in needs(model.graph)]
     lines += [f"dims[{i}] = d_{name};" for i, name in enumerate(symbols) if name in known]
     return "\n".join(
         [
@@ -175,25 +175,30 @@ def _single(dim: Dim) -> tuple[str, int] | None:
 
 
 def _output_sizes(shapes: Sequence[Shape], symbols: Sequence[str]) -> str:
-    lines = [f"    sizes[{i}][{axis}] = {_c(dim)};" for i, shape in enumerate(shapes) for axis, dim in enumerate(shape)]
+    lines = [
+        f"    sizes[{i}][{axis}] = {_c_expression(dim)};"
+        for i, shape in enumerate(shapes)
+        for axis, dim in enumerate(shape)
+    ]
     used = [dim for shape in shapes for dim in shape]
     head = "void output_sizes(const int64_t* dims, int64_t (*sizes)[kRank]) {"
     return "\n".join([head, "    (void)dims, (void)sizes;", *_dims(used, symbols), *lines, "}"])
 
 
-def _amounts(program: Program) -> str:
+def _cost_function(program: Program) -> str:
     """Return the C function that computes MACs, bytes and units of every step."""
     costs = [step.cost for step in program.steps]
     used = [dim for cost in costs for dim in (cost.macs, cost.bytes, cost.units)]
     lines = [
-        f"    steps[{i}][0] = {_c(cost.macs)}, steps[{i}][1] = {_c(cost.bytes)}, steps[{i}][2] = {_c(cost.units)};"
+        f"    steps[{i}][0] = {_c_expression(cost.macs)}, steps[{i}][1] = {_c_expression(cost.bytes)}, "
+        f"steps[{i}][2] = {_c_expression(cost.units)};"
         for i, cost in enumerate(costs)
     ]
     head = f"void {program.isa}_amounts(const int64_t* dims, Amounts* steps) {{"
     return "\n".join([head, "    (void)dims, (void)steps;", *_dims(used, program.symbols), *lines, "}"])
 
 
-def _runs_here(isa: str) -> str:
+def _cpu_test(isa: str) -> str:
     """Return the C function that tests whether the processor and the operating system support an instruction set."""
     flags = [flag.replace("_vnni", "vnni") for flag in sorted(CPU_FLAGS[isa])]
     tests = " && ".join(f'__builtin_cpu_supports("{flag}")' for flag in flags) or "1"

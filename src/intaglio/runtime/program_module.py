@@ -21,7 +21,7 @@ from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.custom_op import is_channels_last, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.profile import Clock
-from intaglio.runtime.saved.model_file import Example, Library, leaves_of
+from intaglio.runtime.saved.model_file import Example, Library, input_tensors
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
@@ -210,7 +210,7 @@ class ProgramModule(nn.Module):
         if sizes and all(map(_is_shape, sizes)) and len(sizes) == len(inputs):
             kinds = [TORCH_DTYPES[entry.type.dtype] for entry in inputs]
             return [torch.empty(size, dtype=kind, device="cpu") for size, kind in zip(sizes, kinds, strict=True)]
-        return leaves_of(self.signature, call, self._byte_inputs)
+        return input_tensors(self.signature, call, self._byte_inputs)
 
     def _is_planned(self, leaves: Sequence[torch.Tensor]) -> bool:
         """Return whether a call was planned. If nothing was planned yet, plan this call."""

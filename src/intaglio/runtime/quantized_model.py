@@ -26,10 +26,10 @@ from intaglio.runtime.program_module import ProgramModule
 from intaglio.runtime.saved import state_dict_io
 from intaglio.runtime.saved.model_file import (
     Example,
-    Saved,
+    SavedModel,
+    copied_inputs,
     digest_of,
     exact_values,
-    example_of,
     library_of,
     save,
 )
@@ -138,11 +138,11 @@ class QuantizedModel(ProgramModule):
         check_file(path)
         stored = self.example
         if example is not None:
-            tensors = example_of(self.signature, example, self._byte_inputs)
+            tensors = copied_inputs(self.signature, example, self._byte_inputs)
             stored = Example(tensors, self._exact_digest(tensors))
         save(self._saved(stored, library), path, config.VERSION)
 
-    def _saved(self, example: Example | None, library: bool) -> Saved:
+    def _saved(self, example: Example | None, library: bool) -> SavedModel:
         """Return the contents of a file of this model."""
         program, libraries = self.artifact.program, {}
         if library:
@@ -150,7 +150,7 @@ class QuantizedModel(ProgramModule):
             libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
         islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
         bodies = {name: loop.body._saved(None, library) for name, loop in self.loops.items()}
-        return Saved(
+        return SavedModel(
             self.graph,
             self.signature,
             islands,

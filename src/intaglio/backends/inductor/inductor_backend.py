@@ -12,7 +12,7 @@ from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.errors import InputError
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
-from intaglio.runtime import example_of
+from intaglio.runtime import copied_inputs
 from intaglio.tracing.captured import expect
 from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
 from intaglio.tune import random_sample
@@ -59,7 +59,7 @@ class InductorBackend:
 def _example(reference: Reference, given: Any) -> Sequence[Tensor] | None:
     """Return the tensors of the given call, or of a batch of one. Return ``None`` if more than the batch is dynamic."""
     if given is not None:
-        return example_of(reference.signature, given, byte_inputs(reference.module))
+        return copied_inputs(reference.signature, given, byte_inputs(reference.module))
     try:
         return random_sample(reference.signature)
     except InputError:

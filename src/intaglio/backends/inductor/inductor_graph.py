@@ -106,7 +106,7 @@ def scale_tokens_after_linear(module: fx.GraphModule) -> None:
         if operator(rows) != DEQUANTIZE_ROWS_TARGET:
             continue
         levels, scales = rows.args
-        call = functools.partial(_before, linear)
+        call = functools.partial(_call_before, linear)
         x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *UNSCALED_DEQUANTIZE_ARGUMENTS)
         steps = call(aten.linear.default, x, weight)
         y = call(aten.mul.Tensor, steps, scales)
@@ -147,8 +147,8 @@ def clamp_narrow_ranges(module: fx.GraphModule) -> None:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in DTYPE_RANGES or (low, high) == DTYPE_RANGES[dtype]:
             continue
-        levels = _before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
-        node.replace_all_uses_with(_before(node, aten.clamp.default, levels, low, high))
+        levels = _call_before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
+        node.replace_all_uses_with(_call_before(node, aten.clamp.default, levels, low, high))
 
 
 def subtract_negated_inputs(module: fx.GraphModule) -> None:
@@ -160,7 +160,9 @@ def subtract_negated_inputs(module: fx.GraphModule) -> None:
     for add in [node for node in module.graph.nodes if operator(node) == "aten.add.Tensor" and not node.kwargs]:
         for value, other in itertools.permutations(add.args):
             if _is_outside(value) and isinstance(other, fx.Node) and not _is_outside(other):
-                add.replace_all_uses_with(_before(add, aten.sub.Tensor, other, _before(add, aten.neg.default, value)))
+                add.replace_all_uses_with(
+                    _call_before(add, aten.sub.Tensor, other, _call_before(add, aten.neg.default, value))
+                )
                 break
 
 
@@ -182,8 +184,8 @@ def specialize_constants(module: fx.GraphModule) -> None:
         if not is_constant(node.args[0]) or any(operator(reader) in EMBEDDING_TARGETS for reader in node.users):
             continue
         if not all(is_int8_layer(reader) and reader.args[1] is node for reader in node.users):
-            value = node.target(*[_tensor(module, given) for given in node.args])
-            node.replace_all_uses_with(_stored(module, node, "float", value))
+            value = node.target(*[_constant_value(module, given) for given in node.args])
+            node.replace_all_uses_with(_new_constant(module, node, "float", value))
             continue
         for reader in list(node.users):
             reader.replace_input_with(node, _by_channel(module, node, reader))
@@ -193,27 +195,27 @@ def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.N
     """Return a dequantize per channel of a layer's weight, whose scales and zero points belong to this layer only."""
     levels, scales, zeros = weight.args[:3]
     low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE_TENSOR else weight.args[4:6]
-    count = len(_tensor(module, levels))
-    own = torch.as_tensor(_tensor(module, scales)).float().expand(count).clone()
-    shifts = torch.as_tensor(_tensor(module, zeros)).long().expand(count).clone()
-    parameters = _stored(module, layer, "scales", own), _stored(module, layer, "zeros", shifts)
+    count = len(_constant_value(module, levels))
+    own = torch.as_tensor(_constant_value(module, scales)).float().expand(count).clone()
+    shifts = torch.as_tensor(_constant_value(module, zeros)).long().expand(count).clone()
+    parameters = _new_constant(module, layer, "scales", own), _new_constant(module, layer, "zeros", shifts)
     dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
-    return _before(layer, dequantize, levels, *parameters, 0, low, high, torch.int8)
+    return _call_before(layer, dequantize, levels, *parameters, 0, low, high, torch.int8)
 
 
-def _tensor(module: fx.GraphModule, value: Any) -> Any:
+def _constant_value(module: fx.GraphModule, value: Any) -> Any:
     """Return the tensor of a constant's node, or a number unchanged."""
     return getattr(module, str(value.target)) if isinstance(value, fx.Node) else value
 
 
-def _stored(module: fx.GraphModule, node: fx.Node, label: str, value: torch.Tensor) -> fx.Node:
+def _new_constant(module: fx.GraphModule, node: fx.Node, label: str, value: torch.Tensor) -> fx.Node:
     name = f"{node.name}_{label}"
     module.register_buffer(name, value)
     with module.graph.inserting_before(next(iter(module.graph.nodes))):
         return module.graph.get_attr(name)
 
 
-def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+def _call_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args)
     set_info(made, origin=origin(node))

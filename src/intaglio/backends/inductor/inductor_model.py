@@ -107,7 +107,7 @@ class InductorModel(nn.Module):
         sizes."""
         key = tuple((tensor.dtype, tensor.shape) for tensor in inputs)
         if key not in self._by_type:
-            found = next((program for program in self._programs if program.takes(inputs)), None)
+            found = next((program for program in self._programs if program.accepts(inputs)), None)
             if found is None:
                 found = self._compiled(inputs, free=bool(self._programs))
                 self._programs.append(found)
@@ -252,7 +252,7 @@ class _CompiledGraph:
     environment: ShapeEnv
     guards: str | None
 
-    def takes(self, inputs: Sequence[torch.Tensor]) -> bool:
+    def accepts(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Return whether the program accepts these inputs."""
         for (dtype, shape), given in zip(self.types, inputs, strict=True):
             sizes = zip(shape, given.shape, strict=True)

@@ -75,7 +75,7 @@ def build_library(program: Program) -> Library:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedModel:
     """Contents of a file.
 
     Attributes:
@@ -100,18 +100,18 @@ class Saved:
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
     on_new_shape: str = NewShapePolicy.PLAN.value
-    bodies: Mapping[str, Saved] = field(default_factory=dict)
+    bodies: Mapping[str, SavedModel] = field(default_factory=dict)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-def save(saved: Saved, path: str | Path, version: str) -> None:
+def save(saved: SavedModel, path: str | Path, version: str) -> None:
     """Write a file completely, or raise `ArtifactError` and write nothing."""
     write(Path(path), *_members(saved, path, version))
 
 
-def _members(saved: Saved, path: str | Path, version: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the manifest and the members by name. Members of a loop body have the name of the loop as a prefix."""
     parameters, arrays = ParameterTable(), dict[str, np.ndarray]()
     calls = {key: island_program(module) for key, (module, _) in saved.islands.items()}
@@ -212,7 +212,7 @@ def _schedule_entries(schedules: Mapping[str, Schedule]) -> Any:
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> Saved:
+def load(path: str | Path) -> SavedModel:
     """Return the contents of a file. Raise `ArtifactError` if it is damaged, has another format or version, or is
     invalid."""
     manifest, members = read(Path(path))
@@ -238,7 +238,7 @@ def load(path: str | Path) -> Saved:
         ) from error
 
 
-def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
+def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
     """Decode a manifest and its members. Members are removed from ``members`` as they are read, to free memory
     early."""
     arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
@@ -270,7 +270,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> Saved:
     if loops != set(bodies):
         raise ValueError(f"loops {sorted(loops)}, but bodies of {sorted(bodies)}")
     coverage = _coverage(manifest["coverage"], about.notes)
-    return Saved(
+    return SavedModel(
         graph,
         signature,
         islands,
@@ -361,12 +361,12 @@ def _text(value: Any) -> str:
 # ---- examples -----------------------------------------------------------------------------------------------------
 
 
-def example_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> tuple[torch.Tensor, ...]:
-    """Return copies of the tensors of a call, as `leaves_of` finds them."""
-    return tuple(leaf.detach().clone() for leaf in leaves_of(signature, example, byte_inputs))
+def copied_inputs(signature: Signature, example: Any, byte_inputs: Collection[int]) -> tuple[torch.Tensor, ...]:
+    """Return copies of the tensors of a call, as `input_tensors` finds them."""
+    return tuple(leaf.detach().clone() for leaf in input_tensors(signature, example, byte_inputs))
 
 
-def leaves_of(signature: Signature, example: Any, byte_inputs: Collection[int]) -> list[torch.Tensor]:
+def input_tensors(signature: Signature, example: Any, byte_inputs: Collection[int]) -> list[torch.Tensor]:
     """Return the tensors of a call that is given as a tuple of arguments, a dictionary of keyword arguments or the only
     argument. Raise `InputError` if they do not fit the signature."""
     args, kwargs = (), {}
