@@ -324,7 +324,7 @@ def test_images_are_bytes_or_floats(tmp_path):
 
 
 @pytest.mark.slow(reason="Inductor compiles a whole network")
-def test_a_transformer_block_of_any_batch():
+def test_a_transformer_block_matches_at_any_batch():
     torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
     reference = converted(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), x)

@@ -175,7 +175,7 @@ def test_inductor_matches_the_expected_patterns_of_small_networks(build, shape, 
 
 
 @pytest.mark.parametrize("free", [(), (0,)], ids=["fixed", "free"])
-def test_a_small_residual_network(free, monkeypatch):
+def test_a_small_residual_network_runs_in_int8(free, monkeypatch):
     """As PyTorch's, but for one quantize less: levels in front of the pool are those behind it."""
     torch.manual_seed(0)
     net = nn.Sequential(

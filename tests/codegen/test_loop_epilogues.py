@@ -71,7 +71,7 @@ def test_every_loop_after_a_convolution_is_fused_into_it(images):
 
 
 @given(batch=st.integers(1, 9), seed=st.integers(0, 99), threads=st.integers(1, 4), last=st.booleans())
-def test_images_in_every_batch_and_layout(images, batch, seed, threads, last):
+def test_images_match_in_every_batch_and_layout(images, batch, seed, threads, last):
     lowered, model = images
     inputs = drawn_images(batch, seed)
     if last:

@@ -410,7 +410,7 @@ def test_a_failed_calibration_call_changes_nothing(words):
 
 @pytest.mark.slow(reason="stress of threads; two calibrate below")
 @pytest.mark.case("frontends B10")
-def test_threads_with_two_models_and_with_the_same():
+def test_threads_may_share_a_model_or_use_two():
     """B10: every thread has its own call."""
     draw = torch.Generator().manual_seed(3)
     models = [nets.randomize(Turning(), seed) for seed in (1, 2)]

@@ -113,7 +113,7 @@ FUNCTIONAL = {
         "keywords", "conv3d", "linear keywords", of=FUNCTIONAL, reason="the same functions called otherwise"
     ),
 )
-def test_functional_operators_with_parameters(case, caplog):
+def test_functional_operators_with_parameters_are_quantized(case, caplog):
     """B3: positional and keyword arguments, defaults left out, with and without bias; weights per channel."""
     body, kernel, shape = FUNCTIONAL[case]
     model = Body(lambda m, x: F.relu(body(m, x)), w=weight(*kernel), b=weight(4))
@@ -228,7 +228,7 @@ OUTPUTS = {
         "nested", "namedtuple", "nothing", "same twice", "integers", of=OUTPUTS, reason="the nested result holds these"
     ),
 )
-def test_results_of_any_structure(case, caplog):
+def test_results_may_have_any_structure(case, caplog):
     """B5: integers and what is no tensor come out as they are."""
     make = OUTPUTS[case]
     model = Body(lambda m, x: make(m.f(x), torch.relu(m.g(x))), f=nn.Linear(8, 4), g=nn.Linear(8, 4))
@@ -329,7 +329,7 @@ CONTAINERS = {
 @pytest.mark.case("frontends B6")
 @pytest.mark.parametrize("wrapped", [True, *slow_params(False, reason="a container at the top is one inside, too")])
 @pytest.mark.parametrize("case", CONTAINERS)
-def test_containers_that_iterate_themselves(case, wrapped, caplog):
+def test_containers_with_their_own_iteration_are_supported(case, wrapped, caplog):
     """B6: at the top and inside; iterating sees the user's children only."""
     model = CONTAINERS[case]()
     whole = Body(lambda m, x: m.c(x) * 1.5, c=model) if wrapped else model
@@ -394,7 +394,7 @@ class Quiet(nn.BatchNorm2d):
 
 
 @pytest.mark.case("frontends B8")
-def test_subclasses_of_pytorchs_modules(caplog):
+def test_subclasses_of_pytorch_modules_are_supported(caplog):
     """B8: one with a forward of its own stays float; one without is what it inherits."""
     parts = {"c": conv(), "q": Quiet(4), "s": Scaled(256, 8), "g": nn.Linear(8, 4)}
     model = Body(lambda m, x: m.g(m.s(m.q(m.c(x)).flatten(1))), **parts)
@@ -403,14 +403,14 @@ def test_subclasses_of_pytorchs_modules(caplog):
 
 
 @pytest.mark.case("frontends B8")
-def test_a_module_made_in_forward(caplog):
+def test_a_module_created_in_forward_is_supported(caplog):
     """B8: its operators are its caller's."""
     model = Body(lambda m, x: m.g(nn.Softmax(dim=1)(m.f(x))), f=nn.Linear(8, 8), g=nn.Linear(8, 4))
     check(model, rows(), rows(2, 7, 8, seed=2), caplog)
 
 
 @pytest.mark.case("frontends B8")
-def test_an_embedding_and_an_lstm_beside_a_linear_layer(caplog):
+def test_an_embedding_and_an_lstm_run_beside_a_linear_layer(caplog):
     """B8: integers as inputs; tuples as outputs."""
 
     def body(m, ids):

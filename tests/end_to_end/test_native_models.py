@@ -278,7 +278,7 @@ def test_threads_that_compile_and_call_at_once_get_what_one_gets(threads, fresh_
 
 
 @pytest.mark.case("backend 33")
-def test_one_plan_for_each_set_of_shapes_however_many_ask():
+def test_concurrent_calls_share_one_plan_per_set_of_shapes():
     """Case 33: calls of one set of shapes share its plan, and no two calls at once share memory."""
     lowered = compiled(nets.Residual)[1]
     model, inputs = stages.compile(lowered), [nets.example(nets.Residual(), 1 + i % 3, i) for i in range(60)]
@@ -293,7 +293,7 @@ def test_one_plan_for_each_set_of_shapes_however_many_ask():
 
 @pytest.mark.case("backend 34")
 @pytest.mark.parametrize("net", [nets.Residual, nets.ConvThenUnsupported], ids=lambda net: net.__name__)
-def test_another_number_of_threads_for_every_call(net, many_threads):
+def test_every_call_may_use_another_number_of_threads(net, many_threads):
     """Case 34: more than there are cores among them, while another thread calls too."""
     model, lowered = compiled(net)
     x = nets.example(net(), 3)

@@ -45,7 +45,7 @@ def inside(lowered) -> list[str]:
 @pytest.mark.parametrize("weights", ["channel", "tensor"])
 @pytest.mark.parametrize("bits", [7, 8])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_single_conv_with_every_setting(weights, bits, bias):
+def test_a_single_convolution_runs_with_every_setting(weights, bits, bias):
     recipe = Recipe.of({"*": {"weights": weights, "bits": bits}})
     c = conv(6, 8, 3, 2, stride=2, dilation=2, groups=2, bias=bias)
     _, reference, lowered = run(lambda m, x: m.c(x), torch.cat([X, -X], 1), c=c, recipe=recipe)
@@ -56,7 +56,7 @@ def test_a_single_conv_with_every_setting(weights, bits, bias):
 
 @pytest.mark.case("backend 1")
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_single_linear(bias):
+def test_a_single_linear_layer_runs_in_int8(bias):
     assert inside(run(lambda m, x: m.a(x), X, a=nn.Linear(8, 5, bias=bias))[2]) == ["linear"]
 
 
@@ -114,7 +114,7 @@ def test_a_chain_of_linears_stays_in_integers():
 
 
 @pytest.mark.case("backend 8", "frontends B15")
-def test_one_tensor_for_three_linears_and_a_float_reader():
+def test_three_linear_layers_and_a_float_reader_share_one_tensor():
     _, reference, lowered = run(
         lambda m, x: (lambda y: (m.q(y), m.k(y), m.v(y), torch.erf(y)))(m.a(x)),
         X,

@@ -184,7 +184,7 @@ def test_an_empty_batch_gives_an_empty_result():
 @pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
-def test_convolutions_of_any_geometry(data):
+def test_convolutions_of_any_geometry_match_the_reference(data):
     draw = data.draw
     groups = draw(st.sampled_from([1, 1, 2, 3]))
     per_group, outputs = draw(st.integers(1, 5)), draw(st.integers(1, 4)) * groups
@@ -203,7 +203,7 @@ def test_convolutions_of_any_geometry(data):
 @pytest.mark.slow(reason="drawn networks are captured one by one; the named nets run always")
 @given(st.data())
 @settings(max_examples=20)
-def test_pools_of_any_geometry(data):
+def test_pools_of_any_geometry_match_the_reference(data):
     draw = data.draw
     kernel, stride = draw(st.tuples(st.integers(1, 4), st.integers(1, 4))), draw(st.integers(1, 3))
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)

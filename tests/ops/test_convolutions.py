@@ -166,7 +166,7 @@ class Pooled(nn.Module):
         return tuple(last(pool(first(x))) for first, pool, last, x in parts)
 
 
-def test_pools_of_lines_and_volumes():
+def test_pools_of_1d_and_3d_inputs_run_in_int8():
     net = randomize(Pooled(list(POOLS.values())))
     draw = torch.Generator().manual_seed(2)
     x = [torch.randn(3, 3, *shape[1:], generator=draw) for _, shape in POOLS.values()]

@@ -331,7 +331,7 @@ def test_convolutions_stay_in_float_and_say_why():
     assert "which linear and recurrent layers take" in str(quick.coverage)
 
 
-def test_weights_of_few_bits_and_in_groups():
+def test_weights_may_have_few_bits_and_groups():
     model, x = randomize(nn.Linear(64, 9)), torch.randn(3, 64)
     recipe = Recipe.of({}, Setting(activations="token", weights_dtype="s4", weights="group:16"))
     reference, lowered = quantized(model, x, recipe=recipe)

@@ -254,7 +254,7 @@ def test_the_texts_of_a_weight_only_layer_are_golden(golden):
         golden(f"{reference.text()}\n\n{graph.text()}", name)
 
 
-def test_a_state_dict_puts_other_weights_in():
+def test_loading_a_state_dict_replaces_the_weights():
     first, second = (nn.Linear(6, 4).eval() for _ in range(2))
     x = torch.randn(3, 6)
     models = [intaglio.quantize(layer, [x], recipe=HALF) for layer in (first, second)]

@@ -152,7 +152,7 @@ def test_the_comparison_with_torch_detects_swapped_gates():
     ),
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-def test_recurrent_layers_with_all_flags(mode, kind, isa, subtests):
+def test_recurrent_layers_support_all_flags(mode, kind, isa, subtests):
     """One integer operator each, close to the float model, the bits of its reference everywhere."""
     torch.manual_seed(0)
     x = torch.randn(7, 5, 11)

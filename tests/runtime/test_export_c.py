@@ -259,7 +259,7 @@ def test_files_that_are_not_its_weights_are_refused(residual, tmp_path):
     assert library.open(str(tmp_path).encode(), ctypes.byref(handle)) == c.FILE
 
 
-def test_weights_in_memory_serve_from_multiples_of_64(residual):
+def test_weights_in_memory_must_be_aligned_to_64_bytes(residual):
     model, library = compiled(nets.Residual)[0], opened(residual).library
     content = (residual / "weights.bin").read_bytes()
     memory = mmap.mmap(-1, len(content) + 64)

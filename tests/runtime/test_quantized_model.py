@@ -180,7 +180,7 @@ def test_training_mode_is_refused_with_a_warning():
 
 
 @pytest.mark.case("frontends B23", "problem 15", "problem 28")
-def test_one_program_for_every_batch():
+def test_one_program_serves_every_batch():
     """Quantized from batches of 2; at 1, 7 and 64 each image has the result it has alone."""
     model = intaglio.quantize(nets.randomize(nets.OptionA()), [nets.example(nets.OptionA(), 2)], progress=False)
     images = nets.example(nets.OptionA(), 64, seed=5)

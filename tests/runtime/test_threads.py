@@ -78,7 +78,7 @@ def test_every_segment_has_its_own_number(cores):
     assert (found[first], found[last]) == (4, 1)
 
 
-def test_no_more_threads_than_allowed_and_than_cores(cores):
+def test_threads_are_limited_by_what_is_allowed_and_by_cores(cores):
     cores(3)
     program = compiled(nets.Residual)[0].artifact.program
     assert [max(thread_counts(program, {"n": 10**6}, allowed)) for allowed in (1, 2, 3, 64)] == [1, 2, 3, 3]

@@ -294,7 +294,7 @@ def test_the_destination_of_a_write_has_no_observer():
 
 
 @pytest.mark.case("frontends C8")
-def test_an_annotator_and_int8_buffers():
+def test_an_annotator_and_int8_buffers_work_together():
     model = nets.randomize(Window())
     prepared = prepare(stages.capture(model, CALLS[Window][0]), Quantizer(annotator=Everything(), int8_buffers=True))
     for call in CALLS[Window]:

@@ -336,7 +336,7 @@ def test_the_bias_scale_is_the_product_of_input_and_weight_scale(channels):
     assert levels.tolist() == (model.a.bias.double() / steps).round().tolist()
 
 
-def test_seven_bits_and_scales_per_tensor():
+def test_seven_bits_and_per_tensor_scales_are_supported():
     config = get_symmetric_quantization_config(is_per_channel=False, reduce_range=True)
     found = reference(MODELS["convolution"][0], X86Quantizer().set_global(config))
     x, weight = found.qparams["#0/input.args_0"], found.qparams["a.weight"]

@@ -603,7 +603,7 @@ def test_a_model_is_prepared_for_training_or_for_calibration():
 
 
 @pytest.mark.case("frontends C11")
-def test_converting_twice_and_training_on_between():
+def test_a_model_can_be_converted_again_after_more_training():
     """C11: convert does not change what it converts."""
     x = example("conv", 2)
     prepared = trainable(with_dropout(), x)

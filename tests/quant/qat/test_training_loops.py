@@ -138,7 +138,7 @@ def test_copies_have_independent_switches():
     assert torch.equal(prepared(x), average(x))
 
 
-def test_a_state_loaded_into_a_parent_switches_the_model_too():
+def test_a_state_loaded_into_a_parent_reaches_the_model_inside():
     """`load_state_dict` of a parent calls none of its children's."""
     learning = trainable(norms_and_dropout(), batch(0)[0])
     stages.calibrate(learning, [batch(0)[0]], progress=False)
