@@ -180,13 +180,7 @@ def _opened(
                 remedy="save the model again with the installed version",
             ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
-    if saved.on_new_shape != NewShapePolicy.PLAN:
-        logger.warning(
-            "%s: saved with on_new_shape=%r, but a file has no float model: new shapes are planned until "
-            "model.fall_back_to(float_model)",
-            path,
-            saved.on_new_shape,
-        )
+    _warn_of_lost_fallback(saved, path)
     if library is None:
         if trust:
             logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
@@ -194,6 +188,17 @@ def _opened(
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
     return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)), hosts)
+
+
+def _warn_of_lost_fallback(saved: SavedModel, path: str | Path) -> None:
+    """Warn that a file of a model with a float fallback does not hold the float model."""
+    if saved.on_new_shape != NewShapePolicy.PLAN:
+        logger.warning(
+            "%s: saved with on_new_shape=%r, but a file has no float model: new shapes are planned until "
+            "model.fall_back_to(float_model)",
+            path,
+            saved.on_new_shape,
+        )
 
 
 @contextlib.contextmanager

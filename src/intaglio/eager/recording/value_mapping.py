@@ -71,7 +71,7 @@ def _samples(inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [list(inputs), other]
 
 
-class _ValueRecorder(fx.Interpreter):
+class _RecordedNodeValues(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, names: set[str] | None) -> None:
         super().__init__(module)
         self.names, self.kept = names, dict[str, torch.Tensor]()
@@ -86,7 +86,7 @@ class _ValueRecorder(fx.Interpreter):
 def _values(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], names: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    interpreter = _ValueRecorder(module, names)
+    interpreter = _RecordedNodeValues(module, names)
     with torch.no_grad():
         interpreter.run(*inputs)
     return interpreter.kept
