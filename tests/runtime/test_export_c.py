@@ -34,7 +34,7 @@ def residual(tmp_path_factory) -> Path:
     """`nets.Residual`, for all instruction sets of this machine, sharing steps among threads however small they are."""
     folder = tmp_path_factory.mktemp("residual")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("START", "BARRIER", "BARRIER_THREAD"):
+        for name in ("START_SECONDS", "BARRIER_SECONDS", "BARRIER_SECONDS_PER_THREAD"):
             patch.setattr(threads, name, 0.0)
         compiled(nets.Residual)[0].export_c(folder, isa=RUNNABLE_ISAS)
     build(folder)
