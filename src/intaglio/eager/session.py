@@ -144,7 +144,9 @@ class Session:
         for segment in retired:
             segment.refused = f"the model writes to {', '.join(changed)}"
             if not self.is_recording:
-                logger.warning("%s: written to for the first time; its operators run in float", ", ".join(changed))
+                logger.warning(
+                    "the model writes to %s for the first time; operators that read it run in float", ", ".join(changed)
+                )
         for key, entries in list(self.index.items()):
             self.index[key] = [entry for entry in entries if entry[0] not in retired]
         return bool(retired)
