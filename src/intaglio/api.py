@@ -15,7 +15,7 @@ from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, keep
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel, copied_inputs
@@ -92,14 +92,14 @@ def quantize(
         >>> y = int8(torch.randn(2, 16))
     """
     options = options or CompileOptions()
-    quantizer = _selected(quantizer, recipe, skip, only, input)
-    captured, call, data = _captured(model, data, example_inputs, dynamic_shapes)
+    quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
+    captured, call, data = _capture_model(model, data, example_inputs, dynamic_shapes)
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(
             captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ()
         )
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
-    reference = _calibrated(prepared, data, samples, progress) if given is None else convert(prepared, given)
+    reference = _calibrate_and_convert(prepared, data, samples, progress) if given is None else convert(prepared, given)
     if options.on_new_shape == NewShapePolicy.FALLBACK:
         options = replace(options, float_model=model)
     quantized = compile_native(requantize(reference), options, call)
@@ -158,21 +158,21 @@ def autotune(
     """
     criterion = Criterion(evaluate, max_drop, relative, evaluations)
     quantizer = quantizer or Quantizer()
-    captured, _, data = _captured(model, data, example_inputs, dynamic_shapes)
+    captured, _, data = _capture_model(model, data, example_inputs, dynamic_shapes)
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
-    looked_at, data = _kept(prepared, data, samples)
-    if not looked_at:
+    cached, data = _cached_batches(prepared, data, samples)
+    if not cached:
         problem = "a function that runs the model, and operators are ranked over batches"
         raise InputError("data", None, problem, remedy="pass an iterable of batches")
     if given is not None or not prepared.observers:
         reference = convert(prepared, given)
     else:
-        reference = _converted(prepared, looked_at, data, samples, progress)
+        reference = _convert_with_corrections(prepared, cached, data, samples, progress)
     exact = copy.deepcopy(model).eval() if any(part.training for part in model.modules()) else model
-    return autotuned(SearchStart(captured, quantizer, reference, looked_at), criterion, exact, isa)
+    return autotuned(SearchStart(captured, quantizer, reference, cached), criterion, exact, isa)
 
 
-def _selected(
+def _quantizer_for(
     quantizer: Quantizer | None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
     skip: Selectors,
@@ -188,7 +188,7 @@ def _selected(
     return replace(quantizer, recipe=quantizer.recipe.with_selection(skip, only))
 
 
-def _captured(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
+def _capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
     refuse_quantized(model)
     call, data = _first_call(model, data, example_inputs)
@@ -204,25 +204,25 @@ def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call,
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}), data
 
 
-def _calibrated(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
+def _calibrate_and_convert(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
     """Calibrate and convert. A model whose activations are all quantized dynamically needs no data."""
     if not prepared.observers:
         return convert(prepared)
-    return _converted(prepared, *_kept(prepared, data, samples), samples, progress)
+    return _convert_with_corrections(prepared, *_cached_batches(prepared, data, samples), samples, progress)
 
 
-def _kept(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
+def _cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
     """Return the cached batches for equalization and correction, and data that still starts with them."""
-    return keep(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
+    return cache_batches(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
 
 
-def _converted(
-    prepared: Prepared, looked_at: list[Any], data: Any, samples: int | None, progress: bool | None
+def _convert_with_corrections(
+    prepared: Prepared, cached: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:
     """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only calibrate and
     convert."""
-    if not looked_at and Group.current().size == 1:
+    if not cached and Group.current().size == 1:
         return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
-    prepared = equalize(prepared, looked_at)
+    prepared = equalize(prepared, cached)
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    return convert(prepared, ranges, correct(prepared, ranges, looked_at))
+    return convert(prepared, ranges, correct(prepared, ranges, cached))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import EMPTY_INFO, INFO, NodeInfo
+from intaglio.fxgraph.node_info import EMPTY_INFO, INFO_KEY, NodeInfo
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, TensorType, VerifyError
 from intaglio.signature import DTYPES
@@ -89,7 +89,7 @@ def _check_records(module: fx.GraphModule, after: str, invariants: GraphInvarian
     for node in module.graph.nodes:
         if node.op == "output":
             continue
-        known: NodeInfo = node.meta.get(INFO, EMPTY_INFO)
+        known: NodeInfo = node.meta.get(INFO_KEY, EMPTY_INFO)
         kind, value = known.type, node.meta.get("val")
         if kind is None and known.dim is None and invariants.types and not _is_tuple(node):
             raise _broken(after, node, "has neither a type nor a dimension")

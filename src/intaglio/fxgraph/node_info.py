@@ -1,7 +1,7 @@
 """Typed records of intaglio's facts about a torch.fx node and about a graph.
 
-Each record is the one value under `INFO` in the ``meta`` of its node or module. The other keys of a node belong to
-PyTorch: ``val``, ``nn_module_stack``, ``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG`, which
+Each record is the one value under `INFO_KEY` in the ``meta`` of its node or module. The other keys of a node belong to
+PyTorch: ``val``, ``nn_module_stack``, ``stack_trace``, ``custom``, and ``quantization_annotation`` and `TAG_KEY`, which
 quantizers of the export flow write. Records are frozen, so copies of a graph can share them; `update_info` replaces the
 record of a node.
 """
@@ -17,9 +17,9 @@ from torch import fx
 from intaglio.ir import Dim, Origin, TensorType, evaluate, symbols_of
 from intaglio.ops import OpDef
 
-INFO = "intaglio"
+INFO_KEY = "intaglio"
 """Key of the record in ``meta``."""
-TAG = "quantization_tag"
+TAG_KEY = "quantization_tag"
 """Key of ``node.meta`` for a tag of the user or a quantizer. It is copied together with the origin."""
 
 
@@ -111,13 +111,13 @@ class GraphInfo:
 
 def graph_info(module: fx.GraphModule) -> GraphInfo:
     """Return the record of a graph, or an empty one."""
-    found: GraphInfo = module.meta.get(INFO) or GraphInfo()
+    found: GraphInfo = module.meta.get(INFO_KEY) or GraphInfo()
     return found
 
 
 def update_graph_info(module: fx.GraphModule, **values: Any) -> None:
     """Change fields of a graph's record."""
-    module.meta[INFO] = replace(graph_info(module), **values)
+    module.meta[INFO_KEY] = replace(graph_info(module), **values)
 
 
 def size_in_example(size: Dim, node: fx.Node) -> int:
@@ -128,18 +128,18 @@ def size_in_example(size: Dim, node: fx.Node) -> int:
 
 def info(node: fx.Node) -> NodeInfo:
     """Return the record of a node, or an empty one."""
-    found: NodeInfo = node.meta.get(INFO, EMPTY_INFO)
+    found: NodeInfo = node.meta.get(INFO_KEY, EMPTY_INFO)
     return found
 
 
 def set_info(node: fx.Node, **values: Any) -> None:
     """Set a new record with these fields, and drop everything else in the node's ``meta``."""
-    node.meta = {INFO: NodeInfo(**values)}
+    node.meta = {INFO_KEY: NodeInfo(**values)}
 
 
 def update_info(node: fx.Node, **values: Any) -> None:
     """Change fields of a node's record, and keep everything else in its ``meta``."""
-    node.meta[INFO] = replace(info(node), **values)
+    node.meta[INFO_KEY] = replace(info(node), **values)
 
 
 def copy_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
@@ -157,15 +157,15 @@ def inherit_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
 def adopt_origin(node: fx.Node, source: fx.Node) -> None:
     """Copy the origin of another node, and its loop iteration and tag if it has them."""
     update_info(node, origin=origin(source), iteration=info(source).iteration or info(node).iteration)
-    if TAG in source.meta:
-        node.meta[TAG] = source.meta[TAG]
+    if TAG_KEY in source.meta:
+        node.meta[TAG_KEY] = source.meta[TAG_KEY]
 
 
 def overlay_info(node: fx.Node, under: fx.Node, **values: Any) -> None:
     """Fill missing fields and keys of a node's ``meta`` from another node, and set these fields."""
     own = {f.name: value for f in fields(NodeInfo) if (value := getattr(info(node), f.name)) != f.default}
     node.meta = {**under.meta, **node.meta}
-    node.meta[INFO] = replace(info(under), **{**own, **values})
+    node.meta[INFO_KEY] = replace(info(under), **{**own, **values})
 
 
 def tensor_type(node: fx.Node) -> TensorType | None:

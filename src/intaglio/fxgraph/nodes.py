@@ -180,7 +180,7 @@ def is_constant(node: fx.Node) -> bool:
     return node.op == "get_attr"
 
 
-def resolve(value: Any) -> Any:
+def resolve_dims(value: Any) -> Any:
     """Replace nodes with symbolic integers in nested arguments by the dimensions they represent."""
     return pytree.tree_map(lambda v: _dim_or_self(v) if isinstance(v, fx.Node) else v, value)
 
@@ -196,7 +196,7 @@ def call_of(node: fx.Node, record: OpDef) -> Call:
     types = [tensor_type(value) if value is not None else None for value in found]
     return Call(
         target=operator(node),
-        arguments={k: resolve(v) for k, v in arguments(node).items() if k not in record.operands},
+        arguments={k: resolve_dims(v) for k, v in arguments(node).items() if k not in record.operands},
         shapes=tuple(kind.shape if kind else None for kind in types),
         floating=tuple(kind.dtype is DType.F32 if kind else None for kind in types),
         constant=tuple(is_constant(value) if value is not None else None for value in found),

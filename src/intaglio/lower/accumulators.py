@@ -13,7 +13,7 @@ from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.ops.products.conv import output_axis
 from intaglio.quant.annotate.regions import Chain
 from intaglio.quant.qdq.integer_regions import IntegerRegion, dequantized_constant, dequantized_qparams
-from intaglio.quant.qdq.qparams import each_output, per_output
+from intaglio.quant.qdq.qparams import scale_per_output, weight_outputs_first
 
 
 def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:
@@ -23,7 +23,7 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
     """
     node, record = region.anchor, region.record
     given = layer_operands(node)
-    x, (weight, scales) = builder.values[given.x], weight_of(builder, region)
+    x, (weight, scales) = builder.values[given.x], add_anchor_weight(builder, region)
     unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].qparams.step, scales)))
     axis = None if len(unit) == 1 else output_axis(record.name, len(known_type(node).shape))
     acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
@@ -36,7 +36,7 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
     return builder.add_op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
 
 
-def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:
+def add_anchor_weight(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:
     """Add the constant s8 weight of an anchor, with output channels as the first axis.
 
     Returns:
@@ -45,8 +45,11 @@ def weight_of(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, .
     node = layer_operands(region.anchor).weight
     weight = dequantized_constant(node, DType.S8)
     assert weight is not None, f"the weight of {region.anchor} is not in integers"
-    levels, scales = per_output(region, getattr(builder.module, weight.target).numpy()), builder.scales_of(node)
-    scales = scales if len(scales) == 1 else tuple(map(float, each_output(scales, len(levels))))
+    levels, scales = (
+        weight_outputs_first(region, getattr(builder.module, weight.target).numpy()),
+        builder.scales_of(node),
+    )
+    scales = scales if len(scales) == 1 else tuple(map(float, scale_per_output(scales, len(levels))))
     q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
     return builder.add_weight(weight, levels, q), scales
 
@@ -84,7 +87,7 @@ def lower_add(
     attrs = {"low": low, "high": high}
     left, right, *factor = known_operands(node)
     other = right if left in region.nodes or region.record.adds else left
-    rest = [builder.rests[builder.values[other]]] if dequantized_qparams(other, DType.U16) else []
+    rest = [builder.low_bytes[builder.values[other]]] if dequantized_qparams(other, DType.U16) else []
     if factor:
         alpha = getattr(builder.module, factor[0].target).numpy().astype(np.float64).ravel()
         attrs |= record.bind(call_of(node, record))
@@ -102,7 +105,7 @@ def lower_add(
             builder.add_constant(f"{stem}_factor_{label}", flat_f32(numerics.multiplier(unit, scale_y)), DType.F32)
         )
     return builder.add_op(
-        "add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), rest_qparams(region), **attrs
+        "add", [a, b, *names, *rest], f"{stem}_add", result, origin(node), low_byte_qparams(region), **attrs
     )
 
 
@@ -126,12 +129,12 @@ def lower_activate(
     return builder.add_op("activate", names, stem, result, where, **attrs)
 
 
-def function_of(region: IntegerRegion) -> fx.Node | None:
+def elementwise_function_of(region: IntegerRegion) -> fx.Node | None:
     """Return the elementwise function that follows the anchor, or None."""
     return next((node for node in region.nodes if known_record(node).function is not None), None)
 
 
-def rest_qparams(region: IntegerRegion) -> QParams | None:
+def low_byte_qparams(region: IntegerRegion) -> QParams | None:
     """Return the parameters of a region's second result, or None if its result has only 8 bits.
 
     A 16-bit result is `255 * q + rest`, see `numerics.widen_to_16bit`. The second result holds the rest.

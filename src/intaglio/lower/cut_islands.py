@@ -50,7 +50,7 @@ class IslandPart:
     outputs: tuple[fx.Node, ...]
 
 
-def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
+def extract_island(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     """Copy these nodes, given in execution order, to a separate module. Constants are shared with `module`."""
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
@@ -69,7 +69,7 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))
-        write = None if info(node).observer is not None else ROUNDING.get(operator(node).partition(".")[2])
+        write = None if info(node).observer is not None else QDQ_DECOMPOSITIONS.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
     return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(symbols.values()), outputs)
@@ -78,18 +78,18 @@ def island_of(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
 # Quantize and dequantize nodes become ATen arithmetic, because files store only ATen operators. Zero points are 0.
 
 
-def _quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _decompose_quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     aten, (low, high, dtype) = torch.ops.aten, node.args[-3:]
     steps = graph.call_function(aten.mul.Tensor, (copies[node.args[0]], 1.0 / float(node.args[1])))
     if DTYPES[dtype] in FLOAT8:
-        whole = graph.call_function(aten.nan_to_num.default, (steps, 0.0))
+        rounded = graph.call_function(aten.nan_to_num.default, (steps, 0.0))
     else:
-        whole = graph.call_function(aten.round.default, (steps,))
-    bounded = graph.call_function(aten.clamp.default, (whole, low, high))
+        rounded = graph.call_function(aten.round.default, (steps,))
+    bounded = graph.call_function(aten.clamp.default, (rounded, low, high))
     return graph.call_function(aten._to_copy.default, (bounded,), {"dtype": dtype})
 
 
-def _dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _decompose_dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     aten = torch.ops.aten
     scale: float | fx.Node = node.args[1]
     if isinstance(scale, fx.Node):
@@ -100,10 +100,10 @@ def _dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node
     return graph.call_function(aten.mul.Tensor, (real, scale))
 
 
-ROUNDING: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
-    "quantize_per_tensor.default": _quantize,
-    "dequantize_per_tensor.default": _dequantize,
-    "dequantize_per_channel.default": _dequantize,
+QDQ_DECOMPOSITIONS: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
+    "quantize_per_tensor.default": _decompose_quantize,
+    "dequantize_per_tensor.default": _decompose_dequantize,
+    "dequantize_per_channel.default": _decompose_dequantize,
 }
 """Functions that replace these operators, by operator name without the namespace.
 

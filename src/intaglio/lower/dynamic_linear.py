@@ -8,14 +8,14 @@ from torch import fx
 from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import layer_operands, operator
 from intaglio.ir import DType, Op, TensorType
-from intaglio.lower.accumulators import weight_of
+from intaglio.lower.accumulators import add_anchor_weight
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, scales_shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
 from intaglio.quant.annotate.regions import Chain
 
 
-def part_of_rows(node: fx.Node) -> bool:
+def is_dynamic_quantization(node: fx.Node) -> bool:
     """Return whether a node is a dynamic quantize or dequantize, or takes one result of a dynamic quantize."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return operator(node) in (QUANTIZE_ROWS_TARGET, DEQUANTIZE_ROWS_TARGET) or (
@@ -23,7 +23,7 @@ def part_of_rows(node: fx.Node) -> bool:
     )
 
 
-def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
+def lower_dynamic_quantize(builder: GraphBuilder, node: fx.Node) -> None:
     """Lower a dynamic quantize to an operator with two results: quantized values and per-token scales.
 
     Its getitem nodes refer to these values, and its dequantize nodes to the quantized values.
@@ -44,7 +44,7 @@ def quantize_rows(builder: GraphBuilder, node: fx.Node) -> None:
     builder.values[node] = levels
 
 
-def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
+def lower_dynamic_linear(builder: GraphBuilder, region: Chain) -> None:
     """Lower a linear layer on dynamically quantized activations.
 
     The result is an int32 accumulator with per-token scales, then a dequantize that adds the float bias.
@@ -54,7 +54,7 @@ def product_of_rows(builder: GraphBuilder, region: Chain) -> None:
     rows = dynamic_operands(read.x)
     assert rows is not None, f"{node} reads no rows"
     x, scales = (builder.values[part] for part in rows)
-    weight, columns = weight_of(builder, region)
+    weight, columns = add_anchor_weight(builder, region)
     where, shape, outputs = origin(node), known_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
     zeros = builder.add_constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)

@@ -9,21 +9,21 @@ from torch import fx
 
 from intaglio.fxgraph.integer_ranges import ARANGES
 from intaglio.fxgraph.node_info import fixed_size, known_type, origin
-from intaglio.fxgraph.nodes import arguments, is_constant, operator, resolve
+from intaglio.fxgraph.nodes import arguments, is_constant, operator, resolve_dims
 from intaglio.ir import DType, Expression, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.embedding import MODES, NO_PADDING
 from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS, bag_refusal, table_operands
 
 
-def part_of_bag(node: fx.Node) -> bool:
+def is_embedding_bag_part(node: fx.Node) -> bool:
     """Return whether a node is an embedding bag with a kernel, or takes the result of one."""
     if node.target is getitem and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return operator(node) in EMBEDDING_BAG_TARGETS and bag_refusal(node) is None
 
 
-def embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
+def lower_embedding_bag(builder: GraphBuilder, node: fx.Node) -> None:
     """Lower an embedding bag at the getitem node of its first result, the only one that may be read."""
     if operator(node) in EMBEDDING_BAG_TARGETS:
         builder.values[node] = ""
@@ -60,18 +60,18 @@ def _padding(node: fx.Node, given: dict[str, Any]) -> int:
     return int(padding) % fixed_size(given["weight"], 0)
 
 
-def range_of(node: fx.Node) -> dict[str, Any] | None:
+def arange_attributes(node: fx.Node) -> dict[str, Any] | None:
     """Return the attributes of an i64 arange, or None for any other node."""
     if operator(node) not in ARANGES or known_type(node).dtype is not DType.I64:
         return None
-    given = {name: resolve(value) for name, value in arguments(node).items()}
+    given = {name: resolve_dims(value) for name, value in arguments(node).items()}
     start, step = given.get("start", 0), given.get("step", 1)
     if not isinstance(start, (int, Expression)) or not isinstance(step, int):
         return None
     return {"start": start, "step": step, "size": known_type(node).shape[0]}
 
 
-def arange(builder: GraphBuilder, node: fx.Node, attrs: dict[str, Any]) -> None:
+def lower_arange(builder: GraphBuilder, node: fx.Node, attrs: dict[str, Any]) -> None:
     """Add an integer range."""
     name = builder.add_value(node.name, known_type(node), node)
     builder.ops.append(Op("arange", (), (name,), attrs, origin=origin(node)))

@@ -11,7 +11,16 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import known_type, origin, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operands, operator, record_of, resolve, tensor_nodes
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_of,
+    is_constant,
+    operands,
+    operator,
+    record_of,
+    resolve_dims,
+    tensor_nodes,
+)
 from intaglio.ir import Attrs, Graph, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import BY_TARGET, OpDef
@@ -20,7 +29,7 @@ from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.movement.data_movement import MOVED_TYPES
 from intaglio.quant.annotate.embedding_tables import table_operands
 
-STORED = (torch.float32, torch.bool, torch.int64)
+LOOP_CONSTANT_DTYPES = (torch.float32, torch.bool, torch.int64)
 """Data types of constants that loops can read."""
 
 
@@ -29,14 +38,14 @@ def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
     loop, result = _loop_of(operator(node)), tensor_type(node)
     if loop is None or result is None:
         return None
-    given = {name: _typed(value) for name, value in arguments(node).items()}
+    given = {name: _argument_type(value) for name, value in arguments(node).items()}
     held = {
         name: getattr(module, str(value.target))
         for name, value in arguments(node).items()
         if isinstance(value, fx.Node) and is_constant(value)
     }
     read = [leaf for leaf in tensor_nodes((node.args, node.kwargs)) if leaf.op == "get_attr"]
-    if any(getattr(module, str(leaf.target)).dtype not in STORED for leaf in read):
+    if any(getattr(module, str(leaf.target)).dtype not in LOOP_CONSTANT_DTYPES for leaf in read):
         return None
     held |= {
         name: getattr(module, str(table[0].target))
@@ -54,7 +63,7 @@ def _loop_of(target: str) -> FloatLoop | None:
     return None if record is None else record.loop
 
 
-def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
+def data_movement_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
     """Return record and attributes of data movement of any data type, or None for any other operator."""
     record, result = record_of(node), tensor_type(node)
     if record is None or not record.moves_data or result is None or result.dtype not in MOVED_TYPES:
@@ -67,16 +76,16 @@ def move_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
     return (record, record.bind(call)) if record.check(call) is None else None
 
 
-def _typed(value: Any) -> Any:
+def _argument_type(value: Any) -> Any:
     """Return the type of a node, the dimension of a symbolic number, or the text of a torch dtype or layout."""
     if isinstance(value, fx.Node):
-        return tensor_type(value) or resolve(value)
+        return tensor_type(value) or resolve_dims(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
         return str(value)
-    return resolve(value)
+    return resolve_dims(value)
 
 
-def loop_of(
+def build_float_loop(
     node: fx.Node, call: FloatCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
 ) -> tuple[Op, dict[str, np.ndarray]]:
     """Return a float operator as a loop.
@@ -110,24 +119,24 @@ def loop_of(
 def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
     if isinstance(value, fx.Node) and value in names:
         return names[value]
-    return resolve(value)
+    return resolve_dims(value)
 
 
-def float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
+def lower_float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
     """Add a loop for a float operator. `merge_loops` fuses it with neighboring loops later."""
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
         names |= {part: builder.add_parameter(part) for part in table_operands(leaf) or ()}
     result = builder.add_value(node.name, known_type(node), node)
-    op, arrays = loop_of(node, call, names, builder.types, result)
+    op, arrays = build_float_loop(node, call, names, builder.types, result)
     assert op.body is not None  # loops always have a body
     for name, array in arrays.items():
         builder.types[name], builder.constants[name] = op.body.types[name], array
     builder.ops.append(op)
 
 
-def float_move(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
+def lower_data_movement(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
     """Add data movement of floats, integers or booleans, or of the quantized values of a buffer."""
     of_levels = known_type(node).q is not None
     names = [

@@ -30,7 +30,7 @@ class GraphBuilder:
         outputs: Names of the graph's outputs.
         values: Value of each node: quantized for quantize and dequantize nodes, otherwise float.
         items: Values of a node with several results.
-        rests: For a value with 16 bits, the value that holds its rest (see `numerics.widen_to_16bit`).
+        low_bytes: For a value with 16 bits, the value that holds its low byte (see `numerics.widen_to_16bit`).
         islands: Float islands that the runtime calls, by key.
         hosts: Records of user-defined operators, by name.
     """
@@ -44,7 +44,7 @@ class GraphBuilder:
         self.outputs: list[str] = []
         self.values: dict[fx.Node, str] = {}
         self.items: dict[fx.Node, tuple[str, ...]] = {}
-        self.rests: dict[str, str] = {}
+        self.low_bytes: dict[str, str] = {}
         self.islands: dict[str, Island] = {}
         self.hosts: dict[str, OpDef] = {}
         self._reused: dict[str, str] = {}  # constants by the buffer of the reference
@@ -89,15 +89,15 @@ class GraphBuilder:
         stem: str,
         result: TensorType,
         where: Origin,
-        rest: QParams | None = None,
+        low_byte: QParams | None = None,
         **attrs: Any,
     ) -> str:
-        """Add an operator and return the name of its first result. With `rest`, it has a second u8 result."""
+        """Add an operator and return the name of its first result. With `low_byte`, it has a second u8 result."""
         output = self.add_value(stem, result)
         outputs = [output]
-        if rest is not None:
-            self.rests[output] = self.add_value(f"{stem}_rest", TensorType(result.shape, DType.U8, rest))
-            outputs.append(self.rests[output])
+        if low_byte is not None:
+            self.low_bytes[output] = self.add_value(f"{stem}_rest", TensorType(result.shape, DType.U8, low_byte))
+            outputs.append(self.low_bytes[output])
         self.ops.append(Op(kind, tuple(inputs), tuple(outputs), attrs, origin=where))
         return output
 

@@ -10,7 +10,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir.rewrite import run_passes
-from intaglio.lower.embedding_bags import part_of_bag
+from intaglio.lower.embedding_bags import is_embedding_bag_part
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.stored_weights import stored_weight
@@ -23,7 +23,7 @@ from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Skip
 from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.captured import expect
-from intaglio.tracing.while_loops import with_bodies
+from intaglio.tracing.while_loops import replace_loop_bodies
 
 
 def requantize(reference: Reference) -> Lowered:
@@ -51,14 +51,14 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in nodes.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in nodes.regions for node in region.nodes}.union(node.name for node in stacks)
-    own = [*nodes.float_ops, *(node for node in builder.values if part_of_bag(node) or stored_weight(node))]
+    own = [*nodes.float_ops, *(node for node in builder.values if is_embedding_bag_part(node) or stored_weight(node))]
     inside |= {node.name for node in own if any(map(table_operands, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
-    floats += _simulated(reference.annotations, inside)
-    floats += _without_reason(nodes.cut, {skip.node for skip in floats})
+    floats += _simulated_operators(reference.annotations, inside)
+    floats += _islands_without_reason(nodes.cut, {skip.node for skip in floats})
     bodies = {name: requantize(body) for name, body in reference.bodies.items()}
     for island in builder.islands.values():
-        with_bodies(island.module, bodies)
+        replace_loop_bodies(island.module, bodies)
     native = frozenset(node.name for node in own)
     lowered = Lowered(
         graph,
@@ -76,7 +76,7 @@ def requantize(reference: Reference) -> Lowered:
     return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
 
 
-def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
+def _islands_without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
     """Return the islands that contain no operator with a known reason to stay in float, one `Skip` for each.
 
     The program is interrupted for these islands as for others, so reports must list them.
@@ -87,7 +87,7 @@ def _without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip
     return tuple(Skip(node.name, reason, origin(node)) for node in silent)
 
 
-def _simulated(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:
+def _simulated_operators(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:
     """Return the operators that run in float on rounded values, because no kernel supports their types."""
     found = []
     for region in annotations.regions:

@@ -9,15 +9,15 @@ from torch import fx
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
 from intaglio.ir import Attrs, DType, Op
-from intaglio.lower.cut_islands import Unit, island_of
-from intaglio.lower.dynamic_linear import part_of_rows, product_of_rows, quantize_rows
-from intaglio.lower.embedding_bags import arange, embedding_bag, part_of_bag, range_of
-from intaglio.lower.float_operators import float_call, float_loop, float_move, move_of
+from intaglio.lower.cut_islands import Unit, extract_island
+from intaglio.lower.dynamic_linear import is_dynamic_quantization, lower_dynamic_linear, lower_dynamic_quantize
+from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_part, lower_arange, lower_embedding_bag
+from intaglio.lower.float_operators import data_movement_of, float_call, lower_data_movement, lower_float_loop
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island
-from intaglio.lower.recurrent_calls import part_of_recurrent, recurrent
+from intaglio.lower.recurrent_calls import is_recurrent_part, lower_recurrent
 from intaglio.lower.region_lowering import lower_region, quantize_node
-from intaglio.lower.stored_weights import linear_f32, stored_weight, widens_stored
+from intaglio.lower.stored_weights import lower_linear_f32, only_widens_stored_weight, stored_weight
 from intaglio.ops import OpDef
 from intaglio.ops.loop_ops.loop_builder import FloatCall
 from intaglio.quant.annotate.embedding_tables import table_operands
@@ -90,7 +90,7 @@ class NodeLowering:
                 continue
             elif (unit := _native_unit(node)) is not None:
                 yield unit
-            elif not (widens_stored(node) or _only_read_by(node, inner)):
+            elif not (only_widens_stored_weight(node) or _only_read_by(node, inner)):
                 yield self._float_unit(node)
 
     def _float_unit(self, node: fx.Node) -> Unit:
@@ -99,7 +99,7 @@ class NodeLowering:
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         kind = tensor_type(node)
         levels = kind is not None and kind.q is not None  # a quantized buffer of the model
-        found = (None if levels else float_call(node, self.builder.module)) or move_of(node)
+        found = (None if levels else float_call(node, self.builder.module)) or data_movement_of(node)
         if found is not None:
             self.float_ops[node] = found
         return Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
@@ -111,19 +111,19 @@ class NodeLowering:
         """Add the values and operators of a region or node whose operands are available."""
         builder, node = self.builder, unit.nodes[0]
         if unit.region is not None and dynamic_operands(operands(node)[0]):
-            product_of_rows(builder, unit.region)
+            lower_dynamic_linear(builder, unit.region)
         elif unit.region is not None:
             lower_region(builder, unit.region)
-        elif part_of_rows(node):
-            quantize_rows(builder, node)
-        elif part_of_recurrent(node):
-            recurrent(builder, node)
-        elif part_of_bag(node):
-            embedding_bag(builder, node)
+        elif is_dynamic_quantization(node):
+            lower_dynamic_quantize(builder, node)
+        elif is_recurrent_part(node):
+            lower_recurrent(builder, node)
+        elif is_embedding_bag_part(node):
+            lower_embedding_bag(builder, node)
         elif stored_weight(node):
-            linear_f32(builder, node)
-        elif attrs := range_of(node):
-            arange(builder, node, attrs)
+            lower_linear_f32(builder, node)
+        elif attrs := arange_attributes(node):
+            lower_arange(builder, node, attrs)
         elif table := table_operands(node):
             builder.values[node] = builder.add_parameter(table[0])
         elif dequantized_qparams(node) or dequantized_qparams(node, DType.U16) or quantize_qparams(node, DType.U16):
@@ -131,9 +131,9 @@ class NodeLowering:
         elif node in self.float_ops:
             found = self.float_ops[node]
             if isinstance(found, FloatCall):
-                float_loop(builder, node, found)
+                lower_float_loop(builder, node, found)
             else:
-                float_move(builder, node, *found)
+                lower_data_movement(builder, node, *found)
         else:
             q = quantize_qparams(node)
             assert q is not None, f"{node} does not quantize"
@@ -143,7 +143,7 @@ class NodeLowering:
         """Add an island with these nodes, which the runtime calls."""
         builder = self.builder
         key = f"island{len(builder.islands)}"
-        part = island_of(builder.module, nodes)
+        part = extract_island(builder.module, nodes)
         inputs = [builder.external_value(node) for node in part.inputs]
         outputs = [builder.add_external(node) for node in part.outputs]
         found = [node.target for node in loops_of(part.module)]
@@ -170,9 +170,9 @@ def _native_unit(node: fx.Node) -> Unit | None:
         return Unit((node,), image[:1], True)
     if any(quantize_qparams(node, dtype) or dequantized_qparams(node, dtype) for dtype in (DType.U8, DType.U16)):
         return Unit((node,), () if is_constant(node.args[0]) else (node.args[0],), True)
-    if range_of(node) is not None:
+    if arange_attributes(node) is not None:
         return Unit((node,), (), True)
-    if part_of_rows(node) or part_of_recurrent(node) or part_of_bag(node):
+    if is_dynamic_quantization(node) or is_recurrent_part(node) or is_embedding_bag_part(node):
         needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
         return Unit((node,), tuple(needs), True)
     if stored_weight(node):

@@ -12,13 +12,13 @@ from intaglio.ops.products.lstm_gru import result_shapes
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 
 
-def part_of_recurrent(node: fx.Node) -> bool:
+def is_recurrent_part(node: fx.Node) -> bool:
     """Return whether a node is an LSTM or GRU, or takes one of its results."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return operator(node) == RECURRENT_CALL or (source is not None and operator(source) == RECURRENT_CALL)
 
 
-def recurrent(builder: GraphBuilder, node: fx.Node) -> None:
+def lower_recurrent(builder: GraphBuilder, node: fx.Node) -> None:
     """Lower an LSTM or GRU to one operator. Its getitem nodes refer to the results."""
     if operator(node) != RECURRENT_CALL:
         source, index = node.args

@@ -11,7 +11,14 @@ from intaglio import numerics
 from intaglio.fxgraph.node_info import info, known_type, origin
 from intaglio.fxgraph.nodes import call_of, is_constant, known_record, operands
 from intaglio.ir import DType, QParams, TensorType
-from intaglio.lower.accumulators import function_of, lower_activate, lower_add, lower_anchor, lower_bmm, rest_qparams
+from intaglio.lower.accumulators import (
+    elementwise_function_of,
+    low_byte_qparams,
+    lower_activate,
+    lower_add,
+    lower_anchor,
+    lower_bmm,
+)
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.lower.integer_operators import (
     lower_affine,
@@ -54,13 +61,13 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     low, high = _bounds(builder, tail.get("clamp"), finest)
     if (total := next((node for node in region.nodes if known_record(node).adds), None)) is not None:
         name = lower_add(builder, total, region, current, stem, result, low, high)
-    elif region.record.multiplies_weight and (function := function_of(region)) is not None:
+    elif region.record.multiplies_weight and (function := elementwise_function_of(region)) is not None:
         name = lower_activate(builder, function, tail.get("affine"), current, stem, result, where)
     elif region.record.accumulates:
         acc = builder.types[current].qparams
         factors = flat_f32(numerics.multiplier(acc.scales, finest.step))
         factor = builder.add_constant(f"{stem}_multiplier", factors, DType.F32)
-        inputs, rest = [current, factor], rest_qparams(region)
+        inputs, rest = [current, factor], low_byte_qparams(region)
         name = builder.add_op("requantize", inputs, stem, result, where, rest, low=low, high=high)
     elif region.record.name == "mul":
         name = lower_mul(builder, region, stem, result, low, high)
@@ -73,8 +80,8 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     else:
         name = lower_single(builder, region, current, stem, result)
         if region.wide is not None:
-            moved = TensorType(kind.shape, DType.U8, rest_qparams(region))
-            builder.rests[name] = lower_single(builder, region, builder.rests[current], f"{stem}_rest", moved)
+            moved = TensorType(kind.shape, DType.U8, low_byte_qparams(region))
+            builder.low_bytes[name] = lower_single(builder, region, builder.low_bytes[current], f"{stem}_rest", moved)
     builder.values[region.root] = name
 
 

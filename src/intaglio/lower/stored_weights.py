@@ -11,7 +11,7 @@ from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.quant.qdq.integer_regions import dequantized_constant, dequantized_qparams
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
 
-WIDEN = "aten._to_copy.default"
+CAST_TARGET = "aten._to_copy.default"
 
 
 def stored_weight(node: fx.Node) -> fx.Node | None:
@@ -27,7 +27,7 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
     simulated = ".dequantize_" in operator(x) and dequantized_qparams(x) is None
     if not plain or simulated or not (bias is None or is_constant(bias)):
         return None
-    if operator(weight) == WIDEN and is_constant(weight.args[0]):
+    if operator(weight) == CAST_TARGET and is_constant(weight.args[0]):
         return weight.args[0] if known_type(weight.args[0]).dtype is DType.F16 else None
     return (
         dequantized_constant(weight, DType.S8)
@@ -36,12 +36,12 @@ def stored_weight(node: fx.Node) -> fx.Node | None:
     )
 
 
-def widens_stored(node: fx.Node) -> bool:
+def only_widens_stored_weight(node: fx.Node) -> bool:
     """Return whether a node only converts the stored weight of such layers to float."""
     return bool(node.users) and all(stored_weight(user) in node.all_input_nodes for user in node.users)
 
 
-def linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
+def lower_linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
     """Lower a weight-only quantized linear layer."""
     x, real, bias = layer_operands(node)
     stored, where = stored_weight(node), origin(node)

@@ -18,16 +18,16 @@ from intaglio.signature import bind, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
 
-BATCHES = (1, 3)
-TRAINING = (2, 3)
+BATCH_SIZES = (1, 3)
+TRAINING_BATCH_SIZES = (2, 3)
 """Batch sizes at which graph and model are compared in training; batch norm in training needs more than one vector."""
-LONGER = 3
+ADDITIONAL_TOKENS = 3
 """Number of additional tokens in the comparison if the sequence length is dynamic."""
-SINGLE, HALF = (1e-3, 1e-4), (0.05, 0.05)
+FLOAT32_TOLERANCE, HALF_TOLERANCE = (1e-3, 1e-4), (0.05, 0.05)
 """Relative and absolute tolerance (the latter relative to the largest value), in float32 and in half precision."""
-ANY_RANGE = (0.0, math.inf)
+NO_TOLERANCE_LIMIT = (0.0, math.inf)
 """Tolerance for models that draw random numbers, which differ between graph and model."""
-LENGTHS = (DType.I64, DType.I32, DType.BOOL)
+TOKEN_DTYPES = (DType.I64, DType.I32, DType.BOOL)
 
 
 def free_symbols(captured: Captured) -> set[str]:
@@ -39,8 +39,8 @@ def free_symbols(captured: Captured) -> set[str]:
 def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return how graph and model differ, or ``None``.
 
-    They are compared at every batch size in `BATCHES` (`TRAINING` in training) if the batch is dynamic, and at two
-    sequence lengths if these are.
+    They are compared at every batch size in `BATCH_SIZES` (`TRAINING_BATCH_SIZES` in training) if the batch is dynamic,
+    and at two sequence lengths if these are.
     """
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
@@ -48,8 +48,8 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
         return f"it does not take the example inputs: {error.problem}"
     if not free_symbols(captured):
         return _differs(captured, model, args, kwargs, "the example inputs")
-    for batch in TRAINING if captured.training else BATCHES:
-        sizes = _sizes(captured, args, kwargs, batch, longer=batch > 1)
+    for batch in TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES:
+        sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
         if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
             return reason
@@ -71,18 +71,18 @@ def _differs(
         got = captured(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
         return f"at {label} the graph fails: {error}"
-    near = HALF if UPCAST_NOTE in captured.notes else SINGLE
-    difference = _difference(got, expected, ANY_RANGE if _draws(captured) else near)
+    near = HALF_TOLERANCE if UPCAST_NOTE in captured.notes else FLOAT32_TOLERANCE
+    difference = _difference(got, expected, NO_TOLERANCE_LIMIT if _is_random(captured) else near)
     return difference and f"at {label} {difference}"
 
 
-def _draws(captured: Captured) -> bool:
+def _is_random(captured: Captured) -> bool:
     """Return whether the graph draws random numbers, as dropout in training does."""
     tags = [getattr(node.target, "tags", ()) for node in captured.module.graph.nodes]
     return captured.training and any(torch.Tag.nondeterministic_seeded in own for own in tags)
 
 
-def with_least_lengths(
+def allow_length_one(
     captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Captured:
     """Return a copy whose sequence lengths may be 1 if graph and model agree at that length.
@@ -93,7 +93,7 @@ def with_least_lengths(
     for name in sorted(_lengths(captured)):
         low, high = ranges.get(name, (0, None))
         if low <= 1:
-            sizes = {**_sizes(captured, args, kwargs, BATCHES[-1], longer=False), name: 1}
+            sizes = {**_sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False), name: 1}
             one_args, one_kwargs = resized(captured, args, kwargs, sizes)
             agrees = _differs(captured, model, one_args, one_kwargs, "length 1") is None
             ranges[name] = (1 if agrees else 2, high)
@@ -103,13 +103,13 @@ def with_least_lengths(
 def _lengths(captured: Captured) -> set[str]:
     """Return the dynamic dimensions that are lengths of token ids and not the batch."""
     inputs = [entry.type for entry in captured.signature.inputs]
-    matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in LENGTHS]
+    matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in TOKEN_DTYPES]
     batch = set().union(*[symbols_of(kind.shape[0]) for kind in inputs if kind.shape])
     return {name for dim in matrices for name in symbols_of(dim)} - batch
 
 
 def _sizes(
-    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, longer: bool
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, change_lengths: bool
 ) -> dict[str, int]:
     """Return sizes for all dynamic dimensions, within their ranges.
 
@@ -128,10 +128,14 @@ def _sizes(
             if len(names) == 1 and dim == symbol(*names):
                 (name,) = names
                 sizes[name] = batch if axis == 0 else sizes.get(name, leaves[entry.leaf].shape[axis])
-    if longer:
+    if change_lengths:
         for name in _lengths(captured) & sizes.keys():
             room = captured.signature.ranges.get(name, (0, None))[1]
-            sizes[name] = sizes[name] + LONGER if room is None or sizes[name] + LONGER <= room else sizes[name] // 2
+            sizes[name] = (
+                sizes[name] + ADDITIONAL_TOKENS
+                if room is None or sizes[name] + ADDITIONAL_TOKENS <= room
+                else sizes[name] // 2
+            )
     found = {name: sizes.get(name, batch) for name in free_symbols(captured)}
     for name, (low, high) in captured.signature.ranges.items():
         if name in found:
@@ -175,14 +179,14 @@ def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str 
             if a.dtype is b.dtype and torch.equal(a, b):
                 continue
             near, far = tolerance
-            if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _peak(b), equal_nan=True):
+            if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _largest_magnitude(b), equal_nan=True):
                 return f"a result differs by {(a.double() - b.double()).abs().max():.3g}"
         elif a != b:
             return f"a result is {a!r}, the model's {b!r}"
     return None
 
 
-def _peak(tensor: torch.Tensor) -> float:
+def _largest_magnitude(tensor: torch.Tensor) -> float:
     finite = tensor.double().abs()
     finite = finite[torch.isfinite(finite)]
     return max(finite.max().item(), 1e-6) if finite.numel() else 1e-6

@@ -26,7 +26,7 @@ Names = Mapping["sympy.Symbol", str]
 def symbol_names(program: ExportedProgram) -> Names:
     """Return names of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name."""
     names: dict[Any, str] = {}
-    same = _agreeing(program)
+    same = _equal_symbols(program)
     for node in program.graph.nodes:
         value = node.meta.get("val")
         sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
@@ -39,7 +39,7 @@ def symbol_names(program: ExportedProgram) -> Names:
     return names
 
 
-def _agreeing(program: ExportedProgram) -> dict[Any, Any]:
+def _equal_symbols(program: ExportedProgram) -> dict[Any, Any]:
     """Return pairs of symbols that must be equal although torch.export does not report it.
 
     A tensor indexed by whole ranges with the sizes of another input, as attention masks are, must be at least as large.

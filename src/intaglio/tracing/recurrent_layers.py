@@ -42,7 +42,7 @@ class RecurrentCapture(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_torch_has_them(program: ExportedProgram) -> ExportedProgram:
+def restore_torch_operators(program: ExportedProgram) -> ExportedProgram:
     """Replace the substitute operators of a program by torch's own."""
     if not RECURRENT_LIBRARIES:
         return program

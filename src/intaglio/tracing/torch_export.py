@@ -39,9 +39,9 @@ from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import decompose_single_operators
-from intaglio.tracing.recurrent_layers import RecurrentCapture, as_torch_has_them
-from intaglio.tracing.unroll_scans import unroll
-from intaglio.tracing.while_loops import WHILE, loops_of, parts_of, while_loop
+from intaglio.tracing.recurrent_layers import RecurrentCapture, restore_torch_operators
+from intaglio.tracing.unroll_scans import unroll_loops
+from intaglio.tracing.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 
 CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -62,7 +62,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
             with RecurrentCapture():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             decompose_single_operators(program)
-            return as_torch_has_them(decompose_used_composites(program))
+            return restore_torch_operators(decompose_used_composites(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
             raise CaptureError(
@@ -131,7 +131,7 @@ def _first_lines(error: BaseException, lines: int = 10) -> str:
 
 def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
     """Convert an exported program to a graph with parameters as attributes and a `NodeInfo` on every node."""
-    unroll(program.graph_module)
+    unroll_loops(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program)
     copies: dict[fx.Node, fx.Node] = {}
@@ -206,7 +206,7 @@ def _finished(
     for part in (module, *(node.target.body.module for node in loops_of(module))):
         update_graph_info(part, sizes=sizes, module_types=types)
     upcast = run(module, CAPTURE_PASSES)["upcast_half_precision"]
-    tensors = {id(one): one for part in (module, *parts_of(module)) for one in part.buffers()}.values()
+    tensors = {id(one): one for part in (module, *loop_subgraphs(module)) for one in part.buffers()}.values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     about = ModelInfo(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
     return Captured(module, signature, module_classes(model), about, training)

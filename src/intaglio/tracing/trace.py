@@ -14,7 +14,7 @@ from torch.export import Dim as TorchDim
 from intaglio.errors import CaptureError
 from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
 from intaglio.torch_private import pytree
-from intaglio.tracing.capture_check import disagreement, free_symbols, with_least_lengths
+from intaglio.tracing.capture_check import allow_length_one, disagreement, free_symbols
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
@@ -34,18 +34,18 @@ def trace(
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        own = with_named_keywords(frozen_copy(model, train), kwargs)
+        model_copy = with_named_keywords(frozen_copy(model, train), kwargs)
         if not train:
-            buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
-            _try(own, args, kwargs)
-            for name, buffer in own.named_buffers():
+            buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
+            _run_example(model_copy, args, kwargs)
+            for name, buffer in model_copy.named_buffers():
                 buffer.copy_(buffers[name])
         if dynamic_shapes is not None:
-            captured = to_captured(export(own, args, kwargs, dynamic_shapes), own, (), train)
-            captured = _checked(captured, own, args, kwargs)
+            captured = to_captured(export(model_copy, args, kwargs, dynamic_shapes), model_copy, (), train)
+            captured = _checked(captured, model_copy, args, kwargs)
         else:
-            captured = _capture(own, args, kwargs, free, train)
-    return _with_padding(captured, own, args, kwargs)
+            captured = _capture(model_copy, args, kwargs, free, train)
+    return _with_padding(captured, model_copy, args, kwargs)
 
 
 PADDING_SKIPPED = (
@@ -54,14 +54,14 @@ PADDING_SKIPPED = (
 )
 
 
-def _with_padding(captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _with_padding(captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     """Add a note if the model in normal use skips padding and the graph does not."""
-    skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in own.modules())
+    skips = any(isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor for part in model_copy.modules())
     if not skips or captured.training:
         return captured
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
-        differs = disagreement(captured, own, args, kwargs) is not None
+        differs = disagreement(captured, model_copy, args, kwargs) is not None
     return replace(captured, about=captured.about.after((PADDING_SKIPPED,))) if differs else captured
 
 
@@ -71,7 +71,7 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
 
 
-def _try(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run the float model on its example, to report its own errors before torch.export does.
 
     Raises:
@@ -79,11 +79,11 @@ def _try(own: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> No
     """
     try:
         with torch.no_grad():
-            own(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
+            model_copy(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
         raise CaptureError(
-            type(own).__name__,
+            type(model_copy).__name__,
             None,
             f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
             remedy="pass example_inputs as the tuple of arguments that forward takes, or batches that hold them",
@@ -95,34 +95,40 @@ def _clone(leaf: Any) -> Any:
 
 
 def _capture(
-    own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: Mapping[int, Collection[int]], train: bool
+    model_copy: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    free: Mapping[int, Collection[int]],
+    train: bool,
 ) -> Captured:
     notes: tuple[str, ...] = ()
     for sequences in (True, False) if any(map(is_sequence, pytree.tree_leaves((args, kwargs)))) else (False,):
-        captured, reason = _with_free_axes(own, args, kwargs, _free(args, kwargs, sequences, free), train)
+        captured, reason = _with_free_axes(model_copy, args, kwargs, _free(args, kwargs, sequences, free), train)
         if captured is not None:
-            notes += _fixed_lengths(captured, own, args, kwargs) if sequences else ()
+            notes += _fixed_lengths(captured, model_copy, args, kwargs) if sequences else ()
             return replace(captured, about=captured.about.after(notes))
         if sequences:
             notes = (f"lengths of sequences are fixed as in the example: {reason}",)
     note = f"batch is fixed as in the example: {reason}"
-    return _checked(to_captured(export(own, args, kwargs, None), own, (*notes, note), train), own, args, kwargs)
+    return _checked(
+        to_captured(export(model_copy, args, kwargs, None), model_copy, (*notes, note), train), model_copy, args, kwargs
+    )
 
 
 def _with_free_axes(
-    own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
+    model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Sequence[Collection[int]], train: bool
 ) -> tuple[Captured | None, str | None]:
     """Return the graph with these axes of each leaf dynamic, or ``None`` and the reason."""
     reason = None
     for wide_args, wide_kwargs in _examples(args, kwargs, axes):
         try:
-            shapes = free_axes(own, wide_args, wide_kwargs, axes)
-            captured = to_captured(export(own, wide_args, wide_kwargs, shapes), own, (), train)
-            found = disagreement(captured, own, args, kwargs) if free_symbols(captured) else "the model fixes it"
+            shapes = free_axes(model_copy, wide_args, wide_kwargs, axes)
+            captured = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), train)
+            found = disagreement(captured, model_copy, args, kwargs) if free_symbols(captured) else "the model fixes it"
         except CaptureError as error:
             found = error.problem
         if found is None:
-            return with_least_lengths(captured, own, args, kwargs), None
+            return allow_length_one(captured, model_copy, args, kwargs), None
         reason = reason or found
     return None, reason
 
@@ -137,7 +143,7 @@ def _free(
 
 
 def _fixed_lengths(
-    captured: Captured, own: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, ...]:
     """Return a note for each sequence length that torch.export fixed, with the reason."""
     leaves = pytree.tree_leaves((args, kwargs))
@@ -147,7 +153,9 @@ def _fixed_lengths(
     axes = _free(args, kwargs, True, {})
     wide_args, wide_kwargs = next(_examples(args, kwargs, axes))
     try:
-        export(own, wide_args, wide_kwargs, free_axes(own, wide_args, wide_kwargs, axes, TorchDim.DYNAMIC))
+        export(
+            model_copy, wide_args, wide_kwargs, free_axes(model_copy, wide_args, wide_kwargs, axes, TorchDim.DYNAMIC)
+        )
         reason = "the model fixes it"
     except CaptureError as error:
         reason = error.problem

@@ -12,26 +12,28 @@ from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import LoopIteration, info, update_info
 
 SCAN, MAP = "scan", "map_impl"
-MOST_OPERATORS = 2048
+MAX_UNROLLED_OPERATORS = 2048
 """Maximum number of operators in all unrolled loops of a model, because each is a step of the compiled program."""
 
 
-def unroll(module: fx.GraphModule) -> None:
+def unroll_loops(module: fx.GraphModule) -> None:
     """Replace `scan` and `map` by one copy of the body per iteration, and stack the results of all iterations.
 
     All iterations read the same parameters. The record of each node contains its iteration and its operator in the
     body, so that one site serves all iterations. Nested loops are unrolled as well.
 
     Raises:
-        CaptureError: the result would exceed `MOST_OPERATORS`.
+        CaptureError: the result would exceed `MAX_UNROLLED_OPERATORS`.
     """
-    if (count := _unrolled_operators(module)) > MOST_OPERATORS:
-        longest = max(filter(_is_loop, module.graph.nodes), key=lambda node: _count(node) * _operators(_body(node)))
+    if (count := _unrolled_operators(module)) > MAX_UNROLLED_OPERATORS:
+        longest = max(
+            filter(_is_loop, module.graph.nodes), key=lambda node: _iteration_count(node) * _operators(_body(node))
+        )
         raise CaptureError(
             longest.name,
             f"torch.ops.higher_order.{longest.target}",
-            f"{count} operators in all iterations, of which this loop has {_count(longest)}; the limit is "
-            f"{MOST_OPERATORS}",
+            f"{count} operators in all iterations, of which this loop has {_iteration_count(longest)}; the limit is "
+            f"{MAX_UNROLLED_OPERATORS}",
             remedy="scan over fewer steps and carry on from call to call; or quantize the modules in the body, "
             "one by one",
         )
@@ -54,18 +56,18 @@ def _operands(loop: fx.Node) -> tuple[Sequence[fx.Node], Sequence[fx.Node], Sequ
     return (given[0], given[1], given[2]) if str(loop.target) == SCAN else ((), given[0], given[1])
 
 
-def _count(loop: fx.Node) -> int:
+def _iteration_count(loop: fx.Node) -> int:
     return int(_operands(loop)[1][0].meta["val"].shape[0])
 
 
 def _operators(module: fx.GraphModule) -> int:
     """Return the number of operators in a body with its nested loops unrolled."""
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    return sum(_count(node) * _operators(_body(node)) if _is_loop(node) else 1 for node in calls)
+    return sum(_iteration_count(node) * _operators(_body(node)) if _is_loop(node) else 1 for node in calls)
 
 
 def _unrolled_operators(module: fx.GraphModule) -> int:
-    return sum(_count(node) * _operators(_body(node)) for node in module.graph.nodes if _is_loop(node))
+    return sum(_iteration_count(node) * _operators(_body(node)) for node in module.graph.nodes if _is_loop(node))
 
 
 def _unroll(loop: fx.Node) -> None:
@@ -73,10 +75,10 @@ def _unroll(loop: fx.Node) -> None:
     graph, body = loop.graph, _body(loop)
     carry, each, shared = _operands(loop)
     carry, stacks = list(carry), list[list[fx.Node]]()
-    count = _count(loop)
+    count = _iteration_count(loop)
     with graph.inserting_before(loop):
         for index in range(count):
-            rows = [_row(loop, node, index, count) for node in each]
+            rows = [_entry_of_iteration(loop, node, index, count) for node in each]
             results = _iteration(loop, body, index, [*carry, *rows, *shared])
             stacks.append(results[len(carry) :])
             carry = results[: len(carry)]
@@ -90,7 +92,7 @@ def _unroll(loop: fx.Node) -> None:
     graph.erase_node(loop)
 
 
-def _row(loop: fx.Node, node: fx.Node, index: int, count: int) -> fx.Node:
+def _entry_of_iteration(loop: fx.Node, node: fx.Node, index: int, count: int) -> fx.Node:
     """Return the entry of one iteration.
 
     A flipped operand marks a backward loop; its source is read from the end instead.
@@ -126,7 +128,7 @@ def _iteration(loop: fx.Node, body: fx.GraphModule, index: int, given: Sequence[
         copies[node] = copied = loop.graph.node_copy(node, copies.__getitem__)
         copied.meta = dict(node.meta)
         if node.op == "get_attr":  # the body of a nested loop
-            copied.target = _hold(loop.graph.owning_module, body.get_submodule(str(node.target)))
+            copied.target = _register_body(loop.graph.owning_module, body.get_submodule(str(node.target)))
             continue
         copied.meta["nn_module_stack"] = loop.meta.get("nn_module_stack", {})
         update_info(copied, iteration=LoopIteration((*outer.loops, (outer.operator or loop.name, index)), node.name))
@@ -141,7 +143,7 @@ def _call(loop: fx.Node, target: Any, *args: Any) -> fx.Node:
     return node
 
 
-def _hold(module: fx.GraphModule, body: torch.nn.Module) -> str:
+def _register_body(module: fx.GraphModule, body: torch.nn.Module) -> str:
     """Add the body of a nested loop to the module if needed, and return its name."""
     known = {child: name for name, child in module.named_children()}
     if body not in known:

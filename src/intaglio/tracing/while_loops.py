@@ -19,7 +19,7 @@ from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of
-from intaglio.tracing.unroll_scans import unroll
+from intaglio.tracing.unroll_scans import unroll_loops
 
 WHILE = "while_loop"
 SCAN_INSTEAD = "write a loop of a fixed count, which is unrolled (scan, or one in Python); or compile it natively"
@@ -61,7 +61,7 @@ def loops_of(module: fx.GraphModule) -> Iterator[fx.Node]:
     return (node for node in module.graph.nodes if isinstance(node.target, WhileLoop))
 
 
-def parts_of(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+def loop_subgraphs(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
     """Yield the conditions and bodies of the loops in a graph."""
     for node in loops_of(module):
         yield from (node.target.condition.module, node.target.body.module)
@@ -76,7 +76,7 @@ def refuse_loops(module: fx.GraphModule, problem: str, remedy: str) -> None:
         )
 
 
-def with_bodies(module: fx.GraphModule, bodies: Mapping[str, Callable[..., Any]]) -> None:
+def replace_loop_bodies(module: fx.GraphModule, bodies: Mapping[str, Callable[..., Any]]) -> None:
     """Replace the bodies that the loops of a graph run, by loop name. The module is changed in place."""
     loops = list(loops_of(module))
     for node in loops:
@@ -85,12 +85,12 @@ def with_bodies(module: fx.GraphModule, bodies: Mapping[str, Callable[..., Any]]
         module.recompile()
 
 
-def everything_in(module: fx.GraphModule) -> Iterator[fx.Node]:
+def nodes_with_loop_bodies(module: fx.GraphModule) -> Iterator[fx.Node]:
     """Yield the nodes of a graph and of the bodies of its loops."""
     for node in module.graph.nodes:
         yield node
         if isinstance(node.target, WhileLoop):
-            yield from everything_in(node.target.body.module)
+            yield from nodes_with_loop_bodies(node.target.body.module)
 
 
 def while_loop(
@@ -117,7 +117,7 @@ def while_loop(
     condition, body, carried, beside = node.args
     operands = [*carried, *beside]
     if not all(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in operands):
-        raise _refused(node, program, "it reads a number that is no tensor")
+        raise _capture_error(node, program, "it reads a number that is no tensor")
     held = [None] * len(carried) + [constants.get(one) for one in beside]
     about, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
@@ -134,7 +134,7 @@ def _part(
     names: Mapping[Any, str],
 ) -> tuple[fx.GraphModule, Signature]:
     """Return a condition or body as graph and signature; tensors of the model become constants."""
-    unroll(source)
+    unroll_loops(source)
     graph, root, copies = fx.Graph(), nn.Module(), dict[fx.Node, Any]()
     inputs: list[Input] = []
     paths = iter(held)
@@ -154,11 +154,11 @@ def _part(
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
             if not all(isinstance(one, fx.Node) for one in results):
-                raise _refused(loop, program, "a part of it gives a number that is no tensor")
+                raise _capture_error(loop, program, "a part of it gives a number that is no tensor")
             values = tuple(copies[one] for one in results)
             graph.output(values)
         else:
-            raise _refused(loop, program, "its body has a loop or a branch of its own")
+            raise _capture_error(loop, program, "its body has a loop or a branch of its own")
     module = fx.GraphModule(root, graph)
     run(module, CAPTURE_PASSES)
     results = next(node for node in module.graph.nodes if node.op == "output").args[0]
@@ -175,7 +175,7 @@ def _describe(
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     free = [size_expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)]
     if set().union(*free) - set(names):
-        raise _refused(loop, program, "a size in it depends on data, or changes while it runs")
+        raise _capture_error(loop, program, "a size in it depends on data, or changes while it runs")
     describe(copied, node, names, program)
     if copied.op == "call_function":
         own = origin(copied)
@@ -184,7 +184,7 @@ def _describe(
         update_info(copied, origin=Origin(f"{path}@{loop.name}{info(node).iteration or ''}", own.operator, own.source))
 
 
-def _refused(loop: fx.Node, program: ExportedProgram, problem: str) -> CaptureError:
+def _capture_error(loop: fx.Node, program: ExportedProgram, problem: str) -> CaptureError:
     return CaptureError(
         path_of(loop, program) or loop.name,
         f"torch.ops.higher_order.{WHILE}",

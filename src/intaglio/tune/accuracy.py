@@ -18,7 +18,7 @@ from intaglio.errors import InputError, UnsupportedError
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared, prepare
-from intaglio.quant.correct.apply_equalization import equalized
+from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams
@@ -133,7 +133,7 @@ class SearchStart:
     def _with_missing(self, prepared: Prepared) -> Parameters:
         """Return the parameters with calibrated entries for sites that do not have any yet."""
         known = self.reference.parameters
-        prepared = equalized(prepared, known.corrected.equalization)
+        prepared = apply_equalization(prepared, known.corrected.equalization)
         sites = [
             site
             for site in owners(prepared.annotations.sites, prepared.annotations.leaders)

@@ -251,14 +251,14 @@ def test_annotators_are_composed_and_earlier_annotations_are_kept():
             return self.head(self.conv(x).mean((2, 3)))
 
     ids = torch.randint(0, 10, (2, 8, 8))
-    together = Composed(
+    run_on_all_ranks = Composed(
         [
             By(embedding=lambda n: Annotation({n.args[0]: QuantizedAs("u8")})),
             By(linear=lambda n: layer(n, QuantizedAs(spec=Dynamic("token")))),
             By(conv2d=layer),
         ]
     )
-    stage = prepared(Net(), together, ids)
+    stage = prepared(Net(), run_on_all_ranks, ids)
     assert [table.reason for table in stage.annotations.tables] == [None]
     assert [(r.name, r.dynamic) for r in stage.annotations.regions] == [("conv2d", False), ("linear", True)]
 

@@ -85,7 +85,7 @@ def test_a_single_process_needs_no_process_group():
     assert group.total(np.array([3], np.int64)) == 3
     assert list(share(iter(range(3)))) == [0, 1, 2]
     with pytest.raises(KeyError):
-        group.together(lambda: {}["missing"])
+        group.run_on_all_ranks(lambda: {}["missing"])
 
 
 def test_sums_are_exact_and_of_integers():
@@ -108,7 +108,7 @@ def test_a_rank_that_fails_stops_all_and_is_named():
             if group.rank == 1:
                 raise OSError("disk")
 
-        group.together(step)
+        group.run_on_all_ranks(step)
 
     first, second, third = Ranks(3).run(work)
     assert isinstance(second, OSError)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
-from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, factor_of, taken
+from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, inverse_cholesky_factor, permute
 from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
 from intaglio.quant.correct.smooth_factors import SampledRows, smoothing
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
@@ -65,16 +65,18 @@ def test_equalizing_leaves_the_float_function_alone(name):
     model = uneven(nets.randomize(NETS[name]()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x)
-    equalized = stages.equalize(prepared, [x])
-    torch.testing.assert_close(equalized(x), prepared(x), rtol=1e-3, atol=1e-3 * float(prepared(x).abs().max()))
+    apply_equalization = stages.equalize(prepared, [x])
+    torch.testing.assert_close(
+        apply_equalization(x), prepared(x), rtol=1e-3, atol=1e-3 * float(prepared(x).abs().max())
+    )
 
 
 def test_sums_take_a_factor_per_channel():
     model = uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
-    equalized = stages.equalize(prepared_of(model, x), [x])
-    assert "aten.addcmul.default" in equalized.text()
-    assert "equalize: " in report(equalized)
+    apply_equalization = stages.equalize(prepared_of(model, x), [x])
+    assert "aten.addcmul.default" in apply_equalization.text()
+    assert "equalize: " in report(apply_equalization)
 
 
 def test_equalized_models_run_in_int8_bit_identically():
@@ -117,10 +119,10 @@ def test_normalized_bytes_are_represented_exactly_without_a_declaration():
     pixels[0, :, 0, 0], pixels[0, :, 0, 1] = 0, 255
     x = (pixels / 255 - mean) / std
     prepared = prepared_of(nets.randomize(nets.ConvBnRelu()), x)
-    equalized = stages.equalize(prepared, [x])
-    assert "3 of 3 without loss" in report(equalized)
-    (node,) = [node for node in equalized.annotations.module.graph.nodes if info(node).zero_points is not None]
-    shift, _, gain = (getattr(equalized.annotations.module, str(a.target), None) for a in node.args)
+    apply_equalization = stages.equalize(prepared, [x])
+    assert "3 of 3 without loss" in report(apply_equalization)
+    (node,) = [node for node in apply_equalization.annotations.module.graph.nodes if info(node).zero_points is not None]
+    shift, _, gain = (getattr(apply_equalization.annotations.module, str(a.target), None) for a in node.args)
     levels = x * gain + shift + torch.tensor(info(node).zero_points).reshape(1, 3, 1, 1)
     torch.testing.assert_close(levels, pixels.float(), rtol=0, atol=1e-3)
 
@@ -241,8 +243,8 @@ def test_moments_add_up_whatever_the_split():
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
 def test_the_cholesky_factor_is_that_of_the_inverse(k):
     x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
-    order, factor = factor_of(x @ x.transpose(1, 2))
-    ordered = taken(x, order, 1)
+    order, factor = inverse_cholesky_factor(x @ x.transpose(1, 2))
+    ordered = permute(x, order, 1)
     matrix = ordered @ ordered.transpose(1, 2)
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     assert (diagonal.diff(dim=1) <= 0).all()

@@ -93,8 +93,8 @@ def test_composed_quantizers_of_torchao_are_supported(x86):
     convolutions = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
     model = Body(lambda m, ids: m.c(m.t(ids).permute(0, 3, 1, 2)), t=nn.Embedding(10, 3), c=conv())
     ids = torch.randint(0, 10, (2, 8, 8))
-    together = composed.ComposableQuantizer([embedding.EmbeddingQuantizer(), convolutions])
-    stage = prepare(stages.capture(nets.randomize(model), ids), together)
+    run_on_all_ranks = composed.ComposableQuantizer([embedding.EmbeddingQuantizer(), convolutions])
+    stage = prepare(stages.capture(nets.randomize(model), ids), run_on_all_ranks)
     assert [table.reason for table in stage.annotations.tables] == [None]
     assert [region.name for region in stage.annotations.regions] == ["conv2d"]
     stage(ids)

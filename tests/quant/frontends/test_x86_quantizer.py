@@ -18,7 +18,7 @@ from intaglio.annotation import (
 from intaglio.errors import SelectorError
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.calibrate.prepare import prepare
-from intaglio.quant.frontends.pt2e_compat import torch_view
+from intaglio.quant.frontends.pt2e_compat import exported_view
 from intaglio.quant.frontends.x86_quantizer import TYPES
 from intaglio.quant.qdq.convert import convert
 from support import nets
@@ -179,7 +179,7 @@ def test_a_setting_of_another_mode_is_ignored_with_a_warning(earlier, later):
 
 def annotated(model, quantizer) -> dict[str, Annotation]:
     """Annotations by operator; of calls of one operator by its number too."""
-    view = torch_view(stages.capture(nets.randomize(model), example(model)).module)
+    view = exported_view(stages.capture(nets.randomize(model), example(model)).module)
     quantizer.annotate(view)
     found: dict[str, Annotation] = {}
     for node in view.graph.nodes:

@@ -180,8 +180,8 @@ def _absorb(module: fx.GraphModule, user: fx.Node, scale: torch.Tensor, shift: t
     weight, bias = _tensor(module, user.args[1]), _tensor_or_none(module, arguments(user)["bias"])
     groups = arguments(user).get("groups", 1)
     outputs, inputs = weight.shape[0] // groups, weight.shape[1]
-    per_output = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]
-    spread = [t.reshape(weight.shape[0], inputs, *[1] * (weight.dim() - 2)) for t in per_output]
+    weight_outputs_first = [t.reshape(groups, inputs).repeat_interleave(outputs, 0) for t in (scale, shift)]
+    spread = [t.reshape(weight.shape[0], inputs, *[1] * (weight.dim() - 2)) for t in weight_outputs_first]
     moved = (weight * spread[1]).flatten(1).sum(1)
     _replace(module, user, weight * spread[0], moved if bias is None else bias + moved, label)
 

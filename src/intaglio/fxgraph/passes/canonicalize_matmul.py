@@ -6,7 +6,15 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, resolve
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    replace_node,
+    resolve_dims,
+)
 from intaglio.ir import DType, TensorType, evaluate, symbols_of
 
 aten = torch.ops.aten
@@ -157,6 +165,6 @@ class _MovementEvaluator:
 
     def run(self, move: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor:
         def given(leaf: fx.Node) -> object:
-            return value if leaf is source else evaluate(resolve(leaf), self.known)
+            return value if leaf is source else evaluate(resolve_dims(leaf), self.known)
 
         return move.target(*fx.map_arg(move.args, given), **fx.map_arg(move.kwargs, given))

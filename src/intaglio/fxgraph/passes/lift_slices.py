@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import known_type, set_info, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve
+from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve_dims
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS, EMBEDDING_TARGET, SLICE_TARGET
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.unique_names import add_constant
@@ -55,7 +55,7 @@ class ConstantSlice:
     @property
     def key(self) -> tuple[Any, ...]:
         """Return a key that is equal for slices with the same axis, rank and bounds."""
-        return self.axis, self.tensor.dim(), resolve(self.bounds)
+        return self.axis, self.tensor.dim(), resolve_dims(self.bounds)
 
 
 def _constant_slice(module: fx.GraphModule, node: Any) -> ConstantSlice | None:

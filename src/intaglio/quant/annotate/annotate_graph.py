@@ -34,7 +34,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, Rejected, find, name_operators, patterns_of
-from intaglio.tracing.while_loops import everything_in
+from intaglio.tracing.while_loops import nodes_with_loop_bodies
 
 
 def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
@@ -50,7 +50,7 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     annotator = quantizer.annotator
     resolved = None if annotator is None else run_annotator(module, annotator)
     computing = [node for node in graph.nodes if node.op == "call_function" and not _is_marker(node)]
-    recipe.check((origin(node) for node in everything_in(module) if node.op == "call_function"), classes)
+    recipe.check((origin(node) for node in nodes_with_loop_bodies(module) if node.op == "call_function"), classes)
     settings = {node: recipe.setting(origin(node), classes) for node in computing}
     if resolved is not None:
         settings = {node: resolved.setting(node, setting) for node, setting in settings.items()}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.node_info import TAG
+from intaglio.fxgraph.node_info import TAG_KEY
 from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import find_regions
 from intaglio.quant.annotate.find_sites import (
@@ -26,7 +26,7 @@ from intaglio.quant.annotate.refusals import skipped
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Fixed, Observed, Shared, Site, groups
 from intaglio.quant.annotate.weight_only import find_weight_only
-from intaglio.quant.frontends.pt2e_compat import annotations_of, torch_view
+from intaglio.quant.frontends.pt2e_compat import annotations_of, exported_view
 from intaglio.quant.qdq.integer_regions import write_regions
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
@@ -83,11 +83,11 @@ def annotations_from_annotator(
 
 def run_annotator(module: fx.GraphModule, annotator: Annotator) -> ResolvedAnnotations:
     """Run an annotator on a copy of the graph and resolve its annotations to nodes of `module`."""
-    view = torch_view(module)
+    view = exported_view(module)
     annotations = annotations_of(view, annotator)
-    tags = {node.name: node.meta[TAG] for node in view.graph.nodes if TAG in node.meta}
+    tags = {node.name: node.meta[TAG_KEY] for node in view.graph.nodes if TAG_KEY in node.meta}
     for node in module.graph.nodes:
-        node.meta |= {TAG: tags[node.name]} if node.name in tags else {}
+        node.meta |= {TAG_KEY: tags[node.name]} if node.name in tags else {}
     return resolve(module, annotations)
 
 

@@ -75,7 +75,7 @@ def _quantized_weight(module: fx.GraphModule, weight: fx.Node, setting: Setting,
     rows = values.reshape(1 if setting.weights == WeightScales.TENSOR else len(values), -1)
     scales = np.resize(channel_scales(rows, kind, group), len(values))
     grid = weight_grid(values, scales, kind, group)
-    levels = _add_weight_constant(module, weight, "levels", grid.stored(grid.nearest(values)))
+    levels = _add_weight_constant(module, weight, "levels", grid.as_s8(grid.nearest(values)))
     update_info(levels, type=TensorType(values.shape, DType.S8, packing=kind.packing(group)))
     zeros = np.zeros(len(values), np.int64)
     return (

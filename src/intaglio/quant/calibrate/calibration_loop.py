@@ -81,7 +81,7 @@ def calibrate(
     try:
         group.agree(prepared.observers, "sites")
         shown = (config.show_progress() if progress is None else progress) and group.rank == 0
-        seen = group.together(lambda: _run(prepared, data, samples, shown, group))
+        seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, shown, group))
         ranges = _gathered(prepared, seen, group)
         if not ranges.samples and not _runs_itself(data):
             raise CalibrationError("data", None, f"{ranges.batches} batches without a single sample")

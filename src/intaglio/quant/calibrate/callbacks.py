@@ -22,7 +22,7 @@ from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, each_output, weight_qparams
+from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, scale_per_output, weight_qparams
 from intaglio.quant.qdq.weight_grid import weight_grid
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.user_patterns import ParameterChooser, QuantizerPattern
@@ -305,7 +305,9 @@ def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapp
     if b_site is not None:
         assert read.bias is not None  # A bias with a site is never absent.
         bias = getattr(evaluation.module, read.bias.target).detach().numpy()
-        steps = numerics.quantize_bias(bias, evaluation.qparams[x_site.name].step, each_output(q.scales, len(bias)))
+        steps = numerics.quantize_bias(
+            bias, evaluation.qparams[x_site.name].step, scale_per_output(q.scales, len(bias))
+        )
         unit = np.array(found[b_site.name].scales, np.float32)
         evaluation.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
 

@@ -10,7 +10,7 @@ from torch import fx
 from intaglio.fxgraph.nodes import operator
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.calibrate.prepare import Prepared
-from intaglio.quant.calibrate.range_methods import OUTLIER_RATIO, mask_of
+from intaglio.quant.calibrate.range_methods import OUTLIER_RATIO, contains_mask
 from intaglio.quant.calibrate.ranges import Finding, Ranges
 from intaglio.quant.recipes.image import LARGEST_BYTE, Image
 
@@ -111,7 +111,7 @@ def not_finite(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     """Report attention masks: large negative numbers that are added to the operand of a softmax."""
     by_name = _sites_of(prepared)
-    masked = [name for name, s in ranges.statistics.items() if by_name[name][1] and mask_of(s)]
+    masked = [name for name, s in ranges.statistics.items() if by_name[name][1] and contains_mask(s)]
     if masked:
         yield Finding(
             "masks",
@@ -127,15 +127,22 @@ def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     far: dict[str, list[str]] = {}
     for name, statistics in ranges.statistics.items():
         site, logits = by_name[name]
-        known, spec = logits and mask_of(statistics), site.spec
-        if statistics.largest > OUTLIER_RATIO * statistics.usual and not known and isinstance(spec, Observed):
+        known, spec = logits and contains_mask(statistics), site.spec
+        if (
+            statistics.largest_magnitude > OUTLIER_RATIO * statistics.typical_magnitude
+            and not known
+            and isinstance(spec, Observed)
+        ):
             far.setdefault(spec.method.partition(":")[0], []).append(name)
     for method, names in far.items():
-        worst = max((ranges.statistics[name] for name in names), key=lambda s: s.largest / s.usual)
+        worst = max(
+            (ranges.statistics[name] for name in names), key=lambda s: s.largest_magnitude / s.typical_magnitude
+        )
         yield Finding(
             "outliers",
             _sites(names),
-            f"values up to {worst.largest:.3g}, where all but 1 of 10,000 stay below {worst.usual:.3g}",
+            f"values up to {worst.largest_magnitude:.3g}, where all but 1 of 10,000 stay below "
+            f"{worst.typical_magnitude:.3g}",
             f"method {method!r} keeps them in the range, so usual values share few quantized values: choose 'mse', "
             "'kl' or 'percentile'"
             if method in ("minmax", "average", "ema")

@@ -1,7 +1,7 @@
 """Collective operations of several processes, with exact results.
 
 Sums are of integers, so their result does not depend on the order or on how the work is divided. Work is done inside
-`Group.together`, which reports failures to all ranks, so that no rank waits for one that has failed.
+`Group.run_on_all_ranks`, which reports failures to all ranks, so that no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Group:
         """Return the elementwise maximum over ranks."""
         return self._combined(array, "MAX")
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Return the result of `work` on this rank, after all ranks have finished theirs.
 
         If one rank raises, all do: that rank its own error, all others a `CalibrationError` that names it.
@@ -136,7 +136,7 @@ class ProcessGroup(Group):
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatches:
     """The batches of one rank, when all ranks have the same data: indices ``rank``, ``rank + size`` and so on."""
 
     data: Any
@@ -147,7 +147,7 @@ class Share:
         return itertools.islice(batches(self.data), self.rank, None, self.size)
 
 
-def share(data: Any, group: Group | None = None) -> Share:
+def share(data: Any, group: Group | None = None) -> RankBatches:
     """Return the batches of this rank, so that each batch is used by exactly one rank of the group.
 
     All ranks together use each sample once, so calibration gives the same bits as with one process. In contrast,
@@ -159,7 +159,7 @@ def share(data: Any, group: Group | None = None) -> Share:
         group: the processes; `Group.current` by default.
     """
     group = group or Group.current()
-    return Share(data, group.rank, group.size)
+    return RankBatches(data, group.rank, group.size)
 
 
 def merge_statistics(group: Group, statistics: Mapping[str, Statistics]) -> dict[str, Statistics]:

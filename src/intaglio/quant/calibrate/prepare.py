@@ -32,7 +32,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tracing.captured import Captured, GraphStage, expect
-from intaglio.tracing.while_loops import everything_in, loops_of, with_bodies
+from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Prepared(GraphStage):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)
-        with_bodies(copied.module, {name: body.module for name, body in copied.bodies.items()})
+        replace_loop_bodies(copied.module, {name: body.module for name, body in copied.bodies.items()})
         return copied
 
     @property
@@ -300,7 +300,7 @@ def _prepared(
 
 def _body_quantizer(quantizer: Quantizer, body: Captured) -> Quantizer:
     """Return the quantizer for a loop body, to which the model's input and output options do not apply."""
-    origins = [origin(node) for node in everything_in(body.module) if node.op == "call_function"]
+    origins = [origin(node) for node in nodes_with_loop_bodies(body.module) if node.op == "call_function"]
     recipe = quantizer.recipe.within(origins, body.classes)
     return replace(
         quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
@@ -392,7 +392,7 @@ def _insert_observers(
         if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
             _insert(observed, nodes[site.value], places[leader], observers[leader])
     insert_custom_observers(observed, annotations.custom_observers, observer_state.observed_edges)
-    with_bodies(observed, {name: body.module for name, body in bodies.items()})
+    replace_loop_bodies(observed, {name: body.module for name, body in bodies.items()})
     observed.recompile()
     return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}
 

@@ -18,24 +18,24 @@ from numpy.typing import NDArray
 
 from intaglio import numerics
 from intaglio.native.statistics import HALF_BINS, MANTISSA_BITS, SKETCH, exponent_of
-from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, rank, sketch_end
+from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, nearest_rank, sketch_end
 
 F64 = NDArray[np.float64]
 Method = Callable[[Statistics, int, int], Range]
 
-COARSE = 3
-"""The search first tries ranges of ``2^(-i / COARSE)`` times the full range."""
+STEPS_PER_OCTAVE = 3
+"""The search first tries ranges of ``2^(-i / STEPS_PER_OCTAVE)`` times the full range."""
 SMALLEST_OCTAVES = 8
 """The smallest range tried is 2^-8 of the full range, at which a u8 step is as narrow as a histogram bin."""
 REFINEMENTS = (1 / 6, 1 / 12, 1 / 24, 1 / 48)
 """Steps in octaves by which the search then moves each end once in both directions."""
 OUTLIER_RATIO = 1e3
 """Values this many times as large as usual ones are outliers: in range, they leave usual values less than a step."""
-PIECES = 8
+PARTS_PER_BIN = 8
 """Number of parts that a bin of the sketch is split into for the search, with its values spread evenly over them."""
 UNMASKED, MASKED = ((127 + 10) << MANTISSA_BITS), ((127 + 13) << MANTISSA_BITS) + 7
 """Bins of the sketch: logits end in that of 2^10, and masks begin in that of 9984 = 1.21875 * 2^13."""
-BELOW, ALONE = 16.0, 1024.0
+MASK_DISTANCE, MASK_DISTANCE_FROM_ZEROS = 16.0, 1024.0
 """Distance from the smallest other value to the lower end, where masked values are clipped to.
 
 After softmax they are e^-16 times as large as that value, or less. The second distance is used if all other values are
@@ -61,7 +61,7 @@ def mse(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
     never clip one value to make all others more precise.
     """
     histogram = _Histogram.of(statistics)
-    return _search(histogram, partial(histogram.squared, qmin=qmin, qmax=qmax), histogram.hidden)
+    return _search(histogram, partial(histogram.squared_error, qmin=qmin, qmax=qmax), histogram.undetectable_error)
 
 
 def kl(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
@@ -82,11 +82,14 @@ def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: 
     to the end of its bin in the finer one of both histograms. The lower end mirrors it. The result is min-max for 100,
     and for tails of less than one value.
     """
-    beyond = statistics.finite - rank(percent / 100, statistics.finite)
+    beyond = statistics.finite - nearest_rank(percent / 100, statistics.finite)
     bins, sketch = statistics.bins, statistics.sketch
     ends = []
     for dyadic, upper in ((bins[:HALF_BINS][::-1], sketch[SKETCH // 2 :]), (bins[HALF_BINS:], sketch[: SKETCH // 2])):
-        edges = math.ldexp(_leaving(dyadic, beyond) + 1, statistics.exponent), sketch_end(_leaving(upper, beyond))
+        edges = (
+            math.ldexp(_bin_of_tail(dyadic, beyond) + 1, statistics.exponent),
+            sketch_end(_bin_of_tail(upper, beyond)),
+        )
         ends.append(min(edges) if beyond < upper.sum() else 0.0)
     return _within(-ends[0], ends[1], statistics)
 
@@ -167,7 +170,7 @@ def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: 
     return [(max(min(float(a), 0.0), low), min(max(float(b), 0.0), high)) for a, b in zip(lows, highs, strict=True)]
 
 
-def mask_of(statistics: Statistics) -> bool:
+def contains_mask(statistics: Statistics) -> bool:
     """Return whether the values contain an attention mask: large negative values among far smaller ones."""
     negative = statistics.sketch[SKETCH // 2 :]
     common = negative[MASKED:].sum() * 10_000 > statistics.finite
@@ -182,16 +185,16 @@ def without_mask(method: Method) -> Method:
     """
 
     def of_others(statistics: Statistics, qmin: int, qmax: int) -> Range:
-        if not mask_of(statistics):
+        if not contains_mask(statistics):
             return method(statistics, qmin, qmax)
-        others = _others(statistics)
+        others = _unmasked_statistics(statistics)
         low, high = method(others, qmin, qmax)
-        return low - (BELOW if others.largest else ALONE), high
+        return low - (MASK_DISTANCE if others.largest_magnitude else MASK_DISTANCE_FROM_ZEROS), high
 
     return of_others
 
 
-def _others(statistics: Statistics) -> Statistics:
+def _unmasked_statistics(statistics: Statistics) -> Statistics:
     """Return statistics of the values that do not belong to a mask, read from the sketch.
 
     Each value counts as the outer end of its bin.
@@ -215,7 +218,7 @@ def _within(low: float, high: float, statistics: Statistics) -> Range:
     return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # Adding 0.0 turns -0.0 into 0.0.
 
 
-def _leaving(counts: NDArray[np.int64], beyond: int) -> int:
+def _bin_of_tail(counts: NDArray[np.int64], beyond: int) -> int:
     """Return the bin, counted from zero outwards, with at most `beyond` values further out; 0 if there is none."""
     reached = np.cumsum(counts[::-1]) > beyond
     return len(counts) - 1 - int(reached.argmax()) if reached.any() else 0
@@ -237,8 +240,8 @@ class _Histogram:
     @classmethod
     def of(cls, statistics: Statistics) -> _Histogram:
         """Return a histogram of the dyadic bins, or of the sketch if outliers make the dyadic bins too wide."""
-        if statistics.largest > OUTLIER_RATIO * statistics.usual:
-            return cls.near(statistics)
+        if statistics.largest_magnitude > OUTLIER_RATIO * statistics.typical_magnitude:
+            return cls.of_sketch(statistics)
         occupied = np.flatnonzero(statistics.bins)
         left = (occupied - HALF_BINS).astype(np.float64)
         full = minmax(statistics)
@@ -248,10 +251,10 @@ class _Histogram:
         return cls(centres, counts, np.ones(len(occupied)), statistics.exponent, full)
 
     @classmethod
-    def near(cls, statistics: Statistics) -> _Histogram:
+    def of_sketch(cls, statistics: Statistics) -> _Histogram:
         """Return a histogram of all values except outliers, from the sketch."""
         counts = statistics.sketch.reshape(2, -1).copy()
-        limit = OUTLIER_RATIO * statistics.usual
+        limit = OUTLIER_RATIO * statistics.typical_magnitude
         while (farthest := int(np.flatnonzero(counts.sum(0))[-1])) and sketch_end(farthest) > limit:
             counts[:, farthest] = 0
         parts: list[tuple[F64, F64, F64]] = []
@@ -261,20 +264,20 @@ class _Histogram:
             if occupied.size:
                 ends[sign > 0] = sign * sketch_end(int(occupied[-1]))
             left = np.array([sketch_end(index - 1) if index else 0.0 for index in occupied.tolist()])
-            widths = (np.array([sketch_end(index) for index in occupied.tolist()]) - left) / PIECES
-            middles = left[:, None] + widths[:, None] * (np.arange(PIECES) + 0.5)
-            spread = np.repeat(of_sign[occupied] / PIECES, PIECES)
-            parts.append((sign * middles.reshape(-1), spread, np.repeat(widths, PIECES)))
+            widths = (np.array([sketch_end(index) for index in occupied.tolist()]) - left) / PARTS_PER_BIN
+            middles = left[:, None] + widths[:, None] * (np.arange(PARTS_PER_BIN) + 0.5)
+            spread = np.repeat(of_sign[occupied] / PARTS_PER_BIN, PARTS_PER_BIN)
+            parts.append((sign * middles.reshape(-1), spread, np.repeat(widths, PARTS_PER_BIN)))
         low, high = _within(ends[0], ends[1], statistics)
         centres, spread, widths = (np.concatenate(each) for each in zip(*parts, strict=True))
         return cls(centres, spread, widths, 0, (low, high))
 
     @property
-    def hidden(self) -> float:
+    def undetectable_error(self) -> float:
         """Return an upper bound of the squared error that the width of the bins can hide, summed over all values."""
         return float((self.counts * self.widths**2).sum()) / 4
 
-    def squared(self, low: float, high: float, qmin: int, qmax: int) -> float:
+    def squared_error(self, low: float, high: float, qmin: int, qmax: int) -> float:
         """Return the squared error of a range, with each value at the centre of its bin; zeros have no error.
 
         The variance of values within a bin is left out, because it adds the same to every range.
@@ -309,14 +312,14 @@ class _Histogram:
         return math.ldexp(scale, -self.exponent), qmin - zero_point, qmax - zero_point
 
 
-def _search(histogram: _Histogram, error: Callable[[float, float], float], hidden: float = 0.0) -> Range:
-    """Return the best range found, or the full range if the gain is at most ``hidden``."""
+def _search(histogram: _Histogram, error: Callable[[float, float], float], undetectable_error: float = 0.0) -> Range:
+    """Return the best range found, or the full range if the gain is at most ``undetectable_error``."""
     if histogram.centres.size <= 2:
         return histogram.full
     search = _Search(error, histogram.full)
     start = search.error
     search.run()
-    return search.range if start - search.error > hidden else histogram.full
+    return search.range if start - search.error > undetectable_error else histogram.full
 
 
 class _Search:
@@ -336,7 +339,7 @@ class _Search:
 
     def run(self) -> None:
         """Search shrunk ranges with both ends together, then each end alone, then small steps of each end."""
-        coarse = [i / COARSE for i in range(1, SMALLEST_OCTAVES * COARSE + 1)]
+        coarse = [i / STEPS_PER_OCTAVE for i in range(1, SMALLEST_OCTAVES * STEPS_PER_OCTAVE + 1)]
         ends = [end for end in (0, 1) if self.full[end] != 0]
         for octaves in coarse:
             self._try((octaves, octaves))

@@ -33,7 +33,7 @@ Range = tuple[float, float]
 
 UNIT = 149
 """Sums are integers in units of 2^-UNIT."""
-USUAL = Fraction(9999, 10000)
+TYPICAL_SHARE = Fraction(9999, 10000)
 """Share of the nonzero values whose magnitude is called usual."""
 
 
@@ -51,7 +51,7 @@ def widen(bins: Int64Array, steps: int) -> Int64Array:
     return bins
 
 
-def rank(share: Fraction, count: int) -> int:
+def nearest_rank(share: Fraction, count: int) -> int:
     """Return the nearest rank: the smallest k such that k out of ``count`` are at least that share."""
     return math.ceil(share * count)
 
@@ -184,16 +184,16 @@ class Statistics:
         return self.count - self.nans - self.infinities
 
     @property
-    def largest(self) -> float:
+    def largest_magnitude(self) -> float:
         """Return the largest magnitude of a finite value; 0 without one."""
         return max(abs(self.low), abs(self.high)) if self.finite else 0.0
 
     @property
-    def usual(self) -> float:
+    def typical_magnitude(self) -> float:
         """Return a magnitude that all but 1 of 10,000 nonzero values do not exceed; it is at most 1/32 too large."""
         magnitudes = self.sketch[: SKETCH // 2] + self.sketch[SKETCH // 2 :]
-        reached = np.searchsorted(np.cumsum(magnitudes), rank(USUAL, int(magnitudes.sum())))
-        return min(sketch_end(int(reached)), self.largest)
+        reached = np.searchsorted(np.cumsum(magnitudes), nearest_rank(TYPICAL_SHARE, int(magnitudes.sum())))
+        return min(sketch_end(int(reached)), self.largest_magnitude)
 
     @property
     def mean(self) -> float:
@@ -278,7 +278,9 @@ class Statistics:
             history={int(index): (float.fromhex(low), float.fromhex(high)) for index, low, high in data["history"]},
         )
         counted = made.finite - made.zeros
-        added_up = counted == made.bins.sum() == made.sketch.sum() and made.exponent == exponent_of(made.largest)
+        added_up = counted == made.bins.sum() == made.sketch.sum() and made.exponent == exponent_of(
+            made.largest_magnitude
+        )
         if complete and not added_up:
             raise ValueError("the counts of these statistics do not add up")
         return made

@@ -32,11 +32,11 @@ from intaglio.quant.correct.smoothquant import smooth, smoothable
 from intaglio.quant.recipes.choices import Role
 
 
-def equalized(
+def apply_equalization(
     prepared: Prepared,
     found: Equalization,
     report: str = "",
-    looked_at: tuple[Prepared, Annotations] | None = None,
+    precomputed: tuple[Prepared, Annotations] | None = None,
 ) -> Prepared:
     """Return the prepared model with an equalization applied, and with new observers.
 
@@ -47,7 +47,7 @@ def equalized(
         prepared: a model without another equalization.
         found: the equalization.
         report: what it gains, for the text "corrections" of the stage.
-        looked_at: the results of `with_inputs` and of `annotate_everything`, if the caller has them already.
+        precomputed: the results of `with_input_equalization` and `annotate_everything`, if the caller has them already.
 
     Raises:
         CalibrationError: if the model does not have an input or value that the equalization names, or cannot divide it.
@@ -58,12 +58,12 @@ def equalized(
         raise CalibrationError(
             "equalization", None, "the model is equalized already", remedy="start from prepare(captured) again"
         )
-    current = with_inputs(prepared, found) if looked_at is None else looked_at[0]
+    current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
-        return _reported(current, found, report)
-    every = annotate_everything(current) if looked_at is None else looked_at[1]
+        return _with_report(current, found, report)
+    every = annotate_everything(current) if precomputed is None else precomputed[1]
     module = copy_graph(current.annotations.module)
-    values = {value.site: value for value in divisible(every)}
+    values = {value.site: value for value in scalable_results(every)}
     smoothed = {value.site: value for value in smoothable(every)}
     unknown = sorted(set(found.factors) - set(values) - set(smoothed))
     if unknown:
@@ -78,14 +78,14 @@ def equalized(
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
     _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
     smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
-    return _reported(reprepare(prepared, module), found, report)
+    return _with_report(reprepare(prepared, module), found, report)
 
 
-def _reported(made: Prepared, found: Equalization, report: str) -> Prepared:
+def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
 
-def with_inputs(prepared: Prepared, found: Equalization) -> Prepared:
+def with_input_equalization(prepared: Prepared, found: Equalization) -> Prepared:
     """Return the model with only the equalization of inputs applied."""
     if not found.inputs:
         return prepared
@@ -127,40 +127,44 @@ class ScalableResult:
         return self.region.root.name
 
 
-def divisible(annotations: Annotations) -> list[ScalableResult]:
+def scalable_results(annotations: Annotations) -> list[ScalableResult]:
     """Return the results that can be divided by factors."""
     regions, by_value = annotations.regions, annotations.by_value
     member = {node: region for region in regions for node in region.nodes}
     found = []
     for region in regions:
         site = by_value.get((region.root.name, Role.ACTIVATION))
-        able = site is not None and (_divisible(region) or normalizes(region))
-        uses = _uses(region.root, member, ()) if able else None
-        if uses and normalizes(region) and any(use.trail or not known_record(use.node).is_linear_layer for use in uses):
+        able = site is not None and (_is_scalable_layer(region) or is_affine_layer_norm(region))
+        uses = _scaled_readers(region.root, member, ()) if able else None
+        if (
+            uses
+            and is_affine_layer_norm(region)
+            and any(use.trail or not known_record(use.node).is_linear_layer for use in uses)
+        ):
             continue
         if uses and site is not None:
             found.append(ScalableResult(region, tuple(uses), site.name))
     return found
 
 
-def arrives(value: ScalableResult, factors: torch.Tensor) -> bool:
+def has_single_factors(value: ScalableResult, factors: torch.Tensor) -> bool:
     """Return whether each channel of every reader gets a single factor, and not a mix of several."""
-    return all(_along(use, factors) is not None for use in value.uses)
+    return all(_factors_at(use, factors) is not None for use in value.uses)
 
 
-def _divisible(region: Region) -> bool:
+def _is_scalable_layer(region: Region) -> bool:
     """Return whether a region is a convolution or linear layer, followed by only additions and ReLUs.
 
     No other operator may read its weight and bias, because they are scaled.
     """
-    if region.record.roles.weight is None or not _owns(region.anchor):
+    if region.record.roles.weight is None or not _owns_parameters(region.anchor):
         return False
     if len(known_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
         return False  # In other ranks, the channels of a linear layer are on the last axis.
     return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
 
 
-def normalizes(region: Region) -> bool:
+def is_affine_layer_norm(region: Region) -> bool:
     """Return whether a region is a layer norm with its own scale and offset for each channel of the last axis."""
     if len(region.nodes) != 1 or not region.record.normalizes:
         return False
@@ -168,7 +172,7 @@ def normalizes(region: Region) -> bool:
     return len(given) == 2 and all(is_constant(value) and len(value.users) == 1 for value in given)
 
 
-def _owns(anchor: fx.Node) -> bool:
+def _owns_parameters(anchor: fx.Node) -> bool:
     """Return whether a convolution or linear layer is the only reader of its constant weight and bias."""
     if known_record(anchor).name not in ("conv2d", "linear"):
         return False
@@ -203,7 +207,9 @@ def _other(node: fx.Node, region: Region) -> fx.Node | None:
     return left if right in region.nodes and left not in region.nodes and alpha == 1 else None
 
 
-def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]) -> list[ScaledReader] | None:
+def _scaled_readers(
+    value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]
+) -> list[ScaledReader] | None:
     """Return the readers of a value, found through pooling and data movement that keep channels apart.
 
     The result is ``None`` if one of them cannot absorb a factor.
@@ -217,7 +223,7 @@ def _uses(value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node
             return None
         alone = len(region.nodes) == 1 and record.passes_factors
         if alone and (not record.clamps or _rectifies(user)):
-            inner = _uses(user, member, (*trail, user))
+            inner = _scaled_readers(user, member, (*trail, user))
             if inner is None:
                 return None
             found += inner
@@ -232,8 +238,8 @@ def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
     """Return whether a reader can absorb a factor of `value`, in its weight's columns or the factor of an addition."""
     record = known_record(user)
     if user is region.anchor:
-        return _owns(user) and operands(user)[record.roles.x[0]] is value
-    return record.name == "add" and _divisible(region) and _other(user, region) is value
+        return _owns_parameters(user) and operands(user)[record.roles.x[0]] is value
+    return record.name == "add" and _is_scalable_layer(region) and _other(user, region) is value
 
 
 def _rewrite(
@@ -247,7 +253,7 @@ def _rewrite(
     ``factors``: node name -> factors, which must arrive at every reader.
     """
     nodes = {node.name: node for node in module.graph.nodes}
-    arriving = {use.node.name: _along(use, factors[value.name]) for value in values for use in value.uses}
+    arriving = {use.node.name: _factors_at(use, factors[value.name]) for value in values for use in value.uses}
     for region in regions:
         anchor = nodes[region.anchor.name]
         rows, columns = factors.get(region.root.name), arriving.get(anchor.name)
@@ -258,12 +264,12 @@ def _rewrite(
             if known_record(node).name == "add" and (rows is not None or here is not None):
                 other = _other(node, region)
                 assert other is not None, f"{node} adds nothing from outside"
-                _weigh(module, nodes[node.name], nodes[other.name], rows, here)
+                _scale_shortcut(module, nodes[node.name], nodes[other.name], rows, here)
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
-def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
+def _factors_at(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
     """Return the factors that arrive at a reader; ``None`` if channels get several.
 
     They are computed by running the operators of the trail on the factors; padding counts as one.
@@ -271,7 +277,7 @@ def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
     if not use.trail:
         return factors
     first = use.trail[0].args[0]
-    shape = _sizes(first)
+    shape = _example_shape(first)
     spread = factors.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape).contiguous()
     for node in use.trail:
         args = [spread if value is node.args[0] else _number(value) for value in node.args]
@@ -283,7 +289,7 @@ def _along(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
     return torch.where(top == 0, torch.ones_like(top), top)
 
 
-def _sizes(node: fx.Node) -> tuple[int, ...]:
+def _example_shape(node: fx.Node) -> tuple[int, ...]:
     """Return the shape of a value for one image, with other free dimensions as in the example."""
     return (1, *(size_in_example(size, node) for size in known_type(node).shape[1:]))
 
@@ -330,7 +336,7 @@ def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Ten
     user.replace_input_with(old, constant_node(module, name, constant_path(old, name)))
 
 
-def _weigh(
+def _scale_shortcut(
     module: fx.GraphModule, add: fx.Node, other: fx.Node, rows: torch.Tensor | None, here: torch.Tensor | None
 ) -> None:
     """Replace ``acc + alpha * other`` by ``acc + other * ratio`` with a ratio for each channel.

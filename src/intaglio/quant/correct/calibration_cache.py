@@ -22,7 +22,7 @@ CACHED_SAMPLES = 256
 """Number of samples that corrections use; more gain little (0.5 dB from 256 to 1024 on ResNet-20)."""
 
 
-def kept_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Calls:
+def cached_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Calls:
     """Return the tensors of this rank's batches among the first whole batches with this many samples.
 
     Each call starts from the state that the model was captured with.
@@ -35,7 +35,7 @@ def kept_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, g
     return found
 
 
-def keep(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
+def cache_batches(data: Any, signature: Signature, samples: int) -> tuple[list[Any], Any]:
     """Return this rank's batches among the first whole batches with this many samples, and all of the data.
 
     The data still starts with these batches. The list is empty for a function that runs the model. Batches of an

@@ -20,13 +20,13 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
-from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, kept_calls
-from intaglio.quant.correct.corrections import Corrections, CorrectionStep, Rounded
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
+from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.correct.second_moments import Moments, moments, over_ranks, unable
+from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
-from intaglio.quant.qdq.weight_grid import Grid, weight_grid
+from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
@@ -61,7 +61,7 @@ def correct(
     """
     expect(prepared, Prepared, "correct")
     group = group or Group.current()
-    calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
+    calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
     annotations = _annotations_with_biases(prepared)
     qparams = activation_qparams(prepared, ranges)
     scales: dict[tuple[str, int], np.ndarray] = {}
@@ -69,7 +69,7 @@ def correct(
     through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
     evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=through_outputs, cache=cache)
     corrector, regions = _WeightCorrector(evaluation, units, group), iter(evaluation)
-    while (region := group.together(lambda: next(regions, None))) is not None:
+    while (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
             corrector.correct_region(region)
     final = annotated_with_biases(annotations, evaluation.biases)
@@ -93,7 +93,7 @@ class _WeightCorrector:
     evaluation: LayerwiseEvaluation
     units: Mapping[str, QParams]
     group: Group
-    weights: dict[str, Rounded] = field(default_factory=dict)
+    weights: dict[str, RoundedWeight] = field(default_factory=dict)
     quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating:
             return
-        if region.dynamic or unable(region, operand_site(annotations, region)):
+        if region.dynamic or moments_refusal(region, operand_site(annotations, region)):
             self._set_weight(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
@@ -124,13 +124,13 @@ class _WeightCorrector:
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._record_noise(setting.rounding, rows, step, plain, levels, found)
             self.quantized_weights[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
-            self.weights[site.name] = Rounded(q, grid.stored(self.quantized_weights[site.name]))
+            self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         levels_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, levels_now)
         if setting.bias != BiasCorrection.NONE:
             self._correct_bias(region, rows, rows - _by_group(region, levels_now) * step, found)
 
-    def _set_weight(self, node: fx.Node, grid: Grid, levels: np.ndarray) -> None:
+    def _set_weight(self, node: fx.Node, grid: WeightGrid, levels: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on."""
         self.evaluation.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
 
@@ -139,7 +139,7 @@ class _WeightCorrector:
         site = self.evaluation.sites[x.name]
         batches = (self.evaluation.quantized_values(x, batch) for batch in range(len(self.evaluation.calls)))
         q = self.evaluation.qparams[site.name]
-        return over_ranks(self.group.together(lambda: moments(region, batches, q)), self.group)
+        return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
 
     def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
@@ -191,7 +191,7 @@ class _WeightCorrector:
                 total[:-1] += (difference.sum(1) / unit).round().to(torch.int64)
                 total[-1] += difference.shape[1]
 
-        self.group.together(add_up)
+        self.group.run_on_all_ranks(add_up)
         sums = torch.from_numpy(self.group.total(total.numpy()))
         return sums[:-1].double() * unit / max(int(sums[-1]), 1)
 
@@ -207,7 +207,7 @@ FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
 
-def _rescale(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: Grid) -> QParams:
+def _rescale(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: WeightGrid) -> QParams:
     """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
 
     They are used for AdaRound too, which is too slow to run for each ratio.
@@ -251,7 +251,7 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
         return False
     if region.dynamic:
         return False
-    return not unable(region, operand_site(annotations, region))
+    return not moments_refusal(region, operand_site(annotations, region))
 
 
 def operand_site(annotations: Annotations, region: Region) -> Site:

@@ -44,7 +44,7 @@ class Equalization:
 
 
 @dataclass(frozen=True, eq=False)
-class Rounded:
+class RoundedWeight:
     """A quantized weight.
 
     Attributes:
@@ -84,7 +84,7 @@ class Corrections:
     """
 
     annotations: Annotations
-    weights: Mapping[str, Rounded] = field(default_factory=dict)
+    weights: Mapping[str, RoundedWeight] = field(default_factory=dict)
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
     steps: tuple[CorrectionStep, ...] = ()
     source: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)

@@ -19,11 +19,17 @@ from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
-from intaglio.quant.correct.apply_equalization import arrives, divisible, equalized, normalizes, with_inputs
-from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, kept_calls
+from intaglio.quant.correct.apply_equalization import (
+    apply_equalization,
+    has_single_factors,
+    is_affine_layer_norm,
+    scalable_results,
+    with_input_equalization,
+)
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.corrections import CorrectionStep, Equalization
 from intaglio.quant.correct.layerwise_eval import decibels
-from intaglio.quant.correct.per_channel_inputs import channels_of_inputs
+from intaglio.quant.correct.per_channel_inputs import quantize_inputs_per_channel
 from intaglio.quant.correct.smooth_factors import SampledRows, Smoothing, smoothing
 from intaglio.quant.correct.smoothquant import smoothable
 from intaglio.tracing.captured import expect
@@ -55,29 +61,29 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     """
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
-    calls = group.together(lambda: kept_calls(prepared.signature, data, samples, group))
-    inputs, notes = channels_of_inputs(prepared, calls, group)
+    calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
+    inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
     found = Equalization(inputs=inputs)
-    current = with_inputs(prepared, found)
+    current = with_input_equalization(prepared, found)
     module = current.annotations.module
     every, here = annotate_everything(current), {site.name for site in current.annotations.sites}
     rows = {value.name: value for value in smoothable(every) if value.site in here}
-    values = [v for v in divisible(every) if v.site in here and v.region.setting.equalize and v.name not in rows]
+    values = [v for v in scalable_results(every) if v.site in here and v.region.setting.equalize and v.name not in rows]
     sites = {value.name: value.site for value in values} | {name: value.site for name, value in rows.items()}
     readers: dict[str, list[torch.Tensor]] = {name: value.weights for name, value in rows.items()}
     for value in values:
-        if normalizes(value.region):
+        if is_affine_layer_norm(value.region):
             readers[value.name] = [getattr(module, str(layer_operands(use.node).weight.target)) for use in value.uses]
     largest = _largest(module, {name: -1 if name in readers else 1 for name in sites}, calls, group)
     chosen: dict[str, torch.Tensor] = {}
     smooth = _smoothings(readers, module, calls, largest, group)
     for value in values:
-        if normalizes(value.region):
+        if is_affine_layer_norm(value.region):
             if value.name in smooth:
                 chosen[value.name] = smooth[value.name].factors
             continue
         factors = _factors(largest[value.name], float(value.region.setting.equalize or 0))
-        if factors.isfinite().all() and arrives(value, factors):
+        if factors.isfinite().all() and has_single_factors(value, factors):
             chosen[value.name] = factors
     chosen |= {name: one.factors for name, one in smooth.items() if name in rows}
     by_site = {site: tuple(chosen[name].tolist()) for name, site in sites.items() if name in chosen}
@@ -88,7 +94,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
         ends = (decibels(len(smooth), each) for each in sums)
         steps += (CorrectionStep("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
     report = "".join(f"{line}\n" for line in (*notes, *steps))
-    return equalized(prepared, replace(found, factors=by_site), report, (current, every))
+    return apply_equalization(prepared, replace(found, factors=by_site), report, (current, every))
 
 
 def _largest(
@@ -109,7 +115,7 @@ def _largest(
             for leaves in calls:
                 _ValueRecorder(module, axes, see).run(*leaves)
 
-    group.together(run)
+    group.run_on_all_ranks(run)
     if group.size == 1 or not found:
         return found
     flat = torch.from_numpy(group.highest(torch.cat(list(found.values())).numpy()))
@@ -143,7 +149,7 @@ def _smoothings(
 
                 _ValueRecorder(module, readers, see).run(*leaves)
 
-    group.together(run)
+    group.run_on_all_ranks(run)
     found = {}
     for name, weights in readers.items():
         theirs = [part for parts in group.gather(own.get(name, [])) for part in parts]

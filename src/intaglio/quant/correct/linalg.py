@@ -8,11 +8,11 @@ DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to the diagonal before inversion; the first that suffices is used."""
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
-SMALL = 128
+BLOCK_SIZE = 128
 """Triangular matrices of at most this size are inverted at once."""
 
 
-def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def inverse_cholesky_factor(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the column order and the upper Cholesky factor of the damped inverse in that order.
 
     Columns are in the order of decreasing moments; moments of zero count as one. With rows and columns reversed, the
@@ -25,31 +25,31 @@ def factor_of(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         The order [groups, k] and the factor [groups, k, k]; ``None`` if no damping suffices.
     """
     order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    matrix = taken(taken(matrix, order, 1), order, 2)
+    matrix = permute(permute(matrix, order, 1), order, 2)
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     mean, most = diagonal.mean(1, keepdim=True), diagonal.amax(1, keepdim=True)
     for damping in DAMPINGS:
         added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST_DAMPING * most)
         lower, failed = torch.linalg.cholesky_ex((matrix + torch.diag_embed(added)).flip(1, 2))
         if not failed.any():
-            return order, _inverse(lower).flip(1, 2)
+            return order, _triangular_inverse(lower).flip(1, 2)
     return None
 
 
-def _inverse(lower: torch.Tensor) -> torch.Tensor:
+def _triangular_inverse(lower: torch.Tensor) -> torch.Tensor:
     """Invert lower-triangular matrices by recursive blocking, so that almost all work is GEMM."""
     size = lower.shape[1]
-    if size <= SMALL:
+    if size <= BLOCK_SIZE:
         one = torch.eye(size, dtype=lower.dtype).expand_as(lower)
         return torch.linalg.solve_triangular(lower, one, upper=False)
     half, result = size // 2, torch.zeros_like(lower)
-    first = result[:, :half, :half] = _inverse(lower[:, :half, :half])
-    last = result[:, half:, half:] = _inverse(lower[:, half:, half:])
+    first = result[:, :half, :half] = _triangular_inverse(lower[:, :half, :half])
+    last = result[:, half:, half:] = _triangular_inverse(lower[:, half:, half:])
     result[:, half:, :half] = -last @ lower[:, half:, :half] @ first
     return result
 
 
-def taken(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
+def permute(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
     """Reorder a matrix along an axis, group by group."""
     shape = [order.shape[0], 1, 1]
     shape[axis] = order.shape[1]

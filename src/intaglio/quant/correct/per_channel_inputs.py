@@ -19,12 +19,12 @@ from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.corrections import PerChannelBytes
 
 BYTE_LEVELS = 256
-STRAIGHT = 1e-3
+SPACING_TOLERANCE = 1e-3
 """Largest distance from a multiple of the step, in steps, of values that count as equally spaced."""
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelStatistics:
     """Statistics of one input channel.
 
     Attributes:
@@ -37,15 +37,15 @@ class Channel:
     high: float
     values: np.ndarray | None
 
-    def merge(self, other: Channel) -> Channel:
+    def merge(self, other: ChannelStatistics) -> ChannelStatistics:
         """Return the statistics of both parts of a channel."""
         distinct = None
         if self.values is not None and other.values is not None:
-            distinct = _few(np.concatenate([self.values, other.values]))
-        return Channel(min(self.low, other.low), max(self.high, other.high), distinct)
+            distinct = _distinct_values(np.concatenate([self.values, other.values]))
+        return ChannelStatistics(min(self.low, other.low), max(self.high, other.high), distinct)
 
 
-def channels_of_inputs(
+def quantize_inputs_per_channel(
     prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
 ) -> tuple[dict[str, PerChannelBytes], tuple[str, ...]]:
     """Return by name how to quantize the inputs that convolutions can read per channel, and a note for each."""
@@ -60,10 +60,10 @@ def channels_of_inputs(
             continue
         own = [_channels(leaves[place]) for leaves in calls]
         found = [channels for theirs in group.gather(own) for channels in theirs]
-        channels = [_merged(column) for column in zip(*found, strict=True)]
+        channels = [_merge(column) for column in zip(*found, strict=True)]
         if not channels or not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
             continue
-        inputs[entry.name], exact = _ways(channels)
+        inputs[entry.name], exact = _quantize_channels(channels)
         kept = f", {exact} of {len(channels)} without loss: they have at most 256 values" if exact else ""
         notes.append(f"input '{entry.name}': a scale per channel{kept}")
     return inputs, tuple(notes)
@@ -77,22 +77,24 @@ def _wanted(node: fx.Node, prepared: Prepared) -> bool:
     return all(setting.equalize and setting.bits == 8 for setting in settings)
 
 
-def _channels(images: torch.Tensor) -> list[Channel]:
+def _channels(images: torch.Tensor) -> list[ChannelStatistics]:
     """Return the channels of images [n, c, h, w]."""
     found = []
     for channel in images.detach().transpose(0, 1).flatten(1).float().numpy():
-        found.append(Channel(float(channel.min()), float(channel.max()), _few(channel.astype(np.float64))))
+        found.append(
+            ChannelStatistics(float(channel.min()), float(channel.max()), _distinct_values(channel.astype(np.float64)))
+        )
     return found
 
 
-def _merged(channels: Sequence[Channel]) -> Channel:
+def _merge(channels: Sequence[ChannelStatistics]) -> ChannelStatistics:
     total = channels[0]
     for channel in channels[1:]:
         total = total.merge(channel)
     return total
 
 
-def _few(values: np.ndarray) -> np.ndarray | None:
+def _distinct_values(values: np.ndarray) -> np.ndarray | None:
     """Return the sorted distinct values if there are at most 256, and ``None`` otherwise.
 
     A look at the first few thousand values avoids sorting channels with many distinct values.
@@ -103,10 +105,10 @@ def _few(values: np.ndarray) -> np.ndarray | None:
     return distinct if distinct.size <= BYTE_LEVELS else None
 
 
-def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
+def _quantize_channels(channels: Sequence[ChannelStatistics]) -> tuple[PerChannelBytes, int]:
     """Return the quantization of channels, and the number of channels that it represents exactly."""
-    fitted = [_lattice(channel) for channel in channels]
-    ways = [_spread(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
+    fitted = [_fit_equally_spaced(channel) for channel in channels]
+    ways = [_fit_range(channel) if way is None else way for channel, way in zip(channels, fitted, strict=True)]
     gains = np.array([gain for gain, _ in ways])
     zeros = np.array([zero for _, zero in ways])
     nearest = numerics.round_clamp(zeros, 0, BYTE_LEVELS - 1)
@@ -114,13 +116,13 @@ def _ways(channels: Sequence[Channel]) -> tuple[PerChannelBytes, int]:
     return PerChannelBytes(gain, shift, tuple(map(int, nearest))), sum(way is not None for way in fitted)
 
 
-def _spread(channel: Channel) -> tuple[float, float]:
+def _fit_range(channel: ChannelStatistics) -> tuple[float, float]:
     """Return the gain and zero point of a min-max range; zero is exact, because padding needs it."""
     scale, zero = numerics.affine_qparams(min(channel.low, 0.0), max(channel.high, 0.0), 0, BYTE_LEVELS - 1)
     return 1 / scale, zero
 
 
-def _lattice(channel: Channel) -> tuple[float, float] | None:
+def _fit_equally_spaced(channel: ChannelStatistics) -> tuple[float, float] | None:
     """Return the gain and zero point that represent equally spaced values exactly, such as those of normalized bytes.
 
     Unused quantized values are divided between both ends. The result is ``None`` for other values, and if zero would
@@ -136,7 +138,7 @@ def _lattice(channel: Channel) -> tuple[float, float] | None:
         return None
     step = (values[-1] - values[0]) / count
     places = (values - values[0]) / step
-    if np.abs(places - np.rint(places)).max() > STRAIGHT:
+    if np.abs(places - np.rint(places)).max() > SPACING_TOLERANCE:
         return None
     zero = -values[0] / step + (BYTE_LEVELS - 1 - count) // 2
     return (float(1 / step), float(zero)) if -0.5 <= zero <= BYTE_LEVELS - 0.5 else None

@@ -18,7 +18,7 @@ from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.linalg import factor_of
+from intaglio.quant.correct.linalg import inverse_cholesky_factor
 from intaglio.torch_private import int8_matmul
 
 BYTE_OFFSET = 128
@@ -54,11 +54,11 @@ class Moments:
 
     @cached_property
     def factor(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the result of `factor_of` for the matrix."""
-        return factor_of(self.matrix)
+        """Return the result of `inverse_cholesky_factor` for the matrix."""
+        return inverse_cholesky_factor(self.matrix)
 
 
-def unable(region: Region, site: Site) -> bool:
+def moments_refusal(region: Region, site: Site) -> bool:
     """Return whether moments of an anchor's operand cannot be computed; its weight is then rounded to nearest."""
     return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
 
@@ -86,10 +86,10 @@ def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Momen
         _add_products(products, signed)
         sums += signed.sum(2, dtype=torch.int64)
         count += signed.shape[2]
-    return _moved(Moments(products, sums, count), BYTE_OFFSET - _zeros(region, q, groups, k))
+    return _shifted(Moments(products, sums, count), BYTE_OFFSET - _operand_zero_points(region, q, groups, k))
 
 
-def over_ranks(found: Moments, group: Group) -> Moments:
+def sum_over_ranks(found: Moments, group: Group) -> Moments:
     """Return the moments over the batches of all ranks."""
     if group.size == 1:
         return found
@@ -145,7 +145,7 @@ def float_gram(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _moved(total: Moments, offset: torch.Tensor) -> Moments:
+def _shifted(total: Moments, offset: torch.Tensor) -> Moments:
     """Return the moments of x + offset, int64 [groups, k], computed from those of x."""
     cross = offset[:, :, None] * total.sums[:, None, :]
     squares = total.count * offset[:, :, None] * offset[:, None, :]
@@ -153,7 +153,7 @@ def _moved(total: Moments, offset: torch.Tensor) -> Moments:
     return Moments(products, total.sums + total.count * offset, total.count)
 
 
-def _zeros(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
+def _operand_zero_points(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
     """Return the zero points of the operands of each weight column, int64 [groups, k]."""
     zeros = torch.tensor(q.zeros)
     if len(q.zeros) == 1 or region.record.is_linear_layer:

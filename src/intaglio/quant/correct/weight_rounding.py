@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from intaglio import numerics
-from intaglio.quant.correct.linalg import taken
+from intaglio.quant.correct.linalg import permute
 from intaglio.quant.correct.second_moments import Moments
 from intaglio.quant.recipes.choices import Rounding
 
@@ -47,7 +47,7 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
     if found.factor is None:
         return plain
     order, factor = found.factor
-    free, steps = taken(weight, order, 2), taken(step.expand_as(weight), order, 2)
+    free, steps = permute(weight, order, 2), permute(step.expand_as(weight), order, 2)
     levels, _ = _spread(free, steps, factor, low, high)
     chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
     return _better(chosen, plain, weight, step, found.matrix)

@@ -65,7 +65,7 @@ AS_TENSOR = {"aten.add.Scalar": aten.add.Tensor, "aten.mul.Scalar": aten.mul.Ten
 # -- graph view -------------------------------------------------------------------------------------------------------
 
 
-def torch_view(module: fx.GraphModule) -> fx.GraphModule:
+def exported_view(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph in the form that torch.export produces.
 
     Nodes keep their names and their `NodeInfo`, and also get ``val``, ``nn_module_stack`` and ``source_fn_stack``.
@@ -81,13 +81,13 @@ def torch_view(module: fx.GraphModule) -> fx.GraphModule:
             if kind is not None and kind.dtype in TORCH_DTYPES:
                 shape = [evaluate(size, {n: known.sizes.get(n, 2) for n in symbols_of(size)}) for size in kind.shape]
                 node.meta["val"] = torch.empty(shape, dtype=TORCH_DTYPES[kind.dtype])
-            _spell(node)
+            _to_export_overload(node)
             node.meta |= _export_meta(node, known.module_types)
     view.recompile()
     return view
 
 
-def _spell(node: fx.Node) -> None:
+def _to_export_overload(node: fx.Node) -> None:
     """Change a node to the overload that torch.export uses: tensor overloads, and flatten of the last axes."""
     if operator(node) in AS_TENSOR:
         node.target = AS_TENSOR[operator(node)]
@@ -149,8 +149,8 @@ def _translated(node: fx.Node, record: Any) -> Annotation:
     if isinstance(record, Annotation):
         return record
     given = record.input_qspec_map or {}
-    inputs = {value: _half_weight(node, value, spec) or _levels(node, spec) for value, spec in given.items()}
-    return Annotation(inputs, _levels(node, record.output_qspec), record.allow_implicit_sharing)
+    inputs = {value: _half_weight(node, value, spec) or _quantized_as(node, spec) for value, spec in given.items()}
+    return Annotation(inputs, _quantized_as(node, record.output_qspec), record.allow_implicit_sharing)
 
 
 def _half_weight(node: fx.Node, value: Any, spec: Any) -> QuantizedAs | None:
@@ -162,7 +162,7 @@ def _half_weight(node: fx.Node, value: Any, spec: Any) -> QuantizedAs | None:
     return QuantizedAs("f16")
 
 
-def _levels(node: fx.Node, spec: Any) -> QuantizedAs | SameAs | CustomObserver | None:
+def _quantized_as(node: fx.Node, spec: Any) -> QuantizedAs | SameAs | CustomObserver | None:
     """Translate a torchao spec, recognized by the name of its class.
 
     A `DerivedQuantizationSpec` with int32 gives ``None``, because biases of int8 layers are always int32. Float specs
@@ -183,7 +183,7 @@ def _levels(node: fx.Node, spec: Any) -> QuantizedAs | SameAs | CustomObserver |
         return QuantizedAs(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
     if kind != "QuantizationSpec":
         raise UnsupportedError(node.name, operator(node), f"its annotation has an unknown {kind}")
-    if hasattr(_made_by(spec.observer_or_fake_quant_ctr)[0], "convert"):
+    if hasattr(_class_and_arguments(spec.observer_or_fake_quant_ctr)[0], "convert"):
         return CustomObserver(spec.observer_or_fake_quant_ctr)
     if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and not spec.is_dynamic:
         return None
@@ -237,7 +237,7 @@ OBSERVER_METHODS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """Range method by observer class; observers of all other classes are run themselves."""
 
 
-def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
+def _class_and_arguments(make: Any) -> tuple[Any, dict[str, Any]]:
     """Return the class that an observer constructor wraps with ``with_args``, and the arguments."""
     given: dict[str, Any] = {}
     while hasattr(make, "p") or hasattr(make, "func"):
@@ -248,7 +248,7 @@ def _made_by(make: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _observed(make: Any, symmetric: bool) -> Observed:
-    inner, given = _made_by(make)
+    inner, given = _class_and_arguments(make)
     method = OBSERVER_METHODS.get(getattr(inner, "__name__", ""))
     if method is None:
         return Observed("minmax", symmetric, make)
@@ -275,7 +275,7 @@ def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.No
     for place, observer in made.items():
         if observer is before.get(place) or observer is None:
             continue
-        levels = _of_observer(observer)
+        levels = _quantized_as_observer(observer)
         if isinstance(place, tuple):
             records[place[1]].input_qspec_map[place[0]] = levels
         else:
@@ -290,7 +290,7 @@ def _observer(made: dict[Any, Any], place: Any, spec: Any) -> None:
         made[place] = spec.observer_or_fake_quant_ctr()
 
 
-def _of_observer(observer: Any) -> QuantizedAs:
+def _quantized_as_observer(observer: Any) -> QuantizedAs:
     """Return the annotation for a replacement observer: its fixed parameters, or the observer to run."""
     if hasattr(observer, "scale") and "FixedQParams" in type(observer).__name__:
         shift = 128 if observer.dtype is torch.int8 else 0

@@ -36,24 +36,24 @@ from intaglio.quant.recipes.selectors import matches
 from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 GELU = "aten.gelu.default"
-AFTER_CONV = (
+CONV_EPILOGUES = (
     RELU_TARGET,
     "aten.hardtanh.default",
     "aten.relu6.default",
     "aten.hardswish.default",
     "aten.silu.default",
 )
-AFTER_LINEAR = (RELU_TARGET, "aten.leaky_relu.default", "aten.tanh.default", GELU)
+LINEAR_EPILOGUES = (RELU_TARGET, "aten.leaky_relu.default", "aten.tanh.default", GELU)
 CONV1D, MATMUL, MUL_TARGET = "aten.conv1d.default", "aten.matmul.default", "aten.mul.Tensor"
 X86_PATTERNS = (
     op(RELU_TARGET, op(ADD_TARGET, seq(CONV2D_TARGET), wildcard("extra"), commutative=True)),
     op(ADD_TARGET, seq(CONV2D_TARGET), wildcard("extra"), commutative=True),
-    seq(CONV2D_TARGET, AFTER_CONV),
+    seq(CONV2D_TARGET, CONV_EPILOGUES),
     seq(CONV1D, RELU_TARGET),
     seq((CONV2D_TARGET, CONV1D)),
     op(RELU_TARGET, op(ADD_TARGET, seq(LINEAR_TARGET), wildcard("extra"), commutative=True)),
     op(ADD_TARGET, seq(LINEAR_TARGET), wildcard("extra"), commutative=True),
-    seq(LINEAR_TARGET, AFTER_LINEAR),
+    seq(LINEAR_TARGET, LINEAR_EPILOGUES),
     seq(LINEAR_TARGET),
     op(MATMUL),
     op(MUL_TARGET),
@@ -61,9 +61,9 @@ X86_PATTERNS = (
 """Patterns that run as one int8 operator, in order of precedence."""
 MAX_POOL, AVG_POOL = "aten.max_pool2d.default", "aten.avg_pool2d.default"
 POOL_TARGET, CAT_TARGET, FLATTEN = "aten.adaptive_avg_pool2d.default", "aten.cat.default", "aten.flatten.using_ints"
-PASSING = (MAX_POOL, CAT_TARGET, AVG_POOL, POOL_TARGET, FLATTEN)
+SHARING_TARGETS = (MAX_POOL, CAT_TARGET, AVG_POOL, POOL_TARGET, FLATTEN)
 """Operators that are quantized only if their input is, with the input's parameters for the output."""
-BY_DEFAULT = (*PASSING, CONV1D, CONV2D_TARGET, LINEAR_TARGET, MUL_TARGET)
+DEFAULT_TARGETS = (*SHARING_TARGETS, CONV1D, CONV2D_TARGET, LINEAR_TARGET, MUL_TARGET)
 TYPES: Mapping[Any, str] = {
     nn.Conv1d: CONV1D,
     F.conv1d: CONV1D,
@@ -129,7 +129,7 @@ class X86Quantizer:
 
     def set_global(self, config: Setting | None) -> X86Quantizer:
         """Set the setting of all operators without another one, except products of two activations."""
-        if self._goes_with(config):
+        if self._is_compatible(config):
             self._rest = config
         return self
 
@@ -139,7 +139,7 @@ class X86Quantizer:
 
     def set_module_name(self, name: str, config: Setting | None) -> X86Quantizer:
         """Set the setting of one module; a fused pattern must be inside it as a whole."""
-        if self._goes_with(config):
+        if self._is_compatible(config):
             self._names[name] = config
         return self
 
@@ -162,10 +162,10 @@ class X86Quantizer:
                         continue
                     if operator(node) != MUL_TARGET or _equal_shapes(node):
                         _annotate_row(hit.nodes, dict(hit.bound).get("extra"), config)
-                        ends |= {node} if _kept(config) is not None else set()
+                        ends |= {node} if _output_annotation(config) is not None else set()
             for node in module.graph.nodes:
-                if operator(node) in PASSING and annotation_of(node) is None and covers((node,)):
-                    ends |= {node} if _pass_on(node, config, ends) else set()
+                if operator(node) in SHARING_TARGETS and annotation_of(node) is None and covers((node,)):
+                    ends |= {node} if _annotate_sharing(node, config, ends) else set()
 
     def _scopes(self, module: fx.GraphModule) -> Iterator[tuple[Setting | None, Callable[[Sequence[fx.Node]], bool]]]:
         """Yield settings in order of precedence, each with a predicate for the nodes of a match."""
@@ -176,23 +176,23 @@ class X86Quantizer:
         for kind, config in self._types.items():
             yield config, partial(_has_one, (kind,))
         if self._rest is not None:
-            yield self._rest, partial(_has_one, BY_DEFAULT)
+            yield self._rest, partial(_has_one, DEFAULT_TARGETS)
 
     def _set_type(self, kind: Any, config: Setting | None) -> X86Quantizer:
         if kind not in TYPES:
             warnings.warn(f"{getattr(kind, '__name__', kind)}: no int8 rule for this type; ignored", stacklevel=3)
-        elif self._goes_with(config):
+        elif self._is_compatible(config):
             self._types[TYPES[kind]] = config
         return self
 
-    def _goes_with(self, config: Setting | None) -> bool:
+    def _is_compatible(self, config: Setting | None) -> bool:
         """Return whether a setting can be combined with the earlier ones.
 
         Either all train or none does, and all that quantize activations agree on static or dynamic quantization.
         """
         given = [one for one in (config, *self._names.values(), *self._types.values(), self._rest) if one is not None]
         when = {one.activations or "static" for one in given} - {"float"}
-        mixed = config is not None and (len(when) > 1 or len(set(map(_trains, given))) > 1)
+        mixed = config is not None and (len(when) > 1 or len(set(map(_is_for_training, given))) > 1)
         if mixed:
             warnings.warn("this setting mixes training or run-time scales with an earlier one; ignored", stacklevel=4)
         return not mixed
@@ -206,7 +206,7 @@ def _has_one(kinds: Collection[str], nodes: Sequence[fx.Node]) -> bool:
     return sum(operator(node) in kinds for node in nodes) == 1
 
 
-def _trains(config: Setting) -> bool:
+def _is_for_training(config: Setting) -> bool:
     """Return whether a setting is for training."""
     return (config.method or "").startswith("ema")
 
@@ -222,19 +222,21 @@ def _annotate_row(nodes: Sequence[fx.Node], extra: fx.Node | None, config: Setti
     for node in nodes:
         inputs: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = {}
         if config is not None and node is anchor:
-            inputs = _reads(anchor, config)
+            inputs = _operand_annotations(anchor, config)
         elif config and extra and (operator(node), operator(anchor)) == (ADD_TARGET, CONV2D_TARGET):
-            inputs = {extra: _kept(config)}
-        trained = node is root and normed and config is not None and _trains(config)
-        annotate_node(node, Annotation(inputs, _kept(config) if trained else None))
+            inputs = {extra: _output_annotation(config)}
+        trained = node is root and normed and config is not None and _is_for_training(config)
+        annotate_node(node, Annotation(inputs, _output_annotation(config) if trained else None))
 
 
-def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None]:
+def _operand_annotations(
+    anchor: fx.Node, config: Setting
+) -> dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None]:
     """Return the annotations of the operands of a layer or a product."""
     found: dict[fx.Node, QuantizedAs | SameAs | CustomObserver | None] = {}
     for one in activations(anchor):
         if one is not None:
-            found[one] = _activation(config)
+            found[one] = _activation_annotation(config)
     weight = known_record(anchor).roles.weight
     if weight is not None and operands(anchor)[weight] is not None:
         whole = config.over(DEFAULT)
@@ -244,7 +246,7 @@ def _reads(anchor: fx.Node, config: Setting) -> dict[fx.Node, QuantizedAs | Same
     return found
 
 
-def _activation(config: Setting | None) -> QuantizedAs | None:
+def _activation_annotation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of activations under a setting; ``None`` if they stay in float."""
     if config is None or config.activations == ActivationMode.FLOAT:
         return None
@@ -254,9 +256,9 @@ def _activation(config: Setting | None) -> QuantizedAs | None:
     return QuantizedAs(whole.activation.name, Observed(whole.method or "mse"))
 
 
-def _kept(config: Setting | None) -> QuantizedAs | None:
+def _output_annotation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of an output for all its readers; ``None`` for float and for dynamic quantization."""
-    levels = _activation(config)
+    levels = _activation_annotation(config)
     return None if levels is None or isinstance(levels.spec, Dynamic) else levels
 
 
@@ -265,17 +267,17 @@ def _equal_shapes(node: fx.Node) -> bool:
     return len(kinds) == 2 and kinds[0].shape == kinds[1].shape
 
 
-def _pass_on(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
+def _annotate_sharing(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
     """Annotate input and output with shared parameters if every operand is the output of a quantized match."""
     read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT_TARGET else node.all_input_nodes[:1]))
-    if (levels := _kept(config)) is None:
+    if (levels := _output_annotation(config)) is None:
         annotate_node(node, Annotation())
         return False
     if any(one not in ends for one in read):
         if operator(node) == MAX_POOL:
             warnings.warn(f"{node.name}: its input is not quantized, so this pool is not either", stacklevel=2)
         return False
-    if operator(node) == FLATTEN and not any(operator(user) in (*BY_DEFAULT, MATMUL) for user in node.users):
+    if operator(node) == FLATTEN and not any(operator(user) in (*DEFAULT_TARGETS, MATMUL) for user in node.users):
         return False
     first, *others = read
     shared = SameAs((first, node))

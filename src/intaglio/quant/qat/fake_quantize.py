@@ -15,7 +15,7 @@ from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.annotate.per_token import per_token_operators
 from intaglio.quant.annotate.sites import Fixed, Observed, Site
-from intaglio.quant.qdq.qparams import OwnScales
+from intaglio.quant.qdq.qparams import WeightScaleRule
 from intaglio.quant.qdq.weight_grid import weight_grid
 
 AVERAGING = 0.01
@@ -236,7 +236,9 @@ class FakeQuantizeWeight(nn.Module):
         own: computes the scales of a weight as `convert` does.
     """
 
-    def __init__(self, site: Site, constant: str, weight: torch.Tensor, own: OwnScales, mode: FakeQuantizeMode) -> None:
+    def __init__(
+        self, site: Site, constant: str, weight: torch.Tensor, own: WeightScaleRule, mode: FakeQuantizeMode
+    ) -> None:
         super().__init__()
         self.site, self.constant, self.own, self.mode = site, constant, own, mode
         self.scale = nn.Parameter(torch.from_numpy(own(weight.detach().numpy())).clone(), requires_grad=False)

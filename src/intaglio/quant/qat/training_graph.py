@@ -34,7 +34,7 @@ from intaglio.quant.qat.fake_quantize import (
 from intaglio.quant.qat.parameter_tree import ParameterTree
 from intaglio.quant.qat.train_layers import DropoutMask, attention_with_dropout, normalized
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
-from intaglio.quant.qdq.qparams import OwnScales, anchor_sites, fixed_qparams, weight_qparams, widened
+from intaglio.quant.qdq.qparams import WeightScaleRule, anchor_sites, fixed_qparams, shortcut_qparams, weight_qparams
 from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import buffers_of
 
@@ -94,7 +94,7 @@ class TrainingGraph:
         for region in self.anchors.values():
             site = anchor_sites(self.annotations, region)[1]
             if site.name not in found:
-                name, own = str(layer_operands(region.anchor).weight.target), OwnScales.of(region, site)
+                name, own = str(layer_operands(region.anchor).weight.target), WeightScaleRule.of(region, site)
                 weight = getattr(self.annotations.module, name)
                 found[site.name] = self._place(FakeQuantizeWeight(site, name, weight, own, self.mode))
         return found
@@ -279,7 +279,9 @@ def _quantized(annotations: Annotations) -> fx.GraphModule:
             zero = min(max(0, site.qmin), site.qmax)
             plain = QParams((1.0,) * channels, (zero,) * channels, site.qmin, site.qmax, site.axis)
             qparams[site.name] = fixed_qparams(leader, leader.spec) if isinstance(leader.spec, Fixed) else plain
-    qparams.update({site.name: widened(site, qparams) for site in annotations.sites if site.role == Role.SHORTCUT})
+    qparams.update(
+        {site.name: shortcut_qparams(site, qparams) for site in annotations.sites if site.role == Role.SHORTCUT}
+    )
     qparams.update(weight_qparams(annotations, qparams, [], {}, {}))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, Corrections(annotations)).run()

@@ -20,9 +20,9 @@ from intaglio.quant.annotate.weight_only import store_weights
 from intaglio.quant.calibrate.custom_observer import convert_custom_observers
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.correct.apply_equalization import equalized
+from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.correct.biases import annotated_with_biases
-from intaglio.quant.correct.corrections import Corrected, Corrections, Rounded
+from intaglio.quant.correct.corrections import Corrected, Corrections, RoundedWeight
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
@@ -35,7 +35,7 @@ from intaglio.quant.qdq.qparams import (
 from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing.captured import GraphStage, expect, fx_text
-from intaglio.tracing.while_loops import with_bodies
+from intaglio.tracing.while_loops import replace_loop_bodies
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def convert(
     expect(prepared, Prepared, "convert")
     bodies: dict[str, Reference] = {}
     for name, part in prepared.bodies.items():
-        ranges, inner = _apart(ranges, part)
+        ranges, inner = _split_body(ranges, part)
         bodies[name] = convert(part, inner)
     if isinstance(ranges, Parameters):
-        prepared = equalized(prepared, ranges.corrected.equalization)
+        prepared = apply_equalization(prepared, ranges.corrected.equalization)
         ranges = ranges.without(*left_in_float(prepared))
         corrections = corrections or given_corrections(prepared, ranges)
     corrections = corrections or Corrections(prepared.annotations)
@@ -118,7 +118,7 @@ def convert(
         remarks += stored
         module.graph.eliminate_dead_code()
     drop_unused_constants(module)
-    with_bodies(module, {name: body.module for name, body in bodies.items()})
+    replace_loop_bodies(module, {name: body.module for name, body in bodies.items()})
     keep_regions(module.graph)
     module.recompile()
     parameters = _parameters(prepared, qparams, corrections, bodies)
@@ -129,7 +129,7 @@ def convert(
     if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
     about = prepared.about.after(tuple(remarks), **texts)
-    signature = _with_levels(signature, prepared, qparams) if prepared.quantizer.integers else signature
+    signature = _quantized_outputs(signature, prepared, qparams) if prepared.quantizer.integers else signature
     return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.passes, bodies)
 
 
@@ -164,7 +164,7 @@ def _parameters(
     return parameters
 
 
-def _apart(
+def _split_body(
     ranges: Ranges | Parameters | None, body: Prepared
 ) -> tuple[Ranges | Parameters | None, Ranges | Parameters | None]:
     """Split ranges or parameters into those of the model and those of a loop body."""
@@ -176,7 +176,7 @@ def _apart(
     return ranges, replace(ranges, statistics={name: ranges.statistics[name] for name in body.observers}, graph="")
 
 
-def _with_levels(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
+def _quantized_outputs(signature: Signature, prepared: Prepared, qparams: Mapping[str, QParams]) -> Signature:
     """Return the signature with quantized outputs where they have a site.
 
     Raises:
@@ -219,13 +219,13 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     if unknown:
         raise CalibrationError("parameters", None, f"corrections of what is not there: {', '.join(unknown[:5])}")
     nodes = {node.name: node for node in prepared.annotations.module.graph.nodes}
-    weights: dict[str, Rounded] = {}
+    weights: dict[str, RoundedWeight] = {}
     for name, levels in corrected.levels.items():
         site, shape = sites[name], tuple(getattr(prepared.annotations.module, nodes[sites[name].value].target).shape)
         if levels.size != math.prod(shape) or name not in entries:
             raise CalibrationError(f"parameters of {name}", None, f"{levels.size} levels; its shape is {shape}")
         q = QParams(entries[name].scale, entries[name].zero_point, site.qmin, site.qmax, site.axis)
-        weights[name] = Rounded(q, levels.reshape(shape))
+        weights[name] = RoundedWeight(q, levels.reshape(shape))
     if not corrected.biases:
         return Corrections(prepared.annotations, weights)
     biases = {name: torch.from_numpy(values) for name, values in corrected.biases.items()}

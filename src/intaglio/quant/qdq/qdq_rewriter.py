@@ -12,7 +12,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import drop_unused_constants
-from intaglio.fxgraph.node_info import TAG, info, inherit_info, known_type, origin, overlay_info, set_info
+from intaglio.fxgraph.node_info import TAG_KEY, info, inherit_info, known_type, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, layer_operands
 from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.fxgraph.unique_names import add_constant
@@ -30,9 +30,9 @@ from intaglio.quant.qdq.attention_reference import PROBABILITY_QPARAMS, decompos
 from intaglio.quant.qdq.float8 import float8
 from intaglio.quant.qdq.qparams import (
     anchor_sites,
-    each_output,
     parameters_of,
-    per_output,
+    scale_per_output,
+    weight_outputs_first,
 )
 from intaglio.quant.qdq.weight_grid import weight_grid
 from intaglio.quant.recipes.choices import Role
@@ -80,7 +80,7 @@ class Rewriter:
         insert_dynamic_qdq(self.graph, self.annotations)
         for region in self.annotations.regions:
             if region.record.roles.weight is not None:
-                self._anchor(region)
+                self._rewrite_anchor(region)
             elif region.record.recurrent:
                 quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.attends:
@@ -165,7 +165,7 @@ class Rewriter:
         kind = TensorType(known_type(node).shape, site.dtype, q)
         inherit_info(made, node, type=kind, site=site.name)
 
-    def _anchor(self, region: Region) -> None:
+    def _rewrite_anchor(self, region: Region) -> None:
         """Replace weight and bias of a layer by integers, each with a dequantize for this call alone."""
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
@@ -177,16 +177,16 @@ class Rewriter:
             self._constant(anchor, read.weight, w_site, grid.clipped(weight), w)
             return
         chosen = self.chosen.get(w_site.name)
-        levels = grid.stored(grid.nearest(weight)) if chosen is None else chosen.levels
+        levels = grid.as_s8(grid.nearest(weight)) if chosen is None else chosen.levels
         self._constant(anchor, read.weight, w_site, levels, w)
         if region.dynamic:  # the bias stays float: the scale of the accumulator is not known yet
             self._prove(region, levels, np.zeros(len(levels), np.int32), per_token_qparams(x_site.name))
         if region.dynamic or not x_site.native:
             return
-        x, rows = self.qparams[x_site.name], per_output(region, levels)
+        x, rows = self.qparams[x_site.name], weight_outputs_first(region, levels)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
-            steps = numerics.quantize_bias(bias, x.step, each_output(w.scales, len(rows)))
+            steps = numerics.quantize_bias(bias, x.step, scale_per_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
         if b_site is not None:
             self._constant(anchor, read.bias, b_site, steps, self.qparams[b_site.name])
@@ -213,7 +213,7 @@ class Rewriter:
     def _constant(self, anchor: fx.Node, old: fx.Node, site: Site, array: np.ndarray, q: QParams) -> None:
         packing = site.record.packing(site.group) if site.role == Role.WEIGHT else None
         source = self._get(site.name, array, TensorType(array.shape, site.dtype, q, packing))
-        source.meta |= {TAG: old.meta[TAG]} if TAG in old.meta else {}
+        source.meta |= {TAG_KEY: old.meta[TAG_KEY]} if TAG_KEY in old.meta else {}
         with self.graph.inserting_before(anchor):
             dequantize = quantizing(q, site.dtype)[1]
             real = self.graph.call_function(dequantize, (source, *self._parameters(site.name, q, site.dtype)))

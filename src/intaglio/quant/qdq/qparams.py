@@ -21,7 +21,7 @@ from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.range_methods import channel_ranges, method_of, without_mask
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
-from intaglio.quant.correct.corrections import Rounded
+from intaglio.quant.correct.corrections import RoundedWeight
 from intaglio.quant.qdq.weight_grid import channel_scales
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import INT32_RANGE, Datatype
@@ -76,10 +76,12 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
                 result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
             result[site.name] = result[leader.name]
     levels = {site.name: result[site.name] for site in by_name.values() if site.role == Role.ACTIVATION}
-    return levels | {site.name: widened(site, levels) for site in by_name.values() if site.role == Role.SHORTCUT}
+    return levels | {
+        site.name: shortcut_qparams(site, levels) for site in by_name.values() if site.role == Role.SHORTCUT
+    }
 
 
-def widened(site: Site, qparams: Mapping[str, QParams]) -> QParams:
+def shortcut_qparams(site: Site, qparams: Mapping[str, QParams]) -> QParams:
     """Return the 16-bit parameters of a shortcut site, computed from the 8-bit ones."""
     assert isinstance(site.spec, Derived)
     levels = qparams[site.spec.sources[0]]
@@ -96,7 +98,9 @@ def given_qparams(annotations: Annotations, given: Mapping[str, QParams]) -> dic
             leader = by_name[annotations.leaders[site.name]]
             spec = leader.spec
             result[site.name] = fixed_qparams(leader, spec) if isinstance(spec, Fixed) else given[leader.name]
-    return result | {site.name: widened(site, result) for site in annotations.sites if site.role == Role.SHORTCUT}
+    return result | {
+        site.name: shortcut_qparams(site, result) for site in annotations.sites if site.role == Role.SHORTCUT
+    }
 
 
 def fixed_qparams(site: Site, spec: Fixed) -> QParams:
@@ -141,8 +145,8 @@ def weight_qparams(
     qparams: Mapping[str, QParams],
     remarks: list[str],
     given: Mapping[str, QParams],
-    chosen: Mapping[str, Rounded],
-    own_scales: dict[tuple[str, int], np.ndarray] | None = None,
+    chosen: Mapping[str, RoundedWeight],
+    cached_scales: dict[tuple[str, int], np.ndarray] | None = None,
 ) -> dict[str, QParams]:
     """Return the parameters of all weights and biases, weight scales enlarged where a bias would overflow.
 
@@ -154,7 +158,7 @@ def weight_qparams(
         chosen: weights that are rounded already.
         own_scales: cache of the scales computed from weight values, by site and groups; missing entries are added.
     """
-    own_scales = {} if own_scales is None else own_scales
+    cached_scales = {} if cached_scales is None else cached_scales
     result: dict[str, QParams] = {}
     for region in annotations.regions:
         if region.record.roles.weight is None:
@@ -165,10 +169,10 @@ def weight_qparams(
         if w_site.name in given:
             plain = np.array(given[w_site.name].scales, np.float32)
         else:
-            own = OwnScales.of(region, w_site)
-            if (w_site.name, own.groups) not in own_scales:
-                own_scales[w_site.name, own.groups] = own(weight)
-            plain = own_scales[w_site.name, own.groups]
+            own = WeightScaleRule.of(region, w_site)
+            if (w_site.name, own.groups) not in cached_scales:
+                cached_scales[w_site.name, own.groups] = own(weight)
+            plain = cached_scales[w_site.name, own.groups]
         plain, fitted = _fitted_scales(region, weight, bias if b_site else None, w_site, step_x, plain)
         if (enlarged := fitted > plain).any():
             remarks.append(f"{w_site.name}: scales of {int(enlarged.sum())} channels enlarged to fit the bias")
@@ -208,19 +212,19 @@ def _fitted_scales(
     The groups of a transposed convolution share scales, because its channel axis holds the outputs of one group.
     All-zero channels get the fitted scale in both results, so that they do not count as enlarged.
     """
-    rows, own = per_output(region, weight), OwnScales.of(region, site)
+    rows, own = weight_outputs_first(region, weight), WeightScaleRule.of(region, site)
     absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
-    sharing = own.sharing(weight)
-    count = len(sharing)
+    rows_by_scale = own.rows_by_scale(weight)
+    count = len(rows_by_scale)
     if len(plain) != count:
         raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
-    fitted = numerics.fit_weight_scale(each_output(plain, len(rows)), absmax, bias, scale_x)
+    fitted = numerics.fit_weight_scale(scale_per_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
-    return np.where(np.abs(sharing).max(1, initial=0) == 0, fitted, plain), fitted
+    return np.where(np.abs(rows_by_scale).max(1, initial=0) == 0, fitted, plain), fitted
 
 
 @dataclass(frozen=True)
-class OwnScales:
+class WeightScaleRule:
     """Computes the scales of a weight from its values, f32 weight -> f32[C].
 
     Attributes:
@@ -236,40 +240,40 @@ class OwnScales:
     groups: int
 
     @staticmethod
-    def of(region: Chain, site: Site) -> OwnScales:
+    def of(region: Chain, site: Site) -> WeightScaleRule:
         """Return the rule for the weight of a region."""
         axis = site.axis if isinstance(site.axis, int) else None
-        return OwnScales(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
+        return WeightScaleRule(site.record, site.group, axis, _groups(region) if region.record.roles.outputs else 0)
 
-    def sharing(self, weight: np.ndarray) -> np.ndarray:
+    def rows_by_scale(self, weight: np.ndarray) -> np.ndarray:
         """Return the weight as [C, K], where row c holds all elements that share scale c."""
         rows = outputs_first(weight, self.groups) if self.groups else weight
         count = 1 if self.axis is None else weight.shape[self.axis]
         return rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
 
     def __call__(self, weight: np.ndarray) -> np.ndarray:
-        return channel_scales(self.sharing(weight), self.kind, self.group)
+        return channel_scales(self.rows_by_scale(weight), self.kind, self.group)
 
 
 def _groups(region: Chain) -> int:
     return int(call_of(region.anchor, region.record).arguments.get("groups", 1))
 
 
-def per_output(region: Chain, weight: np.ndarray) -> np.ndarray:
+def weight_outputs_first(region: Chain, weight: np.ndarray) -> np.ndarray:
     """Return a weight with all output channels on the first axis, group after group."""
     if not region.record.roles.outputs:
         return weight
     return outputs_first(weight, _groups(region))
 
 
-def each_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:
+def scale_per_output(scales: Sequence[float] | np.ndarray, outputs: int) -> np.ndarray:
     """Repeat scales that are shared by the tensor or by groups, so that there is one per output channel."""
     return np.tile(np.asarray(scales, np.float32), outputs // len(scales))
 
 
 def _bias_qparams(x: QParams, w: QParams, outputs: int) -> QParams:
     """Return the parameters of a bias, one scale or one per output channel."""
-    units = w.scales if w.axis is None else each_output(w.scales, outputs)
+    units = w.scales if w.axis is None else scale_per_output(w.scales, outputs)
     scales = tuple(map(float, numerics.accumulator_scale(x.step, units)))
     return QParams(scales, (0,) * len(scales), *INT32_RANGE, None if w.axis is None else 0)
 

@@ -17,7 +17,7 @@ from intaglio.quant.recipes.settings import DEFAULT, Setting
 
 
 @dataclass(frozen=True)
-class Grid:
+class WeightGrid:
     """The values that the elements of a weight can take: ``q * steps`` with q in `low`..`high`.
 
     Rounding methods other than `nearest` choose other quantized values on the same grid.
@@ -42,12 +42,12 @@ class Grid:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
         return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
 
-    def stored(self, levels: np.ndarray) -> NDArray[np.int8]:
+    def as_s8(self, levels: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
         return (levels * self.multiples).astype(np.int8)
 
 
-def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> Grid:
+def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> WeightGrid:
     """Return the grid of a weight with known scales.
 
     Args:
@@ -63,11 +63,11 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
     scales = np.asarray(scales, np.float32)
     steps = scales.reshape(spread)
     if not group:
-        return Grid(steps, np.ones_like(steps, np.int32), kind.qmin, kind.qmax)
+        return WeightGrid(steps, np.ones_like(steps, np.int32), kind.qmin, kind.qmax)
     rows = weight.reshape(len(weight), -1)
     found = numerics.group_multiples(_groups(rows, group), scales, kind.qmin, kind.qmax, kind.multiples)
     multiples = np.repeat(found, group, axis=1)[:, : rows.shape[1]].reshape(weight.shape)
-    return Grid(steps * multiples.astype(np.float32), multiples, kind.qmin, kind.qmax)
+    return WeightGrid(steps * multiples.astype(np.float32), multiples, kind.qmin, kind.qmax)
 
 
 def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:

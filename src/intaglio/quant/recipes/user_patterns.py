@@ -16,7 +16,7 @@ from intaglio.fusion.pattern import Pattern, const, op, wildcard
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, is_constant, known_record, operator, resolve
+from intaglio.fxgraph.nodes import arguments, is_constant, known_record, operator, resolve_dims
 from intaglio.ir import DType, Origin
 from intaglio.ops import BY_TARGET, OPS, Call, OpDef
 from intaglio.quant.recipes.settings import Setting
@@ -330,7 +330,7 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
     """Return a match as a call of its record; arguments of a named operator are called "name.argument"."""
     types = [tensor_type(found.bound[name]) for name in record.operands]
     given = {
-        f"{name}.{key}": resolve(value)
+        f"{name}.{key}": resolve_dims(value)
         for name, node in found.bound.items()
         if node in found.nodes
         for key, value in arguments(node).items()
