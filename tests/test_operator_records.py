@@ -118,7 +118,7 @@ def test_an_overload_has_one_record():
     }
     assert {target for target in count if count[target] > 1} == named
     assert set(BY_TARGET) == set(count)
-    with pytest.raises(ValueError, match=r"aten\.sqrt\.default is claimed by a and b"):
+    with pytest.raises(ValueError, match=r"have the target aten\.sqrt\.default: a and b"):
         index([OpDef("a", ("aten.sqrt.default",)), OpDef("b", ("aten.sqrt.default",))])
 
 

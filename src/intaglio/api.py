@@ -162,7 +162,7 @@ def autotune(
     prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
     cached, data = _cached_batches(prepared, data, samples)
     if not cached:
-        problem = "a function that runs the model, and operators are ranked over batches"
+        problem = "data is a function that runs the model, but autotune ranks operators by their error on batches"
         raise InputError("data", None, problem, remedy="pass an iterable of batches")
     if given is not None or not prepared.observers:
         reference = convert(prepared, given)
@@ -184,7 +184,8 @@ def _quantizer_for(
     if quantizer is None:
         quantizer = Quantizer(Recipe.given(recipe), images or {})
     elif recipe is not None or images is not None:
-        raise InputError("quantize", None, "recipe or input beside a quantizer", remedy="give them to the Quantizer")
+        problem = "recipe= and input= cannot be combined with quantizer="
+        raise InputError("quantize", None, problem, remedy="pass them to the quantizer: Quantizer(recipe, input)")
     return replace(quantizer, recipe=quantizer.recipe.with_selection(skip, only))
 
 

@@ -42,8 +42,13 @@ def _number(variable: str, default: int) -> int:
     """Return the whole number in an environment variable. Raise `InputError` for other contents."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
-        problem = f"{value!r}, which is no whole number"
-        raise InputError(f"environment variable {variable}", None, problem, remedy=f"unset it for {default}")
+        problem = f"its value {value!r} is not a whole number"
+        raise InputError(
+            f"environment variable {variable}",
+            None,
+            problem,
+            remedy=f"set it to a whole number, or unset it to use {default}",
+        )
     return int(value)
 
 

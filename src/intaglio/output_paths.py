@@ -8,8 +8,8 @@ from pathlib import Path
 
 from intaglio.errors import ArtifactError
 
-FILE_REMEDY = "choose a file in a folder that exists, can be written and has room"
-FOLDER_REMEDY = "choose a folder that can be made and has room"
+FILE_REMEDY = "choose a file in an existing folder that you can write to and that has free space"
+FOLDER_REMEDY = "choose a folder that can be created and written to and that has free space"
 
 
 def unwritable_error(path: str | Path, reason: object, remedy: str) -> ArtifactError:
@@ -28,7 +28,7 @@ def check_file(path: str | Path) -> None:
     """Raise `ArtifactError` if no file can be created or replaced at ``path``."""
     folder = Path(os.path.realpath(path)).parent
     if os.path.isdir(path):
-        raise unwritable_error(path, "it is a folder", FILE_REMEDY)
+        raise unwritable_error(path, "it is a folder, not a file", FILE_REMEDY)
     if (reason := _unwritable_reason(folder)) is not None:
         raise unwritable_error(path, reason, FILE_REMEDY)
 
@@ -44,7 +44,7 @@ def check_folder(path: str | Path) -> None:
 def _unwritable_reason(folder: Path) -> str | None:
     """Return why files cannot be created in ``folder``, or ``None`` if they can."""
     if not folder.is_dir():
-        return f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
+        return f"{folder} is a file, not a folder" if folder.exists() else f"the folder {folder} does not exist"
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into {folder}"
 
 

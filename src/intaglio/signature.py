@@ -51,7 +51,7 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             raise InputError(
                 f"argument leaf {leaf}",
                 None,
-                f"{leaves[leaf]!r}; the model was captured with {value!r}",
+                f"its value is {leaves[leaf]!r}, but the model was captured with {value!r}",
                 remedy="quantize again with this value in the example inputs",
             )
     tensors = [leaves[entry.leaf] for entry in signature.inputs]
@@ -84,12 +84,17 @@ def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str
     raise InputError(
         "call",
         None,
-        f"{len(args)} positional and {sorted(kwargs)} keyword arguments; "
-        f"captured with {len(example_args)} positional and {sorted(example_kwargs)} keyword arguments"
+        f"it has {_arguments_text(args, kwargs)}, but the model was captured with "
+        f"{_arguments_text(example_args, example_kwargs)}"
         + (f" of forward({', '.join(names)})" if names else "")
-        + ", with the same nesting",
-        remedy="call the model as in the example inputs",
+        + "; number, names and nesting of the arguments must be the same",
+        remedy="call the model with arguments of the same structure as the example inputs",
     )
+
+
+def _arguments_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    named = f"the keyword arguments {', '.join(sorted(kwargs))}" if kwargs else "no keyword arguments"
+    return f"{len(args)} positional argument{'s' * (len(args) != 1)} and {named}"
 
 
 def plain_mapping(value: Any) -> Any:
@@ -123,13 +128,14 @@ def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection
         shape, where = entry.type.shape, f"input '{entry.name}'"
         sizes = zip(shape, value.shape, strict=False)
         if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
-            raise InputError(where, None, f"shape {list(value.shape)}; the model takes {_shape_text(shape)}")
+            problem = f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)}"
+            raise InputError(where, None, problem, remedy=SHAPE_REMEDY)
         if (limits := _range_violation(signature, symbols)) is not None:
             raise InputError(
                 where,
                 None,
-                f"shape {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
-                remedy="split, pad or crop it to such a size",
+                f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
+                remedy="split, pad or crop the input to such a size",
             )
     return symbols
 
@@ -140,15 +146,17 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
     for index, (entry, value) in enumerate(zip(signature.inputs, leaves, strict=True)):
         where = f"input '{entry.name}'"
         if not isinstance(value, torch.Tensor):
-            remedy = "torch.from_numpy makes one of an array" if hasattr(value, "__array__") else None
-            raise InputError(where, None, f"{type(value).__name__}; the model takes a tensor here", remedy=remedy)
+            remedy = "convert the array with torch.from_numpy" if hasattr(value, "__array__") else None
+            raise InputError(
+                where, None, f"it is of type {type(value).__name__}; the model takes a tensor here", remedy=remedy
+            )
         allowed = (entry.type.dtype, DType.U8) if index in byte_inputs else (entry.type.dtype,)
         if DTYPES.get(value.dtype) not in allowed:
-            remedy = "convert it first"
+            remedy = f"convert it with .to({TORCH_DTYPES.get(entry.type.dtype, entry.type.dtype)})"
             if value.dtype is torch.uint8:
-                remedy += "; a model quantized with input=intaglio.Image(mean, std) takes images as bytes"
-            expected = " or ".join(map(str, allowed))
-            raise InputError(where, None, f"element type {value.dtype}; the model takes {expected}", remedy=remedy)
+                remedy += ", or quantize with input=intaglio.Image(mean, std) for a model that takes uint8 images"
+            expected = " or ".join(str(TORCH_DTYPES.get(one, one)) for one in allowed)
+            raise InputError(where, None, f"its data type is {value.dtype}; the model takes {expected}", remedy=remedy)
         if (problem := unsupported_reason(value)) is not None:
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
 
@@ -169,15 +177,20 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
     """Return why a compiled model cannot read this tensor, whatever its shape and element type, or ``None`` if it
     can."""
     if tensor.is_nested:
-        return "a nested tensor; the model takes dense tensors"
+        return "it is a nested tensor; the model takes dense tensors"
     if tensor.layout is not torch.strided:
-        return f"layout {tensor.layout}; the model takes dense tensors"
+        return f"its layout is {tensor.layout}; the model takes dense tensors"
     if tensor.device.type != "cpu":
-        return f"device {tensor.device}; the model runs on the CPU"
+        return f"it is on device {tensor.device}; the model runs on the CPU"
     return None
 
 
-TO_DENSE_ON_CPU = "call .cpu(), .to_dense() or torch.nested.to_padded_tensor"
+TO_DENSE_ON_CPU = "convert it with .cpu(), .to_dense() or torch.nested.to_padded_tensor"
+
+
+SHAPE_REMEDY = (
+    "pass a tensor of that shape, or quantize again with example inputs or dynamic_shapes that allow this one"
+)
 
 
 def match_size(dim: Dim, size: int, symbols: dict[str, int]) -> bool:

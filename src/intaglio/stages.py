@@ -173,8 +173,8 @@ def convert(
         raise InputError(
             "convert",
             None,
-            "ranges or corrections for a model that was trained with its own",
-            remedy="convert(prepared) alone; calibrate(prepared, data) takes ranges over",
+            "a model prepared for training has its own parameters; ranges and corrections cannot be given",
+            remedy="call convert(prepared) without them; calibrate(prepared, data) sets the scales from ranges",
         )
     return convert_qat(prepared)
 
@@ -213,7 +213,8 @@ def from_qdq(
     if example_inputs is None and isinstance(model, ExportedProgram) and model.example_inputs is not None:
         example_inputs, example_kwargs = model.example_inputs
     if example_inputs is None:
-        raise InputError("from_qdq", None, "no example inputs", remedy="from_qdq(model, example_inputs)")
+        problem = "example inputs are needed to capture the model, and none were given"
+        raise InputError("from_qdq", None, problem, remedy="call from_qdq(model, example_inputs)")
     captured = capture(module, example_inputs, example_kwargs=example_kwargs, dynamic_shapes=dynamic_shapes)
     return from_captured(captured)
 

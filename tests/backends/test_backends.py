@@ -67,7 +67,7 @@ def test_an_operator_that_the_backend_lacks_is_refused_before_it_compiles(toy):
     ("options", "said"),
     [
         ({}, "the toy backend needs times"),
-        ({"times": 2, "isa": "avx2"}, "isa: no option of the toy backend; it has times"),
+        ({"times": 2, "isa": "avx2"}, "the toy backend has no option isa; its options are times"),
     ],
 )
 def test_options_are_those_of_the_backend(toy, reference, options, said):
@@ -77,7 +77,7 @@ def test_options_are_those_of_the_backend(toy, reference, options, said):
 
 def test_every_backend_of_the_table_has_a_name_of_its_own_and_unknown_names_are_refused(reference):
     assert [backend.name for backend in backends.BACKENDS] == ["native", "inductor", "onnx", "c"]
-    with pytest.raises(InputError, match="no backend 'tvm'; there are native, inductor, onnx, c"):
+    with pytest.raises(InputError, match="'tvm' is not a backend; allowed are native, inductor, onnx, c"):
         stages.compile(reference, "tvm")
 
 
@@ -100,14 +100,14 @@ def test_a_plan_compiles_to_the_model_that_its_integer_graph_compiles_to(referen
 @pytest.mark.parametrize("options", [{"isa": "avx2"}, {"tune": True}])
 def test_a_plan_has_its_instruction_set_and_its_schedules(reference, options):
     plan = stages.plan(stages.requantize(reference), isa="portable")
-    with pytest.raises(InputError, match="a plan for portable has its instruction set and schedules"):
+    with pytest.raises(InputError, match="the plan already has an instruction set \\(portable\\)"):
         stages.compile(plan, **options)
 
 
 def test_a_plan_falls_back_to_a_float_model_where_it_is_asked_to(reference):
     plan, net = stages.plan(stages.requantize(reference), isa="portable"), torch.nn.ReLU()
     assert stages.compile(plan, on_new_shape="fallback", float_model=net).on_new_shape == "fallback"
-    with pytest.raises(InputError, match="nothing to fall back to"):
+    with pytest.raises(InputError, match="none was given"):
         stages.compile(plan, on_new_shape="fallback")
 
 

@@ -137,7 +137,7 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
     """Where the file rounds in front of its two sums and the reference does not, each adds a level."""
     model = randomize(nets.Residual())
     written = Written(reference_of(model, nets.example(model), **how), tmp_path, sums="levels")
-    assert any("in front of sums are rounded to u8 there: 2;" in note for note in written.file.notes) is not bool(how)
+    assert any("results of 2 convolutions are rounded to u8" in note for note in written.file.notes) is not bool(how)
     written.assert_close(nets.example(model, 3), levels=1 if how else 3)
     assert written.engine["QLinearConv"] == written.operators["Conv"] == 6
     assert written.engine["QLinearAdd"] == 2
@@ -181,7 +181,7 @@ def test_a_sum_of_operands_without_ranges_stays_float(tmp_path):
 
 
 def test_the_sums_option_is_levels_or_float(tmp_path):
-    with pytest.raises(InputError, match="'int8'; there are levels and float"):
+    with pytest.raises(InputError, match="'int8' is not a value of sums; allowed are 'levels' and 'float'"):
         stages.compile(
             reference_of(nn.Linear(8, 8), torch.randn(3, 8)), backend="onnx", path=tmp_path / "model.onnx", sums="int8"
         )

@@ -45,7 +45,7 @@ def test_a_file_needs_a_folder_that_exists_and_no_folder_of_its_name(name, refer
     write = writer(name, reference, monkeypatch)
     (tmp_path / "folder.pt2").mkdir()
     (tmp_path / "file").touch()
-    said = r"cannot be written: .*\n  remedy: choose a file in a folder"
+    said = r"cannot be written: .*\n  remedy: choose a file in an existing folder"
     for path in ("folder.pt2", "nowhere/m.pt2", "file/m.pt2"):
         with pytest.raises(ArtifactError, match=said) as raised:
             write(tmp_path / path)

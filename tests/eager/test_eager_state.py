@@ -237,7 +237,7 @@ def test_a_prepared_model_with_a_loaded_state_converts_to_the_original(name):
     expected = outputs(converted, name)
     for original in (prepared, converted):
         again = fresh(name)
-        with pytest.raises(CalibrationError, match="never run"):
+        with pytest.raises(CalibrationError, match="never called"):
             eager.convert(again)
         again.load_state_dict(saved_and_loaded(original.state_dict()))
         assert_same(outputs(eager.convert(again), name), expected)
@@ -340,7 +340,7 @@ def test_a_state_of_another_recording_is_refused():
         other.load_state_dict(prepared.state_dict())
     model, both = calibrated("early exit")
     once = eager.prepare(model, images(99))
-    with pytest.raises(InputError, match=r"_auto_quant_state\.\d: a recording that begins with"):
+    with pytest.raises(InputError, match=r"_auto_quant_state\.\d: the model has no recording that begins with"):
         once.load_state_dict(both.state_dict())
 
 
@@ -348,16 +348,18 @@ def test_a_damaged_state_is_refused():
     _, prepared = calibrated()
     state = prepared.state_dict()
     for broken in (torch.zeros(5, dtype=torch.uint8), torch.zeros(2), 3):
-        with pytest.raises(ArtifactError, match=r"_auto_quant_state\.0: no state of a prepared or converted model"):
+        with pytest.raises(
+            ArtifactError, match=r"_auto_quant_state\.0: it does not hold the state of a prepared or converted model"
+        ):
             fresh().load_state_dict({**state, "_auto_quant_state.0": broken})
     later = torch.frombuffer(bytearray(b'{"version": 99}'), dtype=torch.uint8)
-    with pytest.raises(ArtifactError, match="version 99"):
+    with pytest.raises(ArtifactError, match="its version is 99"):
         fresh().load_state_dict({**state, "_auto_quant_state.0": later})
 
 
 def test_statistics_are_refused_by_a_converted_model():
     _, prepared = calibrated()
-    with pytest.raises(InputError, match="statistics of a prepared model; this one is converted"):
+    with pytest.raises(InputError, match="statistics of a prepared model, but this model is converted"):
         eager.convert(prepared).load_state_dict(prepared.state_dict())
 
 
@@ -393,7 +395,7 @@ def test_weights_loaded_into_a_submodule_are_noticed():
 def test_statistics_of_other_weights_are_dropped(caplog):
     _, prepared = calibrated()
     prepared.load_state_dict(nets.randomize(Residual(), seed=9).state_dict(), strict=False)
-    with pytest.raises(CalibrationError, match="never run"):
+    with pytest.raises(CalibrationError, match="never called"):
         eager.convert(prepared)
     assert "calibrate again" in caplog.text
 
@@ -449,7 +451,7 @@ def test_parameters_of_several_recordings_are_given_one_by_one():
     found = eager.parameters(converted)
     assert len(found) == len(eager.session_of(prepared).segments) > 1
     assert_same(outputs(eager.convert(prepared, found), "early exit"), outputs(converted, "early exit"))
-    with pytest.raises(InputError, match=r"of 1 recordings; the prepared model has \d recordings\n  0: "):
+    with pytest.raises(InputError, match=r"they are for 1 recordings, but the prepared model has \d recordings\n  0: "):
         eager.convert(prepared, found[0])
 
 

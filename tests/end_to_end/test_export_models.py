@@ -158,7 +158,7 @@ def test_train_and_eval_of_results_do_nothing_or_warn(all_stages):
     model, _ = compiled(nets.Residual)
     expected = model(picture())
     for _ in range(2):
-        with pytest.warns(UserWarning, match="no training mode"):
+        with pytest.warns(UserWarning, match="cannot be trained"):
             model.train()
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -56,7 +56,7 @@ def test_an_operator_between_two_loops_keeps_them_apart():
     last = loop(("a", "i"), "b", Op("add", ("a", "i"), ("b",)))
     view = IntegerGraphView(graph(("b",), negated("x", "a"), island, last))
     (match,) = matches(table.LOOP_LOOP.pattern, "b", view)
-    assert table.LOOP_LOOP.where(match, view) == "a third operator between them"
+    assert table.LOOP_LOOP.where(match, view) == "a third operator depends on the first loop, and the second on it"
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_every_fusion_row_has_a_unique_name_purpose_and_level():
 
 
 def test_a_longer_fusion_row_after_a_shorter_one_is_refused():
-    with pytest.raises(ValueError, match="longest first"):
+    with pytest.raises(ValueError, match="longest pattern first"):
         check_longest_first(tuple(reversed(table.ACCUMULATOR_FUSIONS)))

@@ -103,10 +103,10 @@ def test_the_factor_is_the_ratio_of_input_and_output_scales():
 
 
 REFUSED = {
-    "a factor that is not a constant": lambda m, x: torch.addcmul(m.c(x), x, m.d(x)),
-    "value 2": lambda m, x: torch.addcmul(m.c(x), x, m.r, value=2),
-    "operands of different shapes": lambda m, x: torch.addcmul(m.c(x), m.c(x).mean((2, 3), keepdim=True), m.r),
-    "factors that are not one per channel": lambda m, x: torch.addcmul(m.c(x), x, m.rows),
+    "the factor is not a constant": lambda m, x: torch.addcmul(m.c(x), x, m.d(x)),
+    "value is 2": lambda m, x: torch.addcmul(m.c(x), x, m.r, value=2),
+    "the operands have different shapes": lambda m, x: torch.addcmul(m.c(x), m.c(x).mean((2, 3), keepdim=True), m.r),
+    "the factors are not one per channel": lambda m, x: torch.addcmul(m.c(x), x, m.rows),
 }
 
 

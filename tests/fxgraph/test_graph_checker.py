@@ -95,21 +95,21 @@ def another_example_value(module):
 
 
 BREAKS = {
-    no_output: "the graph does not end with its only output",
-    output_in_front: "the graph does not end with its only output",
-    a_reader_nobody_knows: "%relu (aten.relu.default) reads %neg, which does not have it among its users",
-    a_user_that_reads_nothing: "%linear (aten.linear.default) has %relu among its users, which does not read it",
+    no_output: "the graph must have one output node",
+    output_in_front: "the graph must have one output node",
+    a_reader_nobody_knows: "%relu (aten.relu.default) reads %neg, but is not among its users",
+    a_user_that_reads_nothing: "%linear (aten.linear.default) has the user %relu, which does not read it",
     read_before_made: "Argument 'neg' of Node 'relu' was used before it has been defined!",
     the_same_name: "Node redefined name neg!",
     a_constant_that_is_not_there: "Node a_weight target a_weight references nonexistent attribute a_weight",
-    a_constant_twice: "reads the constant that %a_weight reads already",
-    a_constant_of_another_shape: "%a_weight (get_attr) has the shape [3, 4]; its record says [4, 3]",
-    a_constant_of_another_type: "%a_weight (get_attr) is torch.int8; its record says f32",
-    no_type: "%relu (aten.relu.default) has neither a type nor a dimension",
-    no_record: "%relu (aten.relu.default) has neither a type nor a dimension",
-    no_origin: "%relu (aten.relu.default) has no origin",
-    no_path: "%a_weight (get_attr) has no path",
-    another_example_value: "%relu (aten.relu.default) has the shape [2, 5]; its record says [n, 3]",
+    a_constant_twice: "reads the same constant as %a_weight",
+    a_constant_of_another_shape: "%a_weight (get_attr) has shape [3, 4], but its record has [4, 3]",
+    a_constant_of_another_type: "%a_weight (get_attr) is torch.int8, but its record has f32",
+    no_type: "%relu (aten.relu.default) has no record of its type",
+    no_record: "%relu (aten.relu.default) has no record of its type",
+    no_origin: "%relu (aten.relu.default) has no record of its origin",
+    no_path: "%a_weight (get_attr) has no record of its path",
+    another_example_value: "%relu (aten.relu.default) has shape [2, 5], but its record has [n, 3]",
 }
 
 
@@ -141,5 +141,5 @@ def test_graphs_for_other_engines_need_no_records_but_what_records_say_is_checke
     no_record(module)
     finish_pass(module, "no_record", BACKEND_GRAPH)
     a_constant_of_another_shape(module)
-    with pytest.raises(VerifyError, match=re.escape("after wrong_shape: %a_weight (get_attr) has the shape [3, 4]")):
+    with pytest.raises(VerifyError, match=re.escape("after wrong_shape: %a_weight (get_attr) has shape [3, 4]")):
         finish_pass(module, "wrong_shape", BACKEND_GRAPH)

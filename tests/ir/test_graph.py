@@ -116,19 +116,19 @@ def test_the_verifier_accepts_a_sound_graph():
 
 
 BROKEN = {
-    "read before it is made": {"ops": {"q": Op("quantize", ("y",), ("q",))}},
-    "made twice": {"ops": {"again": Op("dequantize", ("y",), ("f",))}},
+    "read before it is computed": {"ops": {"q": Op("quantize", ("y",), ("q",))}},
+    "computed twice": {"ops": {"again": Op("dequantize", ("y",), ("f",))}},
     "an input is also a constant": {"inputs": ("x", "w")},
     "%w has no type": {"untyped": ("w",)},
     "%y has no type": {"untyped": ("y",)},
-    "is never made": {"outputs": ("nowhere",)},
+    "is not computed": {"outputs": ("nowhere",)},
     "is an accumulator": {"outputs": ("f", "acc")},
     "has 2 readers": {"ops": {"z": Op("dequantize", ("acc",), ("z",))}, "types": {"z": F32}, "outputs": ("f", "z")},
-    "constant %w is not": {"constants": {"w": np.ones((4, 2), np.int8)}},
-    "takes 3 operands, has 2": {"ops": {"acc": Op("linear", ("q", "w"), ("acc",))}},
+    "constant %w has shape": {"constants": {"w": np.ones((4, 2), np.int8)}},
+    "expects 3 operands, but has 2": {"ops": {"acc": Op("linear", ("q", "w"), ("acc",))}},
     "%w is f32": {"types": {"w": TensorType((2, 4), DType.F32)}},
-    "gives f32": {"types": {"acc": F32}},
-    "levels without parameters": {"types": {"y": TensorType((N, 2), DType.U8)}},
+    "its result is f32": {"types": {"acc": F32}},
+    "quantized values need quantization parameters": {"types": {"y": TensorType((N, 2), DType.U8)}},
 }
 
 
@@ -142,7 +142,7 @@ def test_a_pass_that_breaks_the_graph_is_named():
     def careless(graph):
         return graph.replace(ops=graph.ops[:-2]), 1
 
-    with pytest.raises(VerifyError, match="output %f is never made after careless"):
+    with pytest.raises(VerifyError, match="output %f is not computed after careless"):
         run_passes(small(), [careless], verify)
 
 

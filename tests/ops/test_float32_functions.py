@@ -377,7 +377,7 @@ def test_the_verifier_wants_an_accumulator_and_its_unit():
     index = next(i for i, op in enumerate(graph.ops) if op.kind == "activate")
     op, ops = graph.ops[index], list(graph.ops)
     ops[index] = Op(op.kind, op.inputs[:1], op.outputs, op.attrs)
-    with pytest.raises(VerifyError, match="takes 2 operands, has 1"):
+    with pytest.raises(VerifyError, match="expects 2 operands, but has 1"):
         verify(graph.replace(ops=tuple(ops)))
     ops[index] = Op(op.kind, (op.inputs[1], op.inputs[1]), op.outputs, op.attrs)
     with pytest.raises(VerifyError, match="is f32"):
@@ -400,7 +400,7 @@ def test_the_verifier_wants_an_accumulator_and_its_unit():
 )
 def test_a_graph_with_another_function_is_refused(attrs):
     check_graph(integer_graph())
-    with pytest.raises(ValueError, match="activate with"):
+    with pytest.raises(ValueError, match="activate expects"):
         check_graph(integer_graph(**attrs))
 
 

@@ -168,7 +168,7 @@ def test_a_meaning_that_returns_no_uint8_is_an_error(result):
     record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, reference=lambda op, args, *types: result(args))
     model = all_stages(beside, quantizer=stages.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]
     with pytest.raises(
-        InputError, match=r"its reference implementation returned .*; the program reads uint8\[4, 8, 9, 9\]"
+        InputError, match=r"its reference implementation returned .*, but the program reads uint8\[4, 8, 9, 9\]"
     ):
         model(DATA[0])
 

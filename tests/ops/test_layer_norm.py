@@ -55,7 +55,7 @@ def test_a_convnext_block_is_one_program():
     ("norm", "reason"),
     [
         (nn.LayerNorm((8, 6)), "over 2 axes"),
-        (nn.LayerNorm(2**15 + 1), "rows of 32769 values"),
+        (nn.LayerNorm(2**15 + 1), "the last axis has 32769 values"),
     ],
 )
 def test_other_layer_norms_stay_in_float_and_say_why(norm, reason):

@@ -133,17 +133,17 @@ def view_for_a_convolution(plan: Plan) -> Plan:
         (halved_lifetime, "uses it in barrier group 2, but it lives from 1 to 1"),
         (late_lifetime, "uses it in barrier group 1, but it lives from 2 to 2"),
         (no_place, "it has no place in memory"),
-        (placed_twice, "a buffer is placed twice"),
+        (placed_twice, "a buffer has two places"),
         (without_halo, "its halo is 0x0, its readers need (1, 1)"),
         (with_halo, "its halo is 1x1, its readers need (0, 0)"),
-        (no_barriers, "before its barrier group 0 is over"),
+        (no_barriers, "before its barrier group 0 ends"),
         (swapped_steps, "before its barrier group"),
         (missing_step, "no partition computes it"),
         (repeated_step, "2 partitions compute it"),
         (segments_out_of_order, "comes after"),
         (shared_memory, "overwrites what"),
         (alias_of_nothing, "an alias of %nothing, which has no memory of its own"),
-        (view_for_a_convolution, "takes no strides"),
+        (view_for_a_convolution, "does not support strides"),
     ],
 )
 def test_the_verifier_finds_a_seeded_fault(fault, message):
@@ -167,5 +167,5 @@ def test_the_verifier_finds_a_view_of_what_has_no_memory():
     plan = planned(heads)
     assert plan.views
     views = {name: replace(view, root="nothing") for name, view in plan.views.items()}
-    with pytest.raises(VerifyError, match="a view of %nothing, which has no memory"):
+    with pytest.raises(VerifyError, match="is a view of %nothing, which has no memory"):
         verify_plan(replace(plan, views=views))

@@ -103,7 +103,7 @@ def test_autocast_does_not_reach_the_float_parts():
 def test_float_parts_of_another_type_are_refused_before_their_bytes_are_misread():
     model, _ = built(lambda m, x: m.c(m.c(x).atan2(torch.tensor([1.5] * 11 + [2.5]))), picture())
     model.islands.double()
-    with pytest.raises(InputError, match=r"element type torch\.float64; the program reads f32"):
+    with pytest.raises(InputError, match=r"data type is torch\.float64, but the program reads f32"):
         model(picture())
 
 
@@ -164,14 +164,20 @@ def test_a_model_that_only_writes_returns_none():
 
 
 WRONG = {
-    "shape": (lambda x: (x[:, :2],), "input 'x': shape [4, 2, 12, 12]; the model takes [n, 3, 12, 12]"),
-    "rank": (lambda x: (x[0],), "input 'x': shape [3, 12, 12]; the model takes [n, 3, 12, 12]"),
-    "dtype": (lambda x: (x.double(),), "input 'x': element type torch.float64; the model takes f32"),
-    "device": (lambda x: (x.to("meta"),), "input 'x': device meta; the model runs on the CPU"),
-    "layout": (lambda x: (x.to_sparse(),), "input 'x': layout torch.sparse_coo; the model takes dense tensors"),
-    "kind": (lambda x: (x.numpy(),), "input 'x': ndarray; the model takes a tensor here"),
-    "too many": (lambda x: (x, x), "call: 2 positional and [] keyword arguments; captured with 1 positional"),
-    "none at all": (lambda x: (), "call: 0 positional and [] keyword arguments; captured with 1 positional"),
+    "shape": (lambda x: (x[:, :2],), "input 'x': its shape is [4, 2, 12, 12]; the model takes [n, 3, 12, 12]"),
+    "rank": (lambda x: (x[0],), "input 'x': its shape is [3, 12, 12]; the model takes [n, 3, 12, 12]"),
+    "dtype": (lambda x: (x.double(),), "input 'x': its data type is torch.float64; the model takes torch.float32"),
+    "device": (lambda x: (x.to("meta"),), "input 'x': it is on device meta; the model runs on the CPU"),
+    "layout": (lambda x: (x.to_sparse(),), "input 'x': its layout is torch.sparse_coo; the model takes dense tensors"),
+    "kind": (lambda x: (x.numpy(),), "input 'x': it is of type ndarray; the model takes a tensor here"),
+    "too many": (
+        lambda x: (x, x),
+        "call: it has 2 positional arguments and no keyword arguments, but the model was captured with 1 positional",
+    ),
+    "none at all": (
+        lambda x: (),
+        "call: it has 0 positional arguments and no keyword arguments, but the model was captured with 1 positional",
+    ),
 }
 
 

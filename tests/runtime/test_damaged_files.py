@@ -206,7 +206,7 @@ def test_a_malicious_library_runs_only_with_trust(good, fresh_programs, tmp_path
     model.save(tmp_path / "again")
     intaglio.load(tmp_path / "again", trust=True).verify()
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(BuildError, match="the library holds no program"):
+    with pytest.raises(BuildError, match="the library does not contain a program"):
         intaglio.load(path, trust=True)
     assert (tmp_path / "ran").exists()
 

@@ -144,7 +144,7 @@ def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"on_new_shape": "guess"}, "no policy 'guess'"), ({"on_new_shape": "fallback"}, "nothing to fall back to")],
+    [({"on_new_shape": "guess"}, "'guess' is not a policy"), ({"on_new_shape": "fallback"}, "none was given")],
 )
 def test_invalid_policies_are_refused(lowered, given, said):
     with pytest.raises(InputError, match=said):

@@ -228,7 +228,7 @@ def test_the_parent_of_an_int8_part_switches_modes_moves_and_copies():
     model = nets.randomize(Detector())
     model.backbone = intaglio.quantize(model.backbone, [X], progress=False)
     before = model(X)
-    with pytest.warns(UserWarning, match="no training mode"):
+    with pytest.warns(UserWarning, match="cannot be trained"):
         model.train()
     assert model.training
     assert not model.backbone.training
@@ -318,9 +318,12 @@ def test_a_model_on_another_device_is_refused_by_parameter():
 
 
 BATCHES = {
-    "on another device": (X.to("meta"), "example input 0: device meta; the model runs on the CPU"),
-    "sparse": (X.to_sparse(), "example input 0: layout torch.sparse_coo; the model takes dense tensors"),
-    "ragged": (torch.nested.nested_tensor([X[0], X[1]]), "example input 0: a nested tensor; the model takes dense"),
+    "on another device": (X.to("meta"), "example input 0: it is on device meta; the model runs on the CPU"),
+    "sparse": (X.to_sparse(), "example input 0: its layout is torch.sparse_coo; the model takes dense tensors"),
+    "ragged": (
+        torch.nested.nested_tensor([X[0], X[1]]),
+        "example input 0: it is a nested tensor; the model takes dense",
+    ),
     "complex": (X.to(torch.complex64), "the float model fails on the example inputs"),
     "integers": (X.long(), "the float model fails on the example inputs"),
     "labels only": (torch.arange(4), "the float model fails on the example inputs"),
@@ -337,10 +340,16 @@ def test_an_invalid_first_batch_is_refused_before_the_work(kind):
 
 
 LATER = {
-    "labels only": (torch.arange(4), "batch 1, input 'input': element type torch.int64; the model takes f32"),
-    "on another device": (X.to("meta"), "batch 1, input 'input': device meta; the model runs on the CPU"),
-    "of another size": (X[:, :, :4], r"batch 1, input 'input': shape \[4, 3, 4, 8\]; the model takes \[n, 3, 8, 8\]"),
-    "sparse": (X.to_sparse(), "batch 1, input 'input': layout torch.sparse_coo"),
+    "labels only": (
+        torch.arange(4),
+        "batch 1, input 'input': its data type is torch.int64; the model takes torch.float32",
+    ),
+    "on another device": (X.to("meta"), "batch 1, input 'input': it is on device meta; the model runs on the CPU"),
+    "of another size": (
+        X[:, :, :4],
+        r"batch 1, input 'input': its shape is \[4, 3, 4, 8\]; the model takes \[n, 3, 8, 8\]",
+    ),
+    "sparse": (X.to_sparse(), "batch 1, input 'input': its layout is torch.sparse_coo"),
 }
 
 

@@ -119,7 +119,7 @@ def test_a_model_with_float_parts_is_one_operator_too():
 def test_an_invalid_call_raises_the_error_of_the_float_model():
     model = compiled(nets.ConvBnRelu)[0]
     fast = torch.compile(lambda x: model(x) + 1, backend="eager")
-    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"shape \[2, 4, 12, 12\]; the model takes"):
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=r"shape is \[2, 4, 12, 12\]; the model takes"):
         fast(torch.randn(2, 4, 12, 12))
 
 

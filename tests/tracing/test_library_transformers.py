@@ -104,7 +104,7 @@ def test_encoders_of_text_have_a_free_batch_and_length(library, name, attention,
         assert type(found) is type(wanted)
         seen = call["attention_mask"].bool()
         torch.testing.assert_close(found.last_hidden_state[seen], wanted.last_hidden_state[seen])
-    with pytest.raises(InputError, match=r"shape \[1, 65\]; the model takes \[n, n1\] with n1 from 1 to 64"):
+    with pytest.raises(InputError, match=r"shape is \[1, 65\]; the model takes \[n, n1\] with n1 from 1 to 64"):
         captured(**words(1, 65))
 
 

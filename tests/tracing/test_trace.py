@@ -72,14 +72,14 @@ def test_a_model_with_a_fixed_batch_is_captured_with_a_note():
     (note,) = captured.notes
     assert note.startswith("batch is fixed as in the example: ")
     same(captured, model, X)
-    with pytest.raises(InputError, match=r"shape \[3, 3, 8, 8\]; the model takes \[2, 3, 8, 8\]"):
+    with pytest.raises(InputError, match=r"shape is \[3, 3, 8, 8\]; the model takes \[2, 3, 8, 8\]"):
         captured(torch.zeros(3, 3, 8, 8))
 
 
 def test_a_view_that_mixes_batch_and_features_is_captured_with_a_fixed_batch():
     model = body(lambda m, x: m.b(m.a(x).view(-1, 12)), a=nn.Linear(6, 6), b=nn.Linear(12, 3))
     captured = capture(model, torch.randn(4, 6))
-    assert "a dimension of the form" in captured.notes[0]
+    assert "is not supported; sums, products" in captured.notes[0]
     same(captured, model, torch.randn(4, 6))
 
 
@@ -110,7 +110,7 @@ def test_declared_ranges_hold_for_calls_and_in_words():
     assert captured.signature.ranges == {"n": (4, 16), "n1": (6, None)}
     same(captured, model, torch.randn(2, 3, 4, 600))
     for shape, limits in (((2, 3, 17, 8), "n from 4 to 16"), ((2, 3, 8, 5), "n1 of at least 6")):
-        with pytest.raises(InputError, match=rf"shape \[.*\]; the model takes \[2, 3, n, n1\] with {limits}"):
+        with pytest.raises(InputError, match=rf"shape is \[.*\]; the model takes \[2, 3, n, n1\] with {limits}"):
             captured(torch.randn(shape))
 
 
@@ -166,10 +166,10 @@ def test_arguments_by_position_and_by_name():
     wanted = model(x, shift, scale=2.0)
     torch.testing.assert_close(captured(x, shift=shift, scale=2.0), wanted)
     torch.testing.assert_close(captured(x=x, scale=2.0, shift=shift), wanted)
-    with pytest.raises(InputError, match=r"3\.0; the model was captured with 2\.0"):
+    with pytest.raises(InputError, match=r"its value is 3\.0, but the model was captured with 2\.0"):
         captured(x, shift=shift, scale=3.0)
     for args, kwargs in [((), {}), ((x,), {}), ((x, shift, 2.0), {}), ((x,), {"x": x, "shift": shift, "scale": 2.0})]:
-        with pytest.raises(InputError, match=r"keyword arguments of forward\(x, shift\)"):
+        with pytest.raises(InputError, match=r"keyword arguments scale, shift of forward\(x, shift\)"):
             captured(*args, **kwargs)
 
 
@@ -196,7 +196,7 @@ def test_variadic_and_nested_arguments_are_captured():
     nested = body(lambda m, batch: m.a(batch["a"]) + m.a(batch["b"][0]), a=nn.Linear(4, 3))
     captured = capture(nested, ({"a": args[0], "b": [args[1]]},))
     same(captured, nested, {"a": torch.randn(5, 4), "b": [torch.randn(5, 4)]})
-    with pytest.raises(InputError, match="with the same nesting"):
+    with pytest.raises(InputError, match="nesting of the arguments must be the same"):
         captured({"a": args[0]})
 
 
@@ -214,10 +214,10 @@ def test_results_keep_their_structure_constants_and_repeats():
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        (torch.zeros(2, 4, 8, 8), r"shape \[2, 4, 8, 8\]; the model takes \[n, 3, 8, 8\]"),
-        (torch.zeros(3, 8, 8), r"shape \[3, 8, 8\]"),
-        (X.double(), "element type torch.float64; the model takes f32"),
-        (X.numpy(), "ndarray; the model takes a tensor here"),
+        (torch.zeros(2, 4, 8, 8), r"shape is \[2, 4, 8, 8\]; the model takes \[n, 3, 8, 8\]"),
+        (torch.zeros(3, 8, 8), r"shape is \[3, 8, 8\]"),
+        (X.double(), "data type is torch.float64; the model takes torch.float32"),
+        (X.numpy(), "of type ndarray; the model takes a tensor here"),
         (None, "NoneType"),
     ],
 )

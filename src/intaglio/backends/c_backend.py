@@ -33,12 +33,16 @@ class CBackend:
 
     name = "c"
     Options = COptions
-    remedy = "write a loop of a fixed count, which is unrolled (scan, or one in Python)"
+    remedy = "use a loop with a fixed number of iterations (a Python loop or scan), which is unrolled"
 
     def supports(self, op: fx.Node) -> str | None:
         """Refuse loops whose number of iterations depends on data. Islands are found only once the model is
         compiled."""
-        return "such a loop is driven by Python, which exported C has not" if isinstance(op.target, WhileLoop) else None
+        return (
+            "the number of iterations depends on data, and exported C code cannot run such a loop"
+            if isinstance(op.target, WhileLoop)
+            else None
+        )
 
     def compile(self, stage: Reference | Lowered, options: COptions) -> Path:
         """Write the folder and return its path. Raise `UnsupportedError` for operators that C cannot run."""

@@ -52,7 +52,8 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         if self.on_new_shape not in tuple(NewShapePolicy):
-            problem = f"no policy {self.on_new_shape!r}; there are {' and '.join(NewShapePolicy)}"
+            allowed = " and ".join(repr(str(policy)) for policy in NewShapePolicy)
+            problem = f"{self.on_new_shape!r} is not a policy; allowed are {allowed}"
             raise InputError("on_new_shape", None, problem)
         if self.isa is not None and not isinstance(self.isa, str):
             object.__setattr__(self, "isa", tuple(self.isa))
@@ -84,8 +85,13 @@ def compile_plan(planned: Planned, options: CompileOptions) -> QuantizedModel:
     """
     for name, asked in (("isa", options.isa is not None), ("tune", options.tune is not False)):
         if asked:
-            problem = f"a plan for {planned.isa} has its instruction set and schedules"
-            raise InputError(name, None, problem, remedy="plan(lowered, isa=...), or compile(lowered, ...)")
+            problem = f"it cannot be set, because the plan already has an instruction set ({planned.isa}) and schedules"
+            raise InputError(
+                name,
+                None,
+                problem,
+                remedy="pass isa to plan(lowered, isa=...), or compile the integer graph with compile(lowered, ...)",
+            )
     _check_fallback(options)
     return build.compile_planned(planned)
 
@@ -109,7 +115,12 @@ def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments
 
 def _check_fallback(options: CompileOptions) -> None:
     if options.on_new_shape == NewShapePolicy.FALLBACK and options.float_model is None:
-        raise InputError("on_new_shape", None, "nothing to fall back to", remedy="give float_model=")
+        raise InputError(
+            "on_new_shape",
+            None,
+            '"fallback" runs new shapes in the float model, and none was given',
+            remedy="pass float_model=",
+        )
 
 
 def _with_fallback(quantized: QuantizedModel, options: CompileOptions) -> QuantizedModel:

@@ -54,18 +54,19 @@ def backend_named(table: Sequence[Backend], name: str) -> Backend:
         if backend.name == name:
             return backend
     names = ", ".join(backend.name for backend in table)
-    raise InputError("backend", None, f"no backend {name!r}; there are {names}")
+    raise InputError("backend", None, f"{name!r} is not a backend; allowed are {names}")
 
 
 def options_for(backend: Backend, given: Mapping[str, Any]) -> Any:
     """Return the backend's options made from keyword arguments. Raise `InputError` if one is unknown or missing."""
     known = {field.name: field for field in fields(backend.Options)}
     if unknown := [name for name in given if name not in known]:
-        problem = f"{', '.join(unknown)}: no option of the {backend.name} backend; it has {', '.join(known)}"
+        problem = f"the {backend.name} backend has no option {', '.join(unknown)}; its options are {', '.join(known)}"
         raise InputError("compile", None, problem)
     needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
     if missing := [name for name in needed if name not in given]:
-        raise InputError("compile", None, f"the {backend.name} backend needs {' and '.join(missing)}")
+        remedy = f"pass {', '.join(f'{name}=' for name in missing)} to compile"
+        raise InputError("compile", None, f"the {backend.name} backend needs {' and '.join(missing)}", remedy=remedy)
     return backend.Options(**given)
 
 

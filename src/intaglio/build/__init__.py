@@ -158,8 +158,8 @@ def _opened(
                 raise ArtifactError(
                     str(path),
                     None,
-                    f"the model has host operators: {', '.join(missing)}; they are not in the file",
-                    remedy="give their records again: load(path, operators=[...])",
+                    f"the model has user-defined operators whose code is not in the file: {', '.join(missing)}",
+                    remedy="pass their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
             general, name, tuned = plan_graph(saved.graph), saved.about.name, saved.schedules
@@ -177,13 +177,13 @@ def _opened(
                 str(path),
                 None,
                 f"its graph cannot be compiled: {type(error).__name__}: {error}",
-                remedy="save the model again with the installed version",
+                remedy="quantize the float model again with the installed version and save it",
             ) from error
     hosts = {one: given[one] for one in host_names(saved.graph)}
     _warn_of_lost_fallback(saved, path)
     if library is None:
         if trust:
-            logger.info("%s: no library for %s of this version's text; built from the graph", path, chosen)
+            logger.info("%s: the file has no library for %s of this version; it is built from the graph", path, chosen)
         return _model(replace(saved, libraries={}), planned, build_artifact(program), hosts)
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
@@ -305,11 +305,11 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
         raise BuildError(
             where,
             None,
-            f"not among what this machine runs: {', '.join(able)}",
-            remedy="name one of those as well; the file of a model holds libraries for several",
+            f"this machine supports none of these; it runs {', '.join(able)}",
+            remedy="add one of those; the file of a model can hold libraries for several instruction sets",
         )
     if unknown := [one for one in asked if one not in ISAS]:
-        raise BuildError(where, None, f"no kernels for {', '.join(unknown)}; there are {', '.join(ISAS)}")
+        raise BuildError(where, None, f"there are no kernels for {', '.join(unknown)}; allowed are {', '.join(ISAS)}")
     return (here[0], *[one for one in ISAS if one in asked and one != here[0]])
 
 

@@ -16,6 +16,8 @@ def check_schedules(schedules: Mapping[str, Mapping[str, Schedule]], plan: Plan)
     for isa, chosen in schedules.items():
         for value, schedule in chosen.items():
             if isa not in ISAS or value not in products:
-                raise ValueError(f"a schedule of %{value} for {isa}")
+                raise ValueError(
+                    f"a schedule is given for %{value} on {isa}: not a product of the plan, or not an instruction set"
+                )
             if (problem := unsupported_reason(schedule, ISAS[isa])) is not None:
                 raise ValueError(f"%{value}: {problem}")

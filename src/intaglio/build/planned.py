@@ -22,7 +22,7 @@ class Planned:
     def isa(self) -> str:
         """Return the instruction set of the plan."""
         if self.plan.target is None:
-            raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
+            raise ValueError("the plan has no instruction set yet; call schedule_plan(plan, ...) first")
         return self.plan.target.isa
 
     def text(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from intaglio.errors import IntaglioError
 
-MISSING = "the command line of intaglio needs typer, which the extra 'cli' brings: pip install 'intaglio[cli]'"
+MISSING = "the command line of intaglio needs the package typer; install it with pip install 'intaglio[cli]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

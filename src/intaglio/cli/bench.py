@@ -49,7 +49,7 @@ def run(
 ) -> dict[str, Any]:
     """Prepare the models and inputs, measure, and return the result for JSON."""
     if unknown := [name for name in against if name not in ENGINES]:
-        problem = f"no engine {', '.join(unknown)}; there are {', '.join(ENGINES)}"
+        problem = f"unknown engine {', '.join(unknown)}; allowed are {', '.join(ENGINES)}"
         raise typer.BadParameter(problem, param_hint="--against")
     quantized = targets.load_saved(target)
     if quantized is not None:
@@ -60,7 +60,9 @@ def run(
         )
     else:
         if float_name:
-            raise typer.BadParameter("only a saved file needs it; TARGET is a float model", param_hint="--float")
+            raise typer.BadParameter(
+                "only a saved file needs it, but TARGET is a float model; leave it out", param_hint="--float"
+            )
         model = targets.float_model(target)
         call, batches = targets.call_and_batches(model, data, shapes)
         options = intaglio.CompileOptions(isa=isa)
@@ -163,7 +165,8 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 def _export_onnx(model: nn.Module, call: Call, folder: Path) -> Path:
     if call[1]:
-        raise InputError("call", None, "keyword arguments cannot be exported to ONNX")
+        remedy = "use data of tensors or tuples, or measure against eager and compile only"
+        raise InputError("call", None, "inputs passed by keyword cannot be exported to ONNX", remedy=remedy)
     path = folder / "model.onnx"
     names = list(_onnx_inputs(call))
     torch.onnx.export(model, call[0], path, input_names=names, dynamo=True, external_data=False, verbose=False)
@@ -261,7 +264,7 @@ def _random_call(model: QuantizedModel, batch: int | None) -> Call:
     """Return random inputs of the types that a saved model takes."""
     kinds = [entry.type for entry in model.signature.inputs]
     if any(kind.dtype is not DType.F32 for kind in kinds):
-        problem = "the model takes more than float32 numbers, which cannot be made up; give --data"
+        problem = "the model takes inputs that are not float32, for which random numbers make no sense; pass --data"
         raise typer.BadParameter(problem, param_hint="TARGET")
     sizes = {name: batch or BENCH_BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
     shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]

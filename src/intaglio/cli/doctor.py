@@ -134,7 +134,7 @@ def find_traps(found: Mapping[str, Any]) -> list[str]:
     if found["compiler"] is None:
         result.append("there is no C++ compiler, so no program can be built: install g++, or set CXX")
     if "build_error" in found:
-        result.append(f"the measuring program could not be built: {found['build_error']}")
+        result.append(f"the program that measures the machine could not be built: {found['build_error']}")
     if allowed < found["cores"]:
         result.append(f"this process may use {allowed} of {found['cores']} cores (taskset, a scheduler or a container)")
     if quota is not None and quota < allowed:

@@ -43,18 +43,23 @@ class Request:
     def check(self, recipe_out: Path | None = None) -> None:
         """Raise an error, which names the option, before any work if a file cannot be written."""
         if not hasattr(intaglio.QuantizedModel, "save"):
-            problem = "this version of intaglio writes no files"
-            raise ArtifactError(str(self.out), None, problem, remedy="use a newer one")
+            problem = "this version of intaglio cannot write files"
+            raise ArtifactError(str(self.out), None, problem, remedy="install a newer version")
         for option, path in (("--out", self.out), ("--recipe-out", recipe_out)):
             if path is not None and not path.absolute().parent.is_dir():
-                raise typer.BadParameter(f"there is no folder {str(path.parent)!r}", param_hint=option)
+                raise typer.BadParameter(
+                    f"the folder {str(path.parent)!r} does not exist; create it first", param_hint=option
+                )
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
         batches = targets.batches(self.data)
         inputs = targets.example(self.example) if self.example else None
         if inputs is None and callable(batches) and not isinstance(batches, Iterable):
-            raise typer.BadParameter("data that is a function of the model needs --example", param_hint="--data")
+            raise typer.BadParameter(
+                "the data is a function that runs the model, and has no first batch; pass --example too",
+                param_hint="--data",
+            )
         return {
             "data": batches,
             "example_inputs": inputs,

@@ -29,7 +29,7 @@ def recipe(text: str | None) -> Recipe:
     if text is None or text in NAMED:
         return Recipe.named(text or "default")
     if not Path(text).is_file():
-        problem = f"there is no file {text!r}, and recipes by name are {', '.join(NAMED)}"
+        problem = f"{text!r} is neither a file nor the name of a recipe; names are {', '.join(NAMED)}"
         raise typer.BadParameter(problem, param_hint="--recipe")
     return Recipe.load(text)
 
@@ -39,10 +39,10 @@ def imported_object(text: str, option: str) -> Any:
     module, _, name = text.partition(":")
     if not module or not name:
         raise typer.BadParameter(
-            f"{text!r} is not MODULE:NAME, as in nets:build or package.nets:Net", param_hint=option
+            f"{text!r} does not have the form MODULE:NAME, such as nets:build or package.nets:Net", param_hint=option
         )
     if module.endswith(".py"):
-        raise typer.BadParameter(f"{module!r} is a file; a module is written {module[:-3]!r}", param_hint=option)
+        raise typer.BadParameter(f"{module!r} is a file; write the module as {module[:-3]!r}", param_hint=option)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -50,13 +50,13 @@ def imported_object(text: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        problem = f"no module {error.name!r} in this folder or among the installed ones"
+        problem = f"no module {error.name!r} is in this folder or installed"
         raise typer.BadParameter(problem, param_hint=option) from error
     for part in name.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), n=3)
             nearest = f"; nearest: {', '.join(close)}" if close else ""
-            raise typer.BadParameter(f"{module!r} has no {name!r}{nearest}", param_hint=option)
+            raise typer.BadParameter(f"module {module!r} has no attribute {name!r}{nearest}", param_hint=option)
         found = getattr(found, part)
     return found
 
@@ -67,7 +67,9 @@ def float_model(text: str, option: str = "MODULE:NAME") -> nn.Module:
     if not isinstance(found, nn.Module):
         found = _call_without_arguments(found, text, option)
     if not isinstance(found, nn.Module):
-        raise typer.BadParameter(f"{text} gives a {type(found).__name__}, not an nn.Module", param_hint=option)
+        raise typer.BadParameter(
+            f"{text} returns a {type(found).__name__}, but must return an nn.Module", param_hint=option
+        )
     return found
 
 
@@ -92,9 +94,15 @@ def example(text: str) -> Any:
 def _call_without_arguments(found: Any, text: str, option: str) -> Any:
     """Return the result of calling an object without arguments."""
     if not callable(found):
-        raise typer.BadParameter(f"{text} is a {type(found).__name__} and cannot be called", param_hint=option)
+        raise typer.BadParameter(
+            f"{text} is of type {type(found).__name__} and cannot be called; name a function or class",
+            param_hint=option,
+        )
     if _count_required_arguments(found):
-        raise typer.BadParameter(f"{text} is called without arguments, and needs some", param_hint=option)
+        raise typer.BadParameter(
+            f"{text} needs arguments, but is called without any; name a function without required arguments",
+            param_hint=option,
+        )
     return found()
 
 
@@ -119,7 +127,7 @@ def _shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = (0,)
     if min(sizes) < 1:
-        problem = f"{text!r} is not a shape, as in 1,3,224,224"
+        problem = f"{text!r} is not a shape; write positive sizes, such as 1,3,224,224"
         raise typer.BadParameter(problem, param_hint="--example-shape")
     return sizes
 
@@ -129,11 +137,11 @@ def load_saved(text: str) -> QuantizedModel | None:
     if not Path(text).exists():
         if ":" in text:
             return None
-        problem = f"{text!r} is neither a file nor MODULE:NAME"
+        problem = f"{text!r} is not an existing file and does not have the form MODULE:NAME"
         raise typer.BadParameter(problem, param_hint="TARGET")
     load = getattr(intaglio, "load", None)
     if load is None:
-        raise ArtifactError(text, None, "this version of intaglio reads no files", remedy="use a newer one")
+        raise ArtifactError(text, None, "this version of intaglio cannot read files", remedy="install a newer version")
     model = load(text)
     assert isinstance(model, QuantizedModel)
     return model
@@ -144,11 +152,11 @@ def call_and_batches(model: nn.Module, data: str | None, shapes: Sequence[str]) 
     if data is not None:
         found = batches(data)
         if callable(found) and not isinstance(found, Iterable):
-            problem = "a function that runs the model has no first batch; give batches"
+            problem = "the data is a function that runs the model, but this command needs batches"
             raise typer.BadParameter(problem, param_hint="--data")
         first, rest = peek(found)
         return binder_for(model)(first), rest
     if not shapes:
-        raise typer.BadParameter("a float model needs --data or --example-shape", param_hint="TARGET")
+        raise typer.BadParameter("a float model needs inputs; pass --data or --example-shape", param_hint="TARGET")
     inputs = random_inputs(shapes)
     return (inputs, {}), [inputs]

@@ -146,7 +146,9 @@ class Context:
         """Return the kernel that the plan chose for a partition with one piece."""
         (found,) = self.plan.kernels[partition.ops[-1].outputs[0]]
         if not isinstance(found, kind):
-            raise TypeError(f"{partition.name}: {type(found).__name__} is planned, not {kind.__name__}")
+            raise TypeError(
+                f"{partition.name}: the plan has a {type(found).__name__}, but the emitter expects a {kind.__name__}"
+            )
         return found
 
     def dim(self, dim: Dim) -> str:

@@ -74,7 +74,7 @@ EXPORT = 'extern "C" __attribute__((visibility("default")))'
 def emit(plan: Plan, name: str) -> Program:
     """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for."""
     if plan.target is None:
-        raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
+        raise ValueError("the plan has no instruction set yet; call schedule_plan(plan, ...) first")
     isa, tiling = plan.target.isa, plan.batch_tiling
     context = Context(plan, ISAS[isa], plan.arena().positions())
     bodies, notes = [], []

@@ -108,14 +108,16 @@ def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None
     if parameters is None:
         parameters = recipe
     if parameters is None:
-        raise CalibrationError("model", None, "it was never run", remedy="call the prepared model with a few batches")
+        raise CalibrationError(
+            "model", None, "the prepared model was never called", remedy="call it with a few batches"
+        )
     found = [parameters] if isinstance(parameters, Parameters) else list(parameters)
     if len(found) != len(segments):
         raise InputError(
             "parameters",
             None,
-            f"of {len(found)} recordings; the prepared model has {_listed(segments)}",
-            remedy="let the prepared model run the ways that they were made for",
+            f"they are for {len(found)} recordings, but the prepared model has {_listed(segments)}",
+            remedy="prepare and call the model as when the parameters were computed",
         )
     return list(found)
 
@@ -144,17 +146,19 @@ def rewrite(converted: nn.Module) -> Reference:
     """
     session = session_of(converted)
     if session.is_recording:
-        raise InputError("rewrite", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
+        raise InputError(
+            "rewrite", None, "the model is prepared, not converted", remedy="call eager.convert(model) first"
+        )
     segments = session.segments
     if len(segments) != 1:
         raise InputError(
             "rewrite",
             None,
-            f"a graph is one straight line; the model has {_listed(segments)}",
-            remedy="rewrite modules of it that always run the same way, prepared by themselves",
+            f"a graph can hold one recording, but the model has {_listed(segments)}",
+            remedy="prepare, convert and rewrite submodules that always run the same operators, one by one",
         )
     if segments[0].reference is None:
-        raise InputError("rewrite", None, f"nothing is quantized: {segments[0].refused}")
+        raise InputError("rewrite", None, f"no operator is quantized: {segments[0].refused}")
     reference: Reference = segments[0].reference
     return reference
 

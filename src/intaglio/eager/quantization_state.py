@@ -154,8 +154,8 @@ def attach(session: Session) -> None:
             raise CaptureError(
                 path or type(module).__name__,
                 None,
-                "it has a forward of its own, an attribute beside its class",
-                remedy="make it the forward of a class; a wrapper that set it can mostly undo it",
+                "this module has an instance attribute named forward, which replaces the method of its class",
+                remedy="define forward in the class instead, or undo the wrapper that set the attribute",
             )
         kind = call_of(module, session.leaf_classes) if path else InterceptedCall
         if kind is not InterceptedCall:
@@ -173,8 +173,8 @@ def session_of(model: nn.Module) -> Session:
     """
     state = getattr(model, "_auto_quant_state", None)
     if state is None:
-        found = f"a {type(model).__name__} that is not prepared"
-        raise InputError("model", None, found, remedy="eager.prepare(model, example_inputs) makes one")
+        found = f"this {type(model).__name__} was not prepared"
+        raise InputError("model", None, found, remedy="call eager.prepare(model, example_inputs) first")
     session: Session = state.session
     return session
 

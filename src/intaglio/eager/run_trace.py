@@ -81,7 +81,9 @@ def float_counterpart(converted: nn.Module) -> nn.Module:
     """Return a float model that follows the recordings of a converted model, on the graphs before quantization."""
     before = session_of(converted)
     if before.is_recording:
-        raise InputError("compare", None, "the model is prepared, not converted", remedy="eager.convert(model) first")
+        raise InputError(
+            "compare", None, "the model is prepared, not converted", remedy="call eager.convert(model) first"
+        )
     twin = copy_without_attachments(converted)
     session = Session(twin, before.quantizer, leaf_classes=before.leaf_classes)
     session.take_over(before, [segment.with_float_graph(session.origin) for segment in before.segments])

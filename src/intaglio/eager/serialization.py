@@ -150,7 +150,12 @@ def _load_statistics(segment: Segment, entry: Entry) -> None:
     own, kept = segment.prepared.observers, entry["statistics"]
     if own.keys() != kept.keys():
         odd = ", ".join(sorted(own.keys() ^ kept.keys())[:5])
-        raise InputError("state", None, f"statistics of other sites: {odd}", remedy="prepare with the same recipe")
+        raise InputError(
+            "state",
+            None,
+            f"its statistics are those of other sites: {odd}",
+            remedy="prepare the model with the same recipe",
+        )
     for name, observer in own.items():
         observer.statistics = Statistics.from_dict(kept[name])
     segment.prepared.observer_state.batch = entry["batch"]

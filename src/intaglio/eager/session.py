@@ -164,8 +164,7 @@ class Session:
             self.transitions.add(pair)
         elif pair not in self.transitions:
             seen = "the call ended" if after is None else f"{after} runs"
-            behind = before or "the beginning"
-            text = f"{seen} behind {behind}, which calibration has not seen; expected {_expected_operator(at)}"
+            text = f"{seen} after {before or 'the beginning'}, unlike in calibration; expected {_expected_operator(at)}"
             found = after or before
             where, name, line = (found.path, found.name, source_line()) if found else ("", "call", "")
             raise UnsupportedError(where or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
@@ -182,8 +181,8 @@ class Session:
         now = dict(self.model.named_modules())
         for path in (*self.modules, *now):
             if now.get(path) is not self.modules.get(path):
-                remedy = "make modules in __init__, or name the class that does it in leaf_classes"
-                raise CaptureError(path, None, "forward changes, adds or removes this module", remedy=remedy)
+                remedy = "create modules in __init__, or list the class whose forward does it in leaf_classes"
+                raise CaptureError(path, None, "forward replaces, adds or removes this module", remedy=remedy)
 
     def add(self, segment: Segment) -> None:
         """Append a segment. Its operators can be found from now on, unless it is refused."""
@@ -229,8 +228,8 @@ class Session:
             raise InputError(
                 "arguments",
                 None,
-                f"nested as {nested}, calibrated as {first.argument_tree}",
-                remedy="call it as in calibration, or convert without strict=True",
+                f"they are nested as {nested}, but in calibration as {first.argument_tree}",
+                remedy="call the model as in calibration, or convert without strict=True",
             )
         if made.mismatched_axes and self.is_recording and self._make_dynamic(first, made):
             made = TraceFrame(self, first)
@@ -310,7 +309,7 @@ class Session:
         if (path, func, line) in self.warned:
             return
         known = self.index.get((path, func))
-        what = f"not seen in calibration on {_sizes(given)}" if known else "not seen in calibration"
+        what = f"calibration has not seen it with {_sizes(given)}" if known else "calibration has not seen it here"
         if self.strict:
             text = f"{what}; expected {_expected_operator(at)}"
             raise UnsupportedError(path or type(self.model).__name__, name, text, source=line, remedy=CALIBRATE_PATH)
@@ -318,12 +317,12 @@ class Session:
         logger.warning("%s, %s (%s): %s; it runs in float", path or type(self.model).__name__, name, line, what)
 
 
-CALIBRATE_PATH = "calibrate with data that takes this way, or convert without strict=True"
+CALIBRATE_PATH = "calibrate with data for which the model runs these operators, or convert without strict=True"
 
 
 def _expected_operator(at: TraceFrame | None) -> str:
     """Return the name of the operator that the recording expects next, for an error message."""
-    return "nothing more" if at is None or at.next >= at.count else str(at.events[at.next])
+    return "the end of the call" if at is None or at.next >= at.count else str(at.events[at.next])
 
 
 def _sizes(given: Any) -> str:

@@ -72,9 +72,13 @@ def decode_entry(key: str, tensor: Any) -> Entry:
         entry = json.loads(bytes(tensor.tolist()))
         version = entry["version"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArtifactError(key, None, f"no state of a prepared or converted model: {error}") from error
+        remedy = "load a state dictionary that state_dict() of such a model returned"
+        raise ArtifactError(
+            key, None, f"it does not hold the state of a prepared or converted model: {error}", remedy=remedy
+        ) from error
     if version != STATE_VERSION:
-        raise ArtifactError(key, None, f"version {version}; this intaglio reads {STATE_VERSION}")
+        problem = f"its version is {version}, but this version of intaglio reads version {STATE_VERSION}"
+        raise ArtifactError(key, None, problem, remedy="load it with the version that saved it, or calibrate again")
     return dict(entry)
 
 
@@ -87,18 +91,18 @@ def _checked_entry(key: str, name: str, entry: Entry, session: Session, stored: 
     """
     if name == FLOW_ENTRY:
         return entry
-    remedy = "prepare the model with the same example inputs, and let it run the same ways once"
+    remedy = "prepare the model with the same example inputs, and call it so that it runs the same operators once"
     if name not in stored.entries:
         first = entry["operators"][2].strip()
-        problem = f"a recording that begins with {first!r}; this model has {len(stored.recordings)} recordings"
+        problem = f"the model has no recording that begins with {first!r}; it has {len(stored.recordings)} recordings"
         raise InputError(key, None, problem, remedy=remedy)
-    pairs = zip(entry["operators"], [*stored.entries[name]["operators"], "nothing more"], strict=False)
+    pairs = zip(entry["operators"], [*stored.entries[name]["operators"], "no operator"], strict=False)
     other = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if other is not None or len(entry["operators"]) != len(stored.entries[name]["operators"]):
-        seen, own = other or ("nothing more", stored.entries[name]["operators"][len(entry["operators"])])
+        seen, own = other or ("no operator", stored.entries[name]["operators"][len(entry["operators"])])
         problem = f"the operators differ: {seen.strip()!r} in the state, {own.strip()!r} here"
         raise InputError(key, None, problem, remedy=remedy)
     if not session.is_recording and "parameters" not in entry and "statistics" in entry:
-        problem = "statistics of a prepared model; this one is converted"
-        raise InputError(key, None, problem, remedy="load them into a prepared model, and convert that")
+        problem = "the state has statistics of a prepared model, but this model is converted"
+        raise InputError(key, None, problem, remedy="load the state into a prepared model, and convert that")
     return entry

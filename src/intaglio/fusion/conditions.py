@@ -11,10 +11,10 @@ def adds_without_broadcast(found: Match[N], view: GraphView[N]) -> str | None:
     total, anchor = found.nodes[-2:]
     shape = view.type_of(total).shape
     if any(value is None or view.type_of(value).shape != shape for value in view.operands(total)[:2]):
-        return "a sum that broadcasts"
+        return "the sum broadcasts an operand"
     axis = view.attributes(total).get("axis")
     channels = output_axis(view.kinds(anchor)[0], len(shape))
-    return None if axis in (None, channels) else "factors of a sum that are not one per output channel"
+    return None if axis in (None, channels) else "the factors of the sum are not one per output channel"
 
 
 def scales_output_channels(found: Match[N], view: GraphView[N]) -> str | None:
@@ -24,13 +24,13 @@ def scales_output_channels(found: Match[N], view: GraphView[N]) -> str | None:
     affine, anchor = found.root, found.anchor
     _, factor, offset = view.operands(affine)
     if factor is None or offset is None or not (view.constant(factor) and view.constant(offset)):
-        return "a factor or an offset that is not a constant"
+        return "the factor or the offset is not a constant"
     if view.attributes(anchor).get("groups", 1) != 1:
-        return "grouped kernels take no factor"
+        return "kernels of grouped convolutions do not support factors"
     if view.array(offset).any():
-        return "an offset that is not zero"
+        return "the offset is not zero"
     channels = output_axis(view.kinds(anchor)[0], len(view.type_of(affine).shape))
-    return None if view.attributes(affine)["axis"] == channels else "factors that are not one per output channel"
+    return None if view.attributes(affine)["axis"] == channels else "the factors are not one per output channel"
 
 
 def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None:
@@ -38,9 +38,9 @@ def scales_by_positive_number(found: Match[N], view: GraphView[N]) -> str | None
     number = view.attributes(found.root).get("other")
     if isinstance(number, (int, float)) and 0 < number < float("inf"):
         return None
-    return f"a factor of {number}"
+    return f"the factor is {number}, but must be positive and finite"
 
 
 def keeps_shape(found: Match[N], view: GraphView[N]) -> str | None:
     """Refuse a gate that is broadcast."""
-    return None if view.type_of(found["x"]) == view.type_of(found.root) else "a gate that broadcasts"
+    return None if view.type_of(found["x"]) == view.type_of(found.root) else "the gate broadcasts an operand"

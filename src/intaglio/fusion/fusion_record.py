@@ -64,7 +64,7 @@ def check_longest_first(rows: tuple[Fusion, ...]) -> None:
     """Raise `ValueError` unless longer patterns come first: a longer one after a shorter one would never match."""
     sizes = [row.pattern.size() for row in rows]
     if sizes != sorted(sizes, reverse=True):
-        raise ValueError(f"fusion rows must stand longest first; sizes are {sizes}")
+        raise ValueError(f"fusions must be listed with the longest pattern first, but their sizes are {sizes}")
 
 
 def match_rows(

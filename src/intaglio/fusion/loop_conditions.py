@@ -14,7 +14,11 @@ from intaglio.ops.loop_ops.primitives import primitive
 
 def dequantizes_uniformly(found: Match[str], view: IntegerGraphView) -> str | None:
     """Refuse a dequantize of values that are not u8 or have several scales."""
-    return None if has_uniform_parameters(view.op(found.anchor), view.graph.types) else "parameters per channel"
+    return (
+        None
+        if has_uniform_parameters(view.op(found.anchor), view.graph.types)
+        else "the quantization parameters are per channel"
+    )
 
 
 def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
@@ -22,13 +26,13 @@ def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
     types = view.graph.types
     producer, reader = view.op(found.anchor), view.op(found.root)
     if not has_uniform_parameters(reader, types):
-        return "parameters per channel"
+        return "the quantization parameters are per channel"
     reader = as_loop(reader, types)
     if not _same_rows(body_of(producer), body_of(reader)):
-        return "rows of another shape or along another axis"
+        return "the rows of the two loops have other shapes or axes"
     if not _element_by_element(producer, reader):
-        return "a value whose axes differ inside and outside of a loop"
-    return "a third operator between them" if _third_between(found, view) else None
+        return "the axes of a value differ inside and outside of a loop"
+    return "a third operator depends on the first loop, and the second on it" if _third_between(found, view) else None
 
 
 def maps_quantized_to_quantized(found: Match[str], view: IntegerGraphView) -> str | None:
@@ -50,7 +54,7 @@ def result_is_only_quantized(found: Match[str], view: IntegerGraphView) -> str |
     """Refuse a function in a loop body if its float result is used except by a quantize."""
     readers = [primitive(op) for op in view.users(found.root)]
     if not readers or not all(reader.quantizes for reader in readers):
-        return "its float result is read"
+        return "its float result is read by another operator"
     return "its float result leaves the loop" if found.root in view.outputs else None
 
 

@@ -43,7 +43,7 @@ class PlanView(GraphView[str], Protocol):
 
 def makes_one_result(found: Match[str], view: IntegerGraphView) -> str | None:
     """Refuse a lookup table after a requantization to 16 bits, which also stores remainders."""
-    return None if len(view.op(found.nodes[1]).outputs) == 1 else "a requantization with two results"
+    return None if len(view.op(found.nodes[1]).outputs) == 1 else "the requantization has two results"
 
 
 def scales_pixel_channels(found: Match[str], view: PlanView) -> str | None:
@@ -51,34 +51,34 @@ def scales_pixel_channels(found: Match[str], view: PlanView) -> str | None:
     anchor, product = view.operators(found.root)[0], view.operators(found.anchor)[0]
     types = view.graph.types
     if len(types[anchor.output].shape) != 4 or anchor.attrs["groups"] != 1 or not view.is_flat(found.root):
-        return "a convolution that does not read one pixel after the other"
+        return "the convolution does not read one pixel after the other"
     shape, shapes = types[product.output].shape, [types[name].shape for name in product.inputs[:2]]
     if len(shape) != 4 or {*shapes} != {shape, (*shape[:2], 1, 1)}:
-        return "factors that are not one per channel of an image"
+        return "the factors are not one per channel of an image"
     image = product.inputs[shapes.index(shape)]
     channels = view.pixel_channels(image)
     if not isinstance(channels, int) or channels > MAX_HEAD_CHANNELS:
-        return f"{channels} channels; the kernel has memory for {MAX_HEAD_CHANNELS}"
-    return "pixels around the image" if view.has_halo(image) else None
+        return f"the image has {channels} channels; the kernel supports up to {MAX_HEAD_CHANNELS}"
+    return "the image has a halo" if view.has_halo(image) else None
 
 
 def runs_on_tiles(found: Match[str], view: PlanView) -> str | None:
     """Refuse a loop that cannot run on the tiles of the product it reads, or that reads a later product."""
     product, (loop, *_) = found.anchor, view.operators(found.root)
     if not has_uniform_parameters(loop, view.graph.types):
-        return "parameters per channel"
+        return "the quantization parameters are per channel"
     if not _gives_tiles(product, view):
-        return "a kernel with an order of its own"
+        return "the kernel of the product does not compute tile by tile"
     private = (name for name in dict.fromkeys(view.operands(found.root)) if view.readers(name) == 1)
     if any(view.position(name) > view.position(product) and _gives_tiles(name, view) for name in private):
-        return "another product that it reads is made later"
+        return "it also reads a product that is computed later"
     loop = as_loop(loop, view.graph.types)
     body = body_of(loop)
     if not all(primitive(op).elementwise for op in body.ops):
         return "it does not compute element by element"
     read = body.inputs[loop.inputs.index(product)]
     same = all(body.types[name].shape == space(body) for name in (read, *body.outputs))
-    return None if same else "a loop over more than the product gives"
+    return None if same else "the loop computes more elements than the product has"
 
 
 def _gives_tiles(node: str, view: PlanView) -> bool:

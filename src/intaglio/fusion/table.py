@@ -46,7 +46,7 @@ GATE_FUSIONS = (
         "silu",
         op("aten.mul.Tensor", wildcard("x"), op("aten.sigmoid.default", wildcard("x")), commutative=True),
         FusionLevel.CAPTURED,
-        "a gate written out is the function it is, which has kernels behind convolutions and linear layers",
+        "a gate written as a product becomes its function, which kernels of convolutions and linear layers compute",
         where=keeps_shape,
         becomes="aten.silu.default",
     ),
@@ -54,7 +54,7 @@ GATE_FUSIONS = (
         "hardswish",
         op("aten.mul.Tensor", wildcard("x"), op("aten.hardsigmoid.default", wildcard("x")), commutative=True),
         FusionLevel.CAPTURED,
-        "a gate written out is the function it is, which has kernels behind convolutions and linear layers",
+        "a gate written as a product becomes its function, which kernels of convolutions and linear layers compute",
         where=keeps_shape,
         becomes="aten.hardswish.default",
     ),
@@ -63,13 +63,13 @@ ATTENTION_FUSION = Fusion(
     "attention",
     op(MATMUL_TARGETS, op(SOFTMAX_TARGETS, wildcard("scores"), name="probabilities"), wildcard("v")),
     FusionLevel.CAPTURED,
-    "attention written out is one kernel, which never stores the scores of all tokens",
+    "attention written with matmul and softmax becomes one kernel, which never stores the scores of all tokens",
 )
 FUNCTION_AFFINE = Fusion(
     "anchor_function_affine",
     seq(ANCHORS, PRECISE_FUNCTIONS, "affine"),
     FusionLevel.GRAPH,
-    "the factors of an equalized value go with the function, on the accumulator",
+    "the factors of an equalized value are applied with the function, to the accumulator",
     where=scales_output_channels,
     precise=True,
 )
@@ -86,7 +86,7 @@ GRAPH_FUSIONS = (
         "anchor_add_clamp",
         op("clamp", op(ADD_OPS, op(ANCHORS, wildcard("x")), wildcard("other"), commutative=True)),
         FusionLevel.GRAPH,
-        "the end of a residual block without a pass over memory",
+        "the end of a residual block needs no pass over memory",
         where=adds_without_broadcast,
     ),
     Fusion(
@@ -96,12 +96,14 @@ GRAPH_FUSIONS = (
         "a shortcut is added to the accumulator and rounded once",
         where=adds_without_broadcast,
     ),
-    Fusion("anchor_clamp", seq(ANCHORS, "clamp"), FusionLevel.GRAPH, "a rectifier is bounds of the requantization"),
+    Fusion(
+        "anchor_clamp", seq(ANCHORS, "clamp"), FusionLevel.GRAPH, "a clamp becomes the bounds of the requantization"
+    ),
     Fusion(
         "product_number",
         seq("bmm", SCALAR_OPS),
         FusionLevel.GRAPH,
-        "a number behind a product of two activations scales its unit",
+        "a number after a product of two activations is folded into its scale",
         where=scales_by_positive_number,
     ),
     FUNCTION,
@@ -109,10 +111,13 @@ GRAPH_FUSIONS = (
         "add_clamp",
         op("clamp", op(ADD_OPS, wildcard("a"), wildcard("b"))),
         FusionLevel.GRAPH,
-        "a rectifier behind a sum is bounds of its requantization",
+        "a clamp after a sum becomes the bounds of its requantization",
     ),
     Fusion(
-        "affine_clamp", seq("affine", "clamp"), FusionLevel.GRAPH, "a rectifier behind factors per channel is bounds"
+        "affine_clamp",
+        seq("affine", "clamp"),
+        FusionLevel.GRAPH,
+        "a clamp after factors per channel becomes the bounds of its requantization",
     ),
 )
 
@@ -127,7 +132,7 @@ LOOP_LOOP = Fusion(
     "loop_loop",
     reads(("loop", *QUANTIZE_OPS), op("loop", shared=True)),
     FusionLevel.INTEGER,
-    "what lies between two loops is not stored, unless another operator reads it",
+    "a value between two loops is not stored, unless another operator reads it",
     where=computes_same_rows,
 )
 LOOP_TABLE = Fusion(
@@ -141,7 +146,7 @@ QUANTIZED_FUNCTION = Fusion(
     "quantized_function",
     op(APPROXIMATED_FUNCTIONS),
     FusionLevel.LOOP_BODY,
-    "a function that is only quantized need be no more exact than that",
+    "a function whose result is only quantized needs no more accuracy than the quantized value",
     where=result_is_only_quantized,
 )
 ACCUMULATOR_FUSIONS = (
@@ -149,7 +154,7 @@ ACCUMULATOR_FUSIONS = (
         "product_tail_table",
         seq(ACCUMULATING, TAILS, LUT_OPS),
         FusionLevel.INTEGER,
-        "a lookup table takes the quantized values while they are in cache",
+        "the lookup table is applied while the quantized values are in cache",
         where=makes_one_result,
     ),
     Fusion(
@@ -164,7 +169,7 @@ HEAD_FUSIONS = (
         "product_head",
         op(CONVOLUTIONS, op(MUL.name)),
         FusionLevel.PARTITION,
-        "the product of squeeze and excite is no pass over memory and no barrier of its own",
+        "the product of squeeze-and-excite needs no pass over memory and no barrier",
         where=scales_pixel_channels,
     ),
 )
@@ -173,7 +178,7 @@ EPILOGUE_FUSIONS = (
         "product_epilogue",
         reads(("loop", *DEQUANTIZE_OPS), op(ACCUMULATING)),
         FusionLevel.PARTITION,
-        "a loop or a dequantize runs on the tiles of the product that it alone reads, while they are in cache",
+        "a loop or dequantize that is the only reader of a product runs on its tiles while they are in cache",
         where=runs_on_tiles,
     ),
 )

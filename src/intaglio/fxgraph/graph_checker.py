@@ -53,7 +53,7 @@ def finish_pass(module: fx.GraphModule, after: str, invariants: GraphInvariants 
     """
     _check_users(module.graph, after)
     if list(module.graph.find_nodes(op="output")) != [next(reversed(module.graph.nodes), None)]:
-        raise VerifyError(f"after {after}: the graph does not end with its only output")
+        raise VerifyError(f"after {after}: the graph must have one output node, as its last node")
     try:
         module.graph.eliminate_dead_code()  # begins with graph.lint()
     except (RuntimeError, ValueError) as error:
@@ -73,14 +73,14 @@ def _check_users(graph: fx.Graph, after: str) -> None:
         for value in node.all_input_nodes:
             reads += 1
             if node not in value.users:
-                raise _broken(after, node, f"reads %{value.name}, which does not have it among its users")
+                raise _broken(after, node, f"reads %{value.name}, but is not among its users")
     if reads == users:
         return
     for node in graph.nodes:
         for user in node.users:
             if node not in user.all_input_nodes:
-                raise _broken(after, node, f"has %{user.name} among its users, which does not read it")
-    raise VerifyError(f"after {after}: a node outside of the graph reads one inside")
+                raise _broken(after, node, f"has the user %{user.name}, which does not read it")
+    raise VerifyError(f"after {after}: a node that was removed from the graph still reads one of its nodes")
 
 
 def _check_records(module: fx.GraphModule, after: str, invariants: GraphInvariants) -> None:
@@ -92,15 +92,17 @@ def _check_records(module: fx.GraphModule, after: str, invariants: GraphInvarian
         known: NodeInfo = node.meta.get(INFO_KEY, EMPTY_INFO)
         kind, value = known.type, node.meta.get("val")
         if kind is None and known.dim is None and invariants.types and not _is_tuple(node):
-            raise _broken(after, node, "has neither a type nor a dimension")
+            raise _broken(after, node, "has no record of its type")
         if node.op == "get_attr":
             value = tensors[node.target]
             if known.path is None and invariants.origins:
-                raise _broken(after, node, "has no path")
+                raise _broken(after, node, "has no record of its path in the model")
             if invariants.single_constants and first.setdefault(node.target, node) is not node:
-                raise _broken(after, node, f"reads the constant that %{first[node.target].name} reads already")
+                raise _broken(
+                    after, node, f"reads the same constant as %{first[node.target].name}; a constant must have one node"
+                )
         elif known.origin is None and invariants.origins and node.op == "call_function":
-            raise _broken(after, node, "has no origin")
+            raise _broken(after, node, "has no record of its origin in the model")
         if kind is not None and isinstance(value, torch.Tensor) and (problem := _wrong_type(value, kind)) is not None:
             raise _broken(after, node, problem)
 
@@ -111,7 +113,7 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _wrong_type(tensor: torch.Tensor, kind: TensorType) -> str | None:
     if DTYPES.get(tensor.dtype, DType.OTHER) is not kind.dtype:
-        return f"is {tensor.dtype}; its record says {kind.dtype}"
+        return f"is {tensor.dtype}, but its record has {kind.dtype}"
     shape = tensor.shape
     if shape == kind.shape:
         return None
@@ -119,4 +121,4 @@ def _wrong_type(tensor: torch.Tensor, kind: TensorType) -> str | None:
         size == known or not (isinstance(size, int) and isinstance(known, int))
         for size, known in zip(shape, kind.shape, strict=True)
     )
-    return None if free else f"has the shape {list(shape)}; its record says {list(kind.shape)}"
+    return None if free else f"has shape {list(shape)}, but its record has {list(kind.shape)}"

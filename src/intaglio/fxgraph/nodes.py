@@ -50,7 +50,9 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
         for _ in range(parts[1]):
             total = total * parts[0]
         return total
-    raise CaptureError("model", None, f"a dimension of the form {expression}; known are sums, products, // by a number")
+    raise CaptureError(
+        "model", None, f"the dimension {expression} is not supported; sums, products and // by a number are"
+    )
 
 
 def operator(node: fx.Node) -> str:

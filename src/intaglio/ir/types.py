@@ -91,11 +91,14 @@ class QParams:
 
     def __post_init__(self) -> None:
         if self.qmin >= self.qmax:
-            raise ValueError(f"qmin {self.qmin} must be below qmax {self.qmax}")
+            raise ValueError(f"qmin must be below qmax, but they are {self.qmin} and {self.qmax}")
         if isinstance(self.scale, Ref) or isinstance(self.zero_point, Ref):
             return
         if len(self.scale) != len(self.zero_point) or (self.axis is None and len(self.scale) != 1):
-            raise ValueError(f"{len(self.scale)} scales, {len(self.zero_point)} zero points, axis {self.axis}")
+            raise ValueError(
+                f"there must be as many zero points as scales, and one of each without an axis, but there are "
+                f"{len(self.scale)} scales and {len(self.zero_point)} zero points with axis {self.axis}"
+            )
         if not all(0 < scale < float("inf") for scale in self.scale):
             raise ValueError("scales must be positive and finite")
 
@@ -103,7 +106,7 @@ class QParams:
     def scales(self) -> tuple[float, ...]:
         """Return the constant scales; raise `TypeError` for dynamic parameters."""
         if isinstance(self.scale, Ref):
-            raise TypeError(f"the scale is held by {self.scale}")
+            raise TypeError(f"the scale is computed while the model runs, in {self.scale}")
         return self.scale
 
     @property
@@ -122,7 +125,7 @@ class QParams:
     def zeros(self) -> tuple[int, ...]:
         """Return the constant zero points; raise `TypeError` for dynamic parameters."""
         if isinstance(self.zero_point, Ref):
-            raise TypeError(f"the zero point is held by {self.zero_point}")
+            raise TypeError(f"the zero point is computed while the model runs, in {self.zero_point}")
         return self.zero_point
 
     def __str__(self) -> str:
@@ -173,7 +176,7 @@ class TensorType:
     def qparams(self) -> QParams:
         """Return the quantization parameters; raise `TypeError` for a value without them."""
         if self.q is None:
-            raise TypeError(f"{self} holds no quantized values")
+            raise TypeError(f"{self} has no quantization parameters")
         return self.q
 
     def __str__(self) -> str:

@@ -62,20 +62,26 @@ def verify_graph(graph: Graph, rules: Rules, body_rules: Rules, after: str = "")
             _check_types(op, rule, graph, label)
         defined.update(op.outputs)
     for name in graph.outputs:
-        _require(name in defined, f"output %{name} is never made{place}")
-        _require(graph.types[name].dtype is not I32 or graph.types[name].q is None, f"output %{name} is an accumulator")
+        _require(name in defined, f"output %{name} is not computed{place}")
+        _require(
+            graph.types[name].dtype is not I32 or graph.types[name].q is None,
+            f"output %{name} is an accumulator, which only its own partition may read",
+        )
     _check_accumulators(graph, place)
     for name, array in graph.constants.items():
-        _require(tuple(array.shape) == graph.types[name].shape, f"constant %{name} is not {graph.types[name]}{place}")
+        _require(
+            tuple(array.shape) == graph.types[name].shape,
+            f"constant %{name} has shape {list(array.shape)}, but its type is {graph.types[name]}{place}",
+        )
     return graph
 
 
 def _check_names(op: Op, graph: Graph, defined: set[str], label: str) -> None:
     """Check that operands are defined before, and that results are defined once and have types."""
     for name in op.inputs:
-        _require(name in defined, f"{label}: %{name} is read before it is made")
+        _require(name in defined, f"{label}: %{name} is read before it is computed")
     for name in op.outputs:
-        _require(name not in defined, f"{label}: %{name} is made twice")
+        _require(name not in defined, f"{label}: %{name} is computed twice")
         _require(name in graph.types, f"{label}: %{name} has no type")
 
 
@@ -84,28 +90,36 @@ def _check_types(op: Op, rule: TypeRule, graph: Graph, label: str) -> None:
     operands = rule.operands
     if rule.optional and len(op.inputs) > len(operands):
         operands = (*operands, rule.optional)
-    _require(len(op.inputs) == len(operands), f"{label}: takes {len(operands)} operands, has {len(op.inputs)}")
+    _require(len(op.inputs) == len(operands), f"{label}: it expects {len(operands)} operands, but has {len(op.inputs)}")
     for name, allowed in zip(op.inputs, operands, strict=True):
-        _require(graph.types[name].dtype in allowed, f"{label}: %{name} is {graph.types[name].dtype}")
+        if (dtype := graph.types[name].dtype) not in allowed:
+            raise VerifyError(f"{label}: %{name} is {dtype}; allowed are {', '.join(map(str, allowed))}")
     for index in rule.symmetric:
         q = graph.types[op.inputs[index]].qparams
         around = q.zeros == (128,) and q.qmin >= 1 and q.qmin + q.qmax == 256
-        _require(around, f"{label}: %{op.inputs[index]} is not symmetric")
+        _require(around, f"{label}: %{op.inputs[index]} must be quantized symmetrically around 128")
     least, most = rule.outputs
-    _require(least <= len(op.outputs) <= most, f"{label}: {len(op.outputs)} results")
+    _require(
+        least <= len(op.outputs) <= most, f"{label}: it has {len(op.outputs)} results, but must have {least} to {most}"
+    )
     for result in (graph.types[name] for name in op.outputs):
-        _require(result.dtype in rule.results, f"{label}: gives {result.dtype}")
+        if result.dtype not in rule.results:
+            results = ", ".join(map(str, rule.results))
+            raise VerifyError(f"{label}: its result is {result.dtype}; allowed are {results}")
         if rule.keeps_type:
-            _require(result.dtype is graph.types[op.inputs[0]].dtype, f"{label}: a move that changes the element type")
+            _require(
+                result.dtype is graph.types[op.inputs[0]].dtype,
+                f"{label}: data movement must not change the element type",
+            )
         if result.dtype in (U8, I32):
-            _require(result.q is not None, f"{label}: levels without parameters")
+            _require(result.q is not None, f"{label}: quantized values need quantization parameters")
 
 
 def _check_body_signature(op: Op, body: Graph, graph: Graph, label: str) -> None:
     """Check that the body's inputs and outputs have the types of the operator's operands and results, in order."""
     for outer, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         same = [graph.types[name] for name in outer] == [body.types[name] for name in inner]
-        _require(len(outer) == len(inner) and same, f"{label}: its body has other ends")
+        _require(len(outer) == len(inner) and same, f"{label}: the operands and results of its body have other types")
 
 
 def _check_accumulators(graph: Graph, place: str) -> None:
@@ -115,7 +129,10 @@ def _check_accumulators(graph: Graph, place: str) -> None:
         for name in op.outputs:
             kind = graph.types[name]
             if kind.dtype is I32 and kind.q is not None:
-                _require(len(users[name]) == 1, f"accumulator %{name} has {len(users[name])} readers{place}")
+                _require(
+                    len(users[name]) == 1,
+                    f"accumulator %{name} has {len(users[name])} readers, but must have one{place}",
+                )
 
 
 def _require(condition: bool, text: str) -> None:

@@ -75,7 +75,7 @@ class Isa:
         if isinstance(spec, TileSpec):
             return self.tile(spec)
         if self.depthwise is None:
-            raise ValueError(f"{self.name} has no depthwise kernels")
+            raise ValueError(f"the instruction set {self.name} has no depthwise kernels")
         return self.depthwise(spec)
 
     def family_text(self, family: KernelFamily) -> str:

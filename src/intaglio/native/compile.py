@@ -137,7 +137,7 @@ def load(path: Path) -> ctypes.CDLL:
             _loaded.setdefault(path, ctypes.CDLL(str(path)))
         except OSError as error:
             raise BuildError(
-                str(path), None, f"the built library does not load: {error}", remedy=_MOVE_CACHE
+                str(path), None, f"the compiled library cannot be loaded: {error}", remedy=_MOVE_CACHE
             ) from error
     return _loaded[path]
 
@@ -151,7 +151,7 @@ def is_intact(path: Path) -> bool:
     return content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
 
 
-_MOVE_CACHE = "set INTAGLIO_CACHE_DIR to a folder that can be written and allows execution"
+_MOVE_CACHE = "set INTAGLIO_CACHE_DIR to a folder that you can write to and that allows execution"
 _NO_COMPILER = "install g++ (Debian, Ubuntu: apt install g++), or set CXX to the path of a C++ compiler"
 
 
@@ -160,7 +160,7 @@ def _compiler(name: str) -> str:
     found = config.compiler()
     if found is None:
         chosen = os.environ.get("CXX")
-        problem = f"CXX is {chosen!r}, which is not a program" if chosen else "no C++ compiler (CXX, g++, c++)"
+        problem = f"CXX is {chosen!r}, which is not a program" if chosen else "no C++ compiler is found (CXX, g++, c++)"
         raise BuildError(name, None, problem, remedy=_NO_COMPILER)
     return found
 
@@ -171,7 +171,7 @@ def _version(compiler: str) -> str:
     try:
         return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(compiler, None, f"CXX does not run: {error}", remedy=_NO_COMPILER) from error
+        raise BuildError(compiler, None, f"the compiler in CXX does not run: {error}", remedy=_NO_COMPILER) from error
 
 
 def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...], objects: Sequence[str]) -> str:
@@ -286,7 +286,7 @@ def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> 
                 shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
                 texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
                 raise BuildError(
-                    name, None, f"{command[0]} rejects {texts[0]} (status {process.returncode})\n    {shown}"
+                    name, None, f"{command[0]} fails to compile {texts[0]} (status {process.returncode})\n    {shown}"
                 )
     except BaseException:
         for process in running:

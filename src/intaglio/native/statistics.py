@@ -70,7 +70,7 @@ def count(x: Float32Array, rows: int = 1, threads: int = 1) -> Counts:
     """Count the statistics of a float32 array, seen as ``rows`` rows of equal length, in one pass."""
     x = _contiguous(x)
     if rows < 0 or (x.size % rows if rows else x.size):
-        raise ValueError(f"{x.size} values are not {rows} rows of equal length")
+        raise ValueError(f"{x.size} values cannot be divided into {rows} rows of equal length")
     native = _kernels()
     if native is None:
         return count_numpy(x, rows)
@@ -101,7 +101,7 @@ def channel_extrema(
     """Return the smallest and largest finite value f32[channels] of each channel of f32[outer, channels, inner]."""
     x = _contiguous(x)
     if x.size != outer * channels * inner:
-        raise ValueError(f"{x.size} values are not [{outer}, {channels}, {inner}]")
+        raise ValueError(f"{x.size} values do not have the shape [{outer}, {channels}, {inner}]")
     native = _kernels()
     if native is None:
         return channel_extrema_numpy(x.reshape(outer, channels, inner))
@@ -141,7 +141,7 @@ def _mantissas(bits: NDArray[np.uint32]) -> Int64Array:
 
 def _contiguous(x: Float32Array) -> Float32Array:
     if x.dtype != np.float32:
-        raise TypeError(f"counting takes float32, not {x.dtype}")
+        raise TypeError(f"statistics need float32 values, but the data type is {x.dtype}")
     return np.ascontiguousarray(x)
 
 
@@ -151,7 +151,10 @@ def _kernels() -> ctypes.CDLL | None:
     try:
         return library.runtime()
     except BuildError as error:
-        warnings.warn(f"statistics are counted in NumPy, several times slower: {error}", stacklevel=3)
+        warnings.warn(
+            f"statistics are computed in NumPy, which is several times slower, because native code failed: {error}",
+            stacklevel=3,
+        )
         return None
 
 

@@ -32,12 +32,12 @@ def affine_qparams(low: float, high: float, qmin: int, qmax: int) -> Affine:
     """
     low, high = min(float(low), 0.0), max(float(high), 0.0)
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise ValueError(f"range [{low}, {high}] is not finite")
+        raise ValueError(f"the range [{low}, {high}] is not finite")
     if low == high:
         return Affine(1.0, min(max(0, qmin), qmax))
     scale = float(np.float32(max((high - low) / (qmax - qmin), MIN_SCALE)))
     if not math.isfinite(scale):
-        raise ValueError(f"range [{low}, {high}] needs a scale that float32 cannot hold")
+        raise ValueError(f"the range [{low}, {high}] needs a scale that float32 cannot represent")
     zero_point = int(np.clip(np.rint(qmin - low / scale), qmin, qmax))
     return Affine(scale, zero_point)
 
@@ -134,7 +134,7 @@ def quantize_bias(bias: ArrayLike, scale_x: ArrayLike, scale_w: ArrayLike) -> In
     """
     steps = np.rint(np.asarray(bias, np.float32).astype(np.float64) / accumulator_scale(scale_x, scale_w))
     if steps.size and np.abs(steps).max() > BIAS_LIMIT:
-        raise OverflowError("a bias exceeds 2^30 accumulator steps")
+        raise OverflowError("a bias exceeds 2^30 steps of the int32 accumulator")
     return steps.astype(np.int32)
 
 

@@ -49,11 +49,11 @@ def bind_affine(call: Call) -> Attrs:
 def require_constant_channels(call: Call) -> str | None:
     """Return why factor and offset are refused: they must be constants, one per channel."""
     if not all(call.constant[1:]):
-        return "a factor or an offset that is not a constant"
+        return "the factor or the offset is not a constant"
     if call.arguments.get("value", 1) != 1:
-        return f"value {call.arguments['value']}"
+        return f"the argument value is {call.arguments['value']}, but must be 1"
     axes = {channel_axis(call.shape(operand), call.shape()) for operand in (1, 2)}
-    return "factors that are not one per channel" if len(axes) > 1 or None in axes else None
+    return "the factors are not one per channel" if len(axes) > 1 or None in axes else None
 
 
 def bind_scaled_add(call: Call) -> Attrs:
@@ -64,12 +64,12 @@ def bind_scaled_add(call: Call) -> Attrs:
 def require_constant_ratio(call: Call) -> str | None:
     """Return why operands are refused: they must have one shape, and the second a constant factor per channel."""
     if not call.constant[2]:
-        return "a factor that is not a constant"
+        return "the factor is not a constant"
     if call.arguments.get("value", 1) != 1:
-        return f"value {call.arguments['value']}"
+        return f"the argument value is {call.arguments['value']}, but must be 1"
     if call.shapes[1] != call.shapes[0]:
-        return "operands of different shapes"
-    return "factors that are not one per channel" if channel_axis(call.shape(2), call.shape()) is None else None
+        return "the operands have different shapes"
+    return "the factors are not one per channel" if channel_axis(call.shape(2), call.shape()) is None else None
 
 
 def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -83,7 +83,7 @@ def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
 
 def require_constant_slopes(call: Call) -> str | None:
     """Return why slopes are refused: they must be constant; torch checks their number."""
-    return None if call.constant[1] else "slopes that are computed while the model runs"
+    return None if call.constant[1] else "the slopes are computed while the model runs"
 
 
 def slope_factors(attrs: Attrs, shape: Shape, given: ModelConstants, scale_x: float, scale_y: float) -> KernelConstants:
@@ -114,7 +114,10 @@ def valid_affine(op: Op, graph: Graph) -> None:
     shape, axis = graph.types[op.inputs[0]].shape, op.attrs.get("axis", 1)
     first, second = (graph.types[name].shape for name in op.inputs[1:])
     if axis not in (1, len(shape) - 1) or second != (shape[axis],) or first != second:
-        raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+        raise ValueError(
+            f"{op.kind} expects one factor and one offset per channel, but got x {graph.types[op.inputs[0]]}, "
+            f"factors {first} and offsets {second}"
+        )
 
 
 def valid_slopes(op: Op, graph: Graph) -> None:
@@ -122,7 +125,10 @@ def valid_slopes(op: Op, graph: Graph) -> None:
     shape = graph.types[op.inputs[0]].shape
     first, second = (graph.types[name].shape for name in op.inputs[1:])
     if first != (1,) or second not in ((1,), (shape[1],)):
-        raise ValueError(f"{op.kind} of {graph.types[op.inputs[0]]} with constants of {first} and {second}")
+        raise ValueError(
+            f"{op.kind} expects one slope or one per channel, but got x {graph.types[op.inputs[0]]}, "
+            f"rises {first} and slopes {second}"
+        )
 
 
 SCALED_ADD = OpDef(

@@ -63,9 +63,15 @@ def valid_per_token_values(op: Op, graph: Graph) -> None:
     shapes = [kind.shape for kind in kinds]
     expected = [shapes[0], scales_shape(shapes[0])]
     if not shapes[0] or shapes[1:] != expected or kinds[1].q != per_token_qparams(op.outputs[1]):
-        raise ValueError(f"%{op.output}: {kinds[1]} and {kinds[2]} of {kinds[0]}")
+        raise ValueError(
+            f"%{op.output}: quantize_rows expects quantized values and per-token scales of x {kinds[0]}, "
+            f"but gives {kinds[1]} and {kinds[2]}"
+        )
     if op.attrs.get("mode") not in ROW_MODES or not isinstance(shapes[0][-1], int):
-        raise ValueError(f"quantize_rows of {kinds[0]} with {dict(op.attrs)}")
+        raise ValueError(
+            f"quantize_rows expects a last axis of fixed size and a mode of {ROW_MODES}, "
+            f"but got {kinds[0]} with {dict(op.attrs)}"
+        )
 
 
 def computes_row_scales(op: Op) -> bool:
@@ -78,10 +84,14 @@ def valid_row_accumulator(op: Op, graph: Graph) -> None:
     acc, scales, columns, bias = (graph.types[name] for name in op.inputs)
     made = any(computes_row_scales(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
     if not made or acc.q != per_token_accumulator_qparams(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
-        raise ValueError(f"%{op.output}: an accumulator {acc} with scales {scales} of %{op.inputs[1]}")
+        raise ValueError(
+            f"%{op.output}: the accumulator {acc} does not belong to the per-token scales %{op.inputs[1]} {scales}"
+        )
     constant = all(name in graph.constants for name in op.inputs[2:])
     if not constant or bias.shape != acc.shape[-1:] or columns.shape not in ((1,), bias.shape):
-        raise ValueError(f"%{op.output}: columns {columns} and bias {bias} of {acc}")
+        raise ValueError(
+            f"%{op.output}: expected a constant scale and bias per column of {acc}, but got {columns} and {bias}"
+        )
 
 
 QUANTIZE_ROWS = OpDef(

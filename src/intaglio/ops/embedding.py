@@ -92,7 +92,9 @@ ATTRS = {"mode": str, "ends": bool, "weighted": bool, "padding": int}
 def valid_bags(op: Op, graph: Graph) -> None:
     """Check that the table is constant with parameters for all of its rows, and that ids and offsets are integers."""
     if {name: type(value) for name, value in op.attrs.items()} != ATTRS or op.attrs["mode"] not in MODES:
-        raise ValueError(f"embedding_bag with {dict(op.attrs)}")
+        raise ValueError(
+            f"embedding_bag has the wrong attributes {dict(op.attrs)}; expected are {sorted(ATTRS)}, with a known mode"
+        )
     first = graph.types[op.inputs[0]]
     values = operands_of_bags(op, first.dtype is DType.U8)
     kinds = {name: graph.types[value] for name, value in values.items()}
@@ -103,17 +105,22 @@ def valid_bags(op: Op, graph: Graph) -> None:
     fits = all(kind.dtype is DType.F32 and kind.shape == shapes[name] for name, kind in kinds.items() if name in shapes)
     plain = first.dtype in (DType.U8, DType.F32) and first.q is None and len(first.shape) == 2
     if not (whole and fits and plain and set(held) <= set(graph.constants)):
-        raise ValueError(f"embedding_bag of {[str(kind) for kind in kinds.values()]}")
+        raise ValueError(
+            f"embedding_bag expects a constant table [rows, width], i64 ids and offsets, and f32 parameters per row, "
+            f"but got {[str(kind) for kind in kinds.values()]}"
+        )
     if graph.types[op.output].dtype is not DType.F32 or len(op.outputs) != 1:
-        raise ValueError(f"embedding_bag gives {graph.types[op.output]}")
+        raise ValueError(f"embedding_bag returns one f32 value, but its result is {graph.types[op.output]}")
 
 
 def valid_range(op: Op, graph: Graph) -> None:
     """Check that a range has a start, a step and a size, and returns integers."""
     if op.inputs or set(op.attrs) != {"start", "step", "size"} or not isinstance(op.attrs["step"], int):
-        raise ValueError(f"arange of {op.inputs} with {dict(op.attrs)}")
+        raise ValueError(
+            f"arange expects only the attributes start, step and size, but got {op.inputs} and {dict(op.attrs)}"
+        )
     if graph.types[op.output].dtype is not DType.I64:
-        raise ValueError(f"arange gives {graph.types[op.output]}")
+        raise ValueError(f"arange returns i64 values, but its result is {graph.types[op.output]}")
 
 
 EMBEDDING_BAG = OpDef(

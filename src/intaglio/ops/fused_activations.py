@@ -40,9 +40,11 @@ def valid_function(op: Op, graph: Graph) -> None:
     name, slope = op.attrs.get("function"), op.attrs.get("slope", 0.0)
     plain = isinstance(slope, (int, float)) and abs(slope) <= float(numerics.LARGEST)
     if name not in PRECISE or not plain or ("slope" in op.attrs) != (name == "leaky_relu"):
-        raise ValueError(f"activate with {dict(op.attrs)}")
+        raise ValueError(
+            f"activate expects a known function and a finite slope for leaky_relu only, but got {dict(op.attrs)}"
+        )
     if op.inputs[1] not in graph.constants or not np.isfinite(graph.constants[op.inputs[1]]).all():
-        raise ValueError(f"%{op.inputs[1]}: units that are not finite")
+        raise ValueError(f"%{op.inputs[1]}: the factors of activate must be finite constants")
 
 
 ACTIVATE = OpDef(

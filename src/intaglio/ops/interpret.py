@@ -31,7 +31,7 @@ def run_op(
     op = replace(op, attrs={key: _fixed(value, symbols) for key, value in op.attrs.items()}) if symbols else op
     name = op.attrs["operator"] if op.is_host else op.kind
     if name not in ops or (reference := ops[name].reference) is None:
-        raise ValueError(f"{name} has no reference implementation")
+        raise ValueError(f"the operator {name} has no reference implementation")
     found = reference(op, args, [graph.types[name] for name in op.inputs], graph.types[op.output])
     return found if isinstance(found, tuple) else [found]
 
@@ -80,7 +80,9 @@ def interpret(
         args = [values[name] for name in op.inputs]
         if op.is_island:
             if island is None:
-                raise ValueError(f"island {op.attrs['key']} needs a callback")
+                raise ValueError(
+                    f"the graph has the float island {op.attrs['key']}, but no function to run islands is given"
+                )
             results = island(op, args)
         else:
             results = run_op(op, args, graph, ops, symbols)

@@ -37,17 +37,19 @@ def require_last_axis_only(call: Call) -> str | None:
     """Return why layer norm is refused: it must be over the last axis, whose size is fixed and limited."""
     normalized = call.arguments["normalized_shape"]
     if len(normalized) != 1:
-        return f"layer norm over {len(normalized)} axes; the kernel takes the last one"
+        return f"the norm is over {len(normalized)} axes; the kernel supports the last one"
     if not isinstance(normalized[0], int):
-        return f"rows of {normalized[0]} values; the kernel takes a number"
+        return f"the size of the last axis, {normalized[0]}, is dynamic"
     return (
-        f"rows of {normalized[0]} values; the kernel takes {MAX_ROW_LENGTH}" if normalized[0] > MAX_ROW_LENGTH else None
+        f"the last axis has {normalized[0]} values; the kernel supports up to {MAX_ROW_LENGTH}"
+        if normalized[0] > MAX_ROW_LENGTH
+        else None
     )
 
 
 def require_constant_scale(call: Call) -> str | None:
     """Return why layer norm is refused: weight and bias must be constant."""
-    return "a weight or bias that is computed while the model runs" if False in call.constant[1:] else None
+    return "the weight or the bias is computed while the model runs" if False in call.constant[1:] else None
 
 
 def norm_constants(
@@ -77,7 +79,10 @@ def valid_norm(op: Op, graph: Graph) -> None:
     row = tuple(evaluate(dim, {}) for dim in graph.types[op.inputs[0]].shape[-1:])
     found = [graph.types[name].shape for name in op.inputs[1:]]
     if found != [row, row, (1,)] or row[0] > MAX_ROW_LENGTH:
-        raise ValueError(f"layer_norm of {graph.types[op.inputs[0]]} with constants of {found}")
+        raise ValueError(
+            f"layer_norm expects a factor and an offset per value of the last axis and one epsilon, "
+            f"but got x {graph.types[op.inputs[0]]} and constants of shapes {found}"
+        )
 
 
 LAYER_NORM = OpDef(

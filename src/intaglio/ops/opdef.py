@@ -66,7 +66,7 @@ class Call:
         """Return the shape of an operand; raise `ValueError` if it is left out."""
         found = self.shapes[operand]
         if found is None:
-            raise ValueError(f"{self.target}: operand {operand} is left out")
+            raise ValueError(f"{self.target}: the optional operand {operand} is missing")
         return found
 
     def sizes(self, operand: int) -> tuple[int, ...]:
@@ -316,7 +316,7 @@ class OpDef:
     def strided_copies(self, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
         """Return the copies of one call for these strides; see `merged_copies`."""
         if self.copies is None:
-            raise ValueError(f"{self.name} moves no data")
+            raise ValueError(f"{self.name} is not a data movement operator")
         return merged_copies(self.copies, op, sources, to, size)
 
     def layout_of(self, op: Op, types: Mapping[str, TensorType]) -> Layout:
@@ -340,7 +340,7 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
         shape = call.shapes[0]
         if shape is None or len(shape) in allowed:
             return None
-        return f"input of rank {len(shape)}; the kernel takes {' or '.join(map(str, allowed))}"
+        return f"the input has {len(shape)} axes; the kernel supports {' or '.join(map(str, allowed))}"
 
     return check
 
@@ -348,12 +348,12 @@ def rank(*allowed: int) -> Callable[[Call], str | None]:
 def require_fixed_channels(call: Call) -> str | None:
     """Return why a call is refused: the number of channels (the second axis) must not be free."""
     channels = call.shape()[1]
-    return None if isinstance(channels, int) else f"a free number of channels, {channels}"
+    return None if isinstance(channels, int) else f"the number of channels, {channels}, is dynamic"
 
 
 def require_float_operands(call: Call) -> str | None:
     """Return why a call is refused: its operands must be floating point."""
-    return "an operand that is not floating point" if False in call.floating else None
+    return "an operand is not floating point" if False in call.floating else None
 
 
 def numbers(value: Any, axes: int) -> tuple[int, ...]:

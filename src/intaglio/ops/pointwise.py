@@ -22,7 +22,7 @@ def require_matching_shapes(call: Call) -> str | None:
     a, b = call.shape(0), call.shape(1)
     pixel = len(a) == len(b) == 4 and a[:2] == b[:2] and (1, 1) in (a[2:], b[2:])
     if a != b and not pixel:
-        return f"operands of shapes {_text(a)} and {_text(b)}; the kernel broadcasts one pixel over an image only"
+        return f"the operands have shapes {_text(a)} and {_text(b)}; the kernel broadcasts only one pixel over an image"
     return "an operand is a constant" if True in call.constant else None
 
 
@@ -91,7 +91,7 @@ def along(values: np.ndarray, rank: int, axis: Axis) -> np.ndarray:
     if values.size == 1:
         return values.reshape(())
     if not isinstance(axis, int):
-        raise ValueError(f"{values.size} values along axis {axis}")
+        raise ValueError(f"{values.size} values need one axis, but the axis is {axis}")
     shape = [1] * rank
     shape[axis] = values.size
     return values.reshape(shape)
@@ -118,7 +118,7 @@ def bind_clamp(call: Call) -> Attrs:
 def require_bounds_without_nan(call: Call) -> str | None:
     """Return why a clamp is refused: its bounds must not be NaN."""
     bounds = bind_clamp(call)
-    return "a bound that is NaN" if any(b is not None and b != b for b in bounds.values()) else None
+    return "a bound is NaN" if any(b is not None and b != b for b in bounds.values()) else None
 
 
 def clamp_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -148,7 +148,10 @@ def quantize_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
 def pixels_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     """Return the shape of the image; raise `ValueError` unless there is one gain and shift per channel."""
     if len(shapes[0]) != 4 or shapes[1] != shapes[2] or shapes[1] != shapes[0][1:2]:
-        raise ValueError(f"pixels of {shapes[0]} with {shapes[1]} gains and {shapes[2]} shifts")
+        raise ValueError(
+            f"quantize_pixels expects an image [n, c, h, w] and c gains and shifts, "
+            f"but got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
     return shapes[0]
 
 
@@ -191,13 +194,17 @@ def valid_sum(op: Op, graph: Graph) -> None:
     joins = graph.types[op.inputs[0]].dtype is DType.I32
     rests = [graph.types[name].shape for name in op.inputs[4:]]
     if any(rest != shape for rest in rests) or (not joins and (rests or op.outputs[1:])):
-        raise ValueError(f"add of {graph.types[op.inputs[1]]} with rests of {rests}")
+        raise ValueError(
+            f"add of {graph.types[op.inputs[1]]} expects rests of the same shape after an accumulator, but got {rests}"
+        )
     if axis is None:
         return
     channels, factors = shape[axis : axis + 1], [graph.types[name].shape for name in op.inputs[2:4]]
     fits = factors[1] == channels if not joins else all(factor in (channels, (1,)) for factor in factors)
     if axis not in (1, len(shape) - 1) or not fits:
-        raise ValueError(f"add along axis {axis} of {graph.types[op.inputs[1]]} with factors of {factors}")
+        raise ValueError(
+            f"add expects a factor per channel along axis {axis} of {graph.types[op.inputs[1]]}, but got {factors}"
+        )
 
 
 def within_bounds(op: Op, graph: Graph) -> bool:
@@ -210,7 +217,7 @@ def valid_table(op: Op, graph: Graph) -> None:
     """Check that there is an entry for every quantized value."""
     kind = graph.types[op.inputs[1]]
     if kind.shape != (256,):
-        raise ValueError(f"%{op.inputs[1]} is {kind}; a table has 256 entries")
+        raise ValueError(f"%{op.inputs[1]} is {kind}; a lookup table must have 256 entries")
 
 
 ADD = OpDef(

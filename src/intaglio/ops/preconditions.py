@@ -48,9 +48,12 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
             continue
         record = (hosts or {}).get(op.attrs["operator"]) if op.is_host else OPS.get(op.kind)
         if record is None:
-            raise ValueError(f"there is no operator {op.kind}")
+            raise ValueError(f"%{op.output}: the operator {op.kind} does not exist")
         if op.is_host and not all(_is_quantized(op, index, record, graph) for index in range(len(op.inputs))):
-            raise ValueError(f"%{op.output}: {record.name} of {[str(graph.types[name]) for name in op.inputs]}")
+            raise ValueError(
+                f"%{op.output}: {record.name} expects u8 activations and constants, "
+                f"but got {[str(graph.types[name]) for name in op.inputs]}"
+            )
         if record.window:
             _check_window(op)
         record.validate(op, graph)
@@ -59,7 +62,7 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
         shape = tuple(record.infer(op.attrs, [graph.types[name].shape for name in op.inputs]))
         for name in op.outputs[: 1 if record.results_differ else None]:
             if shape != graph.types[name].shape:
-                raise ValueError(f"%{name} is {graph.types[name]}; {op.kind} gives {shape}")
+                raise ValueError(f"%{name} is {graph.types[name]}, but {op.kind} computes the shape {shape}")
 
 
 def _is_quantized(op: Op, index: int, record: OpDef, graph: Graph) -> bool:
@@ -75,7 +78,7 @@ def _check_window(op: Op) -> None:
     for key, value in op.attrs.items():
         least = 1 if key in AT_LEAST_ONE else 0
         if any(number < least for number in _integers(value)):
-            raise ValueError(f"{op.kind} with {key} {value}")
+            raise ValueError(f"{op.kind} has {key} {value}, but numbers must be at least {least}")
 
 
 def _integers(value: Any) -> Iterable[int]:
@@ -117,7 +120,7 @@ def _sizes(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
         for axis, size in enumerate(shape):
             smallest = least if axis > 1 else 0
             text = ", ".join(map(str, shape))
-            yield size - smallest, f"its result [{text}] would have fewer than {smallest} along axis {axis}"
+            yield size - smallest, f"its result [{text}] would have a size below {smallest} along axis {axis}"
 
 
 def _of_record(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:

@@ -35,7 +35,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
             if key in table and record in table[key].if_not_constant.values():
                 continue
             if key in table:
-                raise ValueError(f"{key} is claimed by {table[key].name} and {record.name}")
+                raise ValueError(f"two operator records have the target {key}: {table[key].name} and {record.name}")
             table[key] = record
     return MappingProxyType(by_name), MappingProxyType(by_target)
 

@@ -73,13 +73,13 @@ def require_finite_numbers(call: Call) -> str | None:
     """Return why arguments are refused: they must be finite numbers or words, and powers positive integers (no NaN)."""
     for name, value in bind(call).items():
         if not isinstance(value, (int, float, str)) or (isinstance(value, float) and not math.isfinite(value)):
-            return f"{name} = {value}"
+            return f"{name} = {value} is not supported"
     if call.arguments.get("beta") == 0 or (call.target == "aten.celu.default" and call.arguments.get("alpha") == 0):
-        return "a division by zero"
+        return "it divides by zero"
     exponent: Any = call.arguments.get("exponent", 1)
     if exponent < 1 or int(exponent) != exponent:
-        return f"a power of {exponent}"
-    return "division by zero" if call.target == "aten.div.Scalar" and call.arguments["other"] == 0 else None
+        return f"the exponent {exponent} is not supported"
+    return "it divides by zero" if call.target == "aten.div.Scalar" and call.arguments["other"] == 0 else None
 
 
 def activate(function: str) -> Callable[[Attrs], Attrs]:

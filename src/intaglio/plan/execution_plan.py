@@ -103,7 +103,7 @@ class Plan:
     def max_tile_rows(self) -> Mapping[int, int]:
         """Return the target's maximum number of tile rows per number of 16-channel blocks."""
         if self.target is None:
-            raise ValueError("this plan is for no machine yet: schedule_plan(plan, ...)")
+            raise ValueError("the plan has no instruction set yet; call schedule_plan(plan, ...) first")
         return self.target.max_tile_rows
 
     def with_reasons(self, choice: Choice, reasons: Mapping[str, str]) -> Plan:

@@ -84,7 +84,7 @@ def _assign_aliases(graph: Graph, buffers: dict[str, Buffer]) -> dict[str, str]:
         if is_identity_copy(op, buffers[op.inputs[0]], buffers[op.output]):
             source = buffers[op.inputs[0]]
             buffers[op.output] = replace(buffers[op.output], alias=source.alias or source.value)
-            reasons[op.output] = f"the {op.kind} moves no byte"
+            reasons[op.output] = f"the {op.kind} copies no bytes"
     for op in graph.ops:
         if op_def(op).variadic and op.output in buffers and buffers[op.output].channels_last and op.attrs["axis"] == 1:
             _alias_concatenated_operands(op, graph, buffers, reasons)
@@ -156,9 +156,9 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
         if group in groups.image:
             return False, f"channels last for {groups.image[group]}"
         if group in near_images:
-            return True, "row-major, so that a permutation from or to images moves no byte"
+            return True, "row-major, so that a permutation from or to images copies no bytes"
         if group in free or not isinstance(kind.shape[1], int):  # channels last needs a fixed number of channels
-            return True, "row-major: the number of channels is free"
+            return True, "row-major: the number of channels is dynamic"
         return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
 
     laid = {name: kind for name, kind in graph.types.items() if _layout_is_free(kind)}

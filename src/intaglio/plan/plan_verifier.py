@@ -51,7 +51,7 @@ def written_before_read(plan: Plan) -> Iterator[str]:
                         yield f"%{source}: {step.partition.name} reads it, but no step writes it"
                 elif group_of[source] >= step.barrier_group or made_at[source] >= position[id(step)]:
                     group = group_of[source]
-                    yield f"%{source}: {step.partition.name} reads it before its barrier group {group} is over"
+                    yield f"%{source}: {step.partition.name} reads it before its barrier group {group} ends"
 
 
 def groups_in_order(plan: Plan) -> Iterator[str]:
@@ -65,7 +65,7 @@ def lifetimes_cover_uses(plan: Plan) -> Iterator[str]:
     """Yield buffers that are used in a barrier group outside of their lifetime."""
     lifetimes = {lifetime.value: lifetime for lifetime in plan.lifetimes}
     if len(lifetimes) < len(plan.lifetimes) or len({one.order for one in plan.lifetimes}) < len(plan.lifetimes):
-        yield "a buffer is placed twice"
+        yield "a buffer has two places in memory"
     for step in plan.steps:
         for name in dict.fromkeys(map(plan.root, _touched(step, plan))):
             lifetime = lifetimes.get(name)
@@ -116,19 +116,19 @@ def views_can_be_read(plan: Plan) -> Iterator[str]:
     known = {*plan.buffers, *plan.graph.constants, *plan.external}
     for name, view in plan.views.items():
         if view.root not in known:
-            yield f"%{name}: a view of %{view.root}, which has no memory"
+            yield f"%{name} is a view of %{view.root}, which has no memory"
     for step in plan.steps:
         for op in step.partition.ops:
             for name in op.inputs:
                 if name in plan.views and not (op_def(op).any_strides or op_def(op).moves_data):
-                    yield f"%{name}: a view, but {op.kind} %{op.outputs[0]} takes no strides"
+                    yield f"%{name} is a view, but {op.kind} %{op.outputs[0]} does not support strides"
 
 
 def aliases_have_memory(plan: Plan) -> Iterator[str]:
     """Yield aliases of values that are not buffers, or that are aliases themselves."""
     for name, buffer in plan.buffers.items():
         if buffer.alias is not None and (buffer.alias not in plan.buffers or plan.buffers[buffer.alias].alias):
-            yield f"%{name}: an alias of %{buffer.alias}, which has no memory of its own"
+            yield f"%{name} is an alias of %{buffer.alias}, which has no memory of its own"
 
 
 def halos_fit(plan: Plan) -> Iterator[str]:
@@ -144,7 +144,7 @@ def halos_fit(plan: Plan) -> Iterator[str]:
         if halo != needed.get(name, (0, 0)):
             yield f"%{name}: its halo is {halo[0]}x{halo[1]}, its readers need {needed.get(name, (0, 0))}"
         if name in heads and any(needed.get(name, (0, 0))):
-            yield f"%{name}: a head makes it pixel by pixel, but its reader pads"
+            yield f"%{name}: a multiplication computes it pixel by pixel, but its reader needs padding"
 
 
 PLAN_CHECKS = (

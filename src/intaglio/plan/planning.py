@@ -64,7 +64,9 @@ def assign_barrier_groups(plan: Plan) -> Plan:
         called = Step(partition).called
         read = next((name for name in partition.reads() if plan.root(name) in made), None)
         if steps and (called or previous_called or read is not None):
-            reasons[partition.ops[-1].outputs[0]] = "the runtime calls back" if read is None else f"reads %{read}"
+            reasons[partition.ops[-1].outputs[0]] = (
+                "the runtime calls a Python function" if read is None else f"reads %{read}"
+            )
             group, made = group + 1, {}
             segment += called != previous_called
         steps.append(Step(partition, group, segment))

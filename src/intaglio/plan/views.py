@@ -43,7 +43,7 @@ def assign_views(plan: Plan) -> Plan:
     while True:
         found = {**written, **_read_in_place(graph, buffers, row_major, written, refused)}
         wrong = {
-            name: f"{reader} needs elements of the last axis to be neighbours"
+            name: f"{reader} needs contiguous elements along the last axis"
             for name, at in found.items()
             if name not in written and (reader := _unsuited_reader(name, at, users[name], found)) is not None
         }

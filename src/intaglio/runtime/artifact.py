@@ -122,12 +122,14 @@ def open_artifact(program: Program, path: Path) -> Artifact:
         raise BuildError(
             program.name,
             None,
-            f"a program for {program.isa}; this machine runs {', '.join(machine.isas())}",
-            remedy="model.save writes files that intaglio.load opens on every machine",
+            f"the program is for {program.isa}, but this machine runs {', '.join(machine.isas())}",
+            remedy="save the model with model.save; intaglio.load opens such files on every machine",
         )
     library = load(path)
     if not (hasattr(library, "intaglio_plan") and hasattr(library, "intaglio_run")):
-        raise BuildError(str(path), None, "the library holds no program", remedy="load the file without trust=True")
+        raise BuildError(
+            str(path), None, "the library does not contain a program", remedy="load the file without trust=True"
+        )
     library.intaglio_plan.restype = CInt64
     library.intaglio_plan.argtypes = (ctypes.POINTER(CInt64), ctypes.POINTER(CInt64))
     library.intaglio_run.restype = None

@@ -105,7 +105,7 @@ class SizeEvaluator:
         if checked and min(checked) < 0:
             need = self.needs[next(index for index, value in enumerate(checked) if value < 0)]
             given = ", ".join(f"{name} = {size}" for name, size in symbols.items())
-            raise InputError(need.where, need.operator, f"{need.problem}, with {given}", remedy="give larger inputs")
+            raise InputError(need.where, need.operator, f"{need.problem}, with {given}", remedy="pass larger inputs")
         return groups
 
 
@@ -171,8 +171,10 @@ class ExternalInput:
         """
         known = tensor.dtype is self.dtype or self.dtype is None or (self.accepts_bytes and tensor.dtype is torch.uint8)
         if not known:
-            problem = f"element type {tensor.dtype}; the program reads {self.external.dtype}"
-            raise InputError(f"%{self.value}", None, problem, remedy="leave the types of its float parts as they are")
+            problem = f"its data type is {tensor.dtype}, but the program reads {self.external.dtype}"
+            raise InputError(
+                f"%{self.value}", None, problem, remedy="do not change the data types of the float parts of the model"
+            )
         tensor = tensor.resolve_neg()
         if self.external.dense:
             return _dense_as(self.external, tensor)

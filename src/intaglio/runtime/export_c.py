@@ -77,32 +77,32 @@ def _check(model: CompiledModel) -> None:
         raise UnsupportedError(
             name,
             None,
-            "float parts run in PyTorch, and an exported program has none:" + "".join(parts),
-            remedy="write them with operators of docs/reference/operators.md, which run in the program (also those "
-            "that stay float with skip=), or quantize the part of the model without them",
+            "these float parts run in PyTorch, which an exported program does not have:" + "".join(parts),
+            remedy="write them with operators of docs/reference/operators.md, which run in the program even if skip= "
+            "leaves them in float, or quantize only the part of the model without them",
         )
     if model.hosts:
         raise UnsupportedError(
             name,
             None,
-            f"host operators have a reference implementation and no kernel: {', '.join(model.hosts)}",
-            remedy="quantize the part of the model without them",
+            f"user-defined operators run in NumPy and have no kernel: {', '.join(model.hosts)}",
+            remedy="quantize only the part of the model without them",
         )
     if signature.state or signature.written:
         paths = ", ".join([*(kept.path for kept in signature.state), *(f"argument {i}" for i in signature.written)])
         raise UnsupportedError(
             name,
             None,
-            f"the model changes what it is given or keeps: {paths}; exported calls only read and return",
-            remedy="let the model take that as an input and return the new value",
+            f"the model changes its inputs or buffers ({paths}), which exported programs cannot do",
+            remedy="take the value as an input and return the new value as a result",
         )
     written = {external.value for external in model.artifact.program.externals if external.written}
     if missing := [value for value in model.graph.outputs if value not in written]:
         raise UnsupportedError(
             name,
             None,
-            f"the program does not compute {', '.join(missing)}: an input or a constant that is returned",
-            remedy="return it outside of the model",
+            f"the result {', '.join(missing)} is an input or a constant, which the program does not compute",
+            remedy="remove it from the results of the model",
         )
 
 
@@ -110,8 +110,8 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
     """Return the instruction sets, best first, in the order in which the exported program tries them."""
     asked = tuple(isas) if isas is not None else (model.artifact.program.isa,)
     if not asked or (unknown := [isa for isa in asked if isa not in ISA_FLAGS]):
-        problem = f"no kernels for {', '.join(unknown)}" if asked else "no instruction set"
-        raise BuildError(f"isa={asked}", None, f"{problem}; there are {', '.join(ISA_FLAGS)}")
+        problem = f"there are no kernels for {', '.join(unknown)}" if asked else "no instruction set is given"
+        raise BuildError(f"isa={asked}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}")
     return [isa for isa in ISA_FLAGS if isa in asked]
 
 

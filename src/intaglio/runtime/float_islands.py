@@ -47,22 +47,24 @@ def function_of(name: str) -> Callable[..., Any]:
         return PYTHON_FUNCTIONS[name]
     parts = _NAME.fullmatch(name)
     if parts is None:
-        problem = "not an operator of ATen, nor one of levels; float parts of a file are lists of those"
+        problem = (
+            "it is neither an ATen operator nor one of quantized values, which the float parts of a file consist of"
+        )
         raise ArtifactError(name, None, problem)
     library, packet_name, overload = parts.groups()
     if library == "quantized_decomposed":
         quantized_decomposed()
     packet = getattr(getattr(torch.ops, library), packet_name, None)
     if not isinstance(packet, OpOverloadPacket) or overload not in packet.overloads():
-        raise ArtifactError(
-            name, None, f"PyTorch {torch.__version__} has no such operator", remedy="install the version that saved it"
-        )
+        problem = f"PyTorch {torch.__version__} does not have this operator"
+        raise ArtifactError(name, None, problem, remedy="install the version of PyTorch that saved the file")
     found = getattr(packet, overload)
     schema = schema_of(found)
     writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
     in_place = packet_name.endswith("_") and not packet_name.endswith("__")  # __and__ is the operator &
     if packet_name in REFUSED_OPERATORS or in_place or writes or not schema.returns:
-        raise ArtifactError(name, None, "an operator that changes its arguments or reaches beyond them")
+        problem = "the operator changes its arguments or has side effects, which the float parts of a file must not"
+        raise ArtifactError(name, None, problem)
     return found
 
 
@@ -111,7 +113,7 @@ class IslandProgram:
         for name, function, arguments, keywords in entry["calls"]:
             missing = _values([arguments, list(keywords.values())]) - names
             if missing:
-                raise ValueError(f"{function} reads {', '.join(sorted(missing))} before it is made")
+                raise ValueError(f"{function} reads {', '.join(sorted(missing))} before it is computed")
             calls.append(
                 TensorCall(
                     checked_identifier(name),
@@ -122,7 +124,7 @@ class IslandProgram:
             )
             names.add(name)
         if missing := set(entry["outputs"]) - names:
-            raise ValueError(f"nothing makes {', '.join(sorted(missing))}")
+            raise ValueError(f"no operator computes {', '.join(sorted(missing))}")
         return IslandProgram(tuple(entry["inputs"]), constants, tuple(calls), tuple(entry["outputs"]))
 
 
@@ -261,7 +263,9 @@ def island_program(module: nn.Module) -> IslandProgram:
     if isinstance(module, FloatIsland):
         return module.calls
     if not isinstance(module, fx.GraphModule):
-        raise ArtifactError(type(module).__name__, None, "a float part that was replaced by hand cannot be saved")
+        raise ArtifactError(
+            type(module).__name__, None, "this float part was replaced by another module and cannot be saved"
+        )
     inputs, constants, calls, outputs = [], [], [], ()
     for node in module.graph.nodes:
         match node.op:
@@ -274,7 +278,9 @@ def island_program(module: nn.Module) -> IslandProgram:
             case "output":
                 outputs = tuple(value.name for value in node.args[0])
             case _:
-                raise ArtifactError(node.name, str(node.target), f"a {node.op} in a float part cannot be saved")
+                raise ArtifactError(
+                    node.name, str(node.target), f"a node of kind {node.op} in a float part cannot be saved"
+                )
     return IslandProgram(tuple(inputs), tuple(constants), tuple(calls), outputs)
 
 
@@ -289,12 +295,14 @@ def _call(node: fx.Node) -> TensorCall:
         arguments = [_encoded(value) for value in node.args]
         keywords = {key: _encoded(value) for key, value in node.kwargs.items()}
     except (ArtifactError, NotStorableError) as error:
-        problem = error.problem if isinstance(error, ArtifactError) else f"its argument {error} has no form in a file"
+        problem = (
+            error.problem if isinstance(error, ArtifactError) else f"its argument {error} cannot be stored in a file"
+        )
         raise ArtifactError(
             where,
             name,
             f"this float part cannot be saved: {problem}",
-            remedy="quantize the part of the model without it",
+            remedy="quantize only the part of the model without it",
         ) from error
     return TensorCall(node.name, name, arguments, keywords)
 
@@ -357,9 +365,9 @@ def run_host(
         raise InputError(
             op.origin.path or op.output,
             op.attrs["operator"],
-            f"its reference implementation returned {result.dtype}{list(result.shape)}; "
-            f"the program reads uint8{list(levels.shape)}",
-            remedy="return quantized values: numerics.quantize(...).astype(np.uint8), of the shape that infer says",
+            f"its reference implementation returned {result.dtype}{list(result.shape)}, "
+            f"but the program reads uint8{list(levels.shape)}",
+            remedy="return quantized values, quantize(...).astype(np.uint8), of the shape that infer returns",
         )
     if frame := evaluate(call.output.frame, symbols):
         start = offsets[call.output.at]

@@ -33,6 +33,7 @@ from intaglio.signature import (
 )
 
 logger = logging.getLogger("intaglio")
+UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
 class ProgramModule(nn.Module):
@@ -126,7 +127,7 @@ class ProgramModule(nn.Module):
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call as one custom operator while `torch.compile` traces it."""
         if torch.compiler.is_exporting():
-            raise InputError("call", None, "this part is quantized already; native code cannot be traced")
+            raise InputError("call", None, "this module is already quantized, and native code cannot be traced")
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._model_id)
         if self._positional_inputs and self._results == 1 and self.signature.out_tree.is_leaf():
@@ -222,7 +223,10 @@ class ProgramModule(nn.Module):
                 self._planned_calls.add(key)
         if key not in self._planned_calls and not self._warned_of_fallback:
             self._warned_of_fallback = True
-            logger.warning("%s: shapes that were not planned run in float (on_new_shape)", self.about.name)
+            logger.warning(
+                "%s: a call has a shape without a plan and runs in the float model (on_new_shape='fallback')",
+                self.about.name,
+            )
         return key in self._planned_calls
 
     def _new_plan(self, symbols: dict[str, int]) -> CallPlan:
@@ -270,10 +274,9 @@ class ProgramModule(nn.Module):
                         if name in plan.input_shapes and (
                             result.shape != plan.input_shapes[name] or result.device.type != "cpu"
                         ):
-                            problem = (
-                                f"{result.device} {list(result.shape)}; the program reads {plan.input_shapes[name]}"
-                            )
-                            raise InputError(f"%{name}", None, problem, remedy="leave its float parts as they are")
+                            given = f"it is {list(result.shape)} on {result.device}"
+                            problem = f"{given}, but the program reads {plan.input_shapes[name]} on the CPU"
+                            raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
                     values.update(zip(call.outputs, results, strict=True))
                 continue
             for name, sizes, strides in plan.outputs:

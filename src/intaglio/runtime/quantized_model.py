@@ -38,7 +38,7 @@ from intaglio.signature import bind, initial_state
 PROBE_SECONDS = 0.002
 """Seconds per repeat of the measurement of peak int8 throughput."""
 
-CPU_FLOAT32_REMEDY = "leave the int8 model as it is, and convert what goes in and what comes out"
+CPU_FLOAT32_REMEDY = "keep the int8 model on the CPU and in its data types, and convert its inputs and results instead"
 
 
 class QuantizedModel(ProgramModule):
@@ -67,7 +67,7 @@ class QuantizedModel(ProgramModule):
         """
         texts = self.about.texts
         if stage not in texts:
-            raise InputError("text", None, f"no stage {stage!r}; there are {', '.join(texts)}")
+            raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
         return texts[stage]
 
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
@@ -197,16 +197,16 @@ class QuantizedModel(ProgramModule):
             InputError: the model has no example.
         """
         if self.example is None:
-            remedy = "model.save(path, example=x) stores one; intaglio.load(path).verify() runs it"
-            raise InputError("verify", None, "this model has no stored example", remedy=remedy)
+            remedy = "store one with model.save(path, example=x) and load the file: intaglio.load(path).verify()"
+            raise InputError("verify", None, "the model has no stored example", remedy=remedy)
         found = self._exact_digest(self.example.tensors)
         if found != self.example.digest:
             raise ArtifactError(
                 "verify",
                 None,
-                f"the stored example gives other bits: {found[:16]}, saved with "
-                f"{self.example.digest[:16]} ({self.artifact.program.isa})",
-                remedy="do not use this model here; results must not depend on the machine, please report it",
+                f"the results of the stored example differ: their digest is {found[:16]} here "
+                f"({self.artifact.program.isa}), and {self.example.digest[:16]} in the file",
+                remedy="do not use this model on this machine, and report it: results must be the same everywhere",
             )
 
     def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
@@ -275,11 +275,17 @@ class QuantizedModel(ProgramModule):
             raise InputError("to", None, str(error), remedy=CPU_FLOAT32_REMEDY) from error
         if moved.device.type != "cpu":
             raise InputError(
-                "to", None, f"device {moved.device}; an int8 model runs on the CPU", remedy=CPU_FLOAT32_REMEDY
+                "to",
+                None,
+                f"an int8 model runs on the CPU and cannot be moved to device {moved.device}",
+                remedy=CPU_FLOAT32_REMEDY,
             )
         if moved.dtype is not torch.float32:
             raise InputError(
-                "to", None, f"element type {moved.dtype}; its float parts are float32", remedy=CPU_FLOAT32_REMEDY
+                "to",
+                None,
+                f"the float parts of an int8 model are float32 and cannot be converted to {moved.dtype}",
+                remedy=CPU_FLOAT32_REMEDY,
             )
         super()._apply(fn, recurse)
         return self
@@ -287,7 +293,7 @@ class QuantizedModel(ProgramModule):
     def train(self, mode: bool = True) -> QuantizedModel:
         """Warn that an int8 program cannot be trained, and change nothing."""
         if mode:
-            warnings.warn("an int8 model has no training mode; it stays as it is", stacklevel=2)
+            warnings.warn("an int8 model cannot be trained; train() does not change it", stacklevel=2)
         return self
 
     def __getstate__(self) -> dict[str, Any]:

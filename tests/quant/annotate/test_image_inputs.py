@@ -333,7 +333,9 @@ def test_several_inputs_are_declared_by_name():
         assert_same(found(*call), expected)
     only = lowered(model, {"right": HALF}, x, y)[1]
     assert_same(only(x, pixels.flip(0)), only(x, y))
-    with pytest.raises(InputError, match=r"input 'left': element type torch\.uint8; the model takes f32"):
+    with pytest.raises(
+        InputError, match=r"input 'left': its data type is torch\.uint8; the model takes torch\.float32"
+    ):
         only(pixels, y)
     with pytest.raises(SelectorError, match="one Image for 2 inputs"):
         lowered(model, HALF, x, y)
@@ -380,7 +382,7 @@ def test_float_readers_of_an_image_input_keep_the_observed_range(body, text):
     assert note.startswith("input '")
     assert text in note
     assert graph.text() == lowered(captured, None, x.clone())[1].text()
-    with pytest.raises(InputError, match="the model takes f32"):
+    with pytest.raises(InputError, match=r"the model takes torch\.float32"):
         graph(photos(height=12, width=12))
 
 
@@ -423,7 +425,7 @@ def test_bytes_for_a_model_without_image_name_the_remedy():
 
 
 def test_other_types_are_refused_where_bytes_are_taken():
-    with pytest.raises(InputError, match=r"element type torch\.int8; the model takes f32 or u8"):
+    with pytest.raises(InputError, match=r"data type is torch\.int8; the model takes torch\.float32 or torch\.uint8"):
         stems()[1](*[x.to(torch.int8) for x in wide_photos()])
 
 
@@ -444,5 +446,5 @@ def test_an_equalized_input_without_a_declaration_takes_no_bytes():
     x = nets.example(model, 4)
     quantized = intaglio.quantize(model, [x])
     assert next(op.kind for op in quantized.graph.ops) == "pixels"
-    with pytest.raises(InputError, match=r"element type torch\.uint8"):
+    with pytest.raises(InputError, match=r"data type is torch\.uint8"):
         quantized(torch.zeros(x.shape, dtype=torch.uint8))

@@ -100,7 +100,7 @@ def test_values_of_other_types_are_counted_as_float32(dtype):
 @pytest.mark.case("calibration 24")
 def test_a_double_model_is_not_downcast_in_silence():
     """Case 24: a batch of doubles for a float model, and the other way round, is an error that names both."""
-    with pytest.raises(CalibrationError, match=r"element type torch\.float64; the model takes f32"):
+    with pytest.raises(CalibrationError, match=r"data type is torch\.float64; the model takes torch\.float32"):
         calibrate(prepare(CAPTURED), [X.double()])
 
 

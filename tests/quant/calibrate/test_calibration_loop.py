@@ -98,10 +98,10 @@ def test_a_prepared_model_is_the_float_model():
         (["text"], "a batch is a str"),
         ([{"y": X}], r"a batch has keys \['y'\]; forward takes \['x'\]"),
         ([X[:0], X[:0]], "2 batches without a single sample"),
-        ([X, X[:, :2]], r"batch 1, input 'x': shape \[12, 2, 13, 13\]; the model takes \[n, 3, 13, 13\]"),
-        ([X.double()], "batch 0, input 'x': element type torch.float64"),
+        ([X, X[:, :2]], r"batch 1, input 'x': its shape is \[12, 2, 13, 13\]; the model takes \[n, 3, 13, 13\]"),
+        ([X.double()], "batch 0, input 'x': its data type is torch.float64"),
         ([X.numpy()], "a batch is a ndarray"),
-        ([(LABELS, X)], "batch 0, input 'x': element type torch.int64"),
+        ([(LABELS, X)], "batch 0, input 'x': its data type is torch.int64"),
         ([None], "a batch is a NoneType"),
     ],
 )

@@ -598,7 +598,7 @@ def test_a_model_is_prepared_for_training_or_for_calibration():
     prepared(x)
     with pytest.raises(InputError, match="takes a Captured"):
         stages.prepare(prepared)
-    with pytest.raises(InputError, match="trained with its own"):
+    with pytest.raises(InputError, match="has its own parameters"):
         stages.convert(prepared, stages.calibrate(prepared, [x], progress=False))
 
 

@@ -117,7 +117,7 @@ def test_values_that_do_not_fit_the_packing_are_not_packed():
 
 
 def test_a_packed_weight_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="for 3 numbers of 4 bits"):
+    with pytest.raises(ValueError, match="cannot hold 3 numbers of 4 bits"):
         unpack(np.zeros(3, np.uint8), np.zeros(0, np.uint8), Packing(4, -8), (1, 3))
 
 

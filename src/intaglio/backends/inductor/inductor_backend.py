@@ -43,7 +43,11 @@ class InductorBackend:
 
     def supports(self, op: fx.Node) -> str | None:
         """Refuse loops whose number of iterations depends on data."""
-        return "Inductor compiles no loop with a body of int8" if isinstance(op.target, WhileLoop) else None
+        return (
+            "the number of iterations depends on data, and Inductor cannot compile such a loop in int8"
+            if isinstance(op.target, WhileLoop)
+            else None
+        )
 
     def compile(self, stage: Reference | Lowered, options: InductorOptions) -> InductorModel:
         """Return a model whose first program is compiled, unless dynamic sizes are unknown."""

@@ -166,7 +166,9 @@ class InductorModel(nn.Module):
             InputError: the name does not end in ".pt2", or sizes are dynamic and the model was never called.
         """
         if not str(path).endswith(".pt2"):
-            raise InputError("save_package", None, f"{str(path)!r}; the name of a package ends in .pt2")
+            raise InputError(
+                "save_package", None, f"the name of a package must end in .pt2, but the path is {str(path)!r}"
+            )
         check_file(path)
         self._check_package()
         args, kwargs, axes = self._example_call()
@@ -182,24 +184,29 @@ class InductorModel(nn.Module):
     def _check_package(self) -> None:
         """Raise an error if the model cannot be compiled ahead of time."""
         if self.signature.state or self.signature.written:
-            problem = "it changes buffers or inputs while it runs, which a package cannot"
-            raise UnsupportedError("save_package", None, problem, remedy="export_c of the native model can")
+            problem = "the model changes buffers or inputs while it runs, which a package does not support"
+            raise UnsupportedError(
+                "save_package",
+                None,
+                problem,
+                remedy="compile with the native backend and save the model with model.save",
+            )
         opaque = [node for node in self._graphs[frozenset()].graph.nodes if operator(node).startswith("intaglio.")]
         for node in (node for node in opaque if node.target not in decompositions()):
             where = origin(node)
             raise UnsupportedError(
                 where.path,
                 where.operator,
-                "it is computed by Python, which a package does without",
-                remedy=f"leave it in float: skip=[{where.path!r}]",
+                "it is computed in Python, and a package runs without Python",
+                remedy=f"leave it in float with skip=[{where.path!r}]",
                 source=where.source or None,
             )
         if not self._example:
             raise InputError(
                 "save_package",
                 None,
-                "more than the batch is free, and the model was never called",
-                remedy="call it once, or give compile(…, example_inputs=…)",
+                "the sizes of dynamic dimensions other than the batch are unknown, because the model was never called",
+                remedy="call the model once, or pass example_inputs= to compile",
             )
 
     def _example_call(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -221,15 +228,15 @@ class InductorModel(nn.Module):
     def train(self, mode: bool = True) -> InductorModel:
         """Warn that a compiled program cannot be trained, and change nothing."""
         if mode:
-            warnings.warn("a compiled int8 model has no training mode; it stays as it is", stacklevel=2)
+            warnings.warn("a compiled int8 model cannot be trained; train() does not change it", stacklevel=2)
         return self
 
     def __reduce__(self) -> Any:
         raise ArtifactError(
             "InductorModel",
             None,
-            "what Inductor compiled into this process cannot be copied or pickled",
-            remedy="model.save_package('model.pt2') writes a file; compile the reference again for a copy",
+            "a model that Inductor compiled in this process cannot be copied or pickled",
+            remedy="write a file with model.save_package('model.pt2'), or compile the reference again for a copy",
         )
 
     def __repr__(self) -> str:

@@ -40,7 +40,11 @@ class OnnxBackend:
     def supports(self, op: fx.Node) -> str | None:
         """Refuse loops whose number of iterations depends on data. Operators that ONNX lacks are found during the
         export."""
-        return "ONNX files of a loop with a body are not written" if isinstance(op.target, WhileLoop) else None
+        return (
+            "the number of iterations depends on data, and the ONNX export cannot write such a loop"
+            if isinstance(op.target, WhileLoop)
+            else None
+        )
 
     def compile(self, stage: Reference | Lowered, options: OnnxOptions) -> OnnxFile:
         """Write the file and return a description of it."""

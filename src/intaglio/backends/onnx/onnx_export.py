@@ -77,17 +77,20 @@ def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
         InputError: ``sums`` has another value than the two.
     """
     if sums not in get_args(Sums):
-        raise InputError("sums", None, f"sums={sums!r}; there are {' and '.join(get_args(Sums))}")
+        raise InputError(
+            "sums", None, f"{sums!r} is not a value of sums; allowed are {' and '.join(map(repr, get_args(Sums)))}"
+        )
     _require()
     check_file(path)
     module = legalize(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []
     if sums == "levels" and (terms := quantize_residual_operands(module)):
-        notes.append(f"convolutions in front of sums are rounded to u8 there: {len(terms)}; sums='float' leaves it")
+        rounded = f"results of {len(terms)} convolutions are rounded to u8 before they are added"
+        notes.append(f"{rounded}; sums='float' keeps them in float32")
     names = input_names(reference.signature, inputs, notes), output_names(reference.signature, notes)
     if any(str(node.target) == RECURRENT_CALL for node in reference.module.graph.nodes):
-        notes.append("recurrent layers are of float32 on integer weights, and hidden states are not rounded")
+        notes.append("recurrent layers run in float32 with quantized weights; their hidden states are not rounded")
     written = _translated(_exported(module, inputs), *names)
     _name_dimensions(written.model, inputs)
     _name_nodes(written.model)
@@ -109,10 +112,10 @@ def _require() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise BuildError(
-            "onnx backend",
+            "the ONNX backend",
             None,
-            f"it needs a package that is not installed: {error.name}",
-            remedy="pip install 'intaglio[onnx]'",
+            f"the package {error.name} is not installed",
+            remedy="install it with pip install 'intaglio[onnx]'",
         ) from error
 
 
@@ -278,6 +281,6 @@ def _refusal(program: ExportedProgram, error: BaseException) -> UnsupportedError
     return UnsupportedError(
         next(iter(paths), "") or "model",
         name or None,
-        "there are no ONNX operators for it",
-        remedy="write this part of the model with other operators, or export what is in front of it and behind it",
+        "no ONNX operators compute it",
+        remedy="write this part of the model with other operators, or export the parts before and after it",
     )

@@ -83,7 +83,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
 
 def _number(dim: Dim) -> int:
     if not isinstance(dim, int):
-        raise ValueError(f"free dimension {dim}")
+        raise ValueError(f"attention needs a depth of fixed size, but got the dynamic dimension {dim}")
     return dim
 
 

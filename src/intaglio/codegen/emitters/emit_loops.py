@@ -221,7 +221,7 @@ def _of_vectors(op: Op, loop: Loop) -> str:
 def _lanes(op: Op) -> Lanes:
     lanes = primitive(op).lanes
     if lanes is None:
-        raise ValueError(f"{op.kind} reduces nothing")
+        raise ValueError(f"{op.kind} is not a reduction of a loop")
     return lanes
 
 

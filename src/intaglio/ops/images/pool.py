@@ -58,7 +58,7 @@ def bind_pool(call: Call) -> Attrs:
 def require_positive_divisor(call: Call) -> str | None:
     """Return why average pooling is refused: a divisor must be at least 1."""
     divisor = call.arguments.get("divisor_override")
-    return f"divisor_override {divisor}" if divisor is not None and divisor < 1 else None
+    return f"divisor_override is {divisor}, but must be at least 1" if divisor is not None and divisor < 1 else None
 
 
 def pooled(size: Dim, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> Dim:
@@ -83,14 +83,14 @@ def require_complete_windows(call: Call) -> str | None:
         call.shape()[2:], attrs["kernel"], attrs["stride"], attrs["padding"], dilation, strict=True
     ):
         if attrs["ceil"] and not isinstance(size, int) and stride + padding > apart * (kernel - 1) + 1:
-            return f"ceil mode over the free size {size}, with windows that may begin behind it"
+            return f"with ceil_mode over the dynamic size {size}, windows may begin after the end of the axis"
     return None
 
 
 def require_fixed_size(call: Call) -> str | None:
     """Return why adaptive pooling is refused: its result must have a fixed size."""
     free = [size for size in call.result[2:] if not isinstance(size, int)]
-    return f"a result of the free size {free[0]}" if free else None
+    return f"the size of the result, {free[0]}, is dynamic" if free else None
 
 
 def pool_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -233,7 +233,7 @@ def _valid_factors(op: Op, graph: Graph, divisors: Sequence[int]) -> None:
     """Check that there is a factor for every divisor."""
     kind = graph.types[op.inputs[1]]
     if kind.shape != (len(divisors),):
-        raise ValueError(f"%{op.inputs[1]} is {kind}; {op.kind} reads others")
+        raise ValueError(f"%{op.inputs[1]}: {op.kind} expects {len(divisors)} factors, one per divisor, but got {kind}")
 
 
 def valid_windows(op: Op, graph: Graph) -> None:

@@ -51,7 +51,7 @@ def require_finite_factors(call: Call) -> str | None:
     """Return why scale factors are refused: they must be positive, finite numbers."""
     scales = [scale for scale in bind_resize(call)["scales"] if scale is not None]
     plain = all(isinstance(scale, (int, float)) and 0 < scale < float("inf") for scale in scales)
-    return None if plain else f"factors {scales}"
+    return None if plain else f"the scale factors {scales} are not supported"
 
 
 def nearest_tables(attrs: Attrs) -> list[np.ndarray]:
@@ -119,7 +119,7 @@ def _step(size: int, result: int, scale: float | None) -> Any:
 def resized(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     """Return the result's shape of an operator without tables."""
     if shapes[0][2:] != attrs["sizes"]:
-        raise ValueError(f"sizes {attrs['sizes']} of {shapes[0]}")
+        raise ValueError(f"the operator is recorded for sizes {attrs['sizes']}, but its operand has shape {shapes[0]}")
     return (*shapes[0][:2], *attrs["results"])
 
 
@@ -191,14 +191,16 @@ def valid_linear(op: Op, graph: Graph) -> None:
     _valid_indices(op, graph, indices, 2)
     pairs = zip(indices, tables[1:-1:2], strict=True)
     if tables[-1].shape != (1,) or any(i.shape != w.shape or i.shape[1] != 2 for i, w in pairs):
-        raise ValueError(f"%{op.output}: weights that do not go with their indices")
+        raise ValueError(
+            f"%{op.output}: {op.kind} expects two indices and two weights per output, but got other shapes"
+        )
 
 
 def _valid_indices(op: Op, graph: Graph, indices: Sequence[np.ndarray], rank: int) -> None:
     """Check the rank of index tables and that their indices are inside of their axis."""
     for size, index in zip(graph.types[op.inputs[0]].shape[2:], indices, strict=True):
         if index.ndim != rank or not ((index >= 0) & (index < size)).all():
-            raise ValueError(f"{op.kind} reads outside {graph.types[op.inputs[0]]}")
+            raise ValueError(f"{op.kind} has indices outside of its operand {graph.types[op.inputs[0]]}")
 
 
 def _valid_factors(op: Op) -> None:
@@ -206,7 +208,9 @@ def _valid_factors(op: Op) -> None:
     sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
     known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
     if not (len(sizes) == len(results) == len(scales) and all(known)):
-        raise ValueError(f"{op.kind} with {dict(op.attrs)}")
+        raise ValueError(
+            f"{op.kind} expects sizes, results and positive scales for each axis, but got {dict(op.attrs)}"
+        )
 
 
 def _nearest(axes: int) -> OpDef:

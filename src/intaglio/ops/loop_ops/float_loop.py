@@ -37,18 +37,18 @@ class FloatLoop:
     def refusal(self, call: FloatCall) -> str | None:
         """Return why this call stays in PyTorch, by the rules for all operators and then by the operator's check."""
         if self.targets and call.target not in self.targets:
-            return f"no loop is written for {call.target}"
+            return f"there is no loop for the overload {call.target}"
         for name, value in call.arguments.items():
             kinds = value if isinstance(value, (list, tuple)) else (value,)
             if not all(kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds):
-                return f"{name} {value}: the program takes numbers"
+                return f"the argument {name} is {value}, but must be a number"
         for kind in (*call.tensors().values(), call.result):
             if kind.dtype not in (*FLOAT_TYPES, BOOL, I64):
-                return f"a tensor of {kind.dtype}; the program computes in f32"
+                return f"a tensor has data type {kind.dtype}; the program computes in f32"
             if len(kind.shape) > MAX_LOOP_AXES:
-                return f"{len(kind.shape)} axes; the program takes {MAX_LOOP_AXES}"
+                return f"a tensor has {len(kind.shape)} axes; the program supports at most {MAX_LOOP_AXES}"
         if call.result.dtype is I64:
-            return "it makes integers; the program computes in f32"
+            return "its result is an integer tensor; the program computes in f32"
         return self.check(call)
 
     def write_call(self, call: FloatCall, body: Body, values: Values) -> str:

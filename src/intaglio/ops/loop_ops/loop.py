@@ -30,23 +30,23 @@ def check_loop(op: Op, graph: Graph) -> None:
     """Raise `ValueError` for a body that kernels cannot run: unknown primitives, wrong types, wrong shapes."""
     body, constants = body_of(op), {name: np.shape(array) for name, array in body_of(op).constants.items()}
     if any(shape != () or body.types[name].dtype is not DType.F32 for name, shape in constants.items()):
-        raise ValueError(f"%{op.output}: constants inside a loop are single numbers")
+        raise ValueError(f"%{op.output}: constants in a loop body must be single f32 numbers")
     for names, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         if [_end(graph.types[name]) for name in names] != [_end(body.types[name]) for name in inner]:
-            raise ValueError(f"%{op.output}: ends of other types than the body's")
+            raise ValueError(f"%{op.output}: the types of operands and results differ from those of the loop body")
     tables = _tables(op, body, graph)
     for name in (*body.inputs, *body.outputs):
         kind = body.types[name]
         if kind.dtype not in LOOP_DTYPES or (kind.dtype is DType.U8 and name not in tables) != (kind.q is not None):
-            raise ValueError(f"%{op.output}: a loop with an end of {kind}")
+            raise ValueError(f"%{op.output}: a loop cannot read or write {kind}")
     if set(body.outputs) & {*body.inputs, *body.constants} or len(set(body.outputs)) != len(body.outputs):
-        raise ValueError(f"%{op.output}: a loop that hands through what it reads")
+        raise ValueError(f"%{op.output}: a loop must compute each of its results, and only once")
     for step in body.ops:
         _check_step(step, op, body)
     axis, whole = row_axis(body), space(body)
     for step in body.ops:
         if axis is not None and PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
-            raise ValueError(f"%{op.output}: {step.kind} of what is one number a row")
+            raise ValueError(f"%{op.output}: {step.kind} reduces a value that has only one number per row")
 
 
 def _tables(op: Op, body: Graph, graph: Graph) -> set[str]:
@@ -54,7 +54,7 @@ def _tables(op: Op, body: Graph, graph: Graph) -> set[str]:
     outer = dict(zip(body.inputs, op.inputs, strict=True))
     reads = [(step.inputs[0], *step.inputs[2:]) for step in body.ops if step.kind == "gather_levels"]
     if any(outer.get(name) not in graph.constants for names in reads for name in names):
-        raise ValueError(f"%{op.output}: a table of levels that is no constant")
+        raise ValueError(f"%{op.output}: a quantized table and its parameters must be constants")
     return {names[0] for names in reads} - {n for s in body.ops if s.kind != "gather_levels" for n in s.inputs}
 
 
@@ -67,32 +67,32 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
     """Raise `ValueError` for a primitive with wrong attributes, types, shapes or quantization parameters."""
     row, result, where = PRIMITIVES.get(step.kind), body.types[step.output], f"%{op.output}: {step.kind}"
     if row is None or len(step.outputs) != 1 or set(step.attrs) != set(row.attrs):
-        raise ValueError(f"{where} {dict(step.attrs)} is no operator of loops")
+        raise ValueError(f"{where} with {dict(step.attrs)} is not an operator of loops")
     types = [body.types[name] for name in step.inputs]
     given = [kind.dtype for kind in types]
     fits = any(len(given) == len(one) and all(d in a for d, a in zip(given, one, strict=True)) for one in row.operands)
     gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.result_dtype
     wrong = result.dtype not in (DType.F32, DType.BF16, DType.BOOL) if gives is None else result.dtype is not gives
     if not fits or wrong:
-        raise ValueError(f"{where} of {[str(kind) for kind in types]} gives {result}")
+        raise ValueError(f"{where} cannot compute {result} from {[str(kind) for kind in types]}")
     if infer(step.kind, step.attrs, [kind.shape for kind in types]) != result.shape:
-        raise ValueError(f"{where} gives another shape than {result}")
+        raise ValueError(f"{where} computes another shape than {result}")
     for name, kind in ((step.inputs[0], types[0]), (step.output, result)):
         if row.gathers or kind.dtype is not DType.U8:
             continue
         if kind.q is None or kind.q.axis is not None or len(kind.q.scales) != 1:
-            raise ValueError(f"{where}: %{name} has no parameters of its own")
+            raise ValueError(f"{where}: %{name} needs one scale and one zero point")
     if step.kind == "quantize" and not 0 <= result.qparams.qmin <= result.qparams.zero <= result.qparams.qmax <= 255:
-        raise ValueError(f"{where}: zero point {result.qparams.zero} of {result}")
+        raise ValueError(f"{where}: the zero point {result.qparams.zero} is out of the range of {result}")
     if any(key != "axis" and not isinstance(value, (int, float)) for key, value in step.attrs.items()):
-        raise ValueError(f"{where} with {dict(step.attrs)}")
+        raise ValueError(f"{where}: its attributes must be numbers, but are {dict(step.attrs)}")
     if step.kind == "unsqueeze" and step.inputs[0] not in body.inputs:
-        raise ValueError(f"{where} of what the loop makes itself")
+        raise ValueError(f"{where} must read an operand of the loop")
     if row.gathers and not {*step.inputs} <= {*body.inputs, *_views(body)}:
-        raise ValueError(f"{where} by what the loop makes itself")
+        raise ValueError(f"{where} must read operands of the loop, also through unsqueeze")
     read = {name for other in body.ops for name in other.inputs}
     if step.kind == "squeeze" and (step.output in read or step.output not in body.outputs):
-        raise ValueError(f"{where} of what the loop goes on with")
+        raise ValueError(f"{where} must compute a result of the loop, which no other operator reads")
 
 
 def _views(body: Graph) -> set[str]:

@@ -49,7 +49,7 @@ def reversed_sub(body: Body, call: FloatCall, v: Values) -> str:
 
 def require_exact_division(call: FloatCall) -> str | None:
     """Return why a division is refused: it must not round its result."""
-    return "a division that rounds" if call.arguments.get("rounding_mode") else None
+    return "division with rounding_mode is not supported" if call.arguments.get("rounding_mode") else None
 
 
 def power(body: Body, call: FloatCall, v: Values) -> str:
@@ -66,7 +66,11 @@ def power(body: Body, call: FloatCall, v: Values) -> str:
 def require_small_power(call: FloatCall) -> str | None:
     """Return why a power is refused: only a few exponents are supported."""
     exponent = call.arguments["exponent"]
-    return None if exponent in (2, 3, 0.5, -0.5, -1) else f"exponent {exponent}; the program takes 2, 3, 1/2, -1/2, -1"
+    return (
+        None
+        if exponent in (2, 3, 0.5, -0.5, -1)
+        else f"the exponent is {exponent}; supported are 2, 3, 1/2, -1/2 and -1"
+    )
 
 
 def clamp(body: Body, call: FloatCall, v: Values) -> str:
@@ -102,7 +106,7 @@ def square(body: Body, call: FloatCall, v: Values) -> str:
 
 def require_integer_rounding(call: FloatCall) -> str | None:
     """Return why rounding is refused: it must be to integers."""
-    return "rounding to decimals" if call.arguments.get("decimals") else None
+    return "rounding to decimals is not supported" if call.arguments.get("decimals") else None
 
 
 # ---- booleans -------------------------------------------------------------------------------------------------------
@@ -112,10 +116,10 @@ def require_exact_comparison(call: FloatCall) -> str | None:
     """Return why a comparison is refused: integers compared with a number are cast to float and must be exact there."""
     kinds = list(call.tensors().values())
     if any(kind.dtype is BOOL for kind in kinds):
-        return "a comparison of booleans"
+        return "comparing booleans is not supported"
     other = call.arguments["other"]
     if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
-        return f"integers compared with {other}; floats tell those apart below 2^24"
+        return f"integers are compared with {other}, but float32 is exact only below 2^24"
     return None
 
 
@@ -130,7 +134,11 @@ def logical(kind: str, check: Check = lambda call: None) -> FloatLoop:
 
 def require_boolean_operands(call: FloatCall) -> str | None:
     """Return why a bitwise operator is refused: its operands must be boolean."""
-    return None if all(kind.dtype is BOOL for kind in call.tensors().values()) else "bits of integers"
+    return (
+        None
+        if all(kind.dtype is BOOL for kind in call.tensors().values())
+        else "bitwise operators of integers are not supported"
+    )
 
 
 def where(body: Body, call: FloatCall, v: Values) -> str:
@@ -155,7 +163,7 @@ def cast(body: Body, call: FloatCall, v: Values) -> str:
 
 def require_type_change(call: FloatCall) -> str | None:
     """Return why a cast is refused: it must change the element type."""
-    return "a cast that changes nothing" if call.kind("self").dtype is call.result.dtype else None
+    return "the cast does not change the data type" if call.kind("self").dtype is call.result.dtype else None
 
 
 # ---- along an axis --------------------------------------------------------------------------------------------------
@@ -166,10 +174,10 @@ def require_single_axis(call: FloatCall) -> str | None:
     dim, kind = call.arguments.get("dim"), call.kind("self")
     axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
     if axes != 1 or not kind.shape:
-        return f"over {axes or 'all'} axes; the program takes one"
+        return f"the reduction is over {axes or 'all'} axes; the program supports one"
     if call.arguments.get("dtype") is not None:
-        return "a sum in another element type"
-    return None if kind.dtype in FLOAT_TYPES else f"a reduction of {kind.dtype}"
+        return "the dtype argument of a reduction is not supported"
+    return None if kind.dtype in FLOAT_TYPES else f"reductions of {kind.dtype} are not supported"
 
 
 def reduction(kind: str) -> FloatLoop:
@@ -206,7 +214,7 @@ def require_fixed_axis(call: FloatCall) -> str | None:
     size = call.kind("self").shape[call.axis()] if require_single_axis(call) is None else 0
     if require_single_axis(call) is not None or not isinstance(size, int):
         return require_single_axis(call) or f"variance along a free dimension {size}"
-    return None if size > _correction(call) else f"variance of {size} values"
+    return None if size > _correction(call) else f"the variance is over {size} values, which are too few"
 
 
 def softmax(body: Body, call: FloatCall, v: Values) -> str:
@@ -251,7 +259,7 @@ def _normal(body: Body, v: Values, centred: str, axis: int, eps: float) -> str:
 def require_last_axis(call: FloatCall) -> str | None:
     """Return why a norm is refused: it must be over the last axis only."""
     axes = call.arguments["normalized_shape"]
-    return None if len(axes) == 1 else f"normalised over {len(axes)} axes; the program takes the last one"
+    return None if len(axes) == 1 else f"the norm is over {len(axes)} axes; the program supports the last one"
 
 
 def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
@@ -267,9 +275,9 @@ def batch_norm(body: Body, call: FloatCall, v: Values) -> str:
 def require_constant_statistics(call: FloatCall) -> str | None:
     """Return why batch norm is refused: its statistics and parameters must be constant."""
     if call.arguments.get("training"):
-        return "batch norm in training"
+        return "batch norm is in training mode"
     computed = {*call.tensors()} - {*call.constants, "input"}
-    return f"{', '.join(computed)} computed while the model runs" if computed else None
+    return f"{', '.join(computed)} are computed while the model runs" if computed else None
 
 
 def embedding(body: Body, call: FloatCall, v: Values) -> str:
@@ -284,5 +292,5 @@ def require_constant_table(call: FloatCall) -> str | None:
     """Return why an embedding is refused: its table must be constant f32, its indices i64."""
     kind = call.kind("weight")
     if "weight" not in call.constants or kind.dtype is not F32:
-        return "a table that is no constant of f32"
-    return None if call.kind("indices").dtype is I64 else "indices that are not i64"
+        return "the table is not a constant of f32"
+    return None if call.kind("indices").dtype is I64 else "the indices are not i64"

@@ -37,7 +37,7 @@ class FloatCall:
         """Return the type of an argument; raise `TypeError` if it is not a tensor."""
         found = self.arguments[name]
         if not isinstance(found, TensorType):
-            raise TypeError(f"{self.target}: {name} is no tensor")
+            raise TypeError(f"{self.target}: the argument {name} must be a tensor")
         return found
 
     def axis(self, name: str = "dim", of: str = "self") -> int:

@@ -9,7 +9,7 @@ from intaglio.ops.loop_ops.primitives import broadcast, primitive
 def body_of(op: Op) -> Graph:
     """Return the body of an operator; raise `ValueError` if it has no body."""
     if op.body is None:
-        raise ValueError(f"%{op.output}: a {op.kind} without a body")
+        raise ValueError(f"%{op.output}: the {op.kind} has no body")
     return op.body
 
 
@@ -18,7 +18,7 @@ def row_axis(body: Graph) -> int | None:
     axes = {op.attrs["axis"] for op in body.ops if primitive(op).reduces}
     axes |= {len(body.types[op.output].shape) - 1 for op in body.ops if primitive(op).gathers}
     if len(axes) > 1:
-        raise ValueError(f"reductions along axes {sorted(axes)}; a loop has one")
+        raise ValueError(f"a loop can reduce along one axis, but its body reduces along axes {sorted(axes)}")
     return axes.pop() if axes else None
 
 

@@ -302,7 +302,7 @@ def broadcast(*shapes: Shape) -> Shape:
     for axis in range(-max(map(len, shapes), default=0), 0):
         sizes = {shape[axis] for shape in shapes if len(shape) >= -axis} - {1}
         if len(sizes) > 1:
-            raise ValueError(f"sizes {', '.join(map(str, sizes))} along one axis")
+            raise ValueError(f"the sizes {', '.join(map(str, sizes))} along one axis cannot be broadcast")
         found.append(sizes.pop() if sizes else 1)
     return tuple(found)
 
@@ -317,18 +317,21 @@ def infer(kind: str, attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     axis = attrs.get("axis", 0)
     rank = len(shapes[0]) + (kind == "unsqueeze")
     if not isinstance(axis, int) or not 0 <= axis < max(rank, 1):
-        raise ValueError(f"{kind} along axis {axis} of {len(shapes[0])}")
+        raise ValueError(f"{kind} along axis {axis} of an operand with {len(shapes[0])} axes")
     first = list(shapes[0])
     if PRIMITIVES[kind].gathers:
         table, ids, *by_row = shapes
         if len(table) != 2 or not ids or ids[-1] != 1 or any(shape != table[:1] for shape in by_row):
-            raise ValueError(f"a table of {list(table)}, ids of {list(ids)}, parameters of {by_row}")
+            raise ValueError(
+                f"{kind} expects a table [rows, width], ids [..., 1] and parameters [rows], "
+                f"but got {list(table)}, {list(ids)} and {by_row}"
+            )
         return (*ids[:-1], table[1])
     if kind == "unsqueeze":
         return (*first[:axis], 1, *first[axis:])
     if kind == "squeeze":
         if first[axis] != 1:
-            raise ValueError(f"size {first[axis]} is no 1")
+            raise ValueError(f"squeeze expects size 1 along axis {axis}, but got {first[axis]}")
         return (*first[:axis], *first[axis + 1 :])
     if PRIMITIVES[kind].reduces:
         return (*first[:axis], 1, *first[axis + 1 :])

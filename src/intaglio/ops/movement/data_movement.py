@@ -270,7 +270,9 @@ def stays_inside(copies: Copies) -> Callable[[Op, Graph], None]:
                 reach = [(run.size - 1) * step for run, step in zip(box.runs, steps, strict=True)]
                 first, size, *far = (evaluate(one, sizes) for one in (start, numel(shape), *reach))
                 if first + sum(min(f, 0) for f in far) < 0 or first + sum(max(f, 0) for f in far) >= size:
-                    raise ValueError(f"{op.kind} with {dict(op.attrs)} leaves %{name}, {graph.types[name]}")
+                    raise ValueError(
+                        f"{op.kind} with {dict(op.attrs)} accesses elements outside of %{name}, {graph.types[name]}"
+                    )
 
     return check
 

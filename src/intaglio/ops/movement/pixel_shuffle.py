@@ -20,7 +20,7 @@ from intaglio.ops.opdef import Call, Layout, first_reason, rank, require_fixed_c
 def require_fixed_groups(call: Call) -> str | None:
     """Return why a channel shuffle is refused: the number of groups must be fixed."""
     groups = call.arguments["groups"]
-    return None if isinstance(groups, int) else f"groups {groups}"
+    return None if isinstance(groups, int) else f"the number of groups, {groups}, is dynamic"
 
 
 def shuffle_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:

@@ -41,9 +41,13 @@ def bind_reshape(call: Call) -> Attrs:
 def require_same_numel(call: Call) -> str | None:
     """Return why a reshape is refused: it must have the same number of elements for all free sizes."""
     if len(call.result) > MAX_AXES:
-        return f"result of rank {len(call.result)}; the kernel takes up to {MAX_AXES}"
+        return f"the result has {len(call.result)} axes; the kernel supports up to {MAX_AXES}"
     given, made = numel(call.shape()), numel(call.result)
-    return None if given == made else f"{given} elements become {made}, which cannot be shown to be as many"
+    return (
+        None
+        if given == made
+        else f"{given} elements become {made}, and it cannot be proved that these numbers are equal"
+    )
 
 
 def reshape_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -54,7 +58,7 @@ def reshape_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tensor
 def same_elements(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
     """Return the shape of the result; raise `ValueError` if the number of elements changes."""
     if numel(attrs["shape"]) != numel(shapes[0]):
-        raise ValueError(f"reshape of {shapes[0]} to {attrs['shape']}")
+        raise ValueError(f"reshape from {shapes[0]} to {attrs['shape']} changes the number of elements")
     return attrs["shape"]
 
 
@@ -88,9 +92,13 @@ def require_exact_bounds(call: Call) -> str | None:
     bounds = bind_slice(call)
     made = call.result[bounds["axis"]]
     if made == 0:
-        return "an empty result"
+        return "the result is empty"
     found = slice_length(bounds["start"], bounds["stop"], bounds["step"])
-    return None if found == made else f"a slice of {made}; {bounds['start']} to {bounds['stop']} are {found}"
+    return (
+        None
+        if found == made
+        else f"the slice has size {made}, but from {bounds['start']} to {bounds['stop']} it would be {found}"
+    )
 
 
 def slice_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -124,13 +132,13 @@ def require_supported_padding(call: Call) -> str | None:
     """Return why padding is refused: mode, value and amounts must be supported."""
     given, bounds = call.arguments, bind_pad(call)
     if bounds["mode"] not in NUMPY_MODES:
-        return f"padding mode {bounds['mode']!r}"
+        return f"the padding mode {bounds['mode']!r} is not supported"
     if bounds["mode"] == "constant" and given.get("value") not in (None, 0, 0.0):
-        return f"padding with {given['value']}; only 0 is exact at any scale"
+        return f"the padding value is {given['value']}; only 0 is exact at every scale"
     amounts = [*bounds["before"], *bounds["after"]]
     if not all(isinstance(amount, int) for amount in amounts):
-        return "padding by a free amount"
-    return "negative padding (cropping)" if min(amounts) < 0 else None
+        return "the amount of padding is dynamic"
+    return "the padding is negative (cropping)" if min(amounts) < 0 else None
 
 
 def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -167,7 +175,7 @@ def require_nonempty_tensors(call: Call) -> str | None:
     """Return why a concatenation is refused: all operands must be tensors with elements."""
     if None in call.shapes:
         return "an operand is not a tensor"
-    return "an empty operand" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
+    return "an operand is empty" if any(0 in call.shape(i) for i in range(len(call.shapes))) else None
 
 
 def cat_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -218,7 +226,7 @@ def bind_expand(call: Call) -> Attrs:
 
 def require_same_rank(call: Call) -> str | None:
     """Return why an expand is refused: it must not add axes."""
-    return "an axis more" if len(call.shape()) != len(call.result) else None
+    return "the result has more axes than the operand" if len(call.shape()) != len(call.result) else None
 
 
 def expand_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:

@@ -35,14 +35,14 @@ def bind_attention(call: Call) -> Attrs:
 def require_plain_attention(call: Call) -> str | None:
     """Return why attention is refused: it takes four axes, no dropout, and only activations as operands."""
     if dropout := call.arguments.get("dropout_p", 0.0):
-        return f"dropout of {dropout}; the kernel takes 0"
+        return f"dropout_p is {dropout}; the kernel supports 0"
     ranks = [len(call.shape(operand)) for operand in range(3)]
     if ranks != [4, 4, 4]:
-        return f"operands of rank {', '.join(map(str, ranks))}; the kernel takes 4"
+        return f"the operands have {', '.join(map(str, ranks))} axes; the kernel supports 4"
     if any(call.constant[:3]):
-        return "a constant operand; the kernel takes activations"
+        return "an operand is a constant; the kernel supports activations only"
     if call.shapes[3] is not None and call.arguments.get("is_causal"):
-        return "a mask beside is_causal"
+        return "both a mask and is_causal are given"
     return None
 
 
@@ -51,26 +51,26 @@ def require_fixed_heads(call: Call) -> str | None:
     (_, heads, _, depth), (_, groups, keys, _), (_, _, _, width) = (call.shape(operand) for operand in range(3))
     for dim in (heads, groups, depth, width):
         if not isinstance(dim, int):
-            return f"free dimension {dim}; the kernel takes free batches, queries and keys"
+            return f"the size {dim} is dynamic; only batch, queries and keys may be"
     numbers = [dim for dim in (heads, groups, depth, width) if isinstance(dim, int)]
     if not all(0 < size <= MAX_HEAD_WIDTH for size in numbers[2:]):
-        return f"heads of {depth} and {width} values; the kernel takes 1 to {MAX_HEAD_WIDTH}"
+        return f"heads have {depth} and {width} values; the kernel supports 1 to {MAX_HEAD_WIDTH}"
     if not numbers[1] or numbers[0] % numbers[1]:
-        return f"{heads} heads over {groups} of keys"
+        return f"{heads} heads of queries are not a multiple of {groups} heads of keys"
     if isinstance(keys, int) and keys > MAX_KEYS:
-        return f"{keys} keys; {MAX_KEYS} fit an int32 accumulator"
+        return f"there are {keys} keys; at most {MAX_KEYS} fit an int32 accumulator"
     return None
 
 
 def require_mask_axes(call: Call) -> str | None:
     """Return why attention is refused: a mask must have two to four axes."""
     mask = call.shapes[3]
-    return None if mask is None or 2 <= len(mask) <= 4 else f"a mask of rank {len(mask)}; the kernel takes 2 to 4"
+    return None if mask is None or 2 <= len(mask) <= 4 else f"the mask has {len(mask)} axes; the kernel supports 2 to 4"
 
 
 def require_floating_operands(call: Call) -> str | None:
     """Return why attention is refused: operands must be floating point; only the mask may be boolean."""
-    return "an operand that is not floating point" if False in call.floating[:3] else None
+    return "an operand is not floating point" if False in call.floating[:3] else None
 
 
 def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -90,20 +90,20 @@ def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tens
 
 def require_no_constants(call: Call) -> str | None:
     """Return why a product is refused: none of its operands may be constant."""
-    return "a constant operand; the kernel takes activations" if True in call.constant else None
+    return "an operand is a constant; the kernel supports activations only" if True in call.constant else None
 
 
 def require_product_axes(call: Call) -> str | None:
     """Return why a product is refused: it takes two to four axes, and the last axis of both operands must be fixed."""
     shapes = [call.shape(operand) for operand in (0, 1)]
     if not all(2 <= len(shape) <= 4 for shape in shapes):
-        return f"operands of rank {len(shapes[0])} and {len(shapes[1])}; the kernel takes 2 to 4"
+        return f"the operands have {len(shapes[0])} and {len(shapes[1])} axes; the kernel supports 2 to 4"
     free = [shape[-1] for shape in shapes if not isinstance(shape[-1], int)]
     if free:
-        return f"free dimension {free[0]} is the last of an operand"
+        return f"the size of the last axis of an operand, {free[0]}, is dynamic"
     inner = shapes[0][-1]
     if isinstance(inner, int) and not 0 < inner <= MAX_KEYS:
-        return f"{inner} products per output; 1 to {MAX_KEYS} fit an int32 accumulator"
+        return f"an output sums {inner} products; 1 to {MAX_KEYS} fit an int32 accumulator"
     return None
 
 

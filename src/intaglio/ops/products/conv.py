@@ -38,7 +38,7 @@ def require_bounded_accumulator(call: Call) -> str | None:
     products = prod(call.sizes(1)[1:])
     if products <= MAX_ACCUMULATED_PRODUCTS:
         return None
-    return f"{products} products per output; {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
+    return f"an output sums {products} products; at most {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
 
 
 def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def require_bounded_transposed_accumulator(call: Call) -> str | None:
     products = sizes[0] // int(call.arguments.get("groups", 1)) * prod(sizes[2:])
     if products <= MAX_ACCUMULATED_PRODUCTS:
         return None
-    return f"{products} products per output; {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
+    return f"an output sums {products} products; at most {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
 
 
 def linear_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -174,13 +174,13 @@ def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
 def require_fixed_last_axis(call: Call) -> str | None:
     """Return why a linear layer is refused: the reduced axis must have a fixed size."""
     dim = call.shape()[-1]
-    return None if isinstance(dim, int) else f"free dimension {dim} is the one reduced"
+    return None if isinstance(dim, int) else f"the size of the reduced axis, {dim}, is dynamic"
 
 
 def require_fixed_depth(call: Call) -> str | None:
     """Return why a call is refused: taps along depth become channels, whose number must not be free."""
     shape = call.shape()
-    return f"free depth {shape[2]}" if len(shape) == 5 and not isinstance(shape[2], int) else None
+    return f"the depth, {shape[2]}, is dynamic" if len(shape) == 5 and not isinstance(shape[2], int) else None
 
 
 def require_padding_within_taps(call: Call) -> str | None:
@@ -188,7 +188,7 @@ def require_padding_within_taps(call: Call) -> str | None:
     attrs, taps = bind_transposed(call), call.sizes(1)[2:]
     if len(taps) < 3 or attrs["padding"][0] <= attrs["dilation"][0] * (taps[0] - 1):
         return None
-    return f"depth padding {attrs['padding'][0]} beyond the taps"
+    return f"the depth padding, {attrs['padding'][0]}, exceeds the extent of the kernel"
 
 
 def conv_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:

@@ -34,9 +34,12 @@ def valid_stored(op: Op, graph: Graph) -> None:
     axis = None if weight.q is None else weight.q.axis
     wanted = (weight.shape[0], 0) if weight.dtype is DType.S8 else (0, None)
     if not (fits and (len(scales), axis) == wanted and all(kind.shape == weight.shape[:1] for kind in bias)):
-        raise ValueError(f"linear_f32 of {x}, {weight} and {[str(kind) for kind in bias]}")
+        raise ValueError(
+            f"linear_f32 expects x [..., K], weight [N, K] with a scale per row if it is s8, and an optional bias [N], "
+            f"but got x {x}, weight {weight} and bias {', '.join(map(str, bias)) or None}"
+        )
     if not set(op.inputs[1:]) <= set(graph.constants):
-        raise ValueError(f"%{op.output}: a weight or bias that is no constant")
+        raise ValueError(f"%{op.output}: the weight and the bias of linear_f32 must be constants")
 
 
 LINEAR_F32 = OpDef(

@@ -177,13 +177,13 @@ def bind_recurrent(call: Call) -> Attrs:
 def require_fixed_features(call: Call) -> str | None:
     """Return why a call is refused: the number of input features must be fixed."""
     size = call.shape()[-1]
-    return None if isinstance(size, int) else f"free dimension {size} is the one reduced"
+    return None if isinstance(size, int) else f"the number of input features, {size}, is dynamic"
 
 
 def require_no_dropout(call: Call) -> str | None:
     """Return why a call is refused: dropout between layers is not supported."""
     if call.arguments.get("train") and float(call.arguments.get("dropout", 0)) > 0:
-        return "dropout between layers, as in training"
+        return "dropout between layers is active, as in training"
     return None
 
 
@@ -221,26 +221,26 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
     attrs = op.attrs
     flags, counts = [attrs.get(key) for key in FLAGS], [attrs.get(key) for key in COUNTS]
     if set(attrs) != {*FLAGS, *COUNTS} or not all(type(flag) is bool for flag in flags):
-        raise ValueError(f"{op.kind} with {dict(attrs)}")
+        raise ValueError(f"{op.kind} has wrong attributes: {dict(attrs)}")
     layers, directions = counts
     if type(layers) is not int or layers < 1 or directions not in (1, 2):
-        raise ValueError(f"{op.kind} with {dict(attrs)}")
+        raise ValueError(f"{op.kind} has wrong attributes: {dict(attrs)}")
     first, places = 1 + attrs["rows"], layers * directions
     x, given = graph.types[op.inputs[0]], op.inputs[first + PER_DIRECTION * places :]
     if len(op.inputs) not in (first + PER_DIRECTION * places, first + PER_DIRECTION * places + states(op.kind)):
-        raise ValueError(f"{op.kind} of {len(op.inputs)} operands with {dict(attrs)}")
+        raise ValueError(f"{op.kind} has {len(op.inputs)} operands, which do not fit its attributes {dict(attrs)}")
     if x.dtype is not DType.U8 or x.q is None or len(x.shape) != 3 - attrs["cell"] or not isinstance(x.shape[-1], int):
-        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels")
+        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} expects u8 values with a fixed number of features")
     if attrs["rows"]:
         made = any(computes_row_scales(one) and one.outputs == op.inputs[:2] for one in graph.ops)
         if not made or x.q != per_token_qparams(op.inputs[1]):
-            raise ValueError(f"%{op.inputs[0]} is {x}, with scales %{op.inputs[1]}")
+            raise ValueError(f"%{op.inputs[0]} is {x}, which does not belong to the per-token scales %{op.inputs[1]}")
     elif isinstance(x.q.axis, int) or len(x.q.scales) != 1:
-        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} reads levels of one scale")
+        raise ValueError(f"%{op.inputs[0]} is {x}; {op.kind} expects quantized values with one scale")
     weight = graph.types[op.inputs[first + 1]]
     hidden = weight.shape[1] if len(weight.shape) == 2 else None
     if not isinstance(hidden, int):
-        raise ValueError(f"%{op.inputs[first + 1]} is {weight}, not a matrix of fixed sizes")
+        raise ValueError(f"%{op.inputs[first + 1]} is {weight}, but must be a matrix of fixed sizes")
     for place in range(places):
         names = op.inputs[first + PER_DIRECTION * place : first + PER_DIRECTION * (place + 1)]
         width = x.shape[-1] if place < directions else directions * hidden
@@ -248,11 +248,15 @@ def valid_recurrent(op: Op, graph: Graph) -> None:
     shapes = result_shapes(op.kind, attrs, x.shape, hidden)
     results = [graph.types[name] for name in op.outputs]
     if tuple(kind.shape for kind in results) != shapes or any(kind.dtype is not DType.F32 for kind in results):
-        raise ValueError(f"{op.kind} gives {shapes}, not {[str(kind) for kind in results]}")
+        raise ValueError(
+            f"{op.kind} computes f32 results of shapes {shapes}, but they are {[str(kind) for kind in results]}"
+        )
     for name in given:
         kind = graph.types[name]
         if kind.shape != shapes[-1] or kind.dtype is not DType.F32 or name in graph.constants:
-            raise ValueError(f"%{name} is {kind}; a state of {op.kind} is {shapes[-1]}")
+            raise ValueError(
+                f"%{name} is {kind}, but a state of {op.kind} must be an f32 activation of shape {shapes[-1]}"
+            )
 
 
 FLAGS, COUNTS = ("batch_first", "cell", "rows"), ("layers", "directions")
@@ -264,9 +268,9 @@ def _check_place(names: tuple[str, ...], gates: int, inputs: int, hidden: int, g
     for name, shape in zip(names, expected, strict=True):
         kind = DType.S8 if len(shape) == 2 else DType.F32
         if name not in graph.constants or (graph.types[name].shape, graph.types[name].dtype) != (shape, kind):
-            raise ValueError(f"%{name} is {graph.types[name]}, not a constant {kind} of {shape}")
+            raise ValueError(f"%{name} is {graph.types[name]}, but must be a constant {kind} of shape {shape}")
         if kind is DType.F32 and not np.isfinite(graph.constants[name]).all():
-            raise ValueError(f"%{name}: numbers that are not finite")
+            raise ValueError(f"%{name} has numbers that are not finite")
 
 
 def _record(kind: str, targets: tuple[str, ...]) -> OpDef:

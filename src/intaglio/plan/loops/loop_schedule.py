@@ -37,12 +37,12 @@ def schedule_loops(plan: Plan) -> Plan:
 def _why(loop: LoopSchedule) -> str:
     """Return the reason for the rows and for the number of passes."""
     if loop.tile is not None:
-        return f"a row is the channels of one pixel, while a tile of %{loop.tile.value} is in cache"
+        return f"a row has the channels of one pixel and runs while a tile of %{loop.tile.value} is in cache"
     if loop.axis is None:
         return f"single elements, in the memory order of %{loop.op.outputs[0]}"
     if any(primitive(op).reduces for op in loop.body.ops):
-        return "rows lie along the axis of reductions, each of which ends a pass"
-    return "a row is one of a table's"
+        return "rows are along the axis of the reductions, and each reduction ends a pass"
+    return "a row is a row of the table"
 
 
 def _loops(plan: Plan) -> Iterator[tuple[Op, EpilogueTile | None]]:

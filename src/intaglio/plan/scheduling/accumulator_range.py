@@ -21,7 +21,7 @@ def mark_guarded_partitions(plan: Plan) -> Plan:
     """Mark the partitions whose requantized accumulators may exceed the range in which float32 converts to int32."""
     products = [partition for partition in plan.partitions if op_def(partition.anchor).multiplies_weight]
     guarded = frozenset(partition.output for partition in products if needs_guard(partition, plan.graph))
-    reason = "their bound times the largest factor may exceed the range of int32"
+    reason = "their bound times the largest factor may exceed the int32 range"
     return replace(plan, guarded=guarded).with_reasons(Choice.GUARD, dict.fromkeys(guarded, reason))
 
 

@@ -41,11 +41,11 @@ def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling |
         if kept > best and max(activations) > caches.l2 // 8:
             best, groups, largest = kept, steps[0].barrier_group + 1, most
     if not batch:
-        return None, "no free batch"
+        return None, "the batch is not dynamic"
     if not groups:
-        return None, f"no leading step has activations above {caches.l2 // 8} bytes an image that outweigh the weights"
+        return None, f"no leading step has activations above {caches.l2 // 8} bytes per image that exceed its weights"
     images = max(1, caches.l2 // largest)
-    return BatchTiling(batch, groups, images), f"the largest step has {largest} bytes of activations an image"
+    return BatchTiling(batch, groups, images), f"the largest step has {largest} bytes of activations per image"
 
 
 def separable(plan: Plan) -> Iterator[list[Step]]:

@@ -53,10 +53,14 @@ def choose_kernels(plan: Plan, isa: Isa) -> Plan:
             kernels[made], reasons[made] = _product_kernels(partition, plan, isa)
         elif record.multiplies_activations:
             kernels[made] = (_activation_tiles(partition, plan.graph, isa),)
-            reasons[made] = f"the widest tile of {isa.name}; columns end in any width where their number is free"
+            reasons[made] = (
+                f"the widest tile of {isa.name}; the last tile may have any width, since columns may be dynamic"
+            )
         elif record.recurrent:
             kernels[made] = (RecurrentTiles(_recurrent_schedule(partition.anchor, plan.graph, isa)),)
-            reasons[made] = f"the widest tile of {isa.name} that the gates fill; threads share panels of few rows"
+            reasons[made] = (
+                f"the widest tile of {isa.name} that the gates fill; threads share the panels if there are few rows"
+            )
         elif record.moves_data:
             kernels[made] = (kernel := movement_kernel(partition.anchor, plan),)
             reasons[made] = MOVEMENT_REASONS[kernel.movement]
@@ -122,7 +126,7 @@ def depthwise_kernel(
     blocks = -(-channels // tile.channels)
     is_half = channels - (blocks - 1) * tile.channels <= tile.channels // 2
     last = replace(tile, lanes=tile.lanes // 2) if is_half else tile
-    return DepthwiseKernel(tile, last, blocks, looks_up), "the tile with fewest loads and products an output pixel"
+    return DepthwiseKernel(tile, last, blocks, looks_up), "the tile with the fewest loads and products per output pixel"
 
 
 @cache

@@ -66,7 +66,7 @@ def _why(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
     fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
     shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"
     more = "below" if layer.pixels < schedule.split_channels_below else "from"
-    return f"{fill}; {layer.pixels} pixels an image, {more} {schedule.split_channels_below}: threads share {shared}"
+    return f"{fill}; {layer.pixels} pixels per image, {more} {schedule.split_channels_below}: threads share {shared}"
 
 
 def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
@@ -212,7 +212,7 @@ def unsupported_reason(schedule: Schedule, isa: Isa) -> str | None:
     """Return why an instruction set has no kernels for a schedule, or ``None``."""
     rows, columns = schedule.tile_rows, schedule.tile_columns
     if not 1 <= rows <= isa.max_tile_rows.get(columns, 0):
-        return f"no tile of {rows} pixels by {columns} blocks in {isa.name}"
+        return f"{isa.name} has no tile of {rows} pixels by {columns} blocks"
     if not all(0 <= size <= LARGEST_SIZE for size in (schedule.split_channels_below, schedule.chunk_bytes)):
-        return f"sizes outside 0 to {LARGEST_SIZE} in {schedule}"
+        return f"sizes must be from 0 to {LARGEST_SIZE}, but the schedule is {schedule}"
     return None

@@ -23,7 +23,8 @@ ARCHIVE_VERSION = 1
 
 MANIFEST = "manifest.json"
 EPOCH = (1980, 1, 1, 0, 0, 0)
-SAVE_AGAIN = "save the model again, or copy the file again from where it came"
+SAVE_AGAIN = "copy the file again from its source, or save the model again"
+OTHER_FILE = "pass a file that model.save wrote; open files of torch.save with torch.load"
 
 
 def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
@@ -72,18 +73,23 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             members = _unzip(path, file)
     except OSError as error:
         raise ArtifactError(
-            str(path), None, f"cannot be read: {error.strerror or error}", remedy="check the path"
+            str(path), None, f"cannot be read: {error.strerror or error}", remedy="check the path and its permissions"
         ) from error
     manifest = _manifest(path, members)
     digests = manifest["digests"]
     for name in sorted({*members, *digests}):
         if name not in digests:
-            raise ArtifactError(str(path), None, f"holds '{name}', which its manifest does not name", remedy=SAVE_AGAIN)
+            raise ArtifactError(
+                str(path), None, f"it contains '{name}', which its manifest does not list", remedy=SAVE_AGAIN
+            )
         if name not in members:
             raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
         if digest(members[name]) != digests[name]:
             raise ArtifactError(
-                str(path), None, f"'{name}' is damaged: not the bytes the manifest has the digest of", remedy=SAVE_AGAIN
+                str(path),
+                None,
+                f"'{name}' is damaged: its digest differs from the one in the manifest",
+                remedy=SAVE_AGAIN,
             )
     return manifest, members
 
@@ -92,9 +98,7 @@ def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
     """Return the contents of all members by name. Raise `ArtifactError` if the file is not an intact, uncompressed zip
     file."""
     if file.read(4) != b"PK\x03\x04":
-        raise ArtifactError(
-            str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
-        )
+        raise ArtifactError(str(path), None, "this is not a model file of intaglio", remedy=OTHER_FILE)
     members: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(file) as archive:
@@ -103,16 +107,18 @@ def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
                     raise ArtifactError(
                         str(path),
                         None,
-                        f"'{entry.filename}' is packed or encrypted",
-                        remedy="load takes what model.save wrote",
+                        f"'{entry.filename}' is compressed or encrypted, which files of intaglio are not",
+                        remedy="pass a file that model.save wrote",
                     )
                 if entry.filename in members:
-                    raise ArtifactError(str(path), None, f"'{entry.filename}' stands in it twice", remedy=SAVE_AGAIN)
+                    raise ArtifactError(str(path), None, f"it contains '{entry.filename}' twice", remedy=SAVE_AGAIN)
                 members[entry.filename] = archive.read(entry)
     except ArtifactError:
         raise
     except Exception as error:  # zipfile raises many types of errors for damaged headers
-        raise ArtifactError(str(path), None, f"damaged or cut off: {error}", remedy=SAVE_AGAIN) from error
+        raise ArtifactError(
+            str(path), None, f"the file is damaged or incomplete: {error}", remedy=SAVE_AGAIN
+        ) from error
     return members
 
 
@@ -122,19 +128,17 @@ def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         found = from_json(members.pop(MANIFEST, b""))
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ArtifactError(
-            str(path), None, "not a file of intaglio", remedy="load takes what model.save wrote; torch.load the others"
-        )
+        raise ArtifactError(str(path), None, "this is not a model file of intaglio", remedy=OTHER_FILE)
     if found.get("version") != ARCHIVE_VERSION:
         raise ArtifactError(
             str(path),
             None,
-            f"format {found.get('version')!r}; this version reads format {ARCHIVE_VERSION}",
+            f"its format is {found.get('version')!r}, but this version reads format {ARCHIVE_VERSION}",
             remedy="save the model again with the installed version, or install the one that saved it "
             f"(intaglio {found.get('intaglio', '?')})",
         )
     if not isinstance(found.get("digests"), dict):
-        raise ArtifactError(str(path), None, "its manifest names no members", remedy=SAVE_AGAIN)
+        raise ArtifactError(str(path), None, "its manifest does not list its members", remedy=SAVE_AGAIN)
     return found
 
 
@@ -152,4 +156,4 @@ def from_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
+        raise ValueError("the JSON text is nested too deeply") from None

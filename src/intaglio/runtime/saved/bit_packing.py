@@ -55,7 +55,7 @@ def unpack(levels: np.ndarray, multiples: np.ndarray, packing: Packing, shape: t
         each = unpack_bits(multiples, MULTIPLE_BITS, shape[0] * parts).astype(np.int16).reshape(shape[0], parts) + 1
         wide = (rows * np.repeat(each, group, axis=1)[:, : rows.shape[1]]).ravel()
     if count and not -128 <= wide.min() <= wide.max() <= 127:
-        raise ValueError("levels beyond 8 bits")
+        raise ValueError("the quantized values exceed 8 bits")
     return wide.astype(np.int8).reshape(shape)
 
 
@@ -69,7 +69,7 @@ def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
 def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Return u8[count], the inverse of `pack_bits`. Raise `ValueError` if the number of bytes is wrong."""
     if data.dtype != np.uint8 or data.shape != (-(-count * bits // 8),):
-        raise ValueError(f"{data.dtype}{list(data.shape)} for {count} numbers of {bits} bits")
+        raise ValueError(f"{data.dtype}{list(data.shape)} cannot hold {count} numbers of {bits} bits")
     values = np.zeros(count, np.uint8)
     for start in range(0, count, BITS_AT_ONCE):
         part = values[start : start + BITS_AT_ONCE]

@@ -109,13 +109,13 @@ def decode(value: Any) -> Any:
             found = getattr(torch, checked_identifier(held))
             if type(found) is TORCH_TYPES[tag]:
                 return found
-    raise ValueError(f"no value is a {tag!r}")
+    raise ValueError(f"{tag!r} is not a known kind of value")
 
 
 def checked_identifier(text: Any) -> str:
     """Return ``text`` if it is a valid name in C and Python. Raise `ValueError` otherwise."""
     if not isinstance(text, str) or not IDENTIFIER.fullmatch(text):
-        raise ValueError(f"not a name: {text!r:.60}")
+        raise ValueError(f"{text!r:.60} is not a name")
     return text
 
 
@@ -123,7 +123,7 @@ def checked_value_name(text: Any) -> str:
     """Return ``text`` if it is a valid name of a value, made of letters and digits of any script and ``_``. Raise
     `ValueError` otherwise."""
     if not isinstance(text, str) or not text or not all(c.isalnum() or c == "_" for c in text):
-        raise ValueError(f"not the name of a value: {text!r:.60}")
+        raise ValueError(f"{text!r:.60} is not the name of a value")
     return text
 
 
@@ -131,14 +131,14 @@ def checked_line(text: Any) -> str:
     """Return ``text`` if it cannot end a C++ comment, that is, if it has no line break and no backslash. Raise
     `ValueError` otherwise."""
     if not isinstance(text, str) or not text.isprintable() or "\\" in text:
-        raise ValueError(f"not a line of text: {text!r:.60}")
+        raise ValueError(f"{text!r:.60} is not a single line of text")
     return text
 
 
 def checked_integer(value: Any) -> int:
     """Return ``value`` if it is an integer. Raise `TypeError` otherwise."""
     if type(value) is not int:
-        raise TypeError(f"not an integer: {value!r:.60}")
+        raise TypeError(f"{value!r:.60} is not an integer")
     return value
 
 
@@ -167,7 +167,7 @@ def _decode_atom(value: Any) -> str | FloorDiv:
         return checked_identifier(value)
     numerator, divisor = decode_dim(value[0]), checked_integer(value[1])
     if isinstance(numerator, int) or divisor < 1:
-        raise ValueError(f"not a floor division: {value!r:.60}")
+        raise ValueError(f"{value!r:.60} is not a floor division")
     return FloorDiv(numerator, divisor)
 
 
@@ -197,7 +197,9 @@ class ParameterTable:
         start, count = checked_integer(entry["at"]), checked_integer(entry["count"])
         found = self.values[start : start + count]
         if start < 0 or len(found) != count:
-            raise ValueError(f"no {count} numbers at {start}")
+            raise ValueError(
+                f"{count} numbers from position {start} on are needed, but only {len(self.values)} numbers are stored"
+            )
         return tuple(found.tolist())
 
     def array(self) -> np.ndarray:
@@ -219,20 +221,20 @@ def decode_type(entry: Any, parameters: ParameterTable) -> TensorType:
     invalid."""
     shape = tuple(decode_dim(dim) for dim in entry["shape"])
     if any(isinstance(dim, int) and dim < 0 for dim in shape):
-        raise ValueError(f"a negative size in {shape}")
+        raise ValueError(f"the shape {shape} has a negative size")
     dtype = DType(entry["dtype"])
     q = _decode_q(entry["q"], parameters) if "q" in entry else None
     if q is not None and dtype in INTEGER_BOUNDS:
         low, high = INTEGER_BOUNDS[dtype]
         if not low <= q.qmin < q.qmax <= high:
-            raise ValueError(f"levels {q.qmin}..{q.qmax} of {dtype}")
+            raise ValueError(f"quantized values from {q.qmin} to {q.qmax} do not fit data type {dtype}")
     return TensorType(shape, dtype, q, _decode_packing(entry["packing"]) if "packing" in entry else None)
 
 
 def _decode_packing(entry: Any) -> Packing:
     packing = Packing(**{checked_identifier(key): checked_integer(value) for key, value in entry.items()})
     if not (0 < packing.bits < 8 and -128 <= packing.low <= 0 <= packing.group):
-        raise ValueError(f"no packing is {packing}")
+        raise ValueError(f"{packing} is not a known packing")
     return packing
 
 
@@ -331,7 +333,7 @@ def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np
     constants = {checked_value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
     for name, array in constants.items():
         if array.dtype != NUMPY_DTYPES.get(types[name].dtype):
-            raise ValueError(f"constant %{name} holds {array.dtype}, not {types[name].dtype}")
+            raise ValueError(f"constant %{name} has data type {array.dtype}, but must have {types[name].dtype}")
     ops = [_decode_op(op, parameters, arrays, f"{prefix}{index}/") for index, op in enumerate(entry["ops"])]
     return Graph(_names(entry["inputs"]), _names(entry["outputs"]), types, tuple(ops), constants)
 

@@ -122,9 +122,9 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
         raise ArtifactError(
             str(path),
             None,
-            f"this model cannot be saved: {error}; a file holds numbers, texts, None, and tuples, "
+            f"this model cannot be saved: {error}; a file can store numbers, strings, None, and tuples, "
             "lists and dictionaries of them",
-            remedy="quantize a module that takes and returns those, and convert outside of it",
+            remedy="quantize a module that takes and returns only these, and convert outside of it",
         ) from error
     arrays[SCALES_MEMBER] = parameters.array()
     tensors, islands = _island_members(saved.islands, calls)
@@ -234,7 +234,7 @@ def load(path: str | Path) -> SavedModel:
         safetensors.SafetensorError,
     ) as error:
         raise ArtifactError(
-            str(path), None, f"it holds no model: {type(error).__name__}: {error}", remedy=SAVE_AGAIN
+            str(path), None, f"its content is not a valid model: {type(error).__name__}: {error}", remedy=SAVE_AGAIN
         ) from error
 
 
@@ -264,11 +264,11 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
     libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
     chosen = {_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
     if members:
-        raise ValueError(f"nothing says what {', '.join(sorted(members))} is")
+        raise ValueError(f"the members {', '.join(sorted(members))} are not described")
     _check_references(graph, signature, islands)
     loops = {name for module, _ in islands.values() for name in loops_in(module)}
     if loops != set(bodies):
-        raise ValueError(f"loops {sorted(loops)}, but bodies of {sorted(bodies)}")
+        raise ValueError(f"the float parts have loops {sorted(loops)}, but the file has bodies of {sorted(bodies)}")
     coverage = _coverage(manifest["coverage"], about.notes)
     return SavedModel(
         graph,
@@ -317,14 +317,14 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
     """Raise `ValueError` unless signature, graph and islands refer to the same values."""
     types = tuple(graph.types[name] for name in graph.inputs)
     if types != (*[entry.type for entry in signature.inputs], *[kept.type for kept in signature.state]):
-        raise ValueError("the signature's inputs are not the graph's")
+        raise ValueError("the inputs of the signature differ from those of the graph")
     results = sum(output.value is not None for output in signature.outputs) + len(signature.written)
     results += len(signature.state)
     if results != len(graph.outputs):
-        raise ValueError(f"{results} results in the signature, {len(graph.outputs)} in the graph")
+        raise ValueError(f"the signature has {results} results, but the graph has {len(graph.outputs)}")
     keys = [op.attrs["key"] for op in graph.ops if op.is_island]
     if missing := set(keys) - set(islands):
-        raise ValueError(f"no float part {', '.join(sorted(missing))}")
+        raise ValueError(f"the float parts {', '.join(sorted(missing))} are missing")
 
 
 def _library(content: bytes, entry: Any) -> Library:
@@ -354,7 +354,7 @@ def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"not a text: {value!r:.60}")
+        raise TypeError(f"{value!r:.60} is not a string")
     return value
 
 

@@ -96,7 +96,7 @@ def _decode_state(entry: Any, parameters: ParameterTable, arrays: Mapping[str, n
         arrays[STATE + name],
     )
     if found.initial.shape != found.type.shape or found.initial.dtype != NUMPY_DTYPES.get(found.type.dtype):
-        raise ValueError(f"state %{name} holds {found.initial.dtype}{list(found.initial.shape)}, not {found.type}")
+        raise ValueError(f"state %{name} is {found.initial.dtype}{list(found.initial.shape)}, but must be {found.type}")
     return found
 
 
@@ -115,7 +115,7 @@ def _leaf(where: str, value: Any) -> Any:
     try:
         return encode(value)
     except NotStorableError as error:
-        raise NotStorableError(f"{where} is a {error}") from None
+        raise NotStorableError(f"{where} is the {error}") from None
 
 
 def encode_tree(tree: pytree.TreeSpec | None, where: str) -> Any:
@@ -136,11 +136,13 @@ def _encode_structure(value: Any, where: str) -> Any:
         odd = [key for key in value if type(key) not in (str, int, bool)]
         if not odd:
             return [kind.__name__, list(value), [_encode_structure(item, where) for item in value.values()]]
-        raise NotStorableError(f"{where} hold a dictionary with the key {odd[0]!r}")
+        raise NotStorableError(
+            f"{where} contain a dictionary with the key {odd[0]!r}, which is not a string or an integer"
+        )
     if _is_record(kind) and all(type(key) is str for key in value):
         name = f"{kind.__module__}:{kind.__qualname__}"
         return ["record", name, list(value), [_encode_structure(item, where) for item in value.values()]]
-    raise NotStorableError(f"{where} hold a {kind.__module__}.{kind.__qualname__}")
+    raise NotStorableError(f"{where} contain a {kind.__module__}.{kind.__qualname__}")
 
 
 def _is_record(kind: type) -> bool:
@@ -171,7 +173,7 @@ def _decode_structure(entry: Any) -> Any:
             fields = OrderedDict(zip(map(checked_identifier, keys), map(_decode_structure, items), strict=True))
             kind = _imported(name)
             return fields if kind is None else kind(**fields)
-    raise ValueError(f"no structure is {entry!r:.60}")
+    raise ValueError(f"{entry!r:.60} is not a known structure")
 
 
 def _imported(name: str) -> type | None:

@@ -23,7 +23,9 @@ GRAPH = "graph"
 CLAMP_ATTRS = frozenset({"low", "high"})
 """Attributes whose values follow from scales and may therefore differ."""
 
-LOAD_SAME_MODEL = "load it into a model of the same float model and recipe; intaglio.load reads whole models from files"
+LOAD_SAME_MODEL = (
+    "load it into a model of the same float model and recipe; model.save and intaglio.load keep whole models"
+)
 
 
 def tensors_of(graph: Graph) -> dict[str, torch.Tensor]:
@@ -46,10 +48,12 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
         text, parameters = arrays.pop(GRAPH).tobytes(), ParameterTable(arrays.pop(SCALES_MEMBER))
         graph = verify(decode_graph(from_json(text), parameters, arrays), "load_state_dict")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, VerifyError) as error:
-        problem = f"this state holds no integer graph: {type(error).__name__}: {error}"
+        problem = f"the state does not contain an integer graph: {type(error).__name__}: {error}"
         raise ArtifactError("load_state_dict", None, problem, remedy=LOAD_SAME_MODEL) from error
     if (different := difference(graph, like)) is not None:
-        raise ArtifactError("load_state_dict", None, f"the state of another model: {different}", remedy=LOAD_SAME_MODEL)
+        raise ArtifactError(
+            "load_state_dict", None, f"the state is that of another model: {different}", remedy=LOAD_SAME_MODEL
+        )
     return graph
 
 
@@ -74,10 +78,11 @@ def difference(graph: Graph, like: Graph) -> str | None:
     for name, other in like.types.items():
         kind = graph.types.get(name)
         if kind is None or (kind.shape, kind.dtype) != (other.shape, other.dtype):
-            return f"%{name} is {other} here, {kind or 'not'} there"
+            return f"%{name} is {other} in this model, but {kind or 'missing'} in the state"
     for op, other_op in zip(graph.ops, like.ops, strict=False):
         if _structure(op) != _structure(other_op):
-            return f"%{other_op.outputs[0]} is made by {other_op.kind} here, by another operator there"
+            there = f"{op.kind} with other operands or attributes" if op.kind == other_op.kind else op.kind
+            return f"%{other_op.outputs[0]} is computed by {other_op.kind} in this model, but by {there} in the state"
     outside = [(g.inputs, g.outputs, set(g.constants), len(g.ops), len(g.types)) for g in (graph, like)]
     return None if outside[0] == outside[1] else "it has other inputs, outputs or operators"
 
