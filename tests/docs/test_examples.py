@@ -78,12 +78,12 @@ def test_a_newcomer_quantizes_saves_loads_and_compares(network, tmp_path):
 def test_generated_loops_prints_three_loops(script):
     printed = script("generated_loops.py")
     first, second, third = (part.split("\n}\n")[0] for part in printed.split("// ---- ")[1:])
-    assert "write_levels" in first
+    assert "quantize_and_write" in first
     assert "dequantize_lanes" not in first
     assert second.count("dequantize_lanes") == 1
-    assert "write_levels" in second
+    assert "quantize_and_write" in second
     assert "dequantize_lanes" in third
-    assert "write_levels" not in third
+    assert "quantize_and_write" not in third
     assert "the same bits as the interpreter: True" in printed
 
 

@@ -64,7 +64,7 @@ def test_defaults_of_the_environment_are_those_of_the_page(monkeypatch):
     default = {cells[0].strip("`"): cells[2].strip("`") for cells in rows("deploying", "Caches and environment")}
     for name in default:
         monkeypatch.delenv(name, raising=False)
-    assert config.cache_limit_bytes() == int(default["INTAGLIO_CACHE_MB"]) << 20
+    assert config.cache_limit_bytes() == int(default["INTAGLIO_CACHE_MB"]) * 10**6
     assert config.max_plans() == int(default["INTAGLIO_PLANS"])
     assert f"Plans of the {config.max_plans()} most recently used" in page("shapes")
 

@@ -145,7 +145,7 @@ def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     found, exact = quantized(x), model(x)
     assert found.dtype is kind
     assert (found - exact).float().norm() <= 1e-2 * exact.float().norm()
-    reasons = [part.reason for part in quantized.coverage.loops if "weights" in part.reason]
+    reasons = [part.reason for part in quantized.coverage.loops if "weight-only" in part.reason]
     assert reasons == ["weight-only quantization (s8): activations stay in float"] * 2
     assert quantized.coverage.islands == 0
     assert quantized.coverage.bytes_after < 0.4 * 4 * sum(p.numel() for p in model.parameters())

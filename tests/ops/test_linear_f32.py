@@ -138,7 +138,7 @@ def test_weights_may_be_float16(kind, tmp_path):
     assert equal(found, graph(x))
     torch.testing.assert_close(found.float(), exact.float(), rtol=1e-2, atol=1e-2 * exact.abs().max().item())
     assert compiled.coverage.bytes_after < 0.6 * 4 * sum(p.numel() for p in model.parameters())
-    reasons = [part.reason for part in compiled.coverage.loops if "weights" in part.reason]
+    reasons = [part.reason for part in compiled.coverage.loops if "weight-only" in part.reason]
     assert reasons == ["weight-only quantization (f16): activations stay in float"] * 2
     compiled.save(tmp_path / "model.intaglio", example=x, library=False)
     assert (tmp_path / "model.intaglio").stat().st_size < 2.2 * sum(p.numel() for p in model.parameters()) + 20_000

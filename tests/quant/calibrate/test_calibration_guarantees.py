@@ -12,7 +12,8 @@ from intaglio import numerics, stages
 from intaglio.errors import ArtifactError, CalibrationError
 from intaglio.lower.lowering import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
-from intaglio.quant.calibrate.prepare import Observer, prepare
+from intaglio.quant.calibrate.observer import Observer
+from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import convert

@@ -15,7 +15,8 @@ import intaglio
 from intaglio import numerics
 from intaglio.errors import CalibrationError, SelectorError
 from intaglio.quant.calibrate.calibration_loop import calibrate
-from intaglio.quant.calibrate.prepare import Observer, prepare
+from intaglio.quant.calibrate.observer import Observer
+from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.calibrate.range_methods import (
     METHODS,
     average,

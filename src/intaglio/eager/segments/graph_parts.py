@@ -9,7 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.nodes import name_of, operator
-from intaglio.quant.calibrate.prepare import Observer
+from intaglio.quant.calibrate.observer import Observer
 from intaglio.torch_private import OpOverload
 
 

@@ -7,24 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import fx, nn
+from torch import fx
 
-from intaglio.errors import CalibrationError, SelectorError, UnsupportedError
+from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
-from intaglio.ir import ModelInfo, QParams, Signature, symbols_of
+from intaglio.ir import ModelInfo, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
-from intaglio.quant.annotate.sites import Observed, Shared, Site
-from intaglio.quant.calibrate.custom_observer import Edge, insert_custom_observers
+from intaglio.quant.annotate.sites import Observed, Shared
+from intaglio.quant.calibrate.custom_observer import insert_custom_observers
+from intaglio.quant.calibrate.observer import Observer, ObserverState
 from intaglio.quant.calibrate.range_methods import method_of
-from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
@@ -33,85 +31,6 @@ from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
-
-
-@dataclass
-class ObserverState:
-    """State that all observers of a model share.
-
-    Attributes:
-        batch: index of the next batch.
-        stride: increment of the index from one batch to the next.
-        ignore: whether NaN and infinities are left out instead of an error, unless all values of a batch are such.
-        observed_edges: edges whose values went through an observer that writes its own quantize nodes.
-    """
-
-    batch: int = 0
-    stride: int = 1
-    ignore: bool = False
-    observed_edges: set[Edge] = field(default_factory=set)
-
-
-class Observer(nn.Module):
-    """Returns its input and adds it to ``statistics``.
-
-    Attributes:
-        samples: the sample axis of the input, or ``None``.
-        channels: the axis with separate extrema for each channel; the site's, unless it is changed before calibration.
-    """
-
-    def __init__(self, site: Site, samples: int | None = 0, observer_state: ObserverState | None = None) -> None:
-        super().__init__()
-        self.site, self.samples, self.observer_state = site, samples, observer_state or ObserverState()
-        self.channels = site.axis if isinstance(site.axis, int) else None
-        self.statistics = Statistics()
-        make = site.spec.observer if isinstance(site.spec, Observed) else None
-        self.custom_observer = None if make is None else make()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
-        found = Statistics.of(
-            values.numpy(),
-            torch.get_num_threads(),
-            samples=self.samples,
-            channels=self.channels,
-            batch=self.observer_state.batch,
-        )
-        nonfinite = found.nans + found.infinities
-        if nonfinite and (nonfinite == found.count or not self.observer_state.ignore):
-            raise CalibrationError(
-                self.site.name,
-                self.site.origin.operator or None,
-                f"{found.nans} NaN and {found.infinities} infinite values among {x.numel()}",
-                source=self.site.origin.source or None,
-                remedy="remove them from the data, or skip the part of the model that makes them; calibrate(..., "
-                "nonfinite='ignore') leaves them out where there are others",
-            )
-        self.statistics = self.statistics.merge(found)
-        if self.custom_observer is not None:
-            self.custom_observer(x.detach())
-        return x
-
-    def custom_qparams(self) -> QParams | None:
-        """Return the parameters from the user's own observer; ``None`` without such an observer or without values."""
-        if self.custom_observer is None or not self.statistics.count:
-            return None
-        scale, zero_point = (np.asarray(value).reshape(-1) for value in self.custom_observer.calculate_qparams())
-        shift = 128 if getattr(self.custom_observer, "dtype", None) is torch.int8 else 0
-        if len(scale) != 1:
-            problem = f"its observer gives {len(scale)} scales; an activation has one"
-            raise CalibrationError(self.site.name, self.site.origin.operator or None, problem)
-        return QParams((float(np.float32(scale[0])),), (int(zero_point[0]) + shift,), self.site.qmin, self.site.qmax)
-
-    def extra_repr(self) -> str:
-        return f"{self.site.name}, count={self.statistics.count}"
-
-
-def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Return the values without a copy if they are channels-last; statistics do not depend on the order."""
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1)
-    return x.contiguous()
 
 
 @dataclass(frozen=True)
@@ -128,7 +47,7 @@ class Prepared(GraphStage):
         quantizer: the options by which it was annotated.
         classes: module path -> class name.
         equalization: the equalization that was applied to the float model.
-        watch: state that all observers share.
+        observer_state: state that all observers share.
         bodies: name -> prepared loop body.
     """
 
