@@ -288,7 +288,7 @@ def test_searches_end_after_a_hundred_ranges_and_none_is_worse_than_the_start(me
 
     tried, made = [], of(x)
     histogram = methods._Histogram.of(made)
-    error = histogram.divergence if method == "kl" else histogram.squared
+    error = histogram.divergence if method == "kl" else histogram.squared_error
     search = methods._Search(lambda low, high: tried.append(error(low, high, 0, 255)) or tried[-1], histogram.full)
     search.run()
     assert len(tried) <= 100
