@@ -1,0 +1,386 @@
+"""Remedies of errors work: each one is provoked by a small case and then followed, which removes the error."""
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import intaglio
+from intaglio import build, eager, stages
+from intaglio.config import cache_limit_bytes
+from intaglio.errors import IntaglioError
+from intaglio.native import cpu
+from intaglio.output_paths import check_folder
+from support.project_files import ROOT, syntax_nodes
+
+PACKAGE = ROOT / "src" / "intaglio"
+IN_REVISION = ("lower", "quant", "tracing", "tune")
+"""Packages whose remedies have no case here yet."""
+NOT_FOLLOWED = {
+    "save the model again with the installed version": "needs two versions of intaglio",
+    "quantize the float model again with the installed version and save it": "needs two versions of intaglio",
+    "load it with the version that saved it, or calibrate again": "needs two versions of intaglio",
+    "install a newer version": "needs two versions of intaglio",
+    "install the version of PyTorch that saved the file": "needs two versions of PyTorch",
+    "install it with pip install 'intaglio[onnx]'": "needs a package registry",
+    "copy the file again from its source, or save the model again": "runtime/test_damaged_files.py damages files",
+    "do not use this model on this machine": "needs a machine that computes other bits",
+    "write a file with model.save_package('model.pt2')": "TorchInductor compiles for minutes",
+    "compile with the native backend and save the model with model.save": "TorchInductor compiles for minutes",
+    "leave it in float with skip=[": "TorchInductor compiles for minutes",
+    "call the model once, or pass example_inputs= to compile": "TorchInductor compiles for minutes",
+    "use data of tensors or tuples, or measure against eager and compile only": "ONNX Runtime is measured for seconds",
+    "write this part of the model with other operators, or export the parts before and after it": "exports to ONNX",
+    "use a loop with a fixed number of iterations": "loops are unrolled in tracing/test_unroll_scans.py",
+    "pass their records again: load(path, operators=[...])": "followed in ops/test_host_operators.py",
+    "return quantized values, quantize(...).astype(np.uint8)": "followed in ops/test_host_operators.py",
+    "install g++ (Debian, Ubuntu: apt install g++)": "followed in native/test_compile_cache.py",
+    "set INTAGLIO_CACHE_DIR to a folder": "followed in native/test_compile_cache.py",
+    "save the model with model.save; intaglio.load opens such files on every machine": "needs two machines",
+    "load the file without trust=True": "followed in runtime/test_files.py",
+    "write them with operators of docs/reference/operators.md": "exports and compiles C",
+    "quantize only the part of the model without": "exports and compiles C",
+    "take the value as an input and return the new value as a result": "exports and compiles C",
+    "remove it from the results of the model": "exports and compiles C",
+    "quantize a module that takes and returns only these": "saves a compiled model",
+    "pass larger inputs": "followed in runtime/test_free_sizes.py",
+    "do not change": "no case yet: says what to avoid",
+    "check the path and its permissions": "saves a compiled model",
+    "load it into a model of the same float model and recipe": "followed in runtime/test_copies.py",
+    "store one with model.save(path, example=x) and load the file": "saves a compiled model",
+    "prepare and call the model as when the parameters were computed": "no case yet",
+    "prepare, convert and rewrite submodules": "no case yet",
+    "prepare the model with the same recipe": "no case yet",
+    "prepare the model with the same example inputs": "no case yet",
+    "calibrate with data for which the model runs these operators": "followed in eager/test_control_flow.py",
+    "create modules in __init__, or list the class": "no case yet",
+    "load a state dictionary that state_dict() of such a model returned": "followed in eager/test_eager_state.py",
+    "pass {} to compile": "compiles or exports",
+    "torch.set_num_threads(": "a line of `intaglio doctor`, not of an error",
+}
+"""Beginnings of remedies that are not followed here, with the reason; the list only shrinks."""
+FEWEST_LETTERS = 10
+"""Fewest letters before an inserted value by which a remedy is recognized."""
+
+X = torch.randn(3, 4)
+IMAGES = torch.randn(2, 3, 12, 12)
+
+
+class Case(NamedTuple):
+    """A remedy, a call that fails with it, and the call that follows it; both get an empty folder."""
+
+    remedy: str
+    provoke: Callable[[Path], Any]
+    follow: Callable[[Path], Any]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return self.linear(x) * factor
+
+
+class Identity(nn.Module):
+    """A model that another tool quantized."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ops = torch.ops.quantized_decomposed
+        given = (0.05, 128, 0, 255, torch.uint8)
+        values = ops.dequantize_per_tensor(ops.quantize_per_tensor(x, *given), *given)
+        return ops.dequantize_per_tensor(ops.quantize_per_tensor(torch.relu(values), *given), *given)
+
+
+@cache
+def linears() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+@cache
+def captured() -> stages.Captured:
+    return stages.capture(linears(), X)
+
+
+@cache
+def scaled() -> stages.Captured:
+    return stages.capture(Scaled(), (X, 2.0))
+
+
+@cache
+def windows() -> stages.Captured:
+    """A convolution over images of any size that its window fits into."""
+    sizes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
+    return stages.capture(nn.Sequential(nn.Conv2d(3, 4, 8)), IMAGES, dynamic_shapes=sizes)
+
+
+@cache
+def lowered() -> stages.Lowered:
+    prepared = stages.prepare(captured())
+    return stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [X])))
+
+
+@cache
+def compiled() -> intaglio.QuantizedModel:
+    return stages.compile(lowered(), isa="portable")
+
+
+def prepared_eagerly(model: nn.Module, calls: int = 1) -> nn.Module:
+    prepared = eager.prepare(model, (X,))
+    for _ in range(calls):
+        prepared(X)
+    return prepared
+
+
+def prepared_for_training() -> stages.PreparedQat:
+    prepared = stages.prepare(stages.capture(linears(), X, train=True), qat=True)
+    stages.calibrate(prepared, [X])
+    return prepared
+
+
+def with_own_forward() -> nn.Module:
+    model = nn.Sequential(Scaled())
+    model[0].forward = lambda x: x * 2
+    return model
+
+
+def without_own_forward() -> nn.Module:
+    model = with_own_forward()
+    del model[0].forward
+    return model
+
+
+def limit_with(value: str | None) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("INTAGLIO_CACHE_MB", raising=False)
+        if value is not None:
+            patch.setenv("INTAGLIO_CACHE_MB", value)
+        return cache_limit_bytes()
+
+
+def isas_on_a_plain_machine(*asked: str) -> tuple[str, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "isas", lambda: ("portable",))
+        return build.isas_to_build(asked)
+
+
+def touched(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+def torch_file(folder: Path) -> Path:
+    torch.save({"x": X}, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+FAST = [
+    Case(
+        "pass isa to plan(lowered, isa=...)",
+        lambda _: stages.compile(stages.plan(lowered()), isa="portable"),
+        lambda _: stages.plan(lowered(), isa="portable"),
+    ),
+    Case(
+        "add one of those; the file of a model can hold libraries for several instruction sets",
+        lambda _: isas_on_a_plain_machine("avx2"),
+        lambda _: isas_on_a_plain_machine("avx2", "portable"),
+    ),
+    Case(
+        "set it to a whole number, or unset it to use 1024",
+        lambda _: limit_with("much"),
+        lambda _: (limit_with("64"), limit_with(None)),
+    ),
+    Case(
+        "call it with a few batches",
+        lambda _: eager.convert(prepared_eagerly(linears(), calls=0)),
+        lambda _: eager.convert(prepared_eagerly(linears())),
+    ),
+    Case(
+        "call eager.convert(model) first",
+        lambda _: eager.rewrite(prepared_eagerly(linears())),
+        lambda _: eager.rewrite(eager.convert(prepared_eagerly(linears()))),
+    ),
+    Case(
+        "call eager.prepare(model, example_inputs) first",
+        lambda _: eager.convert(linears()),
+        lambda _: eager.convert(prepared_eagerly(linears())),
+    ),
+    Case(
+        "define forward in the class instead, or undo the wrapper",
+        lambda _: prepared_eagerly(with_own_forward()),
+        lambda _: prepared_eagerly(without_own_forward()),
+    ),
+    Case(
+        "call the model as in calibration, or convert without strict=True",
+        lambda _: eager.convert(prepared_eagerly(Scaled()), strict=True)(x=X),
+        lambda _: (
+            eager.convert(prepared_eagerly(Scaled()), strict=True)(X),
+            eager.convert(prepared_eagerly(Scaled()))(x=X),
+        ),
+    ),
+    Case(
+        "load the state into a prepared model, and convert that",
+        lambda _: eager.convert(prepared_eagerly(linears())).load_state_dict(prepared_eagerly(linears()).state_dict()),
+        lambda _: load_and_convert(),
+    ),
+    Case(
+        "choose a file in an existing folder",
+        lambda folder: intaglio.Recipe().save(folder / "missing" / "recipe.toml"),
+        lambda folder: intaglio.Recipe().save(folder / "recipe.toml"),
+    ),
+    Case(
+        "choose a folder that can be created",
+        lambda folder: check_folder(touched(folder / "file") / "out"),
+        lambda folder: check_folder(folder / "out"),
+    ),
+    Case(
+        "pass a file that model.save wrote; open files of torch.save with torch.load",
+        lambda folder: intaglio.load(torch_file(folder)),
+        lambda folder: torch.load(torch_file(folder)),
+    ),
+    Case(
+        "call the model with arguments of the same structure as the example inputs",
+        lambda _: captured()(X, X),
+        lambda _: captured()(X),
+    ),
+    Case(
+        "quantize again with this value in the example inputs",
+        lambda _: scaled()(X, 3.0),
+        lambda _: stages.capture(Scaled(), (X, 3.0))(X, 3.0),
+    ),
+    Case(
+        "pass a tensor of that shape, or quantize again",
+        lambda _: captured()(X[None]),
+        lambda _: (captured()(X), stages.capture(linears(), X[None])(X[None])),
+    ),
+    Case(
+        "split, pad or crop the input to such a size",
+        lambda _: windows()(IMAGES[:, :, :4, :4]),
+        lambda _: windows()(torch.nn.functional.pad(IMAGES[:, :, :4, :4], (2, 2, 2, 2))),
+    ),
+    Case(
+        "convert the array with torch.from_numpy",
+        lambda _: captured()(X.numpy()),
+        lambda _: captured()(torch.from_numpy(X.numpy())),
+    ),
+    Case(
+        "convert it with .to(torch.float32)",
+        lambda _: captured()(X.double()),
+        lambda _: captured()(X.double().to(torch.float32)),
+    ),
+    Case(
+        "convert it with .cpu(), .to_dense()",
+        lambda _: captured()(X.to_sparse()),
+        lambda _: captured()(X.to_sparse().to_dense()),
+    ),
+    Case(
+        "call convert(prepared) without them",
+        lambda _: stages.convert(prepared_for_training(), stages.Ranges({}, 0, 0, "")),
+        lambda _: stages.convert(prepared_for_training()),
+    ),
+    Case(
+        "call from_qdq(model, example_inputs)",
+        lambda _: stages.from_qdq(Identity()),
+        lambda _: stages.from_qdq(Identity(), X),
+    ),
+]
+SLOW = [
+    Case(
+        "pass an iterable of batches",
+        lambda _: intaglio.autotune(linears(), lambda model: model(X), lambda model: 1.0, example_inputs=X),
+        lambda _: intaglio.autotune(linears(), [X], lambda model: 1.0, example_inputs=X),
+    ),
+    Case(
+        "pass them to the quantizer: Quantizer(recipe, input)",
+        lambda _: intaglio.quantize(linears(), [X], recipe="accurate", quantizer=stages.Quantizer()),
+        lambda _: intaglio.quantize(linears(), [X], quantizer=stages.Quantizer(intaglio.Recipe.named("accurate"))),
+    ),
+    Case(
+        "pass float_model=",
+        lambda _: stages.compile(lowered(), on_new_shape="fallback"),
+        lambda _: stages.compile(lowered(), on_new_shape="fallback", float_model=linears()),
+    ),
+    Case(
+        "keep the int8 model on the CPU and in its data types",
+        lambda _: compiled().half(),
+        lambda _: compiled()(X.half().float()).half(),
+    ),
+]
+
+
+def load_and_convert() -> nn.Module:
+    prepared = prepared_eagerly(linears())
+    prepared.load_state_dict(prepared_eagerly(linears()).state_dict())
+    return eager.convert(prepared)
+
+
+@pytest.mark.parametrize("case", FAST, ids=lambda case: case.remedy)
+def test_a_remedy_removes_the_error(case, tmp_path):
+    follow(case, tmp_path)
+
+
+@pytest.mark.slow(reason="compiles a model for each remedy")
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.remedy)
+def test_a_remedy_that_compiles_removes_the_error(case, tmp_path):
+    follow(case, tmp_path)
+
+
+def follow(case: Case, folder: Path) -> None:
+    with pytest.raises(IntaglioError) as raised:
+        case.provoke(folder)
+    assert raised.value.remedy.startswith(case.remedy)
+    case.follow(folder)
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """Yield the file and the text of each remedy, with ``{}`` for values that are inserted."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] in IN_REVISION:
+            continue
+        texts = {}
+        for node in syntax_nodes(path):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                texts.setdefault(node.targets[0].id, []).extend(plain_texts(node.value))
+        found = [text for text in texts.get("remedy", []) if text]
+        for node in syntax_nodes(path):
+            if isinstance(node, ast.keyword) and node.arg == "remedy":
+                found += texts.get(node.value.id, []) if isinstance(node.value, ast.Name) else plain_texts(node.value)
+        yield from ((str(path.relative_to(PACKAGE)), text) for text in dict.fromkeys(found))
+
+
+def plain_texts(value: ast.expr) -> list[str]:
+    """Return the text of a string, the texts of both branches of a conditional, and nothing for other expressions."""
+    if isinstance(value, ast.IfExp):
+        return plain_texts(value.body) + plain_texts(value.orelse)
+    if isinstance(value, ast.JoinedStr):
+        return ["".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in value.values)]
+    return [value.value] if isinstance(value, ast.Constant) and isinstance(value.value, str) else []
+
+
+def is_covered(remedy: str, beginning: str) -> bool:
+    """Return whether a remedy begins with a text, up to the first value that is inserted."""
+    fixed = remedy.partition("{}")[0]
+    return remedy.startswith(beginning) or (len(fixed) >= FEWEST_LETTERS and beginning.startswith(fixed))
+
+
+def test_each_remedy_is_followed_or_listed_with_a_reason():
+    known = [*NOT_FOLLOWED, *(case.remedy for case in (*FAST, *SLOW))]
+    missing = [f"{file}: {text}" for file, text in remedies() if not any(is_covered(text, one) for one in known)]
+    assert not missing, "add a case that follows them:\n" + "\n".join(missing)
+
+
+def test_the_list_of_remedies_that_are_not_followed_only_names_existing_ones():
+    texts = [text for _, text in remedies()]
+    assert [one for one in NOT_FOLLOWED if not any(is_covered(text, one) for text in texts)] == []
+
+
+def test_no_case_follows_a_listed_remedy():
+    assert not {case.remedy for case in (*FAST, *SLOW)} & NOT_FOLLOWED.keys()
