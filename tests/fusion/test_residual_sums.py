@@ -235,5 +235,5 @@ def test_recipes_have_names(tmp_path):
     assert torch.equal(by_name(image()), same(image()))
     assert torch.equal(by_name(image()), loaded(image()))
     assert Recipe.from_toml(ACCURATE.to_toml()) == ACCURATE
-    with pytest.raises(SelectorError, match=r"there is none called 'precise'; known are default, .*, accurate"):
+    with pytest.raises(SelectorError, match=r"no recipe is named 'precise'; names are default, .*, accurate"):
         Recipe.named("precise")

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 from intaglio.errors import CaptureError, InputError
@@ -453,3 +454,12 @@ def operators_of(program):
             result = (value.shape, value.dtype, value.stride()) if isinstance(value, torch.Tensor) else None
             found.append((str(node.target), str(operands), str(result), path_of(node, program)))
     return found
+
+
+def test_a_dynamic_number_as_input_is_refused_and_a_fixed_one_is_not():
+    model, shapes = Body(lambda m, x, factor: m.f(x) * factor, f=nn.Linear(4, 4)), (({0: Dim.AUTO}, Dim.DYNAMIC),)
+    with pytest.raises(
+        CaptureError, match=r"this number is dynamic.*\n  remedy: set its entry in dynamic_shapes to None"
+    ):
+        capture(model, (torch.ones(2, 4), 3), dynamic_shapes=shapes)
+    capture(model, (torch.ones(2, 4), 3), dynamic_shapes=(({0: Dim.AUTO}, None),))

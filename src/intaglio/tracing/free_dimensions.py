@@ -9,7 +9,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from intaglio.ir import Input, symbols_of
+from intaglio.errors import CaptureError
+from intaglio.fxgraph.node_info import tensor_type
+from intaglio.ir import Input, TensorType, symbols_of
 from intaglio.torch_private import size_expression, size_hint
 
 if TYPE_CHECKING:
@@ -21,6 +23,16 @@ SPECIALISED = 2
 """Lower bound that torch.export reports for every dynamic dimension; capture tests size 1 itself."""
 
 Names = Mapping["sympy.Symbol", str]
+
+
+def input_type(node: fx.Node) -> TensorType:
+    """Return the type of an input. Raise `CaptureError` for a number that is dynamic."""
+    kind = tensor_type(node)
+    if kind is None:
+        problem = "this number is dynamic, but only sizes of tensors can be"
+        remedy = "set its entry in dynamic_shapes to None, and capture the model with each of its values"
+        raise CaptureError(f"input '{node.name}'", None, problem, remedy=remedy)
+    return kind
 
 
 def symbol_names(program: ExportedProgram) -> Names:

@@ -37,7 +37,7 @@ from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
-from intaglio.tracing.free_dimensions import Names, example_sizes, ranges_of, symbol_names
+from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import decompose_single_operators
 from intaglio.tracing.recurrent_layers import RecurrentCapture, restore_torch_operators
 from intaglio.tracing.unroll_scans import unroll_loops
@@ -156,7 +156,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     copies[node] = graph.placeholder(node.name)
                     copies[node].target = copies[node].name  # a buffer may already have the name
                     describe(copies[node], node, names, program)
-                    inputs.append(Input(node.name, leaf, known_type(copies[node])))
+                    inputs.append(Input(node.name, leaf, input_type(copies[node])))
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")

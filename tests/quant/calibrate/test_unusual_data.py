@@ -357,6 +357,12 @@ def test_fewer_samples_than_asked_for_are_warned_of():
 
 
 @pytest.mark.case("calibration 12", "calibration 13")
+def test_equalization_leaves_nan_to_calibration_which_names_the_site():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with pytest.raises(CalibrationError, match=r"batch 0, .*input.*NaN"):
+        intaglio.quantize(model, [torch.full((2, 3, 8, 8), math.nan)])
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_values_that_are_not_finite_can_be_left_out(poison):
     bad = X.clone()

@@ -136,6 +136,16 @@ SETTINGS = st.builds(
 SELECTORS = st.sampled_from(["fc", "layer1.*", 're:layer\\d+\\."x"', "type:Conv2d", "op:aten.add", "ä[0-9]'"])
 
 
+def test_a_name_that_no_recipe_and_no_file_has_names_the_nearest():
+    with pytest.raises(
+        SelectorError, match=r"'acurate' is neither the name of a recipe nor an existing file"
+    ) as raised:
+        Recipe.given("acurate")
+    assert raised.value.remedy == "nearest: accurate"
+    with pytest.raises(SelectorError, match=r"no recipe is named 'acurate'.*\n  remedy: nearest: accurate"):
+        Recipe.named("acurate")
+
+
 @pytest.mark.case("frontends B13")
 @given(st.dictionaries(SELECTORS, SETTINGS), SETTINGS)
 def test_a_recipe_survives_toml(entries, default):

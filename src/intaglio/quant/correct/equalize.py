@@ -182,6 +182,8 @@ def _gain(
 
     def see(name: str, value: torch.Tensor) -> None:
         divisor = factors[name].float().reshape(1, -1, *[1] * (value.dim() - 2))
+        if not (value / divisor).isfinite().all():  # calibration reports it, with the site
+            return
         signal.append(value.square().sum().item())
         before.append((_rounded(value) - value).square().sum().item())
         after.append((_rounded(value / divisor) * divisor - value).square().sum().item())

@@ -55,7 +55,8 @@ class Recipe:
             SelectorError: `name` is unknown.
         """
         if name not in NAMED:
-            raise SelectorError("recipe", None, f"there is none called {name!r}; known are {', '.join(NAMED)}")
+            problem = f"no recipe is named {name!r}; names are {', '.join(NAMED)}"
+            raise SelectorError("recipe", None, problem, remedy=_nearest_name(name))
         return Recipe(default=NAMED[name])
 
     @staticmethod
@@ -65,11 +66,18 @@ class Recipe:
 
     @staticmethod
     def given(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
-        """Return the recipe that a user gave as nothing, a name, a file, a mapping or a `Recipe`."""
+        """Return the recipe that a user gave as nothing, a name, a file, a mapping or a `Recipe`.
+
+        Raises:
+            SelectorError: a text is neither the name of a recipe nor an existing file.
+        """
         if recipe is None:
             return Recipe()
         if isinstance(recipe, str) and recipe in NAMED:
             return Recipe.named(recipe)
+        if isinstance(recipe, str) and not Path(recipe).exists():
+            problem = f"{recipe!r} is neither the name of a recipe nor an existing file; names are {', '.join(NAMED)}"
+            raise SelectorError("recipe", None, problem, remedy=_nearest_name(recipe))
         if isinstance(recipe, (str, Path)):
             return Recipe.load(recipe)
         return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
@@ -188,6 +196,12 @@ class Recipe:
 
 OPEN_RECIPE = Recipe()
 """Recipe that leaves every setting open; `prepare` fills them by the kind of model."""
+
+
+def _nearest_name(name: str) -> str | None:
+    """Return the names of recipes that are similar, as a remedy."""
+    close = difflib.get_close_matches(name, NAMED)
+    return f"nearest: {', '.join(close)}" if close else None
 
 
 def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Setting:
