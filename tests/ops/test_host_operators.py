@@ -87,7 +87,10 @@ def test_a_file_needs_the_operators_again(mirrored, tmp_path):
     *_, model = mirrored
     path = tmp_path / "model.intaglio"
     model.save(path, example=DATA[0])
-    with pytest.raises(ArtifactError, match=r"host operators: mirror_add.*\n.*load\(path, operators="):
+    with pytest.raises(
+        ArtifactError,
+        match=r"user-defined operators whose code is not in the file: mirror_add.*\n.*load\(path, operators=",
+    ):
         intaglio.load(path)
     for trust in (False, True):
         loaded = intaglio.load(path, operators=[SWISH, MIRROR_ADD], trust=trust)

@@ -461,7 +461,7 @@ def test_a_float_part_that_gives_another_shape_is_refused_before_its_bytes_are_r
 
     path = tmp_path / "m"
     path.write_bytes(changed(good, "islands.json", change))
-    with pytest.raises(InputError, match=r"cpu \[2, 8, 1, 10\]; the program reads \(2, 8, 10, 10\)"):
+    with pytest.raises(InputError, match=r"\[2, 8, 1, 10\] on cpu, but the program reads \(2, 8, 10, 10\)"):
         intaglio.load(path)(nets.example(nets.ConvThenUnsupported()))
 
 

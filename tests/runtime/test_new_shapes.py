@@ -127,7 +127,7 @@ def test_the_first_fallback_is_logged_once(lowered, caplog):
         for length in (5, 6, 7):
             model(tokens(length))
     assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
-    assert "run in float" in caplog.text
+    assert "runs in the float model" in caplog.text
 
 
 def test_a_file_says_that_it_has_no_float_model(lowered, tmp_path, caplog):

@@ -96,7 +96,7 @@ def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, n
             found.setdefault(name, _array(value))
         elif isinstance(value, Tensor) and quantize_qparams(node, DType.U16):
             level, rest = numerics.split_16bit(_array(value))
-            found |= {name: level.astype(np.uint8), builder.rests[name]: rest.astype(np.uint8)}
+            found |= {name: level.astype(np.uint8), builder.low_bytes[name]: rest.astype(np.uint8)}
     return found
 
 

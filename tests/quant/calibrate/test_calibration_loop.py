@@ -275,7 +275,7 @@ def test_the_first_batch_can_be_peeked_without_being_lost():
 
 def test_a_call_that_does_not_fit_is_an_input_error_and_counts_nothing():
     prepared = fresh()
-    with pytest.raises(InputError, match=r"input 'x': shape"):
+    with pytest.raises(InputError, match=r"input 'x': its shape is"):
         prepared(X[:, :2])
     assert all(observer.statistics.count == 0 for observer in prepared.observers.values())
 

@@ -150,7 +150,7 @@ def test_multiples_are_those_of_least_squared_error():
                 step = scales[row] * np.float32(multiple)
                 errors.append(np.square(part - numerics.quantize(part, step, 0, -8, 7) * step).sum())
             assert errors[grid.multiples[row, 8 * group] - 1] == pytest.approx(min(errors))
-    exact = grid.stored(grid.nearest(weight)).astype(np.float64) * scales[:, None].astype(np.float64)
+    exact = grid.as_s8(grid.nearest(weight)).astype(np.float64) * scales[:, None].astype(np.float64)
     np.testing.assert_allclose(exact, grid.nearest(weight) * grid.steps.astype(np.float64), rtol=1e-6)
 
 
