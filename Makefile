@@ -10,6 +10,9 @@ SPELLED = $(wildcard *.md) docs src tests benchmarks examples
 CPP_FILES = $(shell find src -name '*.h' -o -name '*.c' -o -name '*.cpp')
 
 export PYTHONUNBUFFERED = 1
+# Every process that imports torch would compile it again without bytecode, which is written beside the environment.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/bytecode
 
 .PHONY: demo bench test tests slow lint format types docs clean check check-torch
 
