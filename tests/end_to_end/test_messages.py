@@ -103,7 +103,7 @@ def test_too_little_data_is_reported_with_both_numbers():
     """Problem 18, calibration case 11."""
     model, captured = captured_net(nets.MaxPoolNet)
     prepared = stages.prepare(captured)
-    with pytest.warns(UserWarning, match="calibrated on 6 samples in 2 batches; 100 were asked for"):
+    with pytest.warns(UserWarning, match="calibrated on 6 samples in 2 batches, which is all data; samples=100"):
         ranges = stages.calibrate(prepared, [nets.example(model, 4), nets.example(model, 2)], samples=100)
     assert (ranges.batches, ranges.samples) == (2, 6)
     assert stages.convert(prepared, ranges).qparams
@@ -130,4 +130,4 @@ def test_every_float_part_has_a_reason_also_where_it_makes_no_floats():
     for body in bodies:
         _, graph = quantized(nets.randomize(Body(body, c=nn.Conv2d(3, 4, 3))), picture())
         assert len(graph.islands) == 1
-        assert "makes integers or booleans" in str(graph.skipped[0])
+        assert "computes integers or booleans" in str(graph.skipped[0])

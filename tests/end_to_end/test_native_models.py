@@ -437,8 +437,8 @@ ALREADY = {
     "an integer graph": (lambda: by_us("lowered"), "Lowered", "compile(lowered)"),
     "a captured graph": (lambda: by_us("captured"), "Captured", "prepare(captured)"),
     "a module of a reference": (lambda: by_us("module"), "quantized already", "from_qdq"),
-    "define-by-run": (define_by_run, "define-by-run", "eager.rewrite"),
-    "packed weights": (packed, "Quantize): quantized already", "float model"),
+    "define-by-run": (define_by_run, "by intaglio.eager", "eager.rewrite"),
+    "packed weights": (packed, "Quantize): this module is quantized already", "float model"),
     "packed and dynamic": (lambda: quantize_dynamic(nn.Sequential(nn.Linear(8, 4))), "0 (Linear)", "float model"),
     "prepared elsewhere": (lambda: packed(True), "HistogramObserver", "from_qdq"),
 }

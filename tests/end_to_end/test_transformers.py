@@ -80,7 +80,7 @@ def test_products_are_int8_and_sums_are_not(block):
     assert "layer_norm" not in kinds
     assert not lowered.islands
     reasons = {skip.reason for skip in prepared.annotations.skipped}
-    assert reasons == {"the recipe leaves what is between products in float"}
+    assert reasons == {"the recipe leaves operators between matrix products in float"}
 
 
 def test_keys_and_values_are_quantized_symmetrically(block):

@@ -255,7 +255,7 @@ def test_operators_on_integer_tensors_match_no_pattern():
     args = torch.randn(2, 4, generator=DRAW), torch.arange(3)
     captured = stages.capture(model, args)
     prepared = stages.prepare(captured, Quantizer(patterns=builtin("dense", "add")))
-    assert [match.reason for match in prepared.annotations.rejected] == ["not a float32 tensor but i64"]
+    assert [match.reason for match in prepared.annotations.rejected] == ["its result is not a float32 tensor but i64"]
     found = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [args])))(*args)
     assert [part.tolist() for part in found[1:]] == [[1, 2, 3], [0, 2, 4]]
 

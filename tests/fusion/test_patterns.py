@@ -45,7 +45,7 @@ def test_only_what_patterns_match_is_quantized():
         patterns=["linear"],
     )
     assert taken(found) == [("reshape", None), ("linear", "linear")]
-    assert {skip.reason for skip in found.skipped} == {"no pattern takes it", "no int8 kernel for this operator"}
+    assert {skip.reason for skip in found.skipped} == {"no pattern matches it", "no int8 kernel for this operator"}
 
 
 def test_operators_that_select_or_clamp_need_no_pattern():
@@ -111,8 +111,8 @@ def test_the_larger_match_wins_in_any_order(order):
     found = annotated(residual, modules=RESIDUAL, patterns=order)
     assert sorted(name for _, name in taken(found)) == ["long", "middle", "short"]
     assert sorted(map(str, found.rejected)) == [
-        "short at c (aten.conv2d.default): shadowed by middle at model (aten.relu.default)",
-        "short at s (aten.conv2d.default): shadowed by long at model (aten.relu.default)",
+        "short at c (aten.conv2d.default): middle at model (aten.relu.default) takes precedence",
+        "short at s (aten.conv2d.default): long at model (aten.relu.default) takes precedence",
     ]
 
 
@@ -121,8 +121,8 @@ def test_a_pattern_of_higher_priority_wins():
     found = annotated(residual, modules=RESIDUAL, patterns=[LONG, MIDDLE, STRONG])
     assert {name for _, name in taken(found)} == {"strong"}
     assert {(match.pattern, match.reason.split(" at ")[0]) for match in found.rejected} == {
-        ("long", "shadowed by strong"),
-        ("middle", "shadowed by strong"),
+        ("long", "strong"),
+        ("middle", "strong"),
     }
 
 
@@ -135,9 +135,9 @@ def test_a_diamond_belongs_to_the_match_that_ends_first():
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        (QuantizerPattern("of_vectors", op("conv2d"), ranks=(2,)), "result of rank 4; the pattern is for 2"),
+        (QuantizerPattern("of_vectors", op("conv2d"), ranks=(2,)), "its result has rank 4; the pattern is for rank 2"),
         (QuantizerPattern("erf", op("aten.erf.default")), "no int8 kernel for this operator"),
-        (QuantizerPattern("integers", op("add")), "not a float32 tensor but i64"),
+        (QuantizerPattern("integers", op("add")), "its result is not a float32 tensor but i64"),
         (QuantizerPattern("computed", op("conv2d", wildcard(), op("aten.abs.default"))), "weight is computed"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
 def test_the_notes_list_taken_and_rejected_matches():
     model = nets.randomize(Body(two_convs, c=conv(), d=conv(8)))
     prepared = stages.prepare(stages.capture(model, X), Quantizer(patterns=[SHORT, STRONG]))
-    assert "patterns: strong x 2; 2 matches rejected, the sites' text says why" in prepared.about.notes
+    assert "patterns: strong x 2; 2 matches rejected, for the reasons in text('sites')" in prepared.about.notes
 
 
 def test_a_pattern_setting_overrides_the_default_but_not_entries_of_the_recipe():
@@ -184,10 +184,10 @@ def test_a_pattern_may_leave_operators_in_float():
 @pytest.mark.parametrize(
     ("patterns", "problem"),
     [
-        (["conv2"], "no built-in pattern is called that"),
+        (["conv2"], "no built-in pattern of this name"),
         ([SHORT, SHORT], "2 patterns have this name"),
-        ([QuantizerPattern("odd", op("convolution"))], "no operator is called 'convolution'"),
-        ([QuantizerPattern("leaf", wildcard())], "its root is no operator"),
+        ([QuantizerPattern("odd", op("convolution"))], "there is no operator 'convolution'"),
+        ([QuantizerPattern("leaf", wildcard())], "its root is not an operator"),
     ],
 )
 def test_invalid_patterns_say_why(patterns, problem):

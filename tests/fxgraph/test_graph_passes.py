@@ -139,7 +139,7 @@ def test_an_unfolded_batch_norm_is_reported_with_the_reason():
     model = nets.randomize(nets.BnFirst())
     (skip,) = annotate(capture(model, nets.example(model))).skipped
     assert skip.origin.path == "bn"
-    assert "a batch norm that nothing absorbs" in skip.reason
+    assert "this batch norm cannot be folded" in skip.reason
 
 
 def weights(module) -> set[str]:

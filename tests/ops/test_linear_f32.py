@@ -282,11 +282,11 @@ def test_threads_share_what_it_takes_to_read_weights(recipe):
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"weights_dtype": "f16"}, "f16 weights and activations that are levels"),
-        ({"weights_dtype": "f16", "activations": "token"}, "f16 weights and activations that are levels"),
-        ({"weights_dtype": "f8e4m3", "activations": "float"}, "f8e4m3 weights alone"),
-        ({"weights": "group:8", "activations": "float"}, "groups of s8 weights"),
-        ({"weights_dtype": "f16", "weights": "group:8", "activations": "float"}, "groups of f16 weights"),
+        ({"weights_dtype": "f16"}, "f16 weights need activations in float"),
+        ({"weights_dtype": "f16", "activations": "token"}, "f16 weights need activations in float"),
+        ({"weights_dtype": "f8e4m3", "activations": "float"}, "weight-only quantization takes .*, not f8e4m3"),
+        ({"weights": "group:8", "activations": "float"}, "in groups, not s8 weights"),
+        ({"weights_dtype": "f16", "weights": "group:8", "activations": "float"}, "in groups, not f16 weights"),
     ],
 )
 def test_settings_that_fit_no_kernel_are_errors_that_name_the_layer(setting, reason):

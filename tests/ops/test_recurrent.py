@@ -303,7 +303,7 @@ def test_packed_sequences_are_refused_and_their_layers_can_be_quantized():
 
     model = randomize(Body(body, first=nn.Linear(6, 8), lstm=nn.LSTM(8, 10, batch_first=True)))
     x = torch.randn(3, 5, 6)
-    with pytest.raises(CaptureError, match="cannot trace it") as error:
+    with pytest.raises(CaptureError, match="cannot trace the model") as error:
         intaglio.quantize(model, x, recipe="int8_dynamic", progress=False)
     assert "quantize the submodules" in error.value.remedy
     expected = model(x)

@@ -59,7 +59,7 @@ def test_keyword_arguments_after_kwargs_keep_the_batch_dynamic():
 
 def test_extra_keys_of_a_dictionary_batch_are_ignored_and_logged():
     binder = binder_for(Open())
-    with pytest.warns(UserWarning, match=r"forward takes \*\*kwargs, but idx are no parameters it names"):
+    with pytest.warns(UserWarning, match=r"forward takes \*\*kwargs, but does not name idx"):
         assert binder({"x": X, "idx": torch.arange(4)}) == ((X,), {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -77,7 +77,7 @@ def test_the_label_of_a_pair_is_never_an_optional_keyword():
             return x * mask
 
     assert binder_for(Scaled())({"x": X, "scale": 2.0}) == ((X,), {"scale": 2.0})
-    with pytest.warns(UserWarning, match="if it is scale, pass dictionaries"):
+    with pytest.warns(UserWarning, match="if they are scale, pass dictionaries"):
         assert binder_for(Scaled())((X, torch.arange(4))) == ((X,), {})
     assert binder_for(Needs())((X, X)) == ((X,), {"mask": X})
 
@@ -310,7 +310,7 @@ def test_a_float16_model_keeps_float16_inputs_and_outputs(dtype):
 
 
 def test_a_model_on_another_device_is_refused_by_parameter():
-    with pytest.raises(CaptureError, match=r"1\.weight: on device meta; models are quantized on the CPU"):
+    with pytest.raises(CaptureError, match=r"1\.weight: it is on device meta; models are quantized on the CPU"):
         stages.capture(nn.Sequential(nn.ReLU(), conv().to("meta")), X)
 
 
@@ -388,7 +388,7 @@ def test_a_wrong_stage_is_refused_with_the_call_that_makes_the_right_one(verb):
     with pytest.raises(InputError, match=problem) as raised:
         call(all_stages)
     assert raised.value.where == verb
-    assert raised.value.remedy.endswith("makes one")
+    assert raised.value.remedy.endswith("which returns one")
 
 
 @pytest.mark.case("calibration 48")

@@ -71,7 +71,7 @@ def test_a_model_with_a_fixed_batch_is_captured_with_a_note():
     model = body(lambda m, x: m.c(x).view(2, -1), c=conv())
     captured = capture(model, X)
     (note,) = captured.notes
-    assert note.startswith("batch is fixed as in the example: ")
+    assert note.startswith("the batch size is fixed to that of the example: ")
     same(captured, model, X)
     with pytest.raises(InputError, match=r"shape is \[3, 3, 8, 8\]; the model takes \[2, 3, 8, 8\]"):
         captured(torch.zeros(3, 3, 8, 8))
@@ -145,7 +145,7 @@ def test_a_length_that_the_model_specializes_is_static_with_a_reason():
     model = nets.randomize(Lookup(6))
     captured = capture(model, torch.randint(9, (2, 6)))
     (note,) = captured.notes
-    assert note.startswith("the length of 'ids' is fixed as in the example: torch.export cannot trace it")
+    assert note.startswith("the length of 'ids' is fixed to that of the example: torch.export cannot trace the model")
     assert str(captured.signature.inputs[0].type) == "i64[n, 6]"
     same(captured, model, torch.randint(9, (7, 6)))
 
@@ -181,7 +181,9 @@ def _cond(m, x):
 @pytest.mark.case("frontends C8")
 def test_branches_with_bodies_of_their_own_are_refused_by_name():
     """C8: the operator, the module in its body, and what to do."""
-    with pytest.raises(CaptureError, match=r"torch\.ops\.higher_order\.cond.*a graph of its own") as raised:
+    with pytest.raises(
+        CaptureError, match=r"torch\.ops\.higher_order\.cond.*which operators it runs depends on data"
+    ) as raised:
         capture(nets.randomize(Body(_cond, a=nn.Linear(4, 4))), torch.randn(3, 4))
     assert "quantize the modules in the body" in raised.value.remedy
     assert raised.value.where == "a"
@@ -250,7 +252,7 @@ class Dies(nn.Module):
 
 REFUSED = {
     "data-dependent": lambda: (body(lambda m, x: m.c(x) if x.sum() > 0 else m.c(-x), c=conv()), X),
-    "depends on data or on random numbers": lambda: (body(lambda m, x: m.c(x) + torch.rand(1), c=conv()), X),
+    "depend on data or on random numbers": lambda: (body(lambda m, x: m.c(x) + torch.rand(1), c=conv()), X),
     "not an nn.Module": lambda: (lambda x: x, X),
     "not an nn.Module written": lambda: (torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)), torch.zeros(1, 4)),
     "only one of me": lambda: (Dies(), X),

@@ -121,7 +121,8 @@ def test_a_reference_of_another_model_is_refused_by_operator_and_shape():
     with pytest.raises(InputError) as raised:
         intaglio.compare(narrow, reference, [torch.randn(4, 16)])
     assert str(raised.value).startswith(
-        "0 (aten.linear.default): f32[n, 32] in the reference, aten.linear.default f32[n, 24] in the float model"
+        "0 (aten.linear.default): the reference has a result of type f32[n, 32] here, "
+        "the float model has aten.linear.default f32[n, 24]"
     )
 
 

@@ -107,7 +107,7 @@ def build_float_loop(
         values |= {name: names[part] for name, part in zip(("scales", "zero_points"), table[1:], strict=True)}
     loop = _loop_of(call.target)
     if loop is None:
-        raise ValueError(f"no loop is written for {call.target}")
+        raise ValueError(f"there is no generated loop for {call.target}")
     found = loop.write_call(call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
     made = dict.fromkeys([result, *body.constants, *(op.output for op in ops)])  # types are saved in this order

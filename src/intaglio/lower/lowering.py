@@ -72,7 +72,9 @@ def requantize(reference: Reference) -> Lowered:
         native,
         bodies,
     )
-    notes = tuple(f"{name} runs in Python, its body in a program of its own, which counts once" for name in bodies)
+    notes = tuple(
+        f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
+    )
     return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
 
 
@@ -83,7 +85,7 @@ def _islands_without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tu
     """
     computing = [[node for node in nodes if operator(node)] for nodes in cut]
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
-    reason = "it makes integers or booleans, which stay in PyTorch"
+    reason = "it computes integers or booleans, which stay in PyTorch"
     return tuple(Skip(node.name, reason, origin(node)) for node in silent)
 
 
@@ -94,6 +96,6 @@ def _simulated_operators(annotations: Annotations, inside: set[str]) -> tuple[Sk
         values = {value.name for node in region.nodes for value in (node, *operands(node)) if value is not None}
         names = sorted({site.datatype for site in annotations.sites if site.value in values and not site.native})
         if names:
-            reason = f"{' and '.join(names)}: no kernel computes with them, so float32 on rounded values"
+            reason = f"no kernel computes with {' and '.join(names)} values, so it runs in float32 on rounded values"
             found += [Skip(n.name, reason, origin(n), macs(n)) for n in region.nodes if n.name not in inside]
     return tuple(found)

@@ -10,19 +10,19 @@ from intaglio.errors import CaptureError
 
 QUANTIZE_FLOAT_MODEL = "quantize the float model it was made from"
 STAGES = {
-    "Captured": "prepare(captured)",
-    "Prepared": "calibrate(prepared, data), then convert(prepared, ranges)",
-    "PreparedQat": "train it, then convert(prepared)",
-    "Reference": "it is quantized already: compile(reference)",
-    "Lowered": "it is quantized already: compile(lowered)",
-    "ExportedProgram": "pass program.module(); from_qdq(program), where it is quantized already",
+    "Captured": "it is captured already: call prepare(captured)",
+    "Prepared": "call calibrate(prepared, data), then convert(prepared, ranges)",
+    "PreparedQat": "train it, then call convert(prepared)",
+    "Reference": "it is quantized already: call compile(reference)",
+    "Lowered": "it is quantized already: call compile(lowered)",
+    "ExportedProgram": "pass program.module(), or call from_qdq(program) if it is quantized already",
 }
 """Call that takes an object which is not a module, by class name."""
-PREPARED = "an observer: the model is prepared by another tool, and not converted"
-CONVERT = f"convert it there, then from_qdq(model, example_inputs); or {QUANTIZE_FLOAT_MODEL}"
-PACKED = "quantized already: its weights are packed for PyTorch's own kernels"
+PREPARED = "this is an observer: another tool has prepared the model, but not converted it"
+CONVERT = f"convert it with that tool and call from_qdq(model, example_inputs), or {QUANTIZE_FLOAT_MODEL}"
+PACKED = "this module is quantized already: its weights are packed for PyTorch's own kernels"
 PROGRAM = "this part is quantized already, and native code cannot be traced"
-OUTSIDE = f"{QUANTIZE_FLOAT_MODEL}, or put the int8 part in afterwards"
+OUTSIDE = f"{QUANTIZE_FLOAT_MODEL}, or insert the int8 part afterwards"
 QUANTIZED_MODULES = {
     "torch.ao.nn.quantized.modules.functional_modules.": None,  # float models contain these too
     "torch.ao.nn.quantized.reference.": None,  # these contain quantize and dequantize operators
@@ -42,16 +42,16 @@ def refuse_quantized(model: Any) -> None:
     """Raise a `CaptureError` if a model is not a float nn.Module or contains a quantized part."""
     if not isinstance(model, nn.Module):
         name = type(model).__name__
-        remedy = STAGES.get(name, "pass the float model, or the module it is made of")
-        raise CaptureError(name, None, "not an nn.Module written in Python", remedy=remedy)
+        remedy = STAGES.get(name, "pass the float model, which is an nn.Module")
+        raise CaptureError(name, None, "the model is not an nn.Module written in Python", remedy=remedy)
     for path, module in model.named_modules():
         where, kind = path or "model", type(module)
         if "_auto_quant_state" in vars(module):
             raise CaptureError(
                 where,
                 None,
-                "quantized already, define-by-run, or prepared for it",
-                remedy=f"eager.rewrite(converted) gives what compile takes; or {QUANTIZE_FLOAT_MODEL}",
+                "this module is prepared or quantized by intaglio.eager",
+                remedy=f"call compile(eager.rewrite(converted)), or {QUANTIZE_FLOAT_MODEL}",
             )
         if (found := _kind(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             raise CaptureError(where, kind.__qualname__, found[0], remedy=found[1])
@@ -59,7 +59,10 @@ def refuse_quantized(model: Any) -> None:
             if type(tensor).__module__.startswith("torchao."):
                 where = f"{path}.{parameter}".lstrip(".")
                 raise CaptureError(
-                    where, type(tensor).__name__, "quantized already by torchao", remedy=QUANTIZE_FLOAT_MODEL
+                    where,
+                    type(tensor).__name__,
+                    "this parameter is quantized already by torchao",
+                    remedy=QUANTIZE_FLOAT_MODEL,
                 )
 
 

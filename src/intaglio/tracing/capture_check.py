@@ -66,14 +66,14 @@ def _differs(
         with torch.no_grad():
             expected = model(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
-        return f"at {label} the model itself fails: {error}"
+        return f"with {label} the model itself fails: {error}"
     try:
         got = captured(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
-        return f"at {label} the graph fails: {error}"
+        return f"with {label} the graph fails: {error}"
     near = HALF_TOLERANCE if UPCAST_NOTE in captured.notes else FLOAT32_TOLERANCE
     difference = _difference(got, expected, NO_TOLERANCE_LIMIT if _is_random(captured) else near)
-    return difference and f"at {label} {difference}"
+    return difference and f"with {label} {difference}"
 
 
 def _is_random(captured: Captured) -> bool:
@@ -171,18 +171,18 @@ def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str 
     left, left_tree = pytree.tree_flatten(got)
     right, right_tree = pytree.tree_flatten(expected)
     if left_tree != right_tree:
-        return "the result has another structure"
+        return "the result of the graph has another structure than that of the model"
     for a, b in zip(left, right, strict=True):
         if isinstance(b, torch.Tensor):
             if a.shape != b.shape:
-                return f"a result has shape {list(a.shape)}, the model's {list(b.shape)}"
+                return f"a result has shape {list(a.shape)}, but that of the model {list(b.shape)}"
             if a.dtype is b.dtype and torch.equal(a, b):
                 continue
             near, far = tolerance
             if not torch.allclose(a.double(), b.double(), rtol=near, atol=far * _largest_magnitude(b), equal_nan=True):
-                return f"a result differs by {(a.double() - b.double()).abs().max():.3g}"
+                return f"a result differs from that of the model by {(a.double() - b.double()).abs().max():.3g}"
         elif a != b:
-            return f"a result is {a!r}, the model's {b!r}"
+            return f"a result is {a!r}, but that of the model {b!r}"
     return None
 
 

@@ -42,7 +42,8 @@ class GraphStage:
             InputError: the model has state.
         """
         if self.signature.state:
-            raise InputError("as_module", None, "the model changes its buffers; such a stage is called as it is")
+            problem = "the model changes its buffers, so the stage cannot be wrapped in a module"
+            raise InputError("as_module", None, problem, remedy="call the stage itself")
         return _StageModule(self)
 
     @functools.cached_property
@@ -71,8 +72,8 @@ class GraphStage:
         raise ArtifactError(
             type(self).__name__,
             None,
-            "a stage between the models cannot be pickled",
-            remedy="save what it follows from: the recipe and ranges.save(path); the int8 model can be pickled",
+            "an intermediate stage cannot be pickled",
+            remedy="call recipe.save(path) and ranges.save(path); the int8 model can be pickled",
         )
 
 
@@ -127,7 +128,7 @@ def expect(stage: Any, wanted: type, verb: str) -> None:
     """
     if not isinstance(stage, wanted):
         name = wanted.__name__
-        remedy = f"{MADE_BY[name]} makes one"
+        remedy = f"call {MADE_BY[name]}, which returns one"
         raise InputError(verb, None, f"takes a {name}, got a {type(stage).__name__}", remedy=remedy)
 
 

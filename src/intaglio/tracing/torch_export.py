@@ -68,13 +68,13 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
             raise CaptureError(
                 shared[0],
                 None,
-                f"forward writes into memory that it shares with {', '.join(shared[1:])}",
-                remedy="give each a tensor of its own: register_buffer(name, tensor.clone())",
+                f"forward changes this tensor, which shares memory with {', '.join(shared[1:])}",
+                remedy="give each of them memory of its own: register_buffer(name, tensor.clone())",
             ) from error
         raise CaptureError(
             type(model).__name__,
             None,
-            f"torch.export cannot trace it: {_first_lines(error)}",
+            f"torch.export cannot trace the model: {_first_lines(error)}",
             remedy=_remedy(error, shapes),
         ) from error
 
@@ -98,11 +98,11 @@ def _shared_memory(model: nn.Module) -> list[str]:
 def _remedy(error: Exception, shapes: Any) -> str:
     said = str(error)
     if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
-        return "say in the call of the encoder whether its mask is causal: is_causal=False, or True"
+        return "pass is_causal=True or is_causal=False in the call of the encoder"
     if "register" in said:
-        return "torch.export.register_dataclass(YourClass), once, says what is in it"
+        return "call torch.export.register_dataclass(YourClass) once before"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
-        return "give dynamic_shapes that fit the model"
+        return "pass dynamic_shapes that fit the model"
     return "quantize the submodules that do not depend on data one by one"
 
 
@@ -159,7 +159,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
                     inputs.append(Input(node.name, leaf, input_type(copies[node])))
                 leaf += 1
             else:
-                raise CaptureError(node.name, None, f"an input of kind {spec.kind.name}")
+                raise CaptureError(node.name, None, f"inputs of the kind {spec.kind.name} are not supported")
             if node.next.op != "placeholder":
                 copies.update(_copied_state(state, graph, names, program))  # state follows the inputs of a call
         elif node.op == "call_function" and str(node.target) == WHILE:
@@ -217,9 +217,9 @@ def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
     return CaptureError(
         path_of(node, program) or node.name,
         f"torch.ops.higher_order.{node.target}",
-        "its body is a graph of its own, run as the data says; what is captured runs straight through",
+        "which operators it runs depends on data, but a captured graph always runs the same operators",
         remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
-        "quantize the modules in the body, one by one",
+        "quantize the modules in the body one by one",
     )
 
 
@@ -252,8 +252,8 @@ def _outputs(
             raise CaptureError(
                 str(spec.target),
                 None,
-                f"a result of kind {spec.kind.name}; a model may change its buffers only",
-                remedy="capture a part of the model that does not",
+                f"results of the kind {spec.kind.name} are not supported; models return tensors and change buffers",
+                remedy="capture a part of the model without it",
             )
         elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
             outputs.append(Output(None, dim_of(value.meta["val"], names)))
@@ -280,8 +280,8 @@ def _state(program: ExportedProgram, path: str, node: fx.Node, value: fx.Node) -
         raise CaptureError(
             path,
             None,
-            f"the model changes this buffer while it runs, and its element type is {tensor.dtype}",
-            remedy="keep it as float32 or whole numbers",
+            f"the model changes this buffer while it runs, which is not supported for {tensor.dtype}",
+            remedy="store it as float32 or as an integer type",
         )
     return State(node.name, value.name, path, kind, tensor.detach().contiguous().numpy().copy())
 
@@ -290,6 +290,9 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
     return dataclasses.replace(signature, names=names)
+
+
+ORIGINAL = "pass the module that was scripted or traced"
 
 
 def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
@@ -301,14 +304,14 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
     refuse_quantized(model)
     if isinstance(model, torch.jit.ScriptModule):
         kind = type(model).__name__
-        raise CaptureError(kind, None, "not an nn.Module written in Python", remedy="pass the module it is made of")
+        raise CaptureError(kind, None, "the model is not an nn.Module written in Python", remedy=ORIGINAL)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise CaptureError(
                 name,
                 None,
-                f"on device {tensor.device}; models are quantized on the CPU",
-                remedy="load its weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
+                f"it is on device {tensor.device}; models are quantized on the CPU",
+                remedy="load the weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
             )
     try:
         own = copy.deepcopy(model)
@@ -318,7 +321,7 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
         return own.train(training)
     except Exception as error:
         raise CaptureError(
-            type(model).__name__, None, f"it cannot be copied: {error}", remedy="copy.deepcopy(model) must work"
+            type(model).__name__, None, f"the model cannot be copied: {error}", remedy="make copy.deepcopy(model) work"
         ) from error
 
 
@@ -375,7 +378,8 @@ def free_axes(
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise CaptureError(type(model).__name__, None, f"the example inputs do not fit forward(): {error}") from error
+        problem = f"the example inputs do not fit forward(): {error}"
+        raise CaptureError(type(model).__name__, None, problem, remedy="pass the arguments of one call") from error
     return {name: pytree.tree_map(spec, value, is_leaf=_is_record) for name, value in bound.items()}
 
 

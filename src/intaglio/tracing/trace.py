@@ -49,7 +49,7 @@ def trace(
 
 
 PADDING_SKIPPED = (
-    "at places that are padding, results are what the layers compute; nn.TransformerEncoder gives zeros there when it "
+    "at padding positions the results are what the layers compute; nn.TransformerEncoder returns zeros there when it "
     "evaluates without gradients (enable_nested_tensor)"
 )
 
@@ -108,8 +108,8 @@ def _capture(
             notes += _fixed_lengths(captured, model_copy, args, kwargs) if sequences else ()
             return replace(captured, about=captured.about.after(notes))
         if sequences:
-            notes = (f"lengths of sequences are fixed as in the example: {reason}",)
-    note = f"batch is fixed as in the example: {reason}"
+            notes = (f"sequence lengths are fixed to those of the example: {reason}",)
+    note = f"the batch size is fixed to that of the example: {reason}"
     return _checked(
         to_captured(export(model_copy, args, kwargs, None), model_copy, (*notes, note), train), model_copy, args, kwargs
     )
@@ -159,7 +159,7 @@ def _fixed_lengths(
         reason = "the model fixes it"
     except CaptureError as error:
         reason = error.problem
-    return tuple(f"the length of '{entry.name}' is fixed as in the example: {reason}" for entry in inputs)
+    return tuple(f"the length of '{entry.name}' is fixed to that of the example: {reason}" for entry in inputs)
 
 
 def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
@@ -167,8 +167,8 @@ def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs
         raise CaptureError(
             type(model).__name__,
             None,
-            f"the captured graph is not the model: {reason}",
-            remedy="the model depends on data or on random numbers; capture a part of it that does not",
+            f"the captured graph does not compute what the model computes: {reason}",
+            remedy="capture a part of the model that does not depend on data or on random numbers",
         )
     return captured
 

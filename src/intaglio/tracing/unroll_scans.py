@@ -32,9 +32,9 @@ def unroll_loops(module: fx.GraphModule) -> None:
         raise CaptureError(
             longest.name,
             f"torch.ops.higher_order.{longest.target}",
-            f"{count} operators in all iterations, of which this loop has {_iteration_count(longest)}; the limit is "
-            f"{MAX_UNROLLED_OPERATORS}",
-            remedy="scan over fewer steps and carry on from call to call; or quantize the modules in the body, "
+            f"with all iterations unrolled ({_iteration_count(longest)} of this loop) the model has {count} operators; "
+            f"the limit is {MAX_UNROLLED_OPERATORS}",
+            remedy="scan over fewer steps per call and pass the state on; or quantize the modules in the body "
             "one by one",
         )
     while (loop := next(filter(_is_loop, module.graph.nodes), None)) is not None:

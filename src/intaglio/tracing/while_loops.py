@@ -22,7 +22,7 @@ from intaglio.tracing.export_metadata import constant, describe, module_around, 
 from intaglio.tracing.unroll_scans import unroll_loops
 
 WHILE = "while_loop"
-SCAN_INSTEAD = "write a loop of a fixed count, which is unrolled (scan, or one in Python); or compile it natively"
+SCAN_INSTEAD = "write a loop with a fixed number of iterations (scan, or a Python loop); or use the backend 'native'"
 """Remedy in errors of backends without support for such loops."""
 
 
@@ -117,7 +117,7 @@ def while_loop(
     condition, body, carried, beside = node.args
     operands = [*carried, *beside]
     if not all(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in operands):
-        raise _capture_error(node, program, "it reads a number that is no tensor")
+        raise _capture_error(node, program, "it reads a number that is not a tensor")
     held = [None] * len(carried) + [constants.get(one) for one in beside]
     about, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
@@ -154,11 +154,11 @@ def _part(
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
             if not all(isinstance(one, fx.Node) for one in results):
-                raise _capture_error(loop, program, "a part of it gives a number that is no tensor")
+                raise _capture_error(loop, program, "its condition or body returns a number that is not a tensor")
             values = tuple(copies[one] for one in results)
             graph.output(values)
         else:
-            raise _capture_error(loop, program, "its body has a loop or a branch of its own")
+            raise _capture_error(loop, program, "its condition or body contains a loop or a branch")
     module = fx.GraphModule(root, graph)
     run(module, CAPTURE_PASSES)
     results = next(node for node in module.graph.nodes if node.op == "output").args[0]
@@ -175,7 +175,9 @@ def _describe(
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     free = [size_expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)]
     if set().union(*free) - set(names):
-        raise _capture_error(loop, program, "a size in it depends on data, or changes while it runs")
+        raise _capture_error(
+            loop, program, "the size of a tensor in it depends on data, or changes from one iteration to the next"
+        )
     describe(copied, node, names, program)
     if copied.op == "call_function":
         own = origin(copied)
@@ -189,6 +191,5 @@ def _capture_error(loop: fx.Node, program: ExportedProgram, problem: str) -> Cap
         path_of(loop, program) or loop.name,
         f"torch.ops.higher_order.{WHILE}",
         problem,
-        remedy="write a loop of a fixed count in Python, which is unrolled; or quantize the modules in the body, "
-        "one by one",
+        remedy="write a Python loop with a fixed number of iterations; or quantize the modules in the body one by one",
     )

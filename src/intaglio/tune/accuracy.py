@@ -59,13 +59,15 @@ class Criterion:
             raise InputError(
                 "evaluate",
                 None,
-                f"a {type(self.evaluate).__name__} cannot be called",
-                remedy="give a function that takes a model and returns its metric",
+                f"expected a function, got a {type(self.evaluate).__name__}",
+                remedy="pass a function that takes a model and returns its metric",
             )
         if not 0 <= self.max_drop < math.inf:
-            raise InputError("max_drop", None, f"{self.max_drop}; it is a number from 0 on")
+            problem = f"it is {self.max_drop}, but must be a finite number of at least 0"
+            raise InputError("max_drop", None, problem, remedy="pass max_drop=0.01 to accept a loss of 1 %")
         if self.evaluations < 2:
-            raise InputError("evaluations", None, f"{self.evaluations}; the float model and the int8 model take two")
+            problem = f"it is {self.evaluations}, but the float model and the int8 model need one evaluation each"
+            raise InputError("evaluations", None, problem, remedy="pass evaluations=2 or more")
 
     def floor(self, baseline: float) -> float:
         """Return the lowest accepted metric, given the float model's."""
@@ -90,7 +92,7 @@ class Criterion:
         number = _number(found)
         if number is None or not math.isfinite(number):
             shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-            remedy = "return one finite number, higher for better; of a loss, minus the loss"
+            remedy = "return one finite number, where higher is better; for a loss, return its negative"
             raise InputError("evaluate", None, f"it returned {shown} for {name}", remedy=remedy)
         return number
 

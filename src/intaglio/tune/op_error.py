@@ -63,13 +63,13 @@ class GraphComparison:
             replaced = node.target in EQUALIZED or name != node.name
             same = other is not None and (operator(other) == operator(node) or replaced)
             if other is None or not same or tensor_type(other) != tensor_type(node):
-                kind = "nothing of that name" if other is None else f"{operator(other)} {tensor_type(other)}"
+                kind = "no operator of this name" if other is None else f"{operator(other)} {tensor_type(other)}"
                 where = origin(node)
                 raise InputError(
                     where.path or node.name,
                     operator(node) or None,
-                    f"{tensor_type(node)} in the reference, {kind} in the float model",
-                    remedy="compare a reference with the model it was made from",
+                    f"the reference has a result of type {tensor_type(node)} here, the float model has {kind}",
+                    remedy="compare the reference with the float model that it was made from",
                     source=where.source or None,
                 )
 

@@ -193,8 +193,8 @@ def random_sample(signature: Signature) -> list[torch.Tensor]:
         raise InputError(
             "tune",
             None,
-            f"sizes that are free: {', '.join(free)}; which of them to measure with is not known",
-            remedy="give the arguments of a typical call instead of True: tune=(x,)",
+            f"the sizes {', '.join(free)} are dynamic, and tuning needs to know which values to measure with",
+            remedy="pass the arguments of a typical call instead of True: tune=(x,)",
         )
     draw, sizes = torch.Generator().manual_seed(0), dict.fromkeys(batch, 1)
     tensors = []

@@ -337,7 +337,7 @@ def test_several_inputs_are_declared_by_name():
         InputError, match=r"input 'left': its data type is torch\.uint8; the model takes torch\.float32"
     ):
         only(pixels, y)
-    with pytest.raises(SelectorError, match="one Image for 2 inputs"):
+    with pytest.raises(SelectorError, match="one Image is given, but the model has 2 tensor inputs"):
         lowered(model, HALF, x, y)
     with pytest.raises(SelectorError, match="nearest: left"):
         lowered(model, {"lefft": HALF}, x, y)
@@ -378,7 +378,7 @@ def test_float_readers_of_an_image_input_keep_the_observed_range(body, text):
     model, x = nets.randomize(Body(body, c=conv(3, 3))), IMAGENET.normalize(photos(height=12, width=12))
     captured = capture(model, x.clone())
     graph = lowered(captured, IMAGENET, x.clone())[1]
-    (note,) = [note for note in graph.about.notes if "declared an Image" in note]
+    (note,) = [note for note in graph.about.notes if "is an Image" in note]
     assert note.startswith("input '")
     assert text in note
     assert graph.text() == lowered(captured, None, x.clone())[1].text()
@@ -396,13 +396,16 @@ def test_a_convolution_that_stays_in_float_reads_floats():
 # ---- what does not fit
 
 WRONG = {
-    "too few means": ({"mean": (0.5, 0.5)}, "2 values of mean; the input has 3 channels"),
-    "too many deviations": ({"std": (1, 1, 1, 1)}, "4 values of std; the input has 3 channels"),
-    "a deviation of zero": ({"std": (0.2, 0.0, 0.2)}, r"std \(0\.2, 0\.0, 0\.2\); each must be a number above 0"),
+    "too few means": ({"mean": (0.5, 0.5)}, "mean has 2 values, but the input has 3 channels"),
+    "too many deviations": ({"std": (1, 1, 1, 1)}, "std has 4 values, but the input has 3 channels"),
+    "a deviation of zero": (
+        {"std": (0.2, 0.0, 0.2)},
+        r"std is \(0\.2, 0\.0, 0\.2\); all of its values must be finite and above 0",
+    ),
     "a negative deviation": ({"std": -1}, "above 0"),
     "no number": ({"std": float("nan")}, "above 0"),
-    "a mean of bytes": ({"mean": (123.7, 116.3, 103.5)}, "those of pixels divided by 255"),
-    "nothing": ({"mean": ()}, "each must lie in 0..1"),
+    "a mean of bytes": ({"mean": (123.7, 116.3, 103.5)}, "pixels that were divided by 255"),
+    "nothing": ({"mean": ()}, "its values must be between 0 and 1"),
 }
 
 
@@ -414,7 +417,7 @@ def test_invalid_image_parameters_are_refused(parameters, text):
 
 def test_an_input_that_is_not_an_image_is_refused():
     model = nets.randomize(nets.Linears())
-    with pytest.raises(UnsupportedError, match=r"an Image is f32\[n, channels, rows, columns\]"):
+    with pytest.raises(UnsupportedError, match=r"an Image must be f32\[batch, channels, height, width\]"):
         lowered(model, IMAGENET, nets.example(model))
 
 

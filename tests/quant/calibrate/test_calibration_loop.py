@@ -93,16 +93,16 @@ def test_a_prepared_model_is_the_float_model():
     ("data", "problem"),
     [
         ([], "no batch: the iterable is empty"),
-        (iter(()), "used up before"),
+        (iter(()), "read to its end before"),
         (7, "expected an iterable of batches, got int"),
-        (["text"], "a batch is a str"),
+        (["text"], "a batch is of type str"),
         ([{"y": X}], r"a batch has keys \['y'\]; forward takes \['x'\]"),
         ([X[:0], X[:0]], "2 batches without a single sample"),
         ([X, X[:, :2]], r"batch 1, input 'x': its shape is \[12, 2, 13, 13\]; the model takes \[n, 3, 13, 13\]"),
         ([X.double()], "batch 0, input 'x': its data type is torch.float64"),
-        ([X.numpy()], "a batch is a ndarray"),
+        ([X.numpy()], "a batch is of type ndarray"),
         ([(LABELS, X)], "batch 0, input 'x': its data type is torch.int64"),
-        ([None], "a batch is a NoneType"),
+        ([None], "a batch is of type NoneType"),
     ],
 )
 def test_data_that_cannot_be_used_is_named_and_changes_nothing(data, problem):

@@ -152,13 +152,13 @@ def test_weights_have_one_scale_or_one_per_channel():
 @pytest.mark.parametrize(
     ("found", "problem"),
     [
-        (lambda info: {"elsewhere": (0.0, 1.0)}, "'elsewhere' is no site of the region"),
-        (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale is the product of two others"),
-        (lambda info: {info.sites.weight: (0.1, 3)}, "with zero point 0"),
-        (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point outside \[0, 255\]"),
-        (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range is a low and a high number"),
-        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range is a low|not finite"),
-        (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "the site is"),
+        (lambda info: {"elsewhere": (0.0, 1.0)}, "'elsewhere' is not a site of the region"),
+        (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale follows from its input and weight"),
+        (lambda info: {info.sites.weight: (0.1, 3)}, "and zero point 0"),
+        (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point is outside \[0, 255\]"),
+        (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range must be a low and a high number"),
+        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range must be a low|not finite"),
+        (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "do not fit the site"),
     ],
 )
 def test_callback_values_that_a_site_cannot_have_are_refused(found, problem):
@@ -173,7 +173,7 @@ def test_parameters_are_saved_with_the_ranges_and_never_merged(tmp_path):
     ).calibrate()
     ranges.save(tmp_path / "ranges.json")
     assert Ranges.load(tmp_path / "ranges.json").parameters == ranges.parameters
-    assert "c.weight: q(scale=0.01..0.02, axis=0) by a callback" in ranges.text()
+    assert "c.weight: q(scale=0.01..0.02, axis=0), chosen by a callback" in ranges.text()
     with pytest.raises(CalibrationError, match="cannot be merged"):
         ranges.merge(ranges)
 
@@ -182,7 +182,7 @@ def test_callbacks_that_were_not_asked_are_an_error():
     ready = prepared(GlobalCalibrationCallback(0.05))
     for batch in DATA:
         ready(batch)
-    with pytest.raises(CalibrationError, match=r"(?s)callback was not asked.*calibrate\(prepared, data\)"):
+    with pytest.raises(CalibrationError, match=r"(?s)callback was not called.*calibrate\(prepared, data\)"):
         stages.convert(ready)
 
 

@@ -62,9 +62,9 @@ def test_columns_of_a_table_are_read_as_batches():
     assert sizes(manager) == [5, 5, 4]
     assert manager.num_batches() == 3
     assert next(iter(manager))["pixels"].shape == (5, 3)
-    with pytest.raises(CalibrationError, match=r"column text is no array of numbers(.|\n)*columns="):
+    with pytest.raises(CalibrationError, match=r"column text is not an array of numbers(.|\n)*columns="):
         next(iter(DatasetManager(Rows())))
-    with pytest.raises(CalibrationError, match="no column image; there are pixels, text, label"):
+    with pytest.raises(CalibrationError, match="no column image\n  remedy: choose columns from pixels, text, label"):
         next(iter(DatasetManager(Rows(), columns=["image"])))
 
 
@@ -95,7 +95,7 @@ def test_methods_in_the_documents_read_the_data_once():
     assert not manager.is_empty()
     assert [len(manager.get_next_batch()), manager.is_empty(), len(manager.get_next_batch())] == [8, False, 6]
     assert manager.is_empty()
-    with pytest.raises(IndexError, match=r"reset\(\) begins again"):
+    with pytest.raises(IndexError, match=r"call reset\(\) to start again"):
         manager.get_next_batch()
     manager.reset()
     assert len(manager.get_next_batch()) == 8
@@ -105,7 +105,7 @@ def test_methods_in_the_documents_read_the_data_once():
 def test_a_second_pass_over_an_iterator_is_an_error():
     manager = DatasetManager(iter([X[:4], X[4:]]))
     assert sizes(manager) == [4, 10]
-    with pytest.raises(CalibrationError, match=r"second pass over an iterator(.|\n)*DatasetManager\(lambda"):
+    with pytest.raises(CalibrationError, match=r"this is a second pass(.|\n)*DatasetManager\(lambda"):
         list(manager)
     with pytest.raises(CalibrationError, match="second pass"):
         manager.reset()
@@ -121,10 +121,10 @@ def test_an_iterator_may_be_reset_before_it_is_read():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: DatasetManager(3), "nothing in a int can be read as batches"),
-        (lambda: DatasetManager([X], batch_size=2), "batch_size = 2 for data that comes in batches already"),
+        (lambda: DatasetManager(3), "a int cannot be read as batches"),
+        (lambda: DatasetManager([X], batch_size=2), "batch_size = 2 is given, but the data already comes in batches"),
         (lambda: DatasetManager(X, num_samples=0), "num_samples = 0; it must be at least 1"),
-        (lambda: list(DatasetManager([["a", "b"], object()])), "is no array of numbers"),
+        (lambda: list(DatasetManager([["a", "b"], object()])), "is not an array of numbers"),
     ],
 )
 def test_unreadable_data_sets_are_named(make, problem):

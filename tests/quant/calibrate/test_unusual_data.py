@@ -352,7 +352,7 @@ def test_sites_without_data_are_found_when_calibrating():
 
 @pytest.mark.case("calibration 11")
 def test_fewer_samples_than_asked_for_are_warned_of():
-    with pytest.warns(UserWarning, match="calibrated on 40 samples in 1 batches; 64 were asked for"):
+    with pytest.warns(UserWarning, match="calibrated on 40 samples in 1 batches, which is all data; samples=64"):
         calibrate(prepare(CAPTURED), [X], samples=64)
 
 

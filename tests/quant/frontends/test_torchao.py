@@ -112,7 +112,7 @@ def test_models_converted_by_torchao_are_taken_unchanged(x86, folded):
     quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
     prepared = flow.prepare_pt2e(program.module(), quantizer)
     prepared(IMAGE)
-    with pytest.raises(intaglio.errors.CaptureError, match="prepared by another tool"):
+    with pytest.raises(intaglio.errors.CaptureError, match="another tool has prepared the model"):
         intaglio.quantize(prepared, [IMAGE], progress=False)
     given = flow.convert_pt2e(prepared, fold_quantize=folded)
     found = stages.from_qdq(given, IMAGE)

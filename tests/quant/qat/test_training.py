@@ -574,7 +574,7 @@ def test_a_parameter_that_becomes_a_number_is_named():
     x = torch.randn(3, 4)
     prepared = trainable(model, x)
     prepared(x)
-    assert "not trained, as they became numbers: gain" in stages.convert(prepared).notes
+    assert "not trained, because the graph contains their values as constants: gain" in stages.convert(prepared).notes
 
 
 def test_weights_that_are_computed_are_trained_where_they_come_from():
@@ -591,7 +591,7 @@ def test_weights_that_are_computed_are_trained_where_they_come_from():
 def test_a_model_is_prepared_for_training_or_for_calibration():
     """B20: what one of them made is not taken by the other, and says which call makes the right thing."""
     model, x = normed("conv", 2, True, True), example("conv", 2)
-    with pytest.raises(InputError, match="captured in evaluation") as raised:
+    with pytest.raises(InputError, match="captured in evaluation mode") as raised:
         stages.prepare(stages.capture(model, x), qat=True)
     assert "train=True" in raised.value.remedy
     prepared = trainable(model, x)

@@ -191,14 +191,14 @@ def test_parameters_of_what_the_recipe_leaves_in_float_are_left_out(selectors):
 
 def test_a_value_that_was_fused_away_needs_parameters_of_its_own():
     """A sum whose rectifier is float ends its convolution."""
-    with pytest.raises(CalibrationError, match=r"not those of this model: missing blocks\.0#0/add\.0"):
+    with pytest.raises(CalibrationError, match=r"do not belong to this model: missing blocks\.0#0/add\.0"):
         convert(skipping("op:aten.relu"), reference().parameters)
 
 
 def test_unknown_site_names_are_errors():
     made = reference()
     odd = Parameters({**made.parameters.entries, "stm.0.weight": made.parameters.entries["fc.weight"]})
-    with pytest.raises(CalibrationError, match=r"not those of this model: unknown stm\.0\.weight\n"):
+    with pytest.raises(CalibrationError, match=r"do not belong to this model: unknown stm\.0\.weight\n"):
         convert(skipping("stem"), odd)
 
 
@@ -214,13 +214,13 @@ def test_value_names_do_not_depend_on_what_stays_in_float(selectors):
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        (INPUT, {"dtype": "u7"}, "u7; the recipe makes it u8"),
-        (INPUT, {"scale": [0.1, 0.2]}, "2 scales; it has one"),
-        (INPUT, {"qmin": -1}, r"levels -1\.\.255; u8 has 0\.\.255"),
-        ("fc.weight", {"zero_point": 1}, "zero point 1; s8 has none"),
+        (INPUT, {"dtype": "u7"}, "they are u7, but the recipe asks for u8"),
+        (INPUT, {"scale": [0.1, 0.2]}, "2 scales are given, but the site has one"),
+        (INPUT, {"qmin": -1}, r"the range -1\.\.255 is not a part of u8, which has 0\.\.255"),
+        ("fc.weight", {"zero_point": 1}, "the zero point is 1, but s8 has zero point 0"),
         ("fc.weight", {"scale": 0.1}, "1 scales"),
-        ("fc.weight", {"qmax": 100}, "those of a weight are its datatype's"),
-        ("fc.weight", {"group": 8}, "s8 in groups of 8; the recipe makes it s8"),
+        ("fc.weight", {"qmax": 100}, "but s8 weights have"),
+        ("fc.weight", {"group": 8}, "they are s8 in groups of 8, but the recipe asks for s8"),
     ],
 )
 def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, problem):
@@ -233,12 +233,12 @@ def test_an_entry_that_its_site_cannot_have_is_refused_by_name(name, change, pro
 @pytest.mark.parametrize(
     ("entry", "problem"),
     [
-        ({"scale": 0}, "scale 0; one is at least"),
+        ({"scale": 0}, "the scale 0 is not a finite number of at least"),
         ({"scale": float("inf")}, "scale inf"),
         ({"scale": "wide"}, "wide"),
         ({"zero_point": 0.5}, "0.5 is not an integer"),
-        ({"zero_point": 300}, "zero points, which lie in qmin..qmax"),
-        ({"zeropoint": 3}, "zeropoint; an entry has dtype"),
+        ({"zero_point": 300}, "each scale needs one, in qmin..qmax"),
+        ({"zeropoint": 3}, "zeropoint; an entry has exactly dtype"),
         ({"qmin": 255}, "qmin..qmax"),
     ],
 )
@@ -255,7 +255,7 @@ def test_an_invalid_recipe_entry_is_refused_when_read(entry, problem):
         ("[]", "not a file of parameters"),
         ("{", "not a file"),
         ('{"version": 1}', "not a file"),
-        ('{"version": 2, "sites": {}}', "version 2; this intaglio reads 1"),
+        ('{"version": 2, "sites": {}}', "version 2; this intaglio reads version 1"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_as_parameters(text, problem):

@@ -306,5 +306,5 @@ def test_a_model_that_gives_integers_survives_its_file(tmp_path):
 def test_unknown_outputs_are_refused():
     with pytest.raises(SelectorError, match="'float' and 'int8'"):
         Quantizer(outputs="u8")
-    with pytest.raises(UnsupportedError, match="results are u8"):
+    with pytest.raises(UnsupportedError, match="results must be u8"):
         reference(backbone(), quantizer=Quantizer(Recipe.of({"4": {"activations_dtype": "s16"}}), outputs="int8"))

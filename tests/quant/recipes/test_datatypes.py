@@ -207,7 +207,7 @@ def test_types_without_kernels_stay_in_float_and_say_so(setting, tmp_path):
     reference, graph = lowered(CAPTURED, X, recipe=all_of(setting))
     names = set(setting.values())
     assert all(any(name in skip.reason for name in names) for skip in graph.skipped)
-    assert "no kernel computes with them" in str(graph.skipped[0])
+    assert "no kernel computes with" in str(graph.skipped[0])
     assert graph.macs[0] == 0
     model = stages.compile(graph)
     # Without AVX512, oneDNN adds in another order for another memory format: a 16-bit value may then be the next one.
@@ -264,7 +264,7 @@ def test_sixteen_bits_have_no_zero_point():
         ({"activations_dtype": "s4"}, "activations_dtype = 's4'; allowed are"),
         ({"weights": "group:0"}, "weights = 'group:0'"),
         ({"weights": "group:many"}, "weights = 'group:many'"),
-        ({"bits": 7, "activations_dtype": "s16"}, "bits = 7 and activations_dtype = 's16'"),
+        ({"bits": 7, "activations_dtype": "s16"}, "bits = 7 cannot be combined with activations_dtype = 's16'"),
     ],
 )
 def test_a_type_for_the_wrong_values_is_refused_by_the_recipe(setting, problem):
@@ -277,9 +277,9 @@ def test_a_type_for_the_wrong_values_is_refused_by_the_recipe(setting, problem):
 @pytest.mark.parametrize(
     ("module", "setting", "problem"),
     [
-        (nn.Conv2d(3, 4, 3), {"weights": "group:8"}, "groups of s8 weights"),
-        (nn.Conv2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "f8e4m3"}, "groups of f8e4m3 weights"),
-        (nn.ConvTranspose2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "s4"}, "of a transposed convolution"),
+        (nn.Conv2d(3, 4, 3), {"weights": "group:8"}, "in groups, not s8 weights"),
+        (nn.Conv2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "f8e4m3"}, "in groups, not f8e4m3 weights"),
+        (nn.ConvTranspose2d(3, 4, 3), {"weights": "group:8", "weights_dtype": "s4"}, "of transposed convolutions"),
     ],
 )
 def test_a_type_that_an_operator_cannot_have_is_refused_when_prepared(module, setting, problem):

@@ -117,7 +117,7 @@ def test_an_invalid_regular_expression_is_reported():
         ("[default]\nquantise = false", r"unknown key 'quantise'(.|\n)*did you mean 'quantize'"),
         ("['fc']\nbits = 4", r"bits = 4; allowed are \(7, 8\)"),
         ("[fc\n", "not valid TOML"),
-        ("['fc']\nmethod = 'kll'", "no method 'kll'.*did you mean 'kl'"),
+        ("['fc']\nmethod = 'kll'", "unknown method 'kll'.*did you mean 'kl'"),
     ],
 )
 def test_a_toml_recipe_that_cannot_be_read_says_where(text, problem):

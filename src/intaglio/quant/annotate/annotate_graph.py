@@ -160,7 +160,7 @@ def _apply_patterns(
         found = matches.get(node)
         if found is None:
             if reasons[node] is None and not known_record(node).shares_qparams:
-                reasons[node] = "no pattern takes it"
+                reasons[node] = "no pattern matches it"
             continue
         if found.pattern.setting is not None:
             own = replace(recipe, default=found.pattern.setting.over(recipe.default))
@@ -175,7 +175,7 @@ def match_notes(annotations: Annotations) -> tuple[str, ...]:
     if not counts and not vain:
         return ()
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())) or "none"
-    lost = f"; {vain} match{'es' * (vain != 1)} rejected, the sites' text says why" if vain else ""
+    lost = f"; {vain} match{'es' * (vain != 1)} rejected, for the reasons in text('sites')" if vain else ""
     return (f"patterns: {found}{lost}",)
 
 

@@ -41,7 +41,7 @@ class EmbeddingTable:
     reason: str | None
 
     def __str__(self) -> str:
-        kind = "u8, a scale and a zero point for every row" if self.reason is None else f"float, as {self.reason}"
+        kind = "u8, a scale and a zero point for every row" if self.reason is None else f"float, because {self.reason}"
         return f"table of {origin(self.node).path or self.node.name}: {kind}"
 
 
@@ -60,9 +60,11 @@ def find_embedding_tables(settings: Mapping[fx.Node, Setting]) -> tuple[Embeddin
 def _float_table_refusal(table: fx.Node) -> str | None:
     """Return why kernels cannot read a float table; ``None`` if they can."""
     if not is_constant(table) or known_type(table).dtype is not DType.F32:
-        return "it is no constant of float32"
+        return "it is not a constant float32 tensor"
     shape = known_type(table).shape
-    return None if len(shape) == 2 and 0 not in shape else f"its shape is {list(shape)}"
+    if len(shape) == 2 and 0 not in shape:
+        return None
+    return f"its shape is {list(shape)}; a table has two axes, and neither has size 0"
 
 
 def _table_refusal(table: fx.Node) -> str | None:
@@ -71,7 +73,11 @@ def _table_refusal(table: fx.Node) -> str | None:
         return reason
     values = getattr(table.graph.owning_module, str(table.target)).detach()
     spans = values.amax(1) - values.amin(1)
-    return None if spans.isfinite().all() else "a row has values that are not finite, or too far apart"
+    return (
+        None
+        if spans.isfinite().all()
+        else "a row contains values that are not finite, or spans a range that float32 cannot hold"
+    )
 
 
 def bag_refusal(node: fx.Node) -> str | None:
@@ -79,14 +85,14 @@ def bag_refusal(node: fx.Node) -> str | None:
     given = arguments(node)
     table, weights = given["weight"], given["per_sample_weights"]
     if table_operands(table) is None and (reason := _float_table_refusal(table)) is not None:
-        return f"its table: {reason}"
+        return f"the kernel cannot read its table: {reason}"
     ids, offsets = (known_type(value) for value in (given["indices"], given["offsets"]))
     if (ids.dtype, offsets.dtype) != (DType.I64, DType.I64) or (len(ids.shape), len(offsets.shape)) != (1, 1):
-        return f"ids {ids} and offsets {offsets}; the kernel takes i64 of one axis"
+        return f"its ids are {ids} and its offsets {offsets}; the kernel takes i64 tensors with one axis"
     if weights is not None and known_type(weights).dtype is not DType.F32:
-        return f"weights of samples {known_type(weights)}; the kernel takes f32"
+        return f"per_sample_weights are {known_type(weights)}; the kernel takes f32"
     if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
-        return "more than its first result is read"
+        return "the model reads more than its first result"
     return None
 
 

@@ -47,7 +47,7 @@ def annotations_from_annotator(
     """
     for node in settings:
         if reasons[node] is None and node not in resolved.nodes:
-            reasons[node] = "no annotation"
+            reasons[node] = "the annotator did not annotate it"
     regions = tuple(find_regions(module.graph, settings, reasons, None, resolved))
     write_regions(module.graph, regions)
     sites = _with_replaced_specs(_annotated_sites(module.graph, regions, resolved, buffers), annotator)
@@ -56,7 +56,7 @@ def annotations_from_annotator(
     inside = {node for region in regions for node in region.nodes}
     for node in settings:
         if reasons[node] is None and node not in inside:
-            reasons[node] = "levels are not wanted where a kernel reads or gives them"
+            reasons[node] = "the annotation leaves an operand or the result of this kernel in float"
     edges = frozenset(
         (value.name, reader.name) for value, reader in resolved.edges if reader not in resolved.dynamic_modes
     )
@@ -130,7 +130,7 @@ def _with_replaced_specs(sites: tuple[Site, ...], annotator: Annotator) -> tuple
         raise UnsupportedError(
             unknown[0],
             None,
-            "specs() names it, and no site called that has parameters of its own",
-            remedy="sites that share parameters follow the one they name",
+            "specs() returned this name, but no site of this name has parameters of its own",
+            remedy="return only names of the given sites whose spec is Observed or Fixed; other sites follow these",
         )
     return tuple(replace(site, spec=found.get(site.name, site.spec)) for site in sites)

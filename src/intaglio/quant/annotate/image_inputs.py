@@ -34,7 +34,8 @@ def declare_images(
         entry, node = inputs[name]
         kind = entry.type
         if kind.dtype is not DType.F32 or len(kind.shape) != 4 or not isinstance(kind.shape[1], int):
-            raise UnsupportedError(f"input '{name}'", None, f"{kind}; an Image is f32[n, channels, rows, columns]")
+            problem = f"it is {kind}; an Image must be f32[batch, channels, height, width]"
+            raise UnsupportedError(f"input '{name}'", None, problem, remedy="do not declare this input as an Image")
         pixels = image.pixels(kind.shape[1])
         reason = image_refusal(node, quantizer, classes)
         if entry.leaf in signature.written:
@@ -43,7 +44,7 @@ def declare_images(
             value = insert_affine(module, node, pixels.gain, pixels.shift)
             update_info(value, zero_points=pixels.zero_points, takes_bytes=True)
         else:
-            notes.append(f"input '{name}', declared an Image, takes no bytes and its range is observed: {reason}")
+            notes.append(f"input '{name}' is an Image, but takes no bytes, and its range is calibrated: {reason}")
     return tuple(notes)
 
 
@@ -55,14 +56,16 @@ def _by_name(given: Image | Mapping[str, Image], names: list[str]) -> Mapping[st
     """
     if isinstance(given, Image):
         if len(names) != 1:
-            remedy = f"say which: input={{{names[0]!r}: …}}" if names else None
-            raise SelectorError("input", None, f"one Image for {len(names)} inputs", remedy=remedy)
+            remedy = f"name the input: input={{{names[0]!r}: image}}" if names else "leave out input="
+            raise SelectorError(
+                "input", None, f"one Image is given, but the model has {len(names)} tensor inputs", remedy=remedy
+            )
         return dict.fromkeys(names, given)
     for name in given:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[:3]
             remedy = "nearest: " + ", ".join(close)
-            raise SelectorError(f"input {name!r}", None, "the model has none of this name", remedy=remedy)
+            raise SelectorError(f"input {name!r}", None, "the model has no input of this name", remedy=remedy)
     return given
 
 
@@ -72,11 +75,11 @@ def image_refusal(node: fx.Node, quantizer: Quantizer, classes: Mapping[str, str
     for user in users:
         record, where = record_of(user), f"{origin(user).path or 'the model'} ({operator(user) or user.op})"
         if record is None or record.name != "conv2d":
-            return f"{where} reads it, and only convolutions absorb a scale per channel"
+            return f"{where} reads it, but only convolutions can read values with a scale per channel"
         setting = quantizer.recipe.setting(origin(user), classes)
         reason = refusal(user, setting)
         if reason is None and not setting.weight.native:
             reason = f"no kernel computes with {setting.weight.name} weights"
         if reason is not None:
             return f"{where} reads it and stays in float: {reason}"
-    return None if users else "nothing reads it"
+    return None if users else "no operator reads it"

@@ -96,13 +96,14 @@ def selected_buffers(graph: fx.Graph, selectors: Sequence[str]) -> dict[fx.Node,
                 "int8_buffers",
                 None,
                 f"{selector!r} matches no buffer that the model changes",
-                remedy=f"there are {', '.join(paths) or 'none'}",
+                remedy=f"choose from {', '.join(paths)}" if paths else "leave out int8_buffers",
             )
         for path in hits:
             kind = tensor_type(paths[path])
             if kind is None or kind.dtype is not DType.F32:
                 if path == selector:
-                    raise UnsupportedError(path, None, f"a buffer of {kind and kind.dtype} has no levels; float32 has")
+                    problem = f"the buffer is {kind and kind.dtype}; only float32 buffers can be quantized"
+                    raise UnsupportedError(path, None, problem, remedy="remove it from int8_buffers")
                 continue
             found[paths[path]] = after[paths[path]]
     return found
@@ -119,7 +120,8 @@ def check_buffer_sites(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ..
     for site in sites:
         is_buffer = site.value in kept and site.role == Role.ACTIVATION
         if is_buffer and (site.dtype is not DType.U8 or site.axis is not None):
-            raise UnsupportedError(site.name, None, f"as a buffer it would be {site.datatype}; buffers are u8")
+            problem = f"the buffer would be stored as {site.datatype}; buffers must be u8 with a single scale"
+            raise UnsupportedError(site.name, None, problem, remedy="remove the buffer from int8_buffers")
     return sites
 
 

@@ -44,14 +44,14 @@ class QuantizedAs:
     def __post_init__(self) -> None:
         if self.datatype not in DATATYPES:
             raise UnsupportedError(
-                "annotation", None, f"no datatype {self.datatype!r}; there are {', '.join(DATATYPES)}"
+                "annotation", None, f"unknown datatype {self.datatype!r}; choose from {', '.join(DATATYPES)}"
             )
         low, high = self.bounds
         if not DATATYPES[self.datatype].qmin <= low < high <= DATATYPES[self.datatype].qmax:
             raise UnsupportedError(
                 "annotation",
                 None,
-                f"levels {low}..{high} of {self.datatype}, which has "
+                f"the range {low}..{high} is not a part of {self.datatype}, which has "
                 f"{DATATYPES[self.datatype].qmin}..{DATATYPES[self.datatype].qmax}",
             )
 
@@ -127,8 +127,8 @@ def annotate_node(node: fx.Node, annotation: Annotation) -> None:
         annotation: how its inputs and its result are quantized.
     """
     if ANNOTATION_KEY in node.meta:
-        remedy = "look at annotation_of(node) first"
-        raise UnsupportedError(node.name, operator(node), "it is annotated already", remedy=remedy)
+        remedy = "annotate a node only if annotation_of(node) is None"
+        raise UnsupportedError(node.name, operator(node), "this node is already annotated", remedy=remedy)
     node.meta[ANNOTATION_KEY] = annotation
 
 
@@ -156,8 +156,8 @@ class Composed:
                 record = node.meta.get(ANNOTATION_KEY)
                 if node in written and (record is not written[node][1] or repr(record) != written[node][2]):
                     done = "removed" if record is None else "changed"
-                    problem = f"{name} {done} what {written[node][0]} wrote"
-                    remedy = "an annotator leaves alone what is annotated"
+                    problem = f"{name} {done} an annotation of {written[node][0]}"
+                    remedy = "annotate a node only if annotation_of(node) is None"
                     raise UnsupportedError(node.name, operator(node), problem, remedy=remedy)
                 if record is not None and node not in written:
                     written[node] = (name, record, repr(record))
@@ -266,7 +266,9 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Re
         reader = own[seen.name]
         for value, quantization in annotation.inputs.items():
             if not isinstance(value, fx.Node):
-                raise UnsupportedError(reader.name, operator(reader), f"its annotation has {value!r}, which is no node")
+                raise UnsupportedError(
+                    reader.name, operator(reader), f"its annotation has {value!r} as an input, which is not an fx.Node"
+                )
             if quantization is None or value.name not in own:
                 continue
             if isinstance(quantization, CustomObserver):
@@ -349,8 +351,9 @@ class _PlaceGroups:
             sharing.find(_name(place))
             if isinstance(requested, SameAs):
                 if requested.place not in self.requested:
-                    problem = f"shares the parameters of {_name(requested.place)}, which no annotation gives any"
-                    raise UnsupportedError(_name(place), None, problem)
+                    problem = f"it shares the parameters of {_name(requested.place)}, which has no annotation"
+                    remedy = f"annotate {_name(requested.place)}, or give this value QuantizedAs instead of SameAs"
+                    raise UnsupportedError(_name(place), None, problem, remedy=remedy)
                 sharing.join(_name(place), _name(requested.place))
         self._share_values(sharing)
         groups: dict[str, list[Place]] = {}
@@ -363,7 +366,8 @@ class _PlaceGroups:
             }
             if not specified:
                 names = ", ".join(map(_name, group))
-                raise UnsupportedError(names, None, "these share parameters and none of them has any")
+                problem = "these values share quantization parameters, but none of them has parameters of its own"
+                raise UnsupportedError(names, None, problem, remedy="give one of them QuantizedAs instead of SameAs")
             leader = next(iter(specified))
             quantization[leader] = specified[leader]
             leaders.update(dict.fromkeys(group, leader))

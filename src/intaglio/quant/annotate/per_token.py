@@ -33,10 +33,10 @@ DEQUANTIZE_ROWS_TARGET = "intaglio.dequantize_rows.default"
 def dynamic_refusal(record: OpDef, setting: Setting) -> str | None:
     """Return why the activations of an operator cannot be quantized dynamically; ``None`` if they can."""
     if not (record.is_linear_layer or record.recurrent):
-        return "activations are quantized while the model runs, which linear and recurrent layers take"
+        return "dynamic quantization is supported for linear and recurrent layers only"
     if setting.activation.name != "u8" or not setting.weight.native:
         kinds = f"{setting.activation.name} activations and {setting.weight.name} weights"
-        return f"{kinds}; rows quantized while the model runs are s8, times weights of up to 8 bits"
+        return f"the recipe has {kinds}; dynamic quantization takes u8 activations and integer weights of up to 8 bits"
     return None
 
 

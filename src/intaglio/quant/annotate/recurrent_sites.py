@@ -76,17 +76,17 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
     if "params" in given:
         each = 2 + BIASES_PER_DIRECTION * bool(given["has_biases"])
         if len(given["params"]) != each * attrs["layers"] * attrs["directions"]:
-            return "hidden states are projected (proj_size); the kernel takes them as they are"
+            return "it projects its hidden states (proj_size), which the kernel does not support"
     parts = recurrent_tensors(node)
     constants = [one for group in (*parts.weights, *parts.biases) for one in group]
     if not all(is_constant(one) for one in constants):
-        return "a weight that is computed while the model runs"
+        return "a weight is computed while the model runs; the kernel takes constant weights"
     kinds = {known_type(one).dtype for one in (*constants, *parts.states)}
     if kinds != {DType.F32} or {len(group) for group in parts.biases} - {0, BIASES_PER_DIRECTION}:
-        return "weights, biases or states that are not float32, or one bias without the other"
+        return "its weights, biases and states must be float32, and it must have both biases or none"
     if setting.activation.name != "u8" or setting.weight.name != "s8":
         kind = f"{setting.activation.name} activations and {setting.weight.name} weights"
-        return f"{kind}; the kernel takes u8 activations and s8 weights"
+        return f"the recipe has {kind}; the kernel takes u8 activations and s8 weights"
     return record.check(call_of(node, record))
 
 

@@ -36,18 +36,18 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     """Return why an operator stays in float under a setting; ``None`` if it can be quantized."""
     record = record_of(node)
     if operator(node) == BATCH_NORM:
-        return f"{UNFOLDED_NORM}, and whose parameters are computed"
+        return f"{UNFOLDED_NORM}; its parameters are computed while the model runs"
     if operator(node) in EMBEDDING_BAG_TARGETS:
-        return bag_refusal(node) or "its table is of floats"
+        return bag_refusal(node) or "its table stays in float"
     if isinstance(node.target, WhileLoop):
-        return "it runs in Python as long as its condition says; its body is a program of its own"
+        return "the loop runs in Python while its condition holds; its body is a program of its own"
     if record is None:
         return "no int8 kernel for this operator"
     if record.recurrent and setting.quantize:
         return recurrent_refusal(node, setting)
     kind = tensor_type(node)
     if kind is None or kind.dtype is not DType.F32:
-        return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+        return "its result is not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if not setting.quantize:
         return "the recipe leaves it in float"
     if setting.activations in ROW_MODES and (reason := dynamic_refusal(record, setting)) is not None:
@@ -59,18 +59,18 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         )
     behind = record.anchor or record.shares_qparams or _may_follow_product(node, record)
     if setting.residual == ResidualType.FLOAT and not behind:
-        return "the recipe leaves what is between products in float"
+        return "the recipe leaves operators between matrix products in float"
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
-        return "an operand is a constant"
+        return "one of its operands is a constant"
     if not values or values[0] is None:
         return "its operand is not a tensor"
     if is_host(record):
         others = [value for i, value in enumerate(operands(node)) if i not in record.roles.x and value is not None]
         if None in values or any(not is_constant(value) for value in others):
-            return "an operand that is no constant, and none of the operator's activations"
+            return "an operand is computed while the model runs, but its record does not list it as an activation"
         if any(info(value).zero_points is not None for value in values):
-            return "it reads the image, whose channels have parameters of their own"
+            return "it reads an image, whose channels have a scale and a zero point each"
     return record.check(call_of(node, record))
 
 
@@ -128,8 +128,10 @@ def _counts(node: fx.Node) -> bool:
 
 
 def _skip(node: fx.Node, reason: str | None) -> Skip:
-    default = UNFOLDED_NORM if "batch_norm" in origin(node).operator else "no quantized operator beside it"
+    default = UNFOLDED_NORM if "batch_norm" in origin(node).operator else "no operator next to it is quantized"
     return Skip(node.name, reason or default, origin(node), macs(node))
 
 
-UNFOLDED_NORM = "a batch norm that nothing absorbs: no convolution beside it, or one that pads or has other readers"
+UNFOLDED_NORM = (
+    "this batch norm cannot be folded: no convolution is next to it, or the convolution pads or has other readers"
+)

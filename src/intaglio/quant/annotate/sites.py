@@ -139,7 +139,7 @@ def _spec(spec: Spec) -> str:
     if isinstance(spec, Shared):
         return f"shared with {spec.site}"
     if isinstance(spec, Dynamic):
-        return f"while the model runs, by {spec.mode}"
+        return f"dynamic, per {spec.mode}"
     return f"derived from {', '.join(spec.sources)}"
 
 
@@ -172,7 +172,8 @@ def groups(sites: Iterable[Site]) -> Mapping[str, str]:
         sharing.find(site.name)
         if isinstance(site.spec, Shared):
             if site.spec.site not in by_name:
-                raise UnsupportedError(site.name, None, f"shares parameters with {site.spec.site!r}, which is no site")
+                problem = f"it shares parameters with {site.spec.site!r}, but there is no site of this name"
+                raise UnsupportedError(site.name, None, problem, remedy="share with the name of another site")
             sharing.join(site.name, site.spec.site)
     members: dict[str, list[Site]] = {}
     for site in by_name.values():
@@ -182,10 +183,13 @@ def groups(sites: Iterable[Site]) -> Mapping[str, str]:
         owners = [site for site in group if not isinstance(site.spec, Shared)]
         names = ", ".join(site.name for site in group)
         if not owners:
-            raise UnsupportedError(names, None, "these sites share parameters that none of them has")
+            problem = "these sites share quantization parameters, but none of them has parameters of its own"
+            raise UnsupportedError(names, None, problem, remedy="give one of them the spec Observed or Fixed")
         if len({(site.dtype, site.qmin, site.qmax, site.axis) for site in group}) > 1:
-            raise UnsupportedError(names, None, "these sites share parameters but differ in type or range")
+            problem = "these sites share quantization parameters, but differ in type or range"
+            raise UnsupportedError(names, None, problem, remedy="give all of them the same datatype and range")
         if len({site.spec for site in owners}) > 1:
-            raise UnsupportedError(names, None, "these sites share parameters but state different ones")
+            problem = "these sites share quantization parameters, but their specs differ"
+            raise UnsupportedError(names, None, problem, remedy="give only one of them a spec other than Shared")
         leader.update({site.name: owners[0].name for site in group})
     return leader

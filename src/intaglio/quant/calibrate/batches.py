@@ -48,7 +48,7 @@ def batches(data: Any) -> Iterator[Any]:
             "data",
             None,
             f"expected an iterable of batches, got {type(data).__name__}",
-            remedy="pass a list of input tuples or a DataLoader; with a function, example_inputs too",
+            remedy="pass a list of batches or a DataLoader; with a function, pass example_inputs as well",
         ) from error
 
 
@@ -60,7 +60,7 @@ def peek(data: Any) -> tuple[Any, Iterator[Any]]:
         raise CalibrationError(
             "data",
             None,
-            "no batch: the iterable is empty or was used up before",
+            "no batch: the iterable is empty, or was read to its end before",
             remedy="pass a list or a DataLoader; a generator can be read only once",
         )
     return first, itertools.chain([first], found)
@@ -112,8 +112,8 @@ class Binder:
         raise CalibrationError(
             "data",
             None,
-            f"a batch is a {type(item).__name__}",
-            remedy="batches are tensors, tuples of tensors, dictionaries, or (inputs, label) pairs",
+            f"a batch is of type {type(item).__name__}, which is not supported",
+            remedy="give batches that are tensors, tuples of tensors, dictionaries, or (inputs, label) pairs",
         )
 
     def _mapping(self, item: Mapping[str, Any]) -> Call:
@@ -124,12 +124,13 @@ class Binder:
         if not used and self.nested is not None and isinstance(item, self.nested):
             return (item,), {}
         if not used:
-            raise CalibrationError("data", None, f"a batch has keys {sorted(item)}; forward takes {sorted(known)}")
+            problem = f"a batch has keys {sorted(item)}; forward takes {sorted(known)}"
+            raise CalibrationError("data", None, problem, remedy="name the keys after the parameters of forward")
         left_out = sorted(set(item) - set(used))
         if self.open_ended and not self._said and not LABELS.issuperset(left_out):
             warnings.warn(
-                f"forward takes **kwargs, but {', '.join(left_out)} are no parameters it names and stay out; "
-                "capture(..., example_kwargs=...) passes them",
+                f"forward takes **kwargs, but does not name {', '.join(left_out)}, so these are left out; "
+                "to pass them, name them in capture(..., example_kwargs=...)",
                 stacklevel=3,
             )
         self._say(f"batches are dictionaries: {sorted(used)} go to forward", left_out)
@@ -146,8 +147,8 @@ class Binder:
             optional = self.names[self.required : len(item)]
             if optional and not self._said:
                 warnings.warn(
-                    f"the first {self.required} of {len(item)} elements of a batch go to forward, the rest is taken "
-                    f"for labels; if it is {', '.join(optional)}, pass dictionaries or example_inputs",
+                    f"the first {self.required} of {len(item)} elements of a batch go to forward, and the others are "
+                    f"left out as labels; if they are {', '.join(optional)}, pass dictionaries or example_inputs",
                     stacklevel=2,
                 )
             self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
@@ -170,7 +171,7 @@ class Binder:
 def binder_for(model: torch.nn.Module) -> Binder:
     """Return the binder for a model that is not captured, from the parameters of forward without defaults."""
     if not isinstance(model, torch.nn.Module):
-        raise CaptureError(type(model).__name__, None, "not an nn.Module", remedy="pass the float model")
+        raise CaptureError(type(model).__name__, None, "the model is not an nn.Module", remedy="pass the float model")
     parameters = inspect.signature(model.forward).parameters.values()
     kinds = {p.kind for p in parameters}
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -84,7 +84,8 @@ def calibrate(
         seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, shown, group))
         ranges = _gathered(prepared, seen, group)
         if not ranges.samples and not _runs_itself(data):
-            raise CalibrationError("data", None, f"{ranges.batches} batches without a single sample")
+            problem = f"{ranges.batches} batches without a single sample"
+            raise CalibrationError("data", None, problem, remedy="give batches whose first axis is not empty")
         ended = max(first, *group.gather(observer_state.batch - group.size + 1))
     except BaseException:
         _reset(prepared, before)
@@ -95,7 +96,9 @@ def calibrate(
     observer_state.batch = ended
     _reset(prepared, {name: mine.merge(before[name]) for name, mine in ranges.statistics.items()})
     if samples is not None and 0 < ranges.samples < samples:
-        text = f"calibrated on {ranges.samples} samples in {ranges.batches} batches; {samples} were asked for"
+        text = (
+            f"calibrated on {ranges.samples} samples in {ranges.batches} batches, which is all data; samples={samples}"
+        )
         warnings.warn(text, stacklevel=2)
     for finding in ranges.findings if group.rank == 0 else ():
         logger.warning("%s", finding)
@@ -132,8 +135,8 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
         raise CalibrationError(
             "ranges",
             None,
-            f"observers of a user's own ({', '.join(unmergeable)}) on {group.size} ranks",
-            remedy="their results cannot be merged: calibrate in one process",
+            f"the results of custom observers ({', '.join(unmergeable)}) cannot be merged over {group.size} ranks",
+            remedy="calibrate in one process",
         )
     ranges = Ranges(
         statistics,
@@ -207,8 +210,8 @@ def _warn_of_repeats(data: Any) -> None:
     repeated = sampler.total_size - len(data.dataset) if isinstance(sampler, DistributedSampler) else 0
     if repeated > 0:
         warnings.warn(
-            f"DistributedSampler repeats {repeated} samples to give every rank as many, and they count twice; "
-            "intaglio.calibration.share(loader) gives every rank whole batches and repeats none",
+            f"DistributedSampler repeats {repeated} samples so that all ranks get equally many, and they count twice; "
+            "intaglio.calibration.share(loader) gives every rank whole batches without repetition",
             stacklevel=5,
         )
 

@@ -192,7 +192,7 @@ class Calibrator:
             raise CalibrationError(
                 "data",
                 None,
-                "calibration callbacks need batches, and the data is a function",
+                "calibration callbacks need batches, but the data is a function",
                 remedy="pass an iterable of batches",
             )
         binder = Binder.of(self.prepared.signature)
@@ -260,12 +260,16 @@ class _CallbackRunner:
         """Store the parameters that a callback chose for a site; sites that already have parameters keep them."""
         label = region.pattern.name if region.pattern is not None else region.name
         if name not in set(sites) or name == sites.bias:
-            what = "a bias, whose scale is the product of two others" if name == sites.bias else "no site of the region"
+            what = (
+                "a bias, whose scale follows from its input and weight"
+                if name == sites.bias
+                else "not a site of the region"
+            )
             raise CalibrationError(
                 f"callback of pattern {label!r}",
                 None,
                 f"{name!r} is {what}",
-                remedy=f"the sites are {', '.join(one for one in sites if one != sites.bias)}",
+                remedy=f"return parameters for {', '.join(one for one in sites if one != sites.bias)}",
             )
         leader = self.sites[self._leader(name)]
         if leader.name in self.given or leader.name in self.evaluation.qparams:
@@ -349,7 +353,8 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
         CalibrationError: for parameters that the site cannot have.
     """
     if isinstance(site.spec, Fixed):
-        raise CalibrationError(site.name, site.origin.operator, "its parameters are fixed: it holds bytes of images")
+        problem = "its parameters are fixed, because it holds bytes of images"
+        raise CalibrationError(site.name, site.origin.operator, problem, remedy="return no parameters for it")
     if isinstance(value, QParams):
         found = value
     else:
@@ -357,14 +362,16 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
         try:
             found = _qparams_of_pair(site, first, second)
         except (ValueError, TypeError) as error:
-            raise CalibrationError(site.name, site.origin.operator, f"{value!r}: {error}") from error
+            problem = f"the callback returned {value!r}: {error}"
+            raise CalibrationError(site.name, site.origin.operator, problem) from error
     symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
     if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
         raise CalibrationError(
             site.name,
             site.origin.operator,
-            f"{found} in [{found.qmin}, {found.qmax}]; the site is {site}",
-            remedy="keep the site's integers" + (", with zero point 0" if site.role == Role.WEIGHT else ""),
+            f"the callback returned {found} in [{found.qmin}, {found.qmax}], which do not fit the site {site}",
+            remedy="return a pair of scale and zero point "
+            + ("0" if site.role == Role.WEIGHT else f"in {site.qmin}..{site.qmax}"),
         )
     if site.role == Role.WEIGHT and isinstance(site.axis, int) and len(found.scales) == 1:
         channels = fixed_size(layer_operands(region.anchor).weight, site.axis)
@@ -382,11 +389,11 @@ def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QPara
         zeros = (0,) * len(scales)
     else:
         if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
-            raise ValueError("a range is a low and a high number")
+            raise ValueError("a range must be a low and a high number")
         scale, zero = numerics.affine_qparams(
             min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax
         )
         scales, zeros = (scale,), (zero,)
     if any(not site.qmin <= zero <= site.qmax for zero in zeros):
-        raise ValueError(f"a zero point outside [{site.qmin}, {site.qmax}]")
+        raise ValueError(f"a zero point is outside [{site.qmin}, {site.qmax}]")
     return QParams(scales, zeros, site.qmin, site.qmax, site.axis if len(scales) > 1 else None)

@@ -37,7 +37,7 @@ def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any
             raise InputError(
                 edge[0],
                 None,
-                f"an observer that writes its own levels is an nn.Module, not a {type(observer).__name__}",
+                f"an observer that writes its own quantize nodes must be an nn.Module, not a {type(observer).__name__}",
             )
         observer.register_forward_hook(partial(_note, observed_edges, edge))
         _insert(module, nodes, edge, f"own_{index}", observer)
@@ -77,7 +77,11 @@ def _read_as(reader: fx.Node, value: fx.Node) -> fx.Node:
             source = source.args[0]
         if source is value:
             return read
-    raise UnsupportedError(reader.name, operator(reader), f"does not read {value.name} any more")
+    raise UnsupportedError(
+        reader.name,
+        operator(reader),
+        f"the operator no longer reads {value.name}, for which its annotation has an observer",
+    )
 
 
 def convert_custom_observers(
@@ -102,8 +106,8 @@ def convert_custom_observers(
             raise CalibrationError(
                 where.path or edge[0],
                 where.operator or None,
-                f"{kind} writes its own levels and has seen no data",
-                remedy="run prepared(batch) or calibrate first: ranges and parameters of a file hold nothing of it",
+                f"the observer {kind} has seen no data",
+                remedy="run prepared(batch) or calibrate first; files of ranges or parameters do not contain its state",
             )
         call = _insert(module, nodes, edge, name, observed.get_submodule(name))
         written = _convert(module, call)
@@ -129,8 +133,8 @@ def _convert(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
         raise UnsupportedError(
             where.path or str(source),
             where.operator,
-            f"{type(observer).__name__}.convert left its node in the graph",
-            remedy="node.replace_all_uses_with(...), then module.graph.erase_node(node)",
+            f"{type(observer).__name__}.convert did not remove its node from the graph",
+            remedy="call node.replace_all_uses_with(...), then module.graph.erase_node(node)",
         )
     written = [node for node in module.graph.nodes if node not in known]
     for node in written:

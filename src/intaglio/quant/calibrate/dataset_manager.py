@@ -12,7 +12,7 @@ import torch
 from intaglio.errors import CalibrationError
 from intaglio.torch_private import pytree
 
-ONE_PASS = "pass a list, a DataLoader, or a function that makes the iterator: DatasetManager(lambda: ...)"
+ONE_PASS = "pass a list, a DataLoader, or a function that returns an iterator: DatasetManager(lambda: ...)"
 
 
 class DatasetManager:
@@ -41,7 +41,7 @@ class DatasetManager:
         self.batch_size, self.num_samples, self.columns = batch_size, num_samples, columns
         self.samples = 0
         self._open = _source(data, batch_size, columns)
-        self._length = _length(data, batch_size)
+        self._length = _length(data, batch_size, columns)
         self._once, self._read = isinstance(data, Iterator), False
         self._batches: Iterator[Any] = iter(())
         self._started = False
@@ -54,7 +54,9 @@ class DatasetManager:
     def __len__(self) -> int:
         """Return the number of batches in a pass; raise `TypeError` if it is not known."""
         if self._length is None:
-            raise TypeError("the length of this data is not known")
+            raise TypeError(
+                "the number of batches is not known, because the data has no length; num_batches() returns None"
+            )
         if self.num_samples is None or self.batch_size is None:
             return self._length
         return min(self._length, -(-self.num_samples // self.batch_size))
@@ -63,7 +65,10 @@ class DatasetManager:
         """Go back to the first batch; raise `CalibrationError` if an iterator has been read before."""
         if self._once and self._read:
             raise CalibrationError(
-                "data", None, "a second pass over an iterator, which can be read only once", remedy=ONE_PASS
+                "data",
+                None,
+                "the data is an iterator, which can be read only once, and this is a second pass",
+                remedy=ONE_PASS,
             )
         self.samples, self._started = 0, True
         self._batches = self._pass()
@@ -74,7 +79,7 @@ class DatasetManager:
             self.reset()
         for batch in self._batches:
             return batch
-        raise IndexError("no batch is left; reset() begins again")
+        raise IndexError("no batch is left; call reset() to start again")
 
     def is_empty(self) -> bool:
         """Return whether the pass has ended."""
@@ -132,14 +137,14 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
         raise CalibrationError(
             "data",
             None,
-            f"nothing in a {type(data).__name__} can be read as batches",
-            remedy="pass arrays, an iterable of batches, a data set, or a function that gives one",
+            f"a {type(data).__name__} cannot be read as batches",
+            remedy="pass an array, a tensor, an iterable of batches, a data set, or a function that returns one",
         )
     if batch_size is not None:
         raise CalibrationError(
             "data",
             None,
-            f"batch_size = {batch_size} for data that comes in batches already",
+            f"batch_size = {batch_size} is given, but the data already comes in batches",
             remedy="leave batch_size out, or pass one array or tensor",
         )
     return lambda: data
@@ -153,10 +158,10 @@ def _slice(whole: Any, start: int, stop: int, size: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[start:stop] if leaf.dim() and leaf.shape[0] == size else leaf, whole)
 
 
-def _length(data: Any, batch_size: int | None) -> int | None:
+def _length(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> int | None:
     """Return the number of batches in the data, if it is known."""
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
-        size = samples_of(_tensors(data, None))
+        size = samples_of(_tensors(data, columns))
         return -(-size // (batch_size or max(size, 1)))
     try:
         size = len(data)
@@ -180,7 +185,8 @@ def _tensors(item: Any, columns: Sequence[str] | None) -> Any:
     if is_mapping(item):
         keys = list(item.keys()) if columns is None else columns
         if missing := [key for key in keys if key not in item]:
-            raise CalibrationError("data", None, f"no column {', '.join(missing)}; there are {', '.join(item.keys())}")
+            problem = f"the data has no column {', '.join(missing)}"
+            raise CalibrationError("data", None, problem, remedy=f"choose columns from {', '.join(item.keys())}")
         return {key: _tensor(item[key], f"column {key}") for key in keys}
     if isinstance(item, (tuple, list)):
         return tuple(_tensors(part, None) for part in item)
@@ -197,6 +203,6 @@ def _tensor(value: Any, where: str) -> Any:
         raise CalibrationError(
             "data",
             None,
-            f"{where} is no array of numbers: {error}",
-            remedy="choose columns=[...], or pad and convert before",
+            f"{where} is not an array of numbers: {error}",
+            remedy="choose other columns=[...], or convert and pad the data before",
         ) from error

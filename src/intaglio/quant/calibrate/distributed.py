@@ -52,7 +52,7 @@ class Group:
         The result is exact in any order of the ranks.
         """
         if array.dtype not in (np.int64, np.float64):
-            raise TypeError(f"sums over ranks are of int64 or float64, not {array.dtype}")
+            raise TypeError(f"sums over ranks need int64 or float64, not {array.dtype}")
         return self._combined(array, "SUM")
 
     def lowest(self, array: Array) -> Array:
@@ -98,8 +98,8 @@ class Group:
         raise CalibrationError(
             f"rank {rank}",
             None,
-            f"its {what} are not those of rank 0: {', '.join(odd[:5])} on one side only",
-            remedy="every rank prepares the same model with the same recipe",
+            f"its {what} differ from those of rank 0: only one of them has {', '.join(odd[:5])}",
+            remedy="prepare the same model with the same recipe on every rank",
         )
 
     def _combined(self, array: Array, how: str) -> Array:
@@ -131,7 +131,7 @@ class ProcessGroup(Group):
                 f"rank {self.rank}",
                 None,
                 f"the exchange with the other ranks failed: {error}",
-                remedy="see whether one of them ended; init_process_group('gloo', timeout=...) says how long to wait",
+                remedy="check whether one of them ended; init_process_group('gloo', timeout=...) sets how long to wait",
             ) from error
 
 

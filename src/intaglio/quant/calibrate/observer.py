@@ -64,8 +64,8 @@ class Observer(nn.Module):
                 self.site.origin.operator or None,
                 f"{found.nans} NaN and {found.infinities} infinite values among {x.numel()}",
                 source=self.site.origin.source or None,
-                remedy="remove them from the data, or skip the part of the model that makes them; calibrate(..., "
-                "nonfinite='ignore') leaves them out where there are others",
+                remedy="remove them from the data, or leave the operators that compute them in float: skip=...; "
+                "calibrate(..., nonfinite='ignore') ignores them wherever a tensor has finite values too",
             )
         self.statistics = self.statistics.merge(found)
         if self.custom_observer is not None:
@@ -79,8 +79,9 @@ class Observer(nn.Module):
         scale, zero_point = (np.asarray(value).reshape(-1) for value in self.custom_observer.calculate_qparams())
         shift = 128 if getattr(self.custom_observer, "dtype", None) is torch.int8 else 0
         if len(scale) != 1:
-            problem = f"its observer gives {len(scale)} scales; an activation has one"
-            raise CalibrationError(self.site.name, self.site.origin.operator or None, problem)
+            problem = f"its observer returned {len(scale)} scales, but an activation has one"
+            where, remedy = self.site.origin.operator or None, "use an observer with a single scale"
+            raise CalibrationError(self.site.name, where, problem, remedy=remedy)
         return QParams((float(np.float32(scale[0])),), (int(zero_point[0]) + shift,), self.site.qmin, self.site.qmax)
 
     def extra_repr(self) -> str:

@@ -152,14 +152,14 @@ def prepare_with_passes(
             raise UnsupportedError(
                 "model",
                 None,
-                "it is quantized already, and nothing else in it can be",
-                remedy="from_qdq(model, example_inputs) takes it as it is",
+                "it is quantized already, and nothing else in it can be quantized",
+                remedy="import it with its quantization: intaglio.stages.from_qdq(model, example_inputs)",
             )
         raise UnsupportedError(
             "model",
             None,
             "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
-            remedy="check the recipe, and that the model has convolutions or linear layers with float32 constants",
+            remedy="check the recipe, and that the model has convolutions or linear layers with float32 weights",
         )
     return prepared
 

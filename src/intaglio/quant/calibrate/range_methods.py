@@ -138,18 +138,18 @@ def method_of(text: str) -> Method:
     if name not in METHODS:
         close = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no method {name!r}; there are {', '.join(METHODS)}{hint}")
+        raise ValueError(f"unknown method {name!r}; known are {', '.join(METHODS)}{hint}")
     if not colon:
         return METHODS[name]
     if name not in LIMITS:
-        raise ValueError(f"method {name!r} takes no parameter; {' and '.join(LIMITS)} do")
+        raise ValueError(f"method {name!r} takes no parameter; only {' and '.join(LIMITS)} do")
     most = LIMITS[name]
     try:
         value = Fraction(parameter)
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"method {text!r}: {parameter!r} is not a number") from error
     if not 0 < value <= most:
-        raise ValueError(f"method {text!r}: its parameter lies above 0 and is {most} at most")
+        raise ValueError(f"method {text!r}: its parameter must be above 0 and at most {most}")
     return partial(percentile, percent=value) if name == "percentile" else partial(ema, weight=float(value))
 
 
@@ -164,7 +164,7 @@ def channel_ranges(statistics: Statistics, method: Method, qmin: int = 0, qmax: 
         ValueError: if the statistics have no extrema per channel.
     """
     if statistics.channels is None:
-        raise ValueError("these statistics have no extrema per channel")
+        raise ValueError("these statistics have no minimum and maximum per channel")
     low, high = method(statistics, qmin, qmax)
     lows, highs = statistics.channels.low, statistics.channels.high
     return [(max(min(float(a), 0.0), low), min(max(float(b), 0.0), high)) for a, b in zip(lows, highs, strict=True)]

@@ -15,6 +15,7 @@ from intaglio.output_paths import write_text
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 
 RANGES_VERSION = 2
+SAME_MODEL = "merge ranges of the same model, prepared with the same recipe"
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,14 @@ class Ranges:
         """
         if set(self.statistics) != set(other.statistics):
             odd = sorted(set(self.statistics) ^ set(other.statistics))
-            raise CalibrationError("ranges", None, f"the sites differ: {', '.join(odd[:5])}")
+            problem = f"only one of the two has ranges of the sites {', '.join(odd[:5])}"
+            raise CalibrationError("ranges", None, problem, remedy=SAME_MODEL)
         if self.parameters or other.parameters:
-            raise CalibrationError("ranges", None, "what a callback chose from some batches cannot be merged")
+            problem = "parameters that a calibration callback or a custom observer chose cannot be merged"
+            raise CalibrationError("ranges", None, problem, remedy="calibrate with all batches in one call")
         if self.graph and other.graph and self.graph != other.graph:
-            raise CalibrationError("ranges", None, "they are of different graphs with sites of the same names")
+            problem = "they belong to different graphs whose sites have the same names"
+            raise CalibrationError("ranges", None, problem, remedy=SAME_MODEL)
         merged = {name: mine.merge(other.statistics[name]) for name, mine in self.statistics.items()}
         seen = {**self.seen, **other.seen}
         seen.update({index: self.seen[index].merge(other.seen[index]) for index in self.seen.keys() & other.seen})
@@ -132,7 +136,10 @@ class Ranges:
             content = json.loads(text)
             if content["version"] != RANGES_VERSION:
                 raise ArtifactError(
-                    "ranges", None, f"version {content['version']}; this intaglio reads {RANGES_VERSION}"
+                    "ranges",
+                    None,
+                    f"the file has version {content['version']}; this intaglio reads version {RANGES_VERSION}",
+                    remedy="calibrate again, and save the ranges with this version",
                 )
             sites = {name: Statistics.from_dict(found) for name, found in content["sites"].items()}
             seen = {int(index): SeenBatch.from_dict(one) for index, one in content["seen"]}
@@ -141,7 +148,7 @@ class Ranges:
                 chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}
             return Ranges(sites, content["batches"], content["samples"], content["graph"], seen, parameters=chosen)
         except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError("ranges", None, f"not a ranges file: {error}") from error
+            raise ArtifactError("ranges", None, f"this is not a file of ranges: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the ranges to a JSON file."""
@@ -157,13 +164,13 @@ class Ranges:
         """Return the merged ranges of all files, which may be in any order."""
         found = [Ranges.load(path) for path in paths]
         if not found:
-            raise ArtifactError("ranges", None, "no file to merge")
+            raise ArtifactError("ranges", None, "there is no file to merge", remedy="pass one path or more")
         return reduce(Ranges.merge, found)
 
     def text(self) -> str:
         """Return one line for each site with its count, lowest and highest value."""
         lines = [f"{name}: n={s.count} [{s.low:.6g}, {s.high:.6g}]" for name, s in self.statistics.items()]
-        lines += [f"{name}: {q} by a callback" for name, q in (self.parameters or {}).items()]
+        lines += [f"{name}: {q}, chosen by a callback" for name, q in (self.parameters or {}).items()]
         return "\n".join(lines) + "\n"
 
 

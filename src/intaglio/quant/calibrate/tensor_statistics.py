@@ -139,7 +139,7 @@ class Statistics:
         """
         values = np.asarray(array)
         if values.dtype.kind != "f":
-            raise TypeError(f"statistics are of floating-point values, not {values.dtype}")
+            raise TypeError(f"statistics need floating-point values, not {values.dtype}")
         with np.errstate(over="ignore"):
             values = values.astype(np.float32, copy=False)
         if values.size == 0:

@@ -56,7 +56,7 @@ def apply_equalization(
         return prepared
     if prepared.equalization:
         raise CalibrationError(
-            "equalization", None, "the model is equalized already", remedy="start from prepare(captured) again"
+            "equalization", None, "the model is already equalized", remedy="start again from prepare(captured)"
         )
     current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
@@ -70,8 +70,8 @@ def apply_equalization(
         raise CalibrationError(
             "equalization",
             None,
-            f"no values to divide: {', '.join(unknown[:5])}",
-            remedy="use it with the model and the recipe it was made for",
+            f"the model has no values that can be scaled at {', '.join(unknown[:5])}",
+            remedy=SAME_MODEL,
         )
     factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
     own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
@@ -85,6 +85,9 @@ def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
 
+SAME_MODEL = "use it with the model and the recipe that it was made for"
+
+
 def with_input_equalization(prepared: Prepared, found: Equalization) -> Prepared:
     """Return the model with only the equalization of inputs applied."""
     if not found.inputs:
@@ -94,7 +97,7 @@ def with_input_equalization(prepared: Prepared, found: Equalization) -> Prepared
     inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
     for name, pixels in found.inputs.items():
         if name not in inputs:
-            raise CalibrationError("equalization", None, f"the model has no input {name!r}")
+            raise CalibrationError("equalization", None, f"the model has no input {name!r}", remedy=SAME_MODEL)
         value = insert_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
         update_info(value, zero_points=pixels.zero_points)
     return reprepare(prepared, module)

@@ -144,7 +144,7 @@ class Corrected:
     def from_dicts(sections: Mapping[str, Mapping[str, Any]]) -> Corrected:
         """Return the inverse of `to_dicts`; raise ValueError, TypeError or KeyError for other content."""
         if odd := sorted(set(sections) - set(SECTIONS)):
-            raise ValueError(f"unknown {', '.join(odd)}; known are {', '.join(SECTIONS)}")
+            raise ValueError(f"unknown sections {', '.join(odd)}; known are {', '.join(SECTIONS)}")
         inputs = {
             name: PerChannelBytes(_floats(entry["gain"]), _floats(entry["shift"]), tuple(map(int, entry["zero_point"])))
             for name, entry in sections.get("inputs", {}).items()

@@ -38,8 +38,8 @@ def from_qdq(captured: Captured) -> Reference:
         raise UnsupportedError(
             "model",
             None,
-            f"its graph has no operator {LIBRARY}quantize_per_tensor",
-            remedy="quantize(model, data) takes float models",
+            f"it is not quantized: its graph has no operator {LIBRARY}quantize_per_tensor",
+            remedy="quantize a float model with quantize(model, data)",
         )
     module = copy_graph(captured.module)
     run(module, PTQ_PASSES.patterns)
@@ -75,7 +75,7 @@ def _reason(node: fx.Node) -> str:
         return "no int8 kernel for this operator"
     kind = tensor_type(node)
     if kind is None or kind.dtype is not DType.F32:
-        return "not a float32 tensor"
+        return "its result is not a float32 tensor"
     weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
     for unsupported_reason in (
         value for value in (node, weight) if value is not None and info(value).unsupported_reason is not None
@@ -86,5 +86,5 @@ def _reason(node: fx.Node) -> str:
     if not all(value is not None and dequantizes(value) for value in activations(node)):
         return "it reads a value that is not quantized"
     if any(operator(user) != QUANTIZE_TENSOR for user in node.users):
-        return "its result is read as float"
-    return "no kernel joins it with what stands around it"
+        return "an operator reads its result in float"
+    return "no kernel computes it together with the operators around it"

@@ -182,7 +182,7 @@ def _quantized_as(node: fx.Node, spec: Any) -> QuantizedAs | SameAs | CustomObse
         datatype, span, shift = _datatype(node, spec, symmetric=False)
         return QuantizedAs(datatype, Fixed(float(spec.scale), int(spec.zero_point) + shift), span)
     if kind != "QuantizationSpec":
-        raise UnsupportedError(node.name, operator(node), f"its annotation has an unknown {kind}")
+        raise UnsupportedError(node.name, operator(node), f"its annotation contains a {kind}, which is not supported")
     if hasattr(_class_and_arguments(spec.observer_or_fake_quant_ctr)[0], "convert"):
         return CustomObserver(spec.observer_or_fake_quant_ctr)
     if spec.dtype in (torch.float32, torch.float16, torch.bfloat16) and not spec.is_dynamic:
@@ -213,7 +213,7 @@ def _datatype(node: fx.Node, spec: Any, symmetric: bool) -> tuple[str, tuple[int
         raise UnsupportedError(
             node.name,
             operator(node),
-            f"its annotation asks for {spec.dtype}; known are uint8 and int8, and int32 of a bias",
+            f"its annotation asks for {spec.dtype}; allowed are uint8 and int8, and int32 for a bias",
         )
     most = (0, 255) if stored is DType.U8 else (-128, 127)
     low = most[0] if spec.quant_min is None else spec.quant_min

@@ -171,7 +171,8 @@ class X86Quantizer:
         """Yield settings in order of precedence, each with a predicate for the nodes of a match."""
         for name, config in self._names.items():
             if not any(matches(name, origin(node), {}) is not None for node in module.graph.nodes):
-                raise SelectorError(f"module {name!r}", None, "no operator lies in it")
+                problem = "the model has no operator in a module of this name"
+                raise SelectorError(f"module {name!r}", None, problem, remedy="give a path of model.named_modules()")
             yield config, partial(_all_inside, name)
         for kind, config in self._types.items():
             yield config, partial(_has_one, (kind,))
@@ -180,7 +181,10 @@ class X86Quantizer:
 
     def _set_type(self, kind: Any, config: Setting | None) -> X86Quantizer:
         if kind not in TYPES:
-            warnings.warn(f"{getattr(kind, '__name__', kind)}: no int8 rule for this type; ignored", stacklevel=3)
+            warnings.warn(
+                f"{getattr(kind, '__name__', kind)}: this type cannot be quantized; the setting is ignored",
+                stacklevel=3,
+            )
         elif self._is_compatible(config):
             self._types[TYPES[kind]] = config
         return self
@@ -194,7 +198,9 @@ class X86Quantizer:
         when = {one.activations or "static" for one in given} - {"float"}
         mixed = config is not None and (len(when) > 1 or len(set(map(_is_for_training, given))) > 1)
         if mixed:
-            warnings.warn("this setting mixes training or run-time scales with an earlier one; ignored", stacklevel=4)
+            warnings.warn(
+                "this setting is ignored, because an earlier one differs in training or in dynamic scales", stacklevel=4
+            )
         return not mixed
 
 
@@ -275,7 +281,9 @@ def _annotate_sharing(node: fx.Node, config: Setting | None, ends: Collection[fx
         return False
     if any(one not in ends for one in read):
         if operator(node) == MAX_POOL:
-            warnings.warn(f"{node.name}: its input is not quantized, so this pool is not either", stacklevel=2)
+            warnings.warn(
+                f"{node.name}: the input of this pool is not quantized, so the pool is not either", stacklevel=2
+            )
         return False
     if operator(node) == FLATTEN and not any(operator(user) in (*DEFAULT_TARGETS, MATMUL) for user in node.users):
         return False

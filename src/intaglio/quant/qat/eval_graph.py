@@ -69,6 +69,9 @@ class DropoutMark:
     readers: tuple[str, ...] = ()
 
 
+TRAIN_PARTS = "train the parts of the model before and after it separately"
+
+
 def to_evaluation(captured: Captured) -> Captured:
     """Return the model in evaluation: batch norms with running statistics and no dropout, both marked on their nodes.
 
@@ -83,7 +86,7 @@ def to_evaluation(captured: Captured) -> Captured:
     _drop_counters(module, states, known)
     for node in module.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and record_of(node) is None:
-            raise _unsupported(node, "random numbers that are no dropout", "train the parts of the model around it")
+            raise _unsupported(node, "it draws random numbers, and only dropout may do so in training", TRAIN_PARTS)
     with propagate_marks(module):
         run(module, CAPTURE_PASSES)
     return replace(captured, module=module, signature=replace(captured.signature, state=()))
@@ -145,8 +148,8 @@ def _drop_counters(module: fx.GraphModule, states: Mapping[str, State], norms: s
             raise UnsupportedError(
                 state.path,
                 None,
-                "the model changes this buffer while it runs, and it is no batch norm's",
-                remedy="train the parts of the model around it",
+                "the model changes this buffer while it runs; in training only the buffers of batch norms may change",
+                remedy=TRAIN_PARTS,
             )
         module.graph.erase_node(node)
 
@@ -169,6 +172,8 @@ def _drop_dropout(module: fx.GraphModule) -> None:
 def _map_dropout(node: fx.Node) -> tuple[fx.Node, float, tuple[int, ...]] | None:
     """Match ``x * (bernoulli(keep) / keep)`` and return x, ``1 - keep`` and the axes where the mask has size 1."""
     x, mask = node.args
+    if not isinstance(mask, fx.Node):
+        return None
     if operator(mask) in ("aten.div.Scalar", "aten.div.Tensor") and operator(mask.args[0]) == "aten.bernoulli.p":
         shape = known_type(mask).shape
         if operator(mask.args[0].args[0]) in EMPTY_TARGETS and len(shape) == len(known_type(x).shape):

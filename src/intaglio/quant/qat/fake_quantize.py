@@ -177,9 +177,9 @@ class FakeQuantize(nn.Module):
             raise CalibrationError(
                 self.site.name,
                 self.site.origin.operator or None,
-                "values that are not finite while training",
+                "values are not finite while training",
                 source=self.site.origin.source or None,
-                remedy="check the data; if training diverged, a lower rate, or batch norms that are not frozen yet",
+                remedy="check the data; if training diverged, lower the learning rate or freeze batch norms later",
             )
         weight = AVERAGING if self.seen else 1.0
         self.low.lerp_(low.double().reshape(-1), weight)

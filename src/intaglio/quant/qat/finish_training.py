@@ -43,7 +43,7 @@ def convert_qat(trained: PreparedQat) -> Reference:
             ", ".join(unseen[:5]),
             None,
             f"{len(unseen)} sites have seen no data",
-            remedy="train some batches, or calibrate(prepared, data)",
+            remedy="train some batches, or call calibrate(prepared, data)",
         )
     prepared = as_trained(trained)
     if trained._mode.observe:
@@ -68,7 +68,7 @@ def as_trained(trained: PreparedQat) -> Prepared:
         raise CalibrationError(
             "model",
             None,
-            "trained to values that have other sites than it was prepared with",
-            remedy="skip what has become constant",
+            "training changed the weights so that other values are quantized than those that were prepared",
+            remedy="prepare again, and leave operators whose results became constant in float",
         )
     return replace(found, about=prepared.about)

@@ -41,8 +41,8 @@ class ParameterTree:
                 raise UnsupportedError(
                     "model",
                     None,
-                    "a batch norm whose statistics are the model's own buffers",
-                    remedy="make it a module",
+                    "a batch norm uses buffers of the model itself as statistics",
+                    remedy="use an nn.BatchNorm module",
                 )
         for path in dict.fromkeys([*captured.classes, *self.norms]):  # keeps the order of the float model
             if path in self.norms:

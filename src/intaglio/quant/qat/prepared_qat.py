@@ -92,8 +92,8 @@ class PreparedQat(nn.Module):
             raise CalibrationError(
                 ", ".join(unseen[:5]),
                 None,
-                f"{len(unseen)} sites have seen no data to start from",
-                remedy="calibrate(prepared, data) first, or train some batches before",
+                f"{len(unseen)} sites have seen no data, so their scales have no initial values",
+                remedy="call calibrate(prepared, data) first, or train some batches before",
             )
         if on and self._mode.observe:
             self.follow_weights()
@@ -199,10 +199,10 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
         raise InputError(
             "prepare",
             None,
-            "a model captured in evaluation; training needs its batch norms and dropout",
+            "the model was captured in evaluation mode, without the batch norms and dropout of training",
             remedy="capture(model, example_inputs, train=True)",
         )
-    refuse_loops(captured.module, "its body is not trained", "write a loop of a fixed count")
+    refuse_loops(captured.module, "such a loop cannot be trained", "write a loop with a fixed number of iterations")
     evaluation, tape = to_evaluation(captured), Tape()
     module = copy_graph(evaluation.module)
     with tape, propagate_marks(module):
@@ -215,7 +215,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
     run = training.write()
     compute = tree.constants(prepared.annotations.module, training.names, tape)
     if lost := _unread(root, run, compute):
-        notes = (f"not trained, as they became numbers: {', '.join(lost)}",)
+        notes = (f"not trained, because the graph contains their values as constants: {', '.join(lost)}",)
         prepared = replace(prepared, about=prepared.about.after(notes))
     name = f"{prepared.about.name}, prepared for training"
     root._plan = TrainingPlan(
@@ -233,11 +233,11 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     """
     annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
-    refused += [(table.node, "a table of embeddings in levels") for table in annotations.tables if table.reason is None]
+    refused += [(table.node, "a quantized embedding table") for table in annotations.tables if table.reason is None]
     nodes = {node.name: node for node in annotations.module.graph.nodes}
-    refused += [(nodes[name], "weights alone in fewer bits") for name in annotations.weight_only]
+    refused += [(nodes[name], "a weight-only layer") for name in annotations.weight_only]
     refused += [
-        (nodes[reader or value], "levels that an observer writes itself")
+        (nodes[reader or value], "a value whose observer writes its own quantize nodes")
         for value, reader in annotations.custom_observers
     ]
     for site in annotations.sites:
@@ -245,22 +245,22 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
             raise UnsupportedError(
                 site.name,
                 site.origin.operator,
-                f"{site.datatype} while training",
-                remedy="a datatype of integers in the recipe",
+                f"{site.datatype} values cannot be trained",
+                remedy="choose an integer datatype in the recipe",
             )
     for node, problem in refused:
         where = origin(node)
         raise UnsupportedError(
             where.path or "model",
             where.operator,
-            f"{problem}, while training",
-            remedy=f"leave it in float: skip=[{where.path!r}]",
+            f"{problem} cannot be trained",
+            remedy=f"leave it in float, in the recipe: {{{where.path!r}: None}}",
         )
     kept = {(type(mark), mark.number) for _, mark in marks_of(annotations.module)}
     for _, mark in marks_of(evaluation.module):
         if (type(mark), mark.number) not in kept:
             name = "norm" if isinstance(mark, BatchNormMark) else "dropout"
-            problem = f"a {name} that is rewritten into something else"
+            problem = f"this {name} was replaced by other operators and cannot be trained"
             raise UnsupportedError(mark.path or "model", None, problem, remedy="train the model without it")
 
 

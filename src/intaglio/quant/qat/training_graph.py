@@ -173,7 +173,7 @@ class TrainingGraph:
             raise UnsupportedError(
                 mark.path,
                 where.operator,
-                "a batch norm that is no operator's own",
+                "this batch norm is not folded into an operator of its own and cannot be trained",
                 remedy="freeze it: evaluate it while the model is captured",
             )
         paths = [None if name is None else self.tree.paths[name] for name in mark.constants]
@@ -237,7 +237,9 @@ class TrainingGraph:
         if mark.readers:
             allowed = {self.env[n] for n in self.source.graph.nodes if n.name in mark.readers and n in self.env}
             if len(allowed) != len(mark.readers):
-                problem = "a value that is read with and without dropout, by operators that are rewritten"
+                problem = (
+                    "a value is read with and without this dropout, and one of the operators that read it was replaced"
+                )
                 raise UnsupportedError(mark.path, None, problem, remedy="capture the model without this dropout")
             users = [user for user in users if user in allowed]
         users = [user for user in users if user.target is not torch.ops.aten.sym_size.int]

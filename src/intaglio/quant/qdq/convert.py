@@ -24,7 +24,7 @@ from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, RoundedWeight
 from intaglio.quant.qdq.integer_regions import keep_regions
-from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.qdq.parameters import OWN_PARAMETERS, Parameters
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
 from intaglio.quant.qdq.qparams import (
     activation_qparams,
@@ -101,7 +101,7 @@ def convert(
             "corrections",
             None,
             "they belong to another model",
-            remedy="convert what they were made for: correct(prepared, ranges, data)",
+            remedy="compute them for this model: correct(prepared, ranges, data)",
         )
     remarks: list[str] = []
     qparams = _chosen_qparams(prepared, ranges, corrections, remarks)
@@ -190,7 +190,8 @@ def _quantized_outputs(signature: Signature, prepared: Prepared, qparams: Mappin
             site = by_value[name, Role.ACTIVATION] if name in prepared.annotations.outputs else None
             index += 1
             if site is not None and (site.dtype is not DType.U8 or site.axis is not None):
-                raise UnsupportedError(site.name, None, f"as a result it would be {site.datatype}; results are u8")
+                problem = f"this result would be returned as {site.datatype}; int8 results must be u8 with one scale"
+                raise UnsupportedError(site.name, None, problem, remedy="leave out outputs='int8'")
             output = replace(output, qparams=None if site is None else qparams[site.name])
         outputs.append(output)
     return replace(signature, outputs=tuple(outputs))
@@ -217,13 +218,15 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     sites = {site.name: site for site in prepared.annotations.sites if site.role == Role.WEIGHT}
     unknown = sorted((set(corrected.levels) - set(sites)) | (set(corrected.biases) - anchors))
     if unknown:
-        raise CalibrationError("parameters", None, f"corrections of what is not there: {', '.join(unknown[:5])}")
+        problem = f"they correct weights or biases that this model does not have: {', '.join(unknown[:5])}"
+        raise CalibrationError("parameters", None, problem, remedy=OWN_PARAMETERS)
     nodes = {node.name: node for node in prepared.annotations.module.graph.nodes}
     weights: dict[str, RoundedWeight] = {}
     for name, levels in corrected.levels.items():
         site, shape = sites[name], tuple(getattr(prepared.annotations.module, nodes[sites[name].value].target).shape)
         if levels.size != math.prod(shape) or name not in entries:
-            raise CalibrationError(f"parameters of {name}", None, f"{levels.size} levels; its shape is {shape}")
+            problem = f"the correction has {levels.size} values, but the shape of the weight is {shape}"
+            raise CalibrationError(f"parameters of {name}", None, problem, remedy=OWN_PARAMETERS)
         q = QParams(entries[name].scale, entries[name].zero_point, site.qmin, site.qmax, site.axis)
         weights[name] = RoundedWeight(q, levels.reshape(shape))
     if not corrected.biases:

@@ -65,13 +65,15 @@ class Parameter:
         """
         try:
             if odd := sorted({"group": 0, **entry}.keys() ^ {*KEYS}):
-                raise ValueError(f"{', '.join(odd)}; an entry has {', '.join(KEYS)}, and no other key")
+                raise ValueError(f"missing or unknown keys: {', '.join(odd)}; an entry has exactly {', '.join(KEYS)}")
             scales = tuple(_scale(value) for value in _several(entry["scale"]))
             zeros = tuple(_whole(value) for value in _several(entry["zero_point"]))
             zeros = zeros * len(scales) if len(zeros) == 1 else zeros
             low, high, group = (_whole(entry.get(key, 0)) for key in ("qmin", "qmax", "group"))
             if len(zeros) != len(scales) or not low < high or not all(low <= zero <= high for zero in zeros):
-                raise ValueError(f"{len(scales)} scales and {len(zeros)} zero points, which lie in qmin..qmax")
+                raise ValueError(
+                    f"{len(scales)} scales and {len(zeros)} zero points; each scale needs one, in qmin..qmax"
+                )
             return Parameter(str(entry["dtype"]), low, high, scales, zeros, group)
         except (ValueError, TypeError) as error:
             raise ArtifactError(f"parameters of {name}", None, str(error)) from error
@@ -132,7 +134,9 @@ class Parameters:
     def changed(self, name: str, **fields: Any) -> Parameters:
         """Return a copy with some fields of the entry `name` replaced, as in ``changed(name, scale=0.02)``."""
         if name not in self.entries:
-            raise CalibrationError("parameters", None, f"no site {name!r}", remedy=_listed(self.entries))
+            raise CalibrationError(
+                "parameters", None, f"there is no site {name!r}", remedy=f"choose from {_listed(self.entries)}"
+            )
         entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
         return replace(self, entries={**self.entries, name: entry})
 
@@ -152,8 +156,8 @@ class Parameters:
             raise CalibrationError(
                 "parameters",
                 None,
-                f"they are not those of this model: {'; '.join(parts)}",
-                remedy="use the recipe and the model they were made with; reference.parameters has a model's own",
+                f"they do not belong to this model: {'; '.join(parts)}",
+                remedy=OWN_PARAMETERS,
             )
         return {name: _fitting(entry, wanted[name]) for name, entry in self.entries.items()}
 
@@ -173,9 +177,10 @@ class Parameters:
             content = json.loads(text)
             version, sites = content["version"], content["sites"].items()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError("parameters", None, f"not a file of parameters: {error}") from error
+            raise ArtifactError("parameters", None, f"this is not a file of parameters: {error}") from error
         if version != PARAMETERS_VERSION:
-            raise ArtifactError("parameters", None, f"version {version}; this intaglio reads {PARAMETERS_VERSION}")
+            problem = f"the file has version {version}; this intaglio reads version {PARAMETERS_VERSION}"
+            raise ArtifactError("parameters", None, problem, remedy="save reference.parameters with this version")
         return Parameters.from_dicts(dict(sites), {k: v for k, v in content.items() if k not in ("version", "sites")})
 
     @staticmethod
@@ -191,7 +196,7 @@ class Parameters:
         try:
             corrected = Corrected.from_dicts(sections or {})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArtifactError("parameters", None, f"corrections that make no sense: {error}") from error
+            raise ArtifactError("parameters", None, f"the corrections are not valid: {error}") from error
         return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
     def save(self, path: str | Path) -> None:
@@ -202,6 +207,9 @@ class Parameters:
     def load(path: str | Path) -> Parameters:
         """Read a file that `save` wrote."""
         return Parameters.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+OWN_PARAMETERS = "use the model and the recipe that they were saved with; reference.parameters has those of a model"
 
 
 def owners(sites: Iterable[Site], leaders: Mapping[str, str]) -> list[Site]:
@@ -219,15 +227,17 @@ def _fitting(entry: Parameter, site: Site) -> QParams:
     # The second factor of a product has the zero point 128.
     low, high = min(kind.qmin, site.qmin), max(kind.qmax, site.qmax)
     if (entry.dtype, entry.group) != (site.datatype, site.group):
-        problem = f"{_type(entry.dtype, entry.group)}; the recipe makes it {_type(site.datatype, site.group)}"
+        problem = (
+            f"they are {_type(entry.dtype, entry.group)}, but the recipe asks for {_type(site.datatype, site.group)}"
+        )
     elif len(entry.scale) != 1 and site.axis is None:
-        problem = f"{len(entry.scale)} scales; it has one for all channels"
+        problem = f"{len(entry.scale)} scales are given, but the site has one for all channels"
     elif any(entry.zero_point) and not kind.zero_point:
-        problem = f"zero point {max(entry.zero_point, key=abs)}; {kind.name} has none"
+        problem = f"the zero point is {max(entry.zero_point, key=abs)}, but {kind.name} has zero point 0"
     elif not (low <= entry.qmin and entry.qmax <= high):
-        problem = f"levels {entry.qmin}..{entry.qmax}; {kind.name} has {low}..{high}"
+        problem = f"the range {entry.qmin}..{entry.qmax} is not a part of {kind.name}, which has {low}..{high}"
     elif site.role == Role.WEIGHT and (entry.qmin, entry.qmax) != (kind.qmin, kind.qmax):
-        problem = f"levels {entry.qmin}..{entry.qmax}; those of a weight are its datatype's"
+        problem = f"the range is {entry.qmin}..{entry.qmax}, but {kind.name} weights have {kind.qmin}..{kind.qmax}"
     if problem is not None:
         remedy = "change the recipe's weights, weights_dtype or activations_dtype" if "recipe" in problem else None
         raise CalibrationError(f"parameters of {site.name}", None, problem, remedy=remedy)
@@ -250,7 +260,7 @@ def _scale(value: Any) -> float:
     number = float.fromhex(value) if isinstance(value, str) and "x" in value.lower() else float(value)
     scale = float(np.float32(number))
     if isinstance(value, bool) or not (MIN_SCALE <= scale < math.inf):
-        raise ValueError(f"scale {value!r}; one is at least 2^-126, and finite")
+        raise ValueError(f"the scale {value!r} is not a finite number of at least 2^-126")
     return scale
 
 

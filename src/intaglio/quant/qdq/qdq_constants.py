@@ -95,15 +95,15 @@ def _convert_weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bo
     shift, axis = U8_OFFSET.get(node.args[-1]), known_record(layer).roles.outputs
     reason = None
     if shift is None:
-        reason = f"levels of {node.args[-1]}; kernels have bytes"
+        reason = f"is stored as {node.args[-1]}; kernels read int8 and uint8"
     elif (zeros != 128 - shift).any() if node.args[-1] is torch.uint8 else zeros.any():
-        reason = "zero points, which weights of kernels have not"
+        reason = "has zero points, which kernels do not support"
     elif operator(node) == DEQUANTIZE_CHANNEL and node.args[3] != axis:
-        reason = f"scales along axis {node.args[3]}; its outputs lie along axis {axis}"
+        reason = f"has scales along axis {node.args[3]}; its output channels are axis {axis}"
     elif not all(numerics.MIN_SCALE <= scale < math.inf for scale in _scales(module, node)):
-        reason = "a scale that is not positive"
+        reason = "has a scale that is not positive"
     if reason is not None:
-        _convert_to_float(module, node, f"its weight has {reason}")
+        _convert_to_float(module, node, f"its weight {reason}")
         return True
     if node.args[-1] is torch.int8:
         return False
@@ -200,9 +200,9 @@ def _quantized_bias(
     try:
         steps = numerics.quantize_bias(bias, q.step, scales)
     except OverflowError:
-        return "its bias is more than 2^30 steps of its accumulator", bias
+        return "its bias is larger than 2^30 * scale_x * scale_w", bias
     bound = numerics.accumulator_bound(rows, steps, q.qmin, q.qmax, q.zeros, groups).max(initial=0)
-    return f"an int32 accumulator could reach {bound}" if bound >= 2**31 else None, steps
+    return f"its int32 accumulator could overflow, as it can reach {bound}" if bound >= 2**31 else None, steps
 
 
 def _float_bias(module: fx.GraphModule, bias: fx.Node, outputs: int) -> np.ndarray | None:

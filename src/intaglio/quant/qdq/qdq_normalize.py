@@ -75,9 +75,9 @@ def canonicalize_qdq(module: fx.GraphModule) -> int:
 def _canonicalize(module: fx.GraphModule, node: fx.Node) -> bool:
     kind, given = operator(node).removeprefix(LIBRARY).partition(".")[0], arguments(node)
     if kind not in QDQ_NAMES or given["dtype"].is_floating_point:
-        raise _refused(node, "only levels that are whole numbers, by tensor or by channel, are taken over")
+        raise _refused(node, "only integer quantization per tensor or per channel can be imported")
     if given.pop("out_dtype", None) not in (None, torch.float32):
-        raise _refused(node, "it gives other floats than float32")
+        raise _refused(node, "it dequantizes to another type than float32")
     x, *parameters = given.values()
     before = node.target, node.args, dict(node.kwargs)
     take = _per_channel_arguments if "channel" in kind else _per_tensor_arguments
@@ -90,7 +90,7 @@ def _refused(node: fx.Node, problem: str) -> UnsupportedError:
         origin(node).path or node.name,
         operator(node),
         problem,
-        remedy="quantize the float model; recipe='int8_dynamic' computes scales while it runs",
+        remedy="quantize the float model with intaglio; recipe='int8_dynamic' computes scales while it runs",
         source=origin(node).source or None,
     )
 
@@ -124,7 +124,7 @@ def constant_tensor(module: fx.GraphModule, node: fx.Node, constant: fx.Node) ->
         UnsupportedError: the parameters are computed at run time.
     """
     if not is_constant(constant):
-        raise _refused(node, "its parameters are computed while the model runs")
+        raise _refused(node, "its scale and zero point are computed while the model runs")
     found: torch.Tensor = getattr(module, str(constant.target)).detach()
     return found
 
@@ -194,9 +194,10 @@ def decompose_unsupported_rhs(module: fx.GraphModule) -> int:
             q = dequantized_u8_qparams(value)
             if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
-            found = f"{q.qmin}..{q.qmax} around {q.zero}"
+            found = f"{q.qmin}..{q.qmax} with zero point {q.zero}"
             update_info(
-                node, unsupported_reason=f"its second factor has levels {found}; kernels read 1..255 around 128"
+                node,
+                unsupported_reason=f"its second operand has the range {found}; kernels read 1..255 with zero point 128",
             )
             real = _decompose_dequantize(value, _decompose_quantize(value.args[0]))
             replace_node(value, real)
@@ -319,7 +320,10 @@ def _decompose_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.No
 
 def _insert_unsupported(node: fx.Node, kind: TensorType, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     made = call_before(node, kind, target, *args, **kwargs)
-    update_info(made, unsupported_reason="part of quantize or dequantize with levels that no kernel has")
+    update_info(
+        made,
+        unsupported_reason="it belongs to a quantize or dequantize operator with parameters that no kernel supports",
+    )
     return made
 
 

@@ -205,7 +205,7 @@ class Rewriter:
             raise UnsupportedError(
                 where.path,
                 where.operator,
-                f"an int32 accumulator could reach {bound}",
+                f"its int32 accumulator could overflow, as it can reach {bound}",
                 remedy=f"leave it in float: skip=[{where.path!r}]",
                 source=where.source or None,
             )

@@ -38,8 +38,8 @@ def chosen_by_callbacks(annotations: Annotations, ranges: Ranges | None) -> Mapp
         raise CalibrationError(
             f"pattern {min(asked)!r}",
             None,
-            "its calibration callback was not asked",
-            remedy="ranges = intaglio.stages.calibrate(prepared, data)",
+            "its calibration callback was not called",
+            remedy="call ranges = intaglio.stages.calibrate(prepared, data), then convert(prepared, ranges)",
         )
     return (ranges.parameters if ranges else None) or {}
 
@@ -53,9 +53,11 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
     found = ranges.statistics if ranges else {name: o.statistics for name, o in prepared.observers.items()}
     if set(found) != set(prepared.observers):
         odd = sorted(set(found) ^ set(prepared.observers))
-        raise CalibrationError("ranges", None, f"they belong to another model: {', '.join(odd[:5])} on one side only")
+        problem = f"they belong to another model: only one of the two has the sites {', '.join(odd[:5])}"
+        raise CalibrationError("ranges", None, problem, remedy=CALIBRATE_AGAIN)
     if ranges and ranges.graph not in ("", prepared.fingerprint):
-        raise CalibrationError("ranges", None, "they belong to another model, with other operators between these sites")
+        problem = "they belong to another model, with other operators between these sites"
+        raise CalibrationError("ranges", None, problem, remedy=CALIBRATE_AGAIN)
     fixed = (ranges.parameters if ranges else None) or {}
     fixed = {n: q for n, o in prepared.observers.items() if (q := o.custom_qparams()) is not None} | dict(fixed)
     unseen = [name for name in prepared.observers if not found[name].count and name not in fixed]
@@ -64,7 +66,8 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             ", ".join(unseen[:5]),
             None,
             f"{len(unseen)} of {len(found)} sites have seen no data",
-            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); skip what no data reaches",
+            remedy="calibrate first: calibrate(prepared, data), or run prepared(batch); leave operators that no data "
+            "reaches in float: skip=...",
         )
     by_name = {site.name: site for site in prepared.annotations.sites}
     chosen = activation_ranges(prepared, found)
@@ -124,6 +127,9 @@ def activation_ranges(prepared: Prepared, found: Mapping[str, Statistics]) -> di
     return result
 
 
+CALIBRATE_AGAIN = "use the model and the recipe that they were made with, or calibrate(prepared, data) again"
+
+
 def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
     if isinstance(site.spec, Fixed):
         return fixed_qparams(site, site.spec)
@@ -135,7 +141,9 @@ def _activation(site: Site, chosen: Mapping[str, list[Range]]) -> QParams:
         except ValueError as error:
             raise CalibrationError(site.name, site.origin.operator, str(error)) from error
     else:
-        raise UnsupportedError(site.name, site.origin.operator, f"an activation cannot be {site.spec}")
+        raise UnsupportedError(
+            site.name, site.origin.operator, f"an activation cannot have parameters of the kind {site.spec}"
+        )
     scales, zeros = zip(*affines, strict=True)
     return QParams(scales, zeros, site.qmin, site.qmax, site.axis)
 
@@ -182,8 +190,8 @@ def weight_qparams(
             raise UnsupportedError(
                 w_site.name,
                 region.anchor.name,
-                "weights or biases that are not finite",
-                remedy=f"skip=[{origin(region.anchor).path!r}]",
+                "its weight or bias contains values that are not finite",
+                remedy=f"leave it in float: skip=[{origin(region.anchor).path!r}]",
             )
         scales = tuple(map(float, fitted))
         result[w_site.name] = QParams(scales, (0,) * len(scales), w_site.qmin, w_site.qmax, w_site.axis)
@@ -217,7 +225,9 @@ def _fitted_scales(
     rows_by_scale = own.rows_by_scale(weight)
     count = len(rows_by_scale)
     if len(plain) != count:
-        raise CalibrationError(f"parameters of {site.name}", None, f"{len(plain)} scales; the weight has {count}")
+        raise CalibrationError(
+            f"parameters of {site.name}", None, f"{len(plain)} scales are given, but the weight has {count}"
+        )
     fitted = numerics.fit_weight_scale(scale_per_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
     return np.where(np.abs(rows_by_scale).max(1, initial=0) == 0, fitted, plain), fitted

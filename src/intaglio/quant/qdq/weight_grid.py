@@ -84,20 +84,23 @@ def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
     group, kind, alone = setting.group, setting.weight, setting.activations == ActivationMode.FLOAT
     problem, remedy = None, 'weights = "channel"'
     if group and kind.multiples < 2:
-        problem = f"groups of {kind.name} weights; levels times multiples must stay in 8 bits"
+        problem = f"only integer weights of fewer than 8 bits can be quantized in groups, not {kind.name} weights"
     elif group and outputs:
-        problem = "groups of the weights of a transposed convolution; they run along the inputs of one output"
+        problem = "the weights of transposed convolutions cannot be quantized in groups"
     elif kind.storage is DType.F16 and not alone:
-        problem, remedy = f"{kind.name} weights and activations that are levels", 'activations = "float"'
+        problem, remedy = f"{kind.name} weights need activations in float", 'activations = "float"'
     elif alone and not kind.native:
-        problem, remedy = f"{kind.name} weights alone; only s8, what is packed as s8, and f16", 'weights_dtype = "f16"'
+        problem, remedy = (
+            f"weight-only quantization takes integer weights of up to 8 bits and f16, not {kind.name}",
+            'weights_dtype = "f16"',
+        )
     if problem is not None:
         raise UnsupportedError(
             where.path or "model",
             where.operator,
             problem,
             source=where.source or None,
-            remedy=f"another setting for [{where.path!r}]: {remedy}",
+            remedy=f"set {remedy} for {where.path!r} in the recipe",
         )
     return group
 

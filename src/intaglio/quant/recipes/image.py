@@ -33,13 +33,14 @@ class Image:
         for name in ("mean", "std"):  # tuples, because an iterator can be read only once
             object.__setattr__(self, name, tuple(_each(getattr(self, name))))
         if not _each(self.std) or not all(math.isfinite(value) and value > 0 for value in _each(self.std)):
-            raise UnsupportedError("Image", None, f"std {self.std}; each must be a number above 0")
+            problem = f"std is {self.std}; all of its values must be finite and above 0"
+            raise UnsupportedError("Image", None, problem, remedy="give one number, or one number per channel")
         if not _each(self.mean) or not all(0 <= value <= 1 for value in _each(self.mean)):
             raise UnsupportedError(
                 "Image",
                 None,
-                f"mean {self.mean}; each must lie in 0..1, so that zero has a byte",
-                remedy="mean and std are those of pixels divided by 255",
+                f"mean is {self.mean}; its values must be between 0 and 1, so that a byte can represent zero",
+                remedy="give mean and std of pixels that were divided by 255",
             )
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -56,8 +57,8 @@ class Image:
         spread = {}
         for name, values in (("mean", _each(self.mean)), ("std", _each(self.std))):
             if len(values) not in (1, channels):
-                problem = f"{len(values)} values of {name}; the input has {channels} channels"
-                raise UnsupportedError("Image", None, problem)
+                problem = f"{name} has {len(values)} values, but the input has {channels} channels"
+                raise UnsupportedError("Image", None, problem, remedy="give one number, or one number per channel")
             spread[name] = torch.tensor(values, dtype=torch.float64).expand(channels)
         zero = LARGEST_BYTE * spread["mean"]
         nearest = zero.round()

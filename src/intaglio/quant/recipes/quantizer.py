@@ -47,13 +47,13 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if self.outputs not in tuple(OutputType):
-            raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; there are 'float' and 'int8'")
+            raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; allowed are 'float' and 'int8'")
         if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
             raise SelectorError(
                 "quantizer",
                 None,
-                "an annotator beside patterns or skipped ends",
-                remedy="let the annotator say what is quantized",
+                "an annotator cannot be combined with patterns, skip_first or skip_last",
+                remedy="leave these out: the annotator decides what is quantized",
             )
         if isinstance(self.patterns, str):
             object.__setattr__(self, "patterns", (self.patterns,))
@@ -71,7 +71,7 @@ class Quantizer:
             raise InputError(
                 "quantizer",
                 None,
-                f"takes a Quantizer, or what has a method annotate(module), got a {type(given).__name__}",
+                f"expected a Quantizer or an object with a method annotate(module), got a {type(given).__name__}",
             )
         return Quantizer(annotator=given)
 

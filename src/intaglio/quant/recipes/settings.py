@@ -91,13 +91,13 @@ class Setting:
         except ValueError as error:
             raise SelectorError("recipe", None, f"method = {self.method!r}; {error}") from error
         if self.equalize is not None and not 0 <= self.equalize <= 1:
-            raise SelectorError("recipe", None, f"equalize = {self.equalize}; allowed is 0 to 1")
+            raise SelectorError("recipe", None, f"equalize = {self.equalize}; it must be between 0 and 1")
         if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):
             raise SelectorError(
                 "recipe",
                 None,
-                f"bits = 7 and activations_dtype = {self.activations_dtype!r}",
-                remedy="leave out one of them",
+                f"bits = 7 cannot be combined with activations_dtype = {self.activations_dtype!r}",
+                remedy="leave one of them out",
             )
 
     @property

@@ -142,7 +142,7 @@ def builtin(
             raise SelectorError(
                 f"pattern {name!r}",
                 None,
-                "no built-in pattern is called that",
+                "there is no built-in pattern of this name",
                 remedy="nearest: " + ", ".join(_nearest(name, known)),
             )
     alone = bool(names)
@@ -162,10 +162,17 @@ def patterns_of(given: Iterable[QuantizerPattern | str]) -> tuple[QuantizerPatte
     found = [one for entry in given for one in (builtin(entry) if isinstance(entry, str) else [entry])]
     for name, count in Counter(pattern.name for pattern in found).items():
         if count > 1:
-            raise SelectorError(f"pattern {name!r}", None, f"{count} patterns have this name", remedy="rename one")
+            raise SelectorError(
+                f"pattern {name!r}",
+                None,
+                f"{count} patterns have this name",
+                remedy="give each pattern a name of its own",
+            )
     for pattern in found:
         if not pattern.pattern.kinds:
-            raise SelectorError(f"pattern {pattern.name!r}", None, "its root is no operator", remedy="begin with op")
+            raise SelectorError(
+                f"pattern {pattern.name!r}", None, "its root is not an operator", remedy="begin with op(...)"
+            )
         if pattern.operator is not None:
             _check_leaves(pattern, pattern.operator)
     return tuple(found)
@@ -178,8 +185,8 @@ def _check_leaves(pattern: QuantizerPattern, record: OpDef) -> None:
         raise SelectorError(
             f"pattern {pattern.name!r}",
             record.name,
-            f"no leaf is called {', '.join(missing)}; there are {', '.join(sorted(leaves))}",
-            remedy="name the leaves as the operator's operands: wildcard('self')",
+            f"the pattern has no leaf named {', '.join(missing)}; its leaves are {', '.join(sorted(leaves))}",
+            remedy=f"name the leaves after the operands of the operator: wildcard({missing[0]!r})",
         )
 
 
@@ -201,13 +208,13 @@ def check_operators(records: Iterable[OpDef]) -> None:
     for record in records:
         problem = None
         if record.reference is None and record.function is None:
-            problem = "it has neither a reference implementation nor a function"
+            problem = "it has neither a reference (computed in integers) nor a function (computed in float)"
         elif record.kernel is not None or record.variadic or record.roles.weight is not None:
-            problem = "a host operator has no kernel, no list of operands and no weight: constants are operands"
+            problem = "an operator of your own cannot have a kernel, a list of operands or a weight"
         elif record.name in OPS or record.name in names:
-            problem = "another operator has this name"
+            problem = "another operator already has this name"
         elif taken := [target for target in record.targets if _has_integer_form(target) or target in targets]:
-            problem = f"another operator answers to {', '.join(taken)}"
+            problem = f"another operator already has the targets {', '.join(taken)}"
         if problem is not None:
             raise UnsupportedError(record.name, None, problem, remedy="see docs/patterns.md, An operator of your own")
         names.add(record.name)
@@ -233,8 +240,10 @@ def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
         if (record := by_target.get(operator(node))) is not None:
             known = [argument.name for argument in schema_of(node.target).arguments]
             if missing := [name for name in record.operands if name not in known]:
-                problem = f"it has no argument {', '.join(missing)}; there are {', '.join(known)}"
-                raise UnsupportedError(record.name, operator(node), problem, remedy="name the operands as they are")
+                problem = f"the operator has no argument {', '.join(missing)}; its arguments are {', '.join(known)}"
+                raise UnsupportedError(
+                    record.name, operator(node), problem, remedy="name the operands after these arguments"
+                )
             update_info(node, record=record)
 
 
@@ -273,7 +282,7 @@ def find(
     for found in candidates:
         taken = [winner[node] for node in found.nodes if node in winner]
         if taken:
-            reason = f"shadowed by {taken[0].pattern.name} at {_place(taken[0])}"
+            reason = f"{taken[0].pattern.name} at {_place(taken[0])} takes precedence"
             rejected.append(Rejected(found.pattern.name, origin(found.nodes[-1]), reason))
         else:
             won.append(found)
@@ -301,8 +310,10 @@ def _check_kinds(patterns: Sequence[QuantizerPattern], view: FxGraphView, graph:
                 raise SelectorError(
                     f"pattern {pattern.name!r}",
                     None,
-                    f"no operator is called {kind!r}",
-                    remedy="nearest: " + ", ".join(_nearest(kind, known)) + "; or an overload: aten.relu.default",
+                    f"there is no operator {kind!r}",
+                    remedy="nearest: "
+                    + ", ".join(_nearest(kind, known))
+                    + "; or give an overload, such as aten.relu.default",
                 )
 
 
@@ -310,19 +321,22 @@ def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | No
     """Return why a match stays in float, or ``None``. Operators of a composite need no record of their own."""
     kind = tensor_type(hit.root)
     if kind is not None and found.pattern.ranks and len(kind.shape) not in found.pattern.ranks:
-        return f"result of rank {len(kind.shape)}; the pattern is for {' or '.join(map(str, found.pattern.ranks))}"
+        ranks = " or ".join(map(str, found.pattern.ranks))
+        return f"its result has rank {len(kind.shape)}; the pattern is for rank {ranks}"
     record = found.pattern.operator
     if record is None:
         return next((reason for node in found.nodes if (reason := reasons[node]) is not None), None)
     for node in (*found.nodes, *(found.bound[name] for name in record.operands)):
         kind = tensor_type(node)
         if kind is None or kind.dtype is not DType.F32:
-            return "not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+            return "it reads or computes a tensor that is not float32" + ("" if kind is None else f" but {kind.dtype}")
         if info(node).zero_points is not None:
-            return "it reads the image, whose channels have parameters of their own"
+            return "it reads an image, whose channels have a scale and a zero point each"
     for index, name in enumerate(record.operands):
         if is_constant(found.bound[name]) is (index in record.roles.x):
-            return f"operand {name} is {'a constant' if index in record.roles.x else 'computed while the model runs'}"
+            return (
+                f"the operand {name} is {'a constant' if index in record.roles.x else 'computed while the model runs'}"
+            )
     return record.check(call_of_whole(found, record))
 
 

@@ -1,0 +1,222 @@
+"""Remedies of errors of `stages.capture` and of stages: each is provoked by a small model, then followed."""
+
+import dataclasses
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch.export import Dim
+
+import intaglio
+from intaglio import stages
+from intaglio.errors import IntaglioError
+from intaglio.tracing import unroll_scans
+from support import nets
+from support.nets import Body
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def body(run, **modules: nn.Module) -> nn.Module:
+    return nets.randomize(Body(run, l=nn.Linear(4, 4), **modules))
+
+
+@functools.cache
+def captured() -> stages.Captured:
+    return stages.capture(nn.Linear(4, 4).eval(), X)
+
+
+class Rows(nn.Module):
+    """A buffer that every call changes, and another one that may share its memory."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, share: bool = False, clone: bool = False) -> None:
+        super().__init__()
+        self.l = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(2, 4, dtype=dtype))
+        if share:
+            self.register_buffer("first", self.rows[:1].clone() if clone else self.rows[:1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows.add_(1)
+        return self.l(x) + self.rows.to(torch.float32)
+
+
+class Copied(nn.Linear):
+    """A layer that can be copied or not."""
+
+    def __init__(self, allowed: bool) -> None:
+        super().__init__(4, 4)
+        self.allowed = allowed
+
+    def __deepcopy__(self, memo):
+        if not self.allowed:
+            raise RuntimeError("there is only one of me")
+        return Copied(True)
+
+
+@dataclasses.dataclass
+class Features:
+    x: torch.Tensor
+
+
+def registered() -> None:
+    torch.export.register_dataclass(Features)
+    stages.capture(body(lambda m, given: m.l(given.x)), (Features(X),))
+
+
+def branch(m, x):
+    return torch.cond(x.sum() > 0, lambda x: m.l(x), lambda x: x * 2, (x,))
+
+
+def loop_in_loop(m, x):
+    def inner(x):
+        return torch.while_loop(lambda x: x.sum() < 10, lambda x: (x.abs() + 1,), (x,))[0]
+
+    return torch.while_loop(lambda x: x.sum() < 100, lambda x: (m.l(inner(x)).abs() + 1,), (x,))[0]
+
+
+def unrolled(m, x):
+    for _ in range(2):
+        x = m.l(x).abs() + 1
+    return x
+
+
+def scanned(m, x):
+    def step(carry, row):
+        found = torch.tanh(m.l(row) + carry)
+        return found, found.clone()
+
+    return scan(step, x[0], x, dim=0)[1]
+
+
+def pickled(stage: object) -> object:
+    return pickle.loads(pickle.dumps(stage))
+
+
+def recipe_and_ranges(path):
+    prepared = stages.prepare(captured())
+    stages.calibrate(prepared, [X], progress=False).save(path / "ranges.json")
+    intaglio.Recipe.of({"*": {"bits": 7}}).save(path / "recipe.toml")
+    stages.convert(prepared, stages.Ranges.load(path / "ranges.json"))
+    intaglio.Recipe.load(path / "recipe.toml")
+
+
+MODELS = {
+    "buffers that share memory": (
+        lambda: stages.capture(Rows(share=True), X),
+        "register_buffer(name, tensor.clone())",
+        lambda: stages.capture(Rows(share=True, clone=True), X),
+    ),
+    "a buffer of bfloat16": (
+        lambda: stages.capture(Rows(torch.bfloat16), X),
+        "store it as float32 or as an integer type",
+        lambda: [stages.capture(Rows(dtype), X) for dtype in (torch.float32, torch.int64)],
+    ),
+    "a branch of Python on values": (
+        lambda: stages.capture(body(lambda m, x: m.l(x) if x.sum() > 0 else x), X),
+        "quantize the submodules that do not depend on data one by one",
+        lambda: stages.capture(body(lambda m, x: m.l(x) if x.sum() > 0 else x).l, X),
+    ),
+    "a branch of torch": (
+        lambda: stages.capture(body(branch), X),
+        "select with torch.where",
+        lambda: stages.capture(body(lambda m, x: torch.where(x.sum() > 0, m.l(x), x * 2)), X),
+    ),
+    "a loop in a loop": (
+        lambda: stages.capture(body(loop_in_loop), X),
+        "write a Python loop with a fixed number of iterations",
+        lambda: stages.capture(body(unrolled), X),
+    ),
+    "a class that PyTorch does not know": (
+        lambda: stages.capture(body(lambda m, given: m.l(given.x)), (Features(X),)),
+        "call torch.export.register_dataclass(YourClass) once before",
+        registered,
+    ),
+    "dynamic shapes that do not fit": (
+        lambda: stages.capture(nn.Linear(4, 4), X, dynamic_shapes={"input": {1: Dim("width")}}),
+        "pass dynamic_shapes that fit the model",
+        lambda: stages.capture(nn.Linear(4, 4), X, dynamic_shapes={"input": {0: Dim("batch")}}),
+    ),
+    "random numbers": (
+        lambda: stages.capture(body(lambda m, x: m.l(x) + torch.rand(1)), X),
+        "capture a part of the model that does not depend on data or on random numbers",
+        lambda: stages.capture(body(lambda m, x: m.l(x) + torch.rand(1)).l, X),
+    ),
+    "arguments that do not fit": (
+        lambda: stages.capture(body(lambda m, x, y: m.l(x) + y), X),
+        "pass example_inputs as the tuple of arguments that forward takes",
+        lambda: stages.capture(body(lambda m, x, y: m.l(x) + y), (X, X)),
+    ),
+    "a model that cannot be copied": (
+        lambda: stages.capture(Copied(False), X),
+        "make copy.deepcopy(model) work",
+        lambda: stages.capture(Copied(True), X),
+    ),
+    "a function": (
+        lambda: stages.capture(lambda x: x, X),
+        "pass the float model, which is an nn.Module",
+        lambda: stages.capture(nn.ReLU(), X),
+    ),
+    "a traced module": (
+        lambda: stages.capture(torch.jit.trace(nn.Linear(4, 4), X), X),
+        "pass the module that was scripted or traced",
+        lambda: stages.capture(nn.Linear(4, 4), X),
+    ),
+    "weights that are not loaded": (
+        lambda: stages.capture(nn.Linear(4, 4, device="meta"), X),
+        "load the weights first",
+        lambda: stages.capture(nn.Linear(4, 4, device="meta").to_empty(device="cpu"), X),
+    ),
+    "another stage": (
+        lambda: stages.prepare(stages.prepare(captured())),
+        "call capture(model, example_inputs), which returns one",
+        lambda: stages.prepare(captured()),
+    ),
+    "a captured model as a float model": (
+        lambda: stages.capture(captured(), X),
+        "call prepare(captured)",
+        lambda: stages.prepare(captured()),
+    ),
+    "a prepared model as a float model": (
+        lambda: stages.capture(stages.prepare(captured()), X),
+        "call calibrate(prepared, data), then convert(prepared, ranges)",
+        lambda: stages.convert(stages.prepare(captured()), stages.calibrate(stages.prepare(captured()), [X])),
+    ),
+    "an exported program": (
+        lambda: stages.capture(torch.export.export(nn.Linear(4, 4), (X,)), X),
+        "pass program.module()",
+        lambda: stages.capture(torch.export.export(nn.Linear(4, 4), (X,)).module(), X),
+    ),
+    "a stage with state as a module": (
+        lambda: stages.capture(Rows(), X).as_module(),
+        "call the stage itself",
+        lambda: stages.capture(Rows(), X)(X),
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "remedy", "right"), MODELS.values(), ids=MODELS)
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_following_the_remedy_of_a_capture_error_removes_it(wrong, remedy, right):
+    with pytest.raises(IntaglioError) as raised:
+        wrong()
+    assert remedy in raised.value.remedy
+    right()
+
+
+def test_a_scan_of_fewer_steps_is_captured(monkeypatch):
+    monkeypatch.setattr(unroll_scans, "MAX_UNROLLED_OPERATORS", 30)
+    with pytest.raises(IntaglioError) as raised:
+        stages.capture(body(scanned), torch.randn(20, 4))
+    assert "scan over fewer steps per call" in raised.value.remedy
+    stages.capture(body(scanned), torch.randn(2, 4))
+
+
+def test_recipe_and_ranges_are_saved_instead_of_a_stage(tmp_path):
+    with pytest.raises(IntaglioError) as raised:
+        pickled(stages.prepare(captured()))
+    assert raised.value.remedy.startswith("call recipe.save(path) and ranges.save(path)")
+    recipe_and_ranges(tmp_path)
