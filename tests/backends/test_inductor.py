@@ -22,6 +22,8 @@ from intaglio.quant.annotate.per_token import decompositions
 from support import torchvision_stub as beside
 from support.processor import needs_vnni
 
+compiles = pytest.mark.slow(reason="Inductor compiles with the headers of PyTorch, for twenty seconds at first")
+
 OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
 
@@ -70,6 +72,7 @@ def _refuse(graph):
     raise AssertionError("a pass of somebody else's ran")
 
 
+@compiles
 def test_layers_are_int8_calls_with_fused_operators(residual):
     assert placed(residual[1]) == [
         ("aten.conv2d.default", "int8 call", "qconv + relu -> uint8"),
@@ -88,6 +91,7 @@ def test_layers_are_int8_calls_with_fused_operators(residual):
 
 
 @needs_vnni
+@compiles
 @pytest.mark.parametrize("batch", [1, 3, 7])
 def test_any_batch_gives_the_results_of_the_reference(residual, batch):
     reference, model = residual
@@ -95,6 +99,7 @@ def test_any_batch_gives_the_results_of_the_reference(residual, batch):
     assert_close(model(x), reference(x))
 
 
+@compiles
 def test_sizes_of_two_and_more_share_a_program(residual):
     _, model = residual
     model(torch.randn(2, 3, 8, 8))
@@ -103,6 +108,7 @@ def test_sizes_of_two_and_more_share_a_program(residual):
     assert len(model._programs) == count <= 2
 
 
+@compiles
 def test_calls_of_an_inductor_model_are_checked_like_native_ones(residual):
     with pytest.raises(InputError, match="shape"):
         residual[1](torch.randn(1, 3, 8, 9))
@@ -119,6 +125,7 @@ def test_errors_of_inductor_are_build_errors_and_settings_come_back():
     assert inductor_config.freezing is freezing
 
 
+@compiles
 def test_arguments_of_the_native_backend_are_refused(residual):
     with pytest.raises(InputError, match="the inductor backend has no option isa; its options are example_inputs"):
         stages.compile(residual[0], backend="inductor", isa="avx2")
@@ -155,6 +162,7 @@ class AddsWhatIsNotItsOwn(nn.Module):
         return self.second(self.first(x) + y) + self.offset
 
 
+@compiles
 @needs_vnni
 def test_a_sum_does_not_overwrite_an_input_or_a_constant():
     """Inductor would let oneDNN write it there: the second call would give another result."""
@@ -169,6 +177,7 @@ def test_a_sum_does_not_overwrite_an_input_or_a_constant():
     assert all(map(torch.equal, inputs, kept))
 
 
+@compiles
 def test_ranges_narrower_than_the_type_are_clamped():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
@@ -306,7 +315,7 @@ def test_a_per_channel_input_without_a_declaration_takes_no_bytes():
         assert_close(handed(x)[0], reference(x))
 
 
-@pytest.mark.slow(reason="Inductor compiles a whole network")
+@compiles
 def test_images_are_bytes_or_floats(tmp_path):
     torch.manual_seed(0)
     bytes_ = pixels(3, 3, 11, 9)
@@ -323,7 +332,7 @@ def test_images_are_bytes_or_floats(tmp_path):
 # ---- larger ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(reason="Inductor compiles a whole network")
+@compiles
 def test_a_transformer_block_matches_at_any_batch():
     torch.manual_seed(0)
     x = torch.randn(2, 6, 32)
@@ -344,7 +353,7 @@ def bert():
     return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))
 
 
-@pytest.mark.slow(reason="Inductor compiles a whole network")
+@compiles
 def test_bert_runs_with_masks_and_as_an_inductor_package(bert, tmp_path):
     ids, mask = torch.randint(50, (2, 7)), torch.ones(2, 7, dtype=torch.long)
     mask[1, 4:] = 0
@@ -378,7 +387,7 @@ def test_bert_runs_with_masks_and_as_an_inductor_package(bert, tmp_path):
     assert len(model._programs) == 3
 
 
-@pytest.mark.slow(reason="Inductor compiles a whole network")
+@compiles
 def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
     class Recurrent(nn.Module):
         def __init__(self):
@@ -398,7 +407,7 @@ def test_a_recurrent_layer_is_a_callback_that_no_package_takes(tmp_path):
         model.save_package(tmp_path / "model.pt2")
 
 
-@pytest.mark.slow(reason="Inductor compiles a whole network")
+@compiles
 def test_an_inductor_package_runs_without_intaglio(residual, tmp_path):
     reference, model = residual
     report = model.save_package(tmp_path / "model.pt2")

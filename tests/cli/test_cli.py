@@ -334,6 +334,7 @@ def test_quantize_tunes_when_asked(run, monkeypatch):
     assert len(asked) == 1
 
 
+@pytest.mark.slow(reason="a search; autotune and the options of the command are tested apart")
 def test_quantize_reaches_a_metric_and_writes_the_recipe_that_does(run):
     words = ("--evaluate", f"{MODULE}:accuracy", "--max-drop", "0.01", "--recipe-out", "found.toml")
     text = ok(run(*QUANTIZE, *words))

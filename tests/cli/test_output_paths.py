@@ -11,6 +11,7 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.qdq.convert import Reference
 from support import nets
 from support.lowering import quantized
+from support.slow_params import slow_params_except
 
 WRITERS = ("save", "to_onnx", "save_package", "ranges", "parameters", "recipe")
 
@@ -40,7 +41,12 @@ def writer(name: str, reference: Reference, monkeypatch: pytest.MonkeyPatch):
     return {"ranges": Ranges({}, 0, 0, ""), "parameters": reference.parameters, "recipe": intaglio.Recipe()}[name].save
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name",
+    slow_params_except(
+        *(name for name in WRITERS if name != "save_package"), of=WRITERS, reason="a model compiled by Inductor"
+    ),
+)
 def test_a_file_needs_a_folder_that_exists_and_no_folder_of_its_name(name, reference, tmp_path, monkeypatch):
     write = writer(name, reference, monkeypatch)
     (tmp_path / "folder.pt2").mkdir()

@@ -130,6 +130,7 @@ def test_training_in_four_bits_wins_back_what_rounding_cost(script):
     assert same > 99
 
 
+@pytest.mark.slow(reason="Inductor compiles with the headers of PyTorch, for twenty seconds")
 @needs_vnni
 @pytest.mark.case("document 002")
 def test_export_inductor_runs_its_listing(script):

@@ -143,14 +143,19 @@ def sentences(*sizes: tuple[int, int], seed: int = 1) -> list[tuple[Tensor]]:
     return [(torch.randint(0, 20, size, generator=draw),) for size in sizes]
 
 
-MANY_PROGRAMS = pytest.mark.slow(reason="a program for every run of steps; the plain cell shows the same loop")
+MANY_PROGRAMS = pytest.mark.slow(reason="a program for every run of steps; other loops over time run below")
 
 
 @pytest.mark.parametrize(
     "recipe", [None, *slow_params("int8_dynamic", reason="scales made per call run in tests of their own")]
 )
 @pytest.mark.parametrize(
-    "kind", [pytest.param(nn.LSTMCell, marks=MANY_PROGRAMS), pytest.param(nn.GRUCell, marks=MANY_PROGRAMS), nn.RNNCell]
+    "kind",
+    [
+        pytest.param(nn.LSTMCell, marks=MANY_PROGRAMS),
+        pytest.param(nn.GRUCell, marks=MANY_PROGRAMS),
+        pytest.param(nn.RNNCell, marks=MANY_PROGRAMS),
+    ],
 )
 def test_a_language_model_that_loops_over_time_takes_sentences_of_any_length(kind, recipe, caplog):
     model = nets.randomize(LanguageModel(kind))

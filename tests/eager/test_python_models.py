@@ -163,9 +163,10 @@ def zeroed(y: Tensor) -> Tensor:
     ("batch", "names"),
     [
         (4, ("unbind",)),
-        (5, ("in place module", "in a list", "keywords", "in place", "set item", "split")),
         *slow_params(
-            (5, tuple(name for name in BETWEEN if name != "unbind")), reason="other operators that stay float"
+            (5, ("in place module", "in a list", "keywords", "in place", "set item", "split")),
+            (5, tuple(name for name in BETWEEN if name != "unbind")),
+            reason="other operators that stay float",
         ),
     ],
     ids=["4", "5", "all"],

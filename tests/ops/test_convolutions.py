@@ -79,7 +79,6 @@ def many(start: str) -> tuple[nn.Module, list[tuple[int, ...]], list[str]]:
     "start",
     [
         "transposed 2d",
-        "transposed 3d",
         *slow_params(
             "1d", "3d", "transposed 1d", reason="a dozen convolutions of other axes; one of each runs in other tests"
         ),

@@ -266,9 +266,7 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Re
         reader = own[seen.name]
         for value, quantization in annotation.inputs.items():
             if not isinstance(value, fx.Node):
-                raise UnsupportedError(
-                    reader.name, operator(reader), f"its annotation has {value!r} as an input, which is not an fx.Node"
-                )
+                raise UnsupportedError(reader.name, operator(reader), f"annotated input {value!r} is not an fx.Node")
             if quantization is None or value.name not in own:
                 continue
             if isinstance(quantization, CustomObserver):

@@ -71,7 +71,7 @@ def apply_equalization(
             "equalization",
             None,
             f"the model has no values that can be scaled at {', '.join(unknown[:5])}",
-            remedy=SAME_MODEL,
+            remedy=SAME_MODEL_AND_RECIPE,
         )
     factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
     own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
@@ -85,7 +85,7 @@ def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
     return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
 
 
-SAME_MODEL = "use it with the model and the recipe that it was made for"
+SAME_MODEL_AND_RECIPE = "use it with the model and the recipe that it was made for"
 
 
 def with_input_equalization(prepared: Prepared, found: Equalization) -> Prepared:
@@ -97,7 +97,9 @@ def with_input_equalization(prepared: Prepared, found: Equalization) -> Prepared
     inputs = {entry.name: node for entry, node in zip(prepared.signature.inputs, nodes, strict=False)}
     for name, pixels in found.inputs.items():
         if name not in inputs:
-            raise CalibrationError("equalization", None, f"the model has no input {name!r}", remedy=SAME_MODEL)
+            raise CalibrationError(
+                "equalization", None, f"the model has no input {name!r}", remedy=SAME_MODEL_AND_RECIPE
+            )
         value = insert_affine(module, inputs[name], torch.tensor(pixels.gain), torch.tensor(pixels.shift))
         update_info(value, zero_points=pixels.zero_points)
     return reprepare(prepared, module)
