@@ -279,7 +279,7 @@ class Removes:
 @pytest.mark.case("frontends C7")
 @pytest.mark.parametrize(("second", "done"), [(Changes(), "Changes changed"), (Removes(), "Removes removed")])
 def test_changing_a_site_of_an_earlier_annotator_is_an_error(second, done):
-    with pytest.raises(UnsupportedError, match=f"{done} what By wrote"):
+    with pytest.raises(UnsupportedError, match=f"{done} an annotation of By"):
         prepared(Body(lambda m, x: m.a(x), a=conv()), Composed([By(conv2d=layer), second]))
 
 
