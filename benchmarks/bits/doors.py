@@ -66,7 +66,9 @@ def digest(value: Any) -> str:
     for leaf in leaves(value):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                leaf.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+            )
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()[:16]
