@@ -68,6 +68,7 @@ class NativeBackend:
     remedy = ""
 
     def supports(self, op: fx.Node) -> str | None:
+        """Return ``None``, because what the program cannot compute runs in PyTorch, in float islands."""
         return None
 
     def compile(self, stage: Reference | Lowered | Planned, options: CompileOptions) -> QuantizedModel:

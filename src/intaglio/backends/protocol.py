@@ -27,13 +27,16 @@ class Backend(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the backend's name, which `intaglio.stages.compile` takes."""
 
     @property
-    def Options(self) -> type[Any]: ...  # noqa: N802 - it is a class
+    def Options(self) -> type[Any]:  # noqa: N802 - it is a class
+        """Return the class of the backend's options."""
 
     @property
-    def remedy(self) -> str: ...
+    def remedy(self) -> str:
+        """Return what a user can do about an operator that the backend does not support."""
 
     def supports(self, op: fx.Node) -> str | None:
         """Return why the backend cannot compile a node of a reference's graph, or ``None`` if it can."""

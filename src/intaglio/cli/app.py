@@ -76,7 +76,7 @@ def common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    """Define the options that the command accepts without a subcommand."""
 
 
 @app.command()

@@ -33,6 +33,7 @@ class StripeNet(nn.Module):
         self.classify = nn.Linear(width, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits f32[n, classes] of images f32[n, 1, h, w]."""
         x = F.max_pool2d(self.stem(x), 2)
         x = F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
         return self.classify(x.mean((2, 3)))

@@ -126,6 +126,7 @@ class Context:
 
     @property
     def graph(self) -> Graph:
+        """Return the integer graph that the plan executes."""
         return self.plan.graph
 
     def constant(self, array: np.ndarray, kind: str, label: str) -> str:

@@ -15,6 +15,7 @@ class Code:
         self._depth = 0
 
     def __call__(self, text: str = "") -> None:
+        """Add lines at the current depth; indentation that all of them share is removed."""
         for line in dedent(text).strip("\n").split("\n"):
             self._lines.append("    " * self._depth + line if line else "")
 

@@ -53,21 +53,25 @@ class LoggedRun(InterceptedRun):
         self.leaves_alone = getattr(session.model.get_submodule(path), "_auto_quant_state", None) is None
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Log the start of the call unless the called module logs it itself."""
         if not self.leaves_alone:
             self._say(self.entry, None, "start")
         super().begin(args, kwargs)
 
     def end(self, result: Any) -> Any:
+        """Finish the run, and log the end of the call unless the called module logs it itself."""
         found = super().end(result)
         if not self.leaves_alone:
             self._say(self.entry, None, "end")
         return found
 
     def enter(self, path: str) -> None:
+        """Log the start of a module's call, then enter the module."""
         self._say(path, None, "start")
         super().enter(path)
 
     def leave(self, path: str) -> None:
+        """Leave the module, then log the end of its call."""
         super().leave(path)
         self._say(path, None, "end")
 
@@ -83,6 +87,7 @@ class LoggedRun(InterceptedRun):
         return result
 
     def run_leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Log the start and the end of a leaf module's call."""
         self._say(path, None, "start")
         result = super().run_leaf(module, path, args, kwargs)
         self._say(path, None, "end")

@@ -97,6 +97,7 @@ class InterceptedCall(Attachment):
         return found.replace(parameters=list(found.parameters.values())[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward; a call from outside starts an intercepted run."""
         run = current.run
         if run is None or run.session is not self.session:
             return call_intercepted(self.session, self.path, self._forward, args, kwargs)
@@ -119,6 +120,7 @@ class LeafCall(InterceptedCall):
     """Replacement for the forward of a module from `torch.nn`, which counts as one operator."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as one operator; a call from outside starts an intercepted run."""
         run = current.run
         if run is None or run.session is not self.session:
             return call_intercepted(self.session, self.path, self, args, kwargs)
@@ -129,6 +131,7 @@ class OpaqueCall(InterceptedCall):
     """Replacement for the forward of a module that stays in float with everything inside it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward in float, without interception inside an intercepted run."""
         run = current.run
         if run is None or run.session is not self.session:
             return self._forward(*args, **kwargs)

@@ -59,6 +59,7 @@ class TracedRun(InterceptedRun):
         self.followed.append((frame, frame.next))
 
     def end(self, result: Any) -> Any:
+        """Finish the run, and add the spans of operators that each followed segment has run."""
         returned = super().end(result)
         for frame, first in self.followed:
             if frame.next > first and frame.segment.refused is None:

@@ -29,6 +29,7 @@ class Snapshot:
         }
 
     def __call__(self) -> None:
+        """Restore the recordings, the statistics and the batch counters of the session."""
         session = self.session
         session.segments[:] = self.segments
         session.index = {

@@ -25,6 +25,7 @@ class SaveHook(Attachment):
         self.session = session
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Add the session's entries to a state dictionary, each as JSON in a uint8 tensor."""
         for name, entry in self.session.serialized_state().entries.items():
             text = bytearray(json.dumps(entry, sort_keys=True), "utf-8")
             state[f"{prefix}{STATE_KEY}.{name}"] = torch.frombuffer(text, dtype=torch.uint8)
@@ -51,6 +52,7 @@ class LoadHook(Attachment):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
+        """Take the session's entries out of a state dictionary; the next call rebuilds the graphs from them."""
         session = self.session
         stored, head = session.serialized_state(), f"{prefix}{STATE_KEY}."
         given: dict[str, Entry] = {}

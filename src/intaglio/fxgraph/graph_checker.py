@@ -46,7 +46,7 @@ def finish_pass(module: fx.GraphModule, after: str, invariants: GraphInvariants 
     Args:
         module: the graph after the pass.
         after: name of the pass, for the error.
-        promises: further invariants of the stage.
+        invariants: further invariants of the stage.
 
     Raises:
         VerifyError: an invariant does not hold; the error names pass and node.

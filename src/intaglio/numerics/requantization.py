@@ -141,16 +141,20 @@ class GridParameters(Protocol):
     """Quantization parameters that a lookup table is computed from; `intaglio.ir.QParams` implements the protocol."""
 
     @property
-    def step(self) -> float: ...
+    def step(self) -> float:
+        """Return the scale."""
 
     @property
-    def zero(self) -> int: ...
+    def zero(self) -> int:
+        """Return the zero point."""
 
     @property
-    def qmin(self) -> int: ...
+    def qmin(self) -> int:
+        """Return the smallest quantized value."""
 
     @property
-    def qmax(self) -> int: ...
+    def qmax(self) -> int:
+        """Return the largest quantized value."""
 
 
 def function_lut(

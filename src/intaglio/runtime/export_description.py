@@ -15,19 +15,23 @@ from intaglio.torch_private import pytree
 
 
 def inputs_of(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
+    """Return name, shape and element type of each input."""
     return [(entry.name, entry.type.shape, entry.type.dtype) for entry in model.signature.inputs]
 
 
 def outputs_of(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
+    """Return name, shape and element type of each output."""
     types = [model.graph.types[value] for value in model.graph.outputs]
     return [(n, t.shape, t.dtype) for n, t in zip(_output_names(model.signature), types, strict=True)]
 
 
 def largest_rank(*groups: Sequence[tuple[str, Shape, DType]]) -> int:
+    """Return the largest rank of all tensors, at least 1."""
     return max([len(shape) for group in groups for _, shape, _ in group] + [1])
 
 
 def shape_text(shape: Shape) -> str:
+    """Return a shape as ``[1, 3, s0]``."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 

@@ -95,6 +95,7 @@ class IslandProgram:
     outputs: tuple[str, ...]
 
     def to_json(self) -> Any:
+        """Return the program as JSON."""
         calls = [[call.name, call.function, call.arguments, call.keywords] for call in self.calls]
         return {
             "inputs": list(self.inputs),
@@ -146,6 +147,7 @@ class HostLoop(nn.Module):
         self.carried, self.condition, self.body = carried, condition, body
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the carried values of the first iteration after which the condition is false."""
         return run_while_loop(self.condition, self.body, self.carried, values)
 
 
@@ -176,6 +178,7 @@ class FloatIsland(nn.Module):
         self._steps = _steps(calls, self.loops)
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
+        """Run the calls on tensors, followed by the sizes of dynamic dimensions, and return the results."""
         held = dict(zip(self.calls.inputs, values, strict=True))
         held.update({name: getattr(self, target) for name, target in self.calls.constants})
         for name, function, arguments, keywords, last in self._steps:
@@ -333,7 +336,8 @@ class HostOperator(Protocol):
     """The part of a host operator's record that running it needs."""
 
     @property
-    def reference(self) -> ReferenceFunction | None: ...
+    def reference(self) -> ReferenceFunction | None:
+        """Return the NumPy function that defines the operator, or ``None`` if it was not given."""
 
 
 def host_names(graph: Graph) -> tuple[str, ...]:

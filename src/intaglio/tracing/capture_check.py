@@ -118,7 +118,7 @@ def _sizes(
         args: positional arguments of the example.
         kwargs: keyword arguments of the example.
         batch: size of dynamic first axes; all others have their size in the example.
-        longer: change the lengths of sequences too.
+        change_lengths: change the lengths of sequences too.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     sizes: dict[str, int] = {}

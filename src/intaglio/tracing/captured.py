@@ -28,6 +28,11 @@ class GraphStage:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph in PyTorch with the arguments of the original model, and update the model's state.
+
+        Raises:
+            InputError: the arguments do not match the graph.
+        """
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts

@@ -50,6 +50,7 @@ class WhileLoop:
     __name__, __module__ = WHILE, __name__
 
     def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the loop on its carried values, followed by the values that it only reads."""
         return run_while_loop(self.condition.module, self.run, self.carried, values)
 
     def __str__(self) -> str:

@@ -156,6 +156,7 @@ class SegmentComparison:
 
     @property
     def comparisons(self) -> list[GraphComparison]:
+        """Return the comparisons in order of their parts of the model."""
         return list(self.by_number.values())
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:

@@ -190,6 +190,7 @@ class Comparison:
         }
 
     def to_json(self) -> str:
+        """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 

@@ -285,6 +285,7 @@ class ErrorSums:
         self.found: dict[str, float] = {}
 
     def add(self, key: str, exact: torch.Tensor, found: torch.Tensor) -> None:
+        """Add the sums of squares of two tensors and of their difference to those of a key."""
         exact, found = exact.detach().double(), found.detach().double()
         self.signal[key] = self.signal.get(key, 0.0) + exact.square().sum().item()
         self.noise[key] = self.noise.get(key, 0.0) + (exact - found).square().sum().item()

@@ -41,6 +41,7 @@ class ScheduleCache:
 
     @property
     def folder(self) -> Path:
+        """Return the folder with one file per geometry."""
         return config.cache_dir() / "schedules"
 
     def key(self, geometry: Geometry) -> str:

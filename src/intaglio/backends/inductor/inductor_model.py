@@ -87,6 +87,7 @@ class InductorModel(nn.Module):
             self._program([*example, *self._state()])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program for the sizes of the arguments, and compile it first if there is none yet."""
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves, self._byte_inputs)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph has explicit element types

@@ -57,6 +57,7 @@ class QuantizedAs:
 
     @property
     def bounds(self) -> tuple[int, int]:
+        """Return the smallest and the largest quantized value."""
         return self.span or (DATATYPES[self.datatype].qmin, DATATYPES[self.datatype].qmax)
 
     def site(self, name: str, node: fx.Node) -> Site:
@@ -148,6 +149,7 @@ class Composed:
         self.annotators = tuple(annotators)
 
     def annotate(self, module: fx.GraphModule) -> None:
+        """Run the annotators in order."""
         written: dict[fx.Node, tuple[str, Any, str]] = {}
         for annotator in self.annotators:
             annotator.annotate(module)
@@ -163,6 +165,7 @@ class Composed:
                     written[node] = (name, record, repr(record))
 
     def validate(self, module: fx.GraphModule) -> None:
+        """Call ``validate`` of each annotator that defines it."""
         for annotator in self.annotators:
             if hasattr(annotator, "validate"):
                 annotator.validate(module)

@@ -103,6 +103,11 @@ class Binder:
         return Binder(signature.names, len(args), tuple(kwargs), nested)
 
     def __call__(self, item: Any) -> Call:
+        """Return the positional and keyword arguments of a call for one batch of the data.
+
+        Raises:
+            CalibrationError: the batch is of an unsupported type, or its contents do not match the model's arguments.
+        """
         if isinstance(item, torch.Tensor):
             return (item,), {}
         if isinstance(item, Mapping):

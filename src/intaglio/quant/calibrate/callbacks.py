@@ -135,6 +135,7 @@ class GlobalCalibrationCallback(CalibrationCallback):
     weight: float | None = None
 
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Return the scale and zero point of this callback for every activation, and ``weight`` for the weight."""
         names = [name for name in (*info.sites.inputs, info.sites.output) if name is not None]
         found: dict[str, Given] = dict.fromkeys(names, (self.scale, self.zero_point))
         if self.weight is not None and info.sites.weight is not None:
@@ -144,14 +145,13 @@ class GlobalCalibrationCallback(CalibrationCallback):
 
 @dataclass(frozen=True)
 class AverageMaxCalibrationCallback(CalibrationCallback):
-    """Gives activations the mean of each batch's extrema, and weights the largest magnitude.
-
-    ``per_channel``: whether the largest magnitude is that of each channel or that of the whole weight.
-    """
+    """Gives activations the mean of each batch's extrema, and weights the largest magnitude of each channel, or of the
+    whole weight without ``per_channel``."""
 
     per_channel: bool = True
 
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Return the means of the extrema for activations and the absmax scale for the weight."""
         names, extrema = (*info.sites.inputs, info.sites.output), []
         for batch in range(info.batches):
             values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch))

@@ -27,8 +27,8 @@ def insert_custom_observers(module: fx.GraphModule, factories: Mapping[Edge, Any
 
     Args:
         module: the graph to observe, which is changed in place.
-        own: edge -> factory of the observer.
-        shown: set that each edge is added to when its observer is called.
+        factories: edge -> factory of the observer.
+        observed_edges: set that each edge is added to when its observer is called.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     for index, (edge, make) in enumerate(factories.items()):
@@ -91,9 +91,9 @@ def convert_custom_observers(
 
     Args:
         module: the graph to convert, which is changed in place.
-        own: edges with observers.
+        factories: edges with observers.
         observed: the graph that contains the observers.
-        shown: edges whose observers have been called.
+        observed_edges: edges whose observers have been called.
 
     Raises:
         CalibrationError: if the observer of an activation has never been called.

@@ -114,6 +114,7 @@ class ProcessGroup(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, item: T) -> list[T]:
+        """Return this object of every process, in the order of ranks."""
         found: list[Any] = [None] * self.size
         self._exchange(lambda: dist.all_gather_object(found, item))
         return found

@@ -49,6 +49,11 @@ class Observer(nn.Module):
         self.custom_observer = None if make is None else make()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add a tensor to the statistics and return it.
+
+        Raises:
+            CalibrationError: the tensor contains NaN or infinities that may not be ignored.
+        """
         values = x.detach().contiguous() if self.samples or self.channels is not None else _in_memory_order(x.detach())
         found = Statistics.of(
             values.numpy(),
@@ -85,6 +90,7 @@ class Observer(nn.Module):
         return QParams((float(np.float32(scale[0])),), (int(zero_point[0]) + shift,), self.site.qmin, self.site.qmax)
 
     def extra_repr(self) -> str:
+        """Return the site and the number of observed values."""
         return f"{self.site.name}, count={self.statistics.count}"
 
 

@@ -61,11 +61,13 @@ class SeenBatch:
         return SeenBatch(self.samples + other.samples, (self.digest + other.digest) % 2**64, inputs)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON, floats as hexadecimal text."""
         inputs = {name: [low.hex(), high.hex()] for name, (low, high) in self.inputs.items()}
         return {"samples": self.samples, "digest": f"{self.digest:016x}", "inputs": inputs}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> SeenBatch:
+        """Return the batch that `to_dict` encoded."""
         inputs = {name: (float.fromhex(low), float.fromhex(high)) for name, (low, high) in data["inputs"].items()}
         return SeenBatch(int(data["samples"]), int(data["digest"], 16), inputs)
 

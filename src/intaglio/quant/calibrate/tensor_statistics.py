@@ -71,11 +71,13 @@ class ChannelExtrema:
         return ChannelExtrema(self.axis, np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON, floats as hexadecimal text."""
         low, high = ([float(end).hex() for end in ends] for ends in (self.low, self.high))
         return {"axis": self.axis, "low": low, "high": high}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> ChannelExtrema:
+        """Return the extrema that `to_dict` encoded."""
         low, high = (np.array([float.fromhex(end) for end in data[name]], np.float32) for name in ("low", "high"))
         return ChannelExtrema(int(data["axis"]), low, high)
 
@@ -237,6 +239,7 @@ class Statistics:
         return self.channels and self.channels.merge(other.channels)
 
     def copy(self) -> Statistics:
+        """Return statistics that share no array with these."""
         return self.merge(Statistics())
 
     def without_counts(self) -> Statistics:

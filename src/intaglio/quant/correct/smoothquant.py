@@ -47,6 +47,7 @@ class Smoothed:
 
     @property
     def name(self) -> str:
+        """Return the name of the node."""
         return self.node.name
 
     @property

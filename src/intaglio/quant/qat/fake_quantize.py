@@ -61,6 +61,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
         high: int,
         gradient_factor: float,
     ) -> torch.Tensor:
+        """Return the quantized and dequantized values, and save what the gradients need."""
         steps = scale if multiples is None else scale * multiples
         v = x * (1.0 / steps)
         level = numerics.round_clamp(v, low, high, zero_point).sub_(zero_point)
@@ -71,6 +72,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of ``x``, ``scale`` and ``zero_point``, and ``None`` for the other arguments."""
         v, scale, zero_point, multiples = ctx.saved_tensors
         low, high = (bound - zero_point for bound in ctx.bounds)
         inside = (v >= low) & (v <= high)
@@ -224,6 +226,7 @@ class FakeQuantize(nn.Module):
         return QParams(tuple(scale.tolist()), zeros, self.site.qmin, self.site.qmax, self.site.axis)
 
     def extra_repr(self) -> str:
+        """Return the site and its range of quantized values."""
         return f"{self.site.name}, {self.site.qmin}..{self.site.qmax}"
 
 
@@ -244,6 +247,7 @@ class FakeQuantizeWeight(nn.Module):
         self.scale = nn.Parameter(torch.from_numpy(own(weight.detach().numpy())).clone(), requires_grad=False)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the fake-quantized weight. While scales follow the values, compute them from this weight first."""
         if not self.mode.quantize:
             return weight
         if self.mode.observe:
@@ -280,6 +284,7 @@ class FakeQuantizeWeight(nn.Module):
         return QParams(scales, (0,) * len(scales), self.site.qmin, self.site.qmax, self.site.axis)
 
     def extra_repr(self) -> str:
+        """Return the site and the range of its datatype."""
         return f"{self.site.name}, {self.site.record.qmin}..{self.site.record.qmax}"
 
 

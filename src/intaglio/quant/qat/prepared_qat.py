@@ -156,6 +156,7 @@ class PreparedQat(nn.Module):
         return torch.tensor([getattr(self._mode, name) for name in SWITCHES])
 
     def set_extra_state(self, state: torch.Tensor) -> None:
+        """Restore the mode switches that `get_extra_state` returned."""
         for name, value in zip(SWITCHES, state.tolist(), strict=True):
             setattr(self._mode, name, value)
 

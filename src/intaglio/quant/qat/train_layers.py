@@ -29,6 +29,7 @@ class StatisticsNorm(nn.Module):
         return self.training and not self.mode.frozen
 
     def extra_repr(self) -> str:
+        """Return the parameters of the batch norm."""
         return f"momentum={self.momentum}, eps={self.eps}"
 
 
@@ -86,6 +87,7 @@ class DropoutMask(nn.Module):
         return tuple(value * mask for value in values)
 
     def extra_repr(self) -> str:
+        """Return the probability of dropout."""
         return f"p={self.p}"
 
 

@@ -164,7 +164,7 @@ def weight_qparams(
         remarks: a note is added for each weight whose scales were enlarged.
         given: parameters that replace those computed from the weight.
         chosen: weights that are rounded already.
-        own_scales: cache of the scales computed from weight values, by site and groups; missing entries are added.
+        cached_scales: cache of the scales computed from weight values, by site and groups; missing entries are added.
     """
     cached_scales = {} if cached_scales is None else cached_scales
     result: dict[str, QParams] = {}
@@ -262,6 +262,7 @@ class WeightScaleRule:
         return rows.reshape(len(rows) // count, count, -1).swapaxes(0, 1).reshape(count, -1)
 
     def __call__(self, weight: np.ndarray) -> np.ndarray:
+        """Return the scales f32[C] of a weight."""
         return channel_scales(self.rows_by_scale(weight), self.kind, self.group)
 
 

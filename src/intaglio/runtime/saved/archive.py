@@ -143,6 +143,7 @@ def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
 
 
 def digest(content: bytes) -> str:
+    """Return the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

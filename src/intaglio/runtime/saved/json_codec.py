@@ -157,6 +157,7 @@ def _encode_atom(atom: str | FloorDiv) -> Any:
 
 
 def decode_dim(value: Any) -> Dim:
+    """Return the dimension that `encode_dim` encoded."""
     if type(value) is int:
         return value
     return Expression(tuple((tuple(map(_decode_atom, atoms)), checked_integer(factor)) for atoms, factor in value))
@@ -203,6 +204,7 @@ class ParameterTable:
         return tuple(found.tolist())
 
     def array(self) -> np.ndarray:
+        """Return the stored numbers, f64[n]."""
         return np.concatenate(self.parts) if self.parts else np.zeros(0)
 
 
