@@ -3,10 +3,10 @@ quantize, dequantize -> operator -> quantize.
 
     python examples/generated_loops.py [isa]
 
-Convolutions and pools read and give levels; the larger of a value and a learned bound is no integer operator here, so
-a loop stands between them: one pass over memory, floats only in registers. Right behind a convolution it would be the
-epilogue of its kernel, and no pass at all; with one bound for all channels, the second loop would be a table of 256
-levels.
+Convolutions and pools read and write quantized values. The maximum of a value and a learned bound is not an integer
+operator here, so a loop runs between them: one pass over memory, with floats in registers only. Directly behind a
+convolution it would be the epilogue of its kernel, without a pass of its own; with one bound for all channels, the
+second loop would be a lookup table of 256 values.
 """
 
 from __future__ import annotations

@@ -232,8 +232,8 @@ class Integers(NamedTuple):
     def of(real: torch.Tensor, q: QParams) -> Integers:
         """Return the quantized values of a tensor that the program dequantized. Rounding recovers them exactly: a
         quantized value times its scale is off by at most half a unit in the last place."""
-        levels = numerics.round_clamp(real * float(numerics.reciprocal(q.step)), q.qmin, q.qmax, q.zero)
-        return Integers(levels.to(torch.uint8), q.step, q.zero)
+        quantized = numerics.round_clamp(real * float(numerics.reciprocal(q.step)), q.qmin, q.qmax, q.zero)
+        return Integers(quantized.to(torch.uint8), q.step, q.zero)
 
     def dequantize(self) -> torch.Tensor:
         """Return the dequantized values as float32."""

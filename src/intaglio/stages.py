@@ -253,7 +253,7 @@ def compile(
 def compile(stage: Reference, backend: Literal["inductor"], *, example_inputs: Any = None) -> InductorModel: ...
 @overload
 def compile(
-    stage: Reference, backend: Literal["onnx"], *, path: str | Path, sums: Literal["levels", "float"] = "levels"
+    stage: Reference, backend: Literal["onnx"], *, path: str | Path, sums: Literal["uint8", "float"] = "uint8"
 ) -> OnnxFile: ...
 @overload
 def compile(

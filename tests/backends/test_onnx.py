@@ -134,9 +134,9 @@ def test_a_convolutional_network_matches_at_any_batch(net, tmp_path):
     ids=["default", "sums_apart"],
 )
 def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
-    """Where the file rounds in front of its two sums and the reference does not, each adds a level."""
+    """Where the file rounds in front of its two sums and the reference does not, each adds a step."""
     model = randomize(nets.Residual())
-    written = Written(reference_of(model, nets.example(model), **how), tmp_path, sums="levels")
+    written = Written(reference_of(model, nets.example(model), **how), tmp_path, sums="uint8")
     assert any("results of 2 convolutions are rounded to u8" in note for note in written.file.notes) is not bool(how)
     written.assert_close(nets.example(model, 3), levels=1 if how else 3)
     assert written.engine["QLinearConv"] == written.operators["Conv"] == 6
@@ -159,7 +159,7 @@ def test_quantizing_before_a_sum_clips_no_value(relu, tmp_path):
     )
     x = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     reference = reference_of(randomize(body), x)
-    exact, rounded = (tmp_path / f"{sums}.onnx" for sums in ("float", "levels"))
+    exact, rounded = (tmp_path / f"{sums}.onnx" for sums in ("float", "uint8"))
     stages.compile(reference, backend="onnx", path=exact, sums="float")
     stages.compile(reference, backend="onnx", path=rounded)
     assert operators(rounded)["QuantizeLinear"] == operators(exact)["QuantizeLinear"] + 1
@@ -180,8 +180,8 @@ def test_a_sum_of_operands_without_ranges_stays_float(tmp_path):
     assert not stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").notes
 
 
-def test_the_sums_option_is_levels_or_float(tmp_path):
-    with pytest.raises(InputError, match="'int8' is not a value of sums; allowed are 'levels' and 'float'"):
+def test_the_sums_option_is_uint8_or_float(tmp_path):
+    with pytest.raises(InputError, match="'int8' is not a value of sums; allowed are 'uint8' and 'float'"):
         stages.compile(
             reference_of(nn.Linear(8, 8), torch.randn(3, 8)), backend="onnx", path=tmp_path / "model.onnx", sums="int8"
         )

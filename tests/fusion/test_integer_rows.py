@@ -77,7 +77,7 @@ def test_a_loop_of_one_quantized_value_is_a_table(inputs, reason):
             constants={"number": np.float32(2)},
         )
     )
-    match = next(match for match in matches(table.LOOP_TABLE.pattern, "y", view) if match["levels"] == "q")
+    match = next(match for match in matches(table.LOOP_TABLE.pattern, "y", view) if match["quantized"] == "q")
     assert table.LOOP_TABLE.where(match, view) == reason
 
 

@@ -58,12 +58,12 @@ def fold_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     scales, zeros = (getattr(module, str(constant.target)).tolist() for constant in x.args[1:3])
     if len(set(scales)) > 1:
         return
-    levels, padding = x.args[0], _pair(given["padding"])
+    quantized, padding = x.args[0], _pair(given["padding"])
     zero = zeros[0]
     if len(set(zeros)) > 1:
         if any(padding):
-            levels = call_before(x, _padded(known_type(x), padding), pad_with_zero_points, levels, zeros, padding)
-            update_info(levels, origin=origin(x.args[0]))
+            quantized = call_before(x, _padded(known_type(x), padding), pad_with_zero_points, quantized, zeros, padding)
+            update_info(quantized, origin=origin(x.args[0]))
         zero, padding = 0, [0, 0]
         moved = _adjusted_bias(module, *counts, zeros, given["groups"])
         held = call_before(node, known_type(bias), bias.target, moved, *bias.args[1:])
@@ -71,19 +71,19 @@ def fold_zero_points(module: fx.GraphModule, node: fx.Node) -> None:
     how = scales[0], zero, q.qmin, q.qmax, torch.uint8
     one = call_before(
         node,
-        TensorType(known_type(levels).shape, DType.F32),
+        TensorType(known_type(quantized).shape, DType.F32),
         quantized_decomposed().dequantize_per_tensor.default,
-        levels,
+        quantized,
         *how,
     )
     node.args = (one, *node.args[1:3], given["stride"], padding, given["dilation"], given["groups"])
     node.kwargs = {}
 
 
-def pad_with_zero_points(levels: torch.Tensor, zeros: list[int], padding: list[int]) -> torch.Tensor:
+def pad_with_zero_points(quantized: torch.Tensor, zeros: list[int], padding: list[int]) -> torch.Tensor:
     """Pad u8[n, c, h, w] at each end by ``padding`` rows and columns with the zero point of each channel."""
     rows, columns = padding
-    channels = levels.split(1, 1)
+    channels = quantized.split(1, 1)
     border = (columns, columns, rows, rows)
     padded = [torch.nn.functional.pad(c, border, value=z) for c, z in zip(channels, zeros, strict=True)]
     return torch.cat(padded, 1)

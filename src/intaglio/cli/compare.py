@@ -38,8 +38,8 @@ def render(result: Result) -> Iterator[RenderableType]:
 def _cells(row: Result) -> tuple[str, ...]:
     use = row["use"]
     cut = f"{100 * (use['below'] + use['above']):.2f} %" if use else ""
-    levels = f"{100 * use['levels']:.0f} %" if use and use["levels"] is not None else ""
-    return row["name"], _decibels(row["alone"]), _decibels(row["so_far"]), cut, levels
+    in_use = f"{100 * use['levels']:.0f} %" if use and use["levels"] is not None else ""
+    return row["name"], _decibels(row["alone"]), _decibels(row["so_far"]), cut, in_use
 
 
 def _decibels(value: float | None) -> str:

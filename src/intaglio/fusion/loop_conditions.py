@@ -37,7 +37,7 @@ def computes_same_rows(found: Match[str], view: IntegerGraphView) -> str | None:
 
 def maps_quantized_to_quantized(found: Match[str], view: IntegerGraphView) -> str | None:
     """Refuse a loop that is not an elementwise function from one quantized value to another."""
-    op, source = view.op(found.root), found["levels"]
+    op, source = view.op(found.root), found["quantized"]
     types, constants = view.graph.types, view.graph.constants
     if len(op.outputs) != 1 or types[op.output].dtype is not DType.U8:
         return "its results are not one quantized value"

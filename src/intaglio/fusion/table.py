@@ -137,7 +137,7 @@ LOOP_LOOP = Fusion(
 )
 LOOP_TABLE = Fusion(
     "loop_table",
-    reads("loop", wildcard("levels")),
+    reads("loop", wildcard("quantized")),
     FusionLevel.INTEGER,
     "a loop from one quantized value to another is a lookup table of 256 entries",
     where=maps_quantized_to_quantized,

@@ -138,16 +138,16 @@ def quantize_16bit_stages(row: Sequence[str], spare: str, natural: bool, guard: 
     yield [f"vpackuswb {free[-1]},{free[0]},{free[0]}", f"vpackuswb {words[-1]},{first},{first}"]
 
 
-def split(word: str, level: str) -> list[str]:
+def split(word: str, quotient: str) -> list[str]:
     """Return the lines that split 16-bit values into the 8-bit value in one register and the remainder in the other.
 
     Both stay in 16-bit lanes. ``x // 255`` is ``x * 32897 >> 23``, and ``x % 255`` is the low byte of the sum of that
     and x.
     """
     return [
-        f"vpmulhuw intaglio_rest(%rip),{word},{level}",
-        f"vpsrlw $7,{level},{level}",
-        f"vpaddw {level},{word},{word}",
+        f"vpmulhuw intaglio_rest(%rip),{word},{quotient}",
+        f"vpsrlw $7,{quotient},{quotient}",
+        f"vpaddw {quotient},{word},{word}",
         f"{_and(word)} intaglio_rest+64(%rip),{word},{word}",
     ]
 

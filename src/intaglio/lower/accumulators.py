@@ -45,13 +45,13 @@ def add_anchor_weight(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[
     node = layer_operands(region.anchor).weight
     weight = dequantized_constant(node, DType.S8)
     assert weight is not None, f"the weight of {region.anchor} is not in integers"
-    levels, scales = (
+    quantized, scales = (
         weight_outputs_first(region, getattr(builder.module, weight.target).numpy()),
         builder.scales_of(node),
     )
-    scales = scales if len(scales) == 1 else tuple(map(float, scale_per_output(scales, len(levels))))
+    scales = scales if len(scales) == 1 else tuple(map(float, scale_per_output(scales, len(quantized))))
     q = QParams(scales, (0,) * len(scales), -128, 127, 0 if len(scales) > 1 else None)
-    return builder.add_weight(weight, levels, q), scales
+    return builder.add_weight(weight, quantized, q), scales
 
 
 def lower_bmm(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str:

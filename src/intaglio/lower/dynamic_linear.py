@@ -38,10 +38,10 @@ def lower_dynamic_quantize(builder: GraphBuilder, node: fx.Node) -> None:
     source, mode = builder.float_value(node.args[0]), node.args[1]
     shape = builder.types[source].shape
     scales = builder.add_value(f"{source}_scales", TensorType(scales_shape(shape), DType.F32))
-    levels = builder.add_value(f"{source}_rows", TensorType(shape, DType.U8, per_token_qparams(scales)))
-    builder.ops.append(Op("quantize_rows", (source,), (levels, scales), {"mode": mode}, origin=origin(node)))
-    builder.items[node] = levels, scales
-    builder.values[node] = levels
+    quantized = builder.add_value(f"{source}_rows", TensorType(shape, DType.U8, per_token_qparams(scales)))
+    builder.ops.append(Op("quantize_rows", (source,), (quantized, scales), {"mode": mode}, origin=origin(node)))
+    builder.items[node] = quantized, scales
+    builder.values[node] = quantized
 
 
 def lower_dynamic_linear(builder: GraphBuilder, region: Chain) -> None:

@@ -138,12 +138,12 @@ def lower_float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> N
 
 def lower_data_movement(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:
     """Add data movement of floats, integers or booleans, or of the quantized values of a buffer."""
-    of_levels = known_type(node).q is not None
+    is_quantized = known_type(node).q is not None
     names = [
         builder.add_parameter(value)
         if is_constant(value)
         else builder.quantized_value(value)
-        if of_levels
+        if is_quantized
         else builder.float_value(value)
         for value in operands(node)
         if value is not None

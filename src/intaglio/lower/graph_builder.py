@@ -146,8 +146,8 @@ class GraphBuilder:
         """Add a lookup table that converts a quantized value to other parameters, and return the name of the result."""
         old, shape = self.types[source].qparams, self.types[source].shape
         table = numerics.requantize_lut(old.step, old.zero, q.step, q.zero, q.qmin, q.qmax)
-        levels = self.add_constant(f"{source}_table", table, DType.U8)
-        return self.add_op("table", [source, levels], f"{source}_again", TensorType(shape, DType.U8, q), where)
+        lut = self.add_constant(f"{source}_table", table, DType.U8)
+        return self.add_op("table", [source, lut], f"{source}_again", TensorType(shape, DType.U8, q), where)
 
     def scales_of(self, dequantize: fx.Node) -> tuple[float, ...]:
         """Return the scales of a dequantize node: one, or one per channel."""

@@ -75,8 +75,8 @@ def lower_host(builder: GraphBuilder, region: IntegerRegion, stem: str, result: 
 
 def lower_attention(builder: GraphBuilder, region: IntegerRegion, stem: str, result: TensorType) -> str:
     """Lower attention with quantized queries, keys and values. The mask keeps its data type."""
-    *levels, mask = (*region.operands(), None)[:4]
-    names = [builder.values[value] for value in levels]
+    *qkv, mask = (*region.operands(), None)[:4]
+    names = [builder.values[value] for value in qkv]
     if mask is not None and is_constant(mask):
         array = getattr(builder.module, mask.target).detach().numpy()
         names.append(builder.add_constant(f"{stem}_mask", array, known_type(mask).dtype))
@@ -92,8 +92,8 @@ def lower_single(builder: GraphBuilder, region: IntegerRegion, x: str, stem: str
     if (function := record.function) is not None:
         ends = builder.types[x].qparams, result.qparams
         table = numerics.function_lut(lambda real: function(real, attrs), *ends)
-        levels = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
-        return builder.add_op("table", [x, levels], f"{stem}_{record.name}", result, origin(node))
+        lut = builder.add_constant(f"{stem}_{record.name}_levels", table, DType.U8)
+        return builder.add_op("table", [x, lut], f"{stem}_{record.name}", result, origin(node))
     arrays: Mapping[str, np.ndarray] = {}
     if record.constants is not None:
         given = [None if value is None else _constant(builder, value) for value in operands(node)[1:]]

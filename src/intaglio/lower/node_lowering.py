@@ -98,8 +98,8 @@ class NodeLowering:
         read = tensor_nodes((node.args, node.kwargs))
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         kind = tensor_type(node)
-        levels = kind is not None and kind.q is not None  # a quantized buffer of the model
-        found = (None if levels else float_call(node, self.builder.module)) or data_movement_of(node)
+        is_buffer = kind is not None and kind.q is not None  # a quantized buffer of the model
+        found = (None if is_buffer else float_call(node, self.builder.module)) or data_movement_of(node)
         if found is not None:
             self.float_ops[node] = found
         return Unit((node,), tuple(dict.fromkeys(needs)), found is not None)

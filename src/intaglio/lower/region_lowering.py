@@ -104,9 +104,9 @@ def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
         return
     if is_constant(node.args[0]):
         stem = str(node.args[0].target)
-        levels = numerics.quantize(getattr(builder.module, stem).detach(), q.step, q.zero, q.qmin, q.qmax)
-        name = builder.values[node] = builder.add_value(f"{stem}_u8", TensorType(levels.shape, DType.U8, q))
-        builder.constants[name] = levels.astype(np.uint8)
+        quantized = numerics.quantize(getattr(builder.module, stem).detach(), q.step, q.zero, q.qmin, q.qmax)
+        name = builder.values[node] = builder.add_value(f"{stem}_u8", TensorType(quantized.shape, DType.U8, q))
+        builder.constants[name] = quantized.astype(np.uint8)
         return
     source = builder.values[node.args[0]]
     kind = builder.types[source]

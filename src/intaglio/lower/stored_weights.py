@@ -51,8 +51,8 @@ def lower_linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
     else:
         low, high = real.args[4:6]
         scales = tuple(getattr(builder.module, real.args[1].target).tolist())
-        levels = getattr(builder.module, stored.target).numpy()
-        weight = builder.add_weight(stored, levels, QParams(scales, (0,) * len(scales), low, high, 0))
+        quantized = getattr(builder.module, stored.target).numpy()
+        weight = builder.add_weight(stored, quantized, QParams(scales, (0,) * len(scales), low, high, 0))
     names = [builder.add_parameter(x) if is_constant(x) else builder.float_value(x), weight]
     names += [] if bias is None else [builder.add_parameter(bias)]
     stem = where.path.replace("@", "_call") or node.name

@@ -38,8 +38,8 @@ def quantize_probabilities(x: ArrayLike) -> NDArray[np.uint8]:
     total = np.full_like(f, PROBABILITY_TERMS[0])
     for term in PROBABILITY_TERMS[1:]:
         total = total * f + term
-    levels: NDArray[np.uint8] = np.rint(np.ldexp(total, n.astype(np.int32))).astype(np.uint8)
-    return levels
+    quantized: NDArray[np.uint8] = np.rint(np.ldexp(total, n.astype(np.int32))).astype(np.uint8)
+    return quantized
 
 
 def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> tuple[np.float32, np.float32]:
@@ -123,9 +123,9 @@ def attention(
     """
     q, k, v = (np.asarray(x) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    levels = quantize_probabilities(attention_scores(q, k, factor, mask, causal))
-    sums = levels.sum(-1, dtype=np.int32, keepdims=True)
-    products = (levels.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
+    quantized = quantize_probabilities(attention_scores(q, k, factor, mask, causal))
+    sums = quantized.sum(-1, dtype=np.int32, keepdims=True)
+    products = (quantized.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
     with np.errstate(over="ignore", divide="ignore"):
         share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
         return round_clamp_i32(products.astype(np.float32) * share, zero_point, low, high)

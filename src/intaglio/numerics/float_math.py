@@ -156,14 +156,14 @@ def gather_rows(table: NDArray[np.float32], ids: NDArray[np.int64]) -> FloatArra
 
 
 def gather_quantized_rows(
-    levels: NDArray[np.uint8], ids: NDArray[np.int64], scales: FloatArray, zeros: FloatArray
+    quantized: NDArray[np.uint8], ids: NDArray[np.int64], scales: FloatArray, zeros: FloatArray
 ) -> FloatArray:
     """Look up rows of a quantized table u8[V, D] by ids i64[..., 1] and dequantize them to f32[..., D].
 
     ``scales`` and ``zeros`` are f32[V], one per row of the table. Ids are checked as by `gather_rows`.
     """
-    found = _known(ids, len(levels))[..., 0]
-    return numerics.dequantize_table(levels[found], scales[found], zeros[found])
+    found = _known(ids, len(quantized))[..., 0]
+    return numerics.dequantize_table(quantized[found], scales[found], zeros[found])
 
 
 def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:

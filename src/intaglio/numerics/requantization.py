@@ -118,23 +118,23 @@ def widen_to_16bit(scale: float, zero_point: int) -> Affine:
 
 def split_16bit(q16: ArrayLike) -> tuple[Int32Array, Int32Array]:
     """Split 16-bit values into their 8-bit value ``q16 // 255`` and the remainder ``q16 % 255``."""
-    level, rest = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
-    return level, rest
+    quantized, remainder = np.divmod(np.asarray(q16, np.int32), np.int32(QUANT_STEPS))
+    return quantized, remainder
 
 
-def join_16bit(level: ArrayLike, rest: ArrayLike) -> Int32Array:
-    """Return ``255 * level + rest``, the inverse of `split_16bit`.
+def join_16bit(quantized: ArrayLike, remainder: ArrayLike) -> Int32Array:
+    """Return ``255 * quantized + remainder``, the inverse of `split_16bit`.
 
     Given differences from the zero points of both parts, the result is the difference from the 16-bit zero point.
     """
-    together: Int32Array = QUANT_STEPS * np.asarray(level, np.int32) + np.asarray(rest, np.int32)
+    together: Int32Array = QUANT_STEPS * np.asarray(quantized, np.int32) + np.asarray(remainder, np.int32)
     return together
 
 
 def requantize_lut(scale_x: float, zero_x: int, scale_y: float, zero_y: int, low: int, high: int) -> NDArray[np.uint8]:
     """Return the lookup table u8[256] that changes quantization parameters: `quantize` of `dequantize`."""
-    levels = np.arange(256, dtype=np.int32)
-    return quantize(dequantize(levels, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
+    quantized = np.arange(256, dtype=np.int32)
+    return quantize(dequantize(quantized, scale_x, zero_x), scale_y, zero_y, low, high).astype(np.uint8)
 
 
 class GridParameters(Protocol):
@@ -165,7 +165,7 @@ def function_lut(
     ``function`` is evaluated in float64 at the dequantized float32 values of ``x``; its results are quantized for
     ``y``.
     """
-    levels = np.arange(256, dtype=np.int32)
+    quantized = np.arange(256, dtype=np.int32)
     with np.errstate(all="ignore"):
-        result = np.asarray(function(dequantize(levels, x.step, x.zero).astype(np.float64))).astype(np.float32)
+        result = np.asarray(function(dequantize(quantized, x.step, x.zero).astype(np.float64))).astype(np.float32)
     return quantize(result, y.step, y.zero, y.qmin, y.qmax).astype(np.uint8)

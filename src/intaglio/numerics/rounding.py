@@ -58,8 +58,8 @@ def quantize(x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, low: int, hi
     with np.errstate(over="ignore", invalid="ignore"):
         steps = np.rint(np.asarray(x, np.float32) * reciprocal(scale))
         shifted = np.where(np.isnan(steps), np.float32(0), steps) + np.asarray(zero_point, np.float32)
-    levels: Int32Array = np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
-    return levels
+    quantized: Int32Array = np.clip(shifted, np.float32(low), np.float32(high)).astype(np.int32)
+    return quantized
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike) -> FloatArray:
@@ -106,8 +106,8 @@ def clamp_bounds(
     ``None`` means no bound and gives ``qmin`` or ``qmax``.
     """
 
-    def level(bound: float | None, fallback: int) -> int:
+    def quantize_bound(bound: float | None, fallback: int) -> int:
         return fallback if bound is None else int(quantize(np.float32(bound), scale, zero_point, qmin, qmax))
 
-    bottom, top = level(low, qmin), level(high, qmax)
+    bottom, top = quantize_bound(low, qmin), quantize_bound(high, qmax)
     return min(bottom, top), top

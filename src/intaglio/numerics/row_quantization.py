@@ -43,8 +43,8 @@ def quantize_rows(x: ArrayLike, peaks: ArrayLike) -> tuple[NDArray[np.uint8], Fl
     known = np.isfinite(peaks)
     inverse = np.float32(ROW_STEPS) / np.where(known, peaks, np.float32(1))
     steps = np.rint(np.where(known, x, np.float32(0)) * inverse)
-    levels = np.clip(steps, np.float32(-ROW_STEPS), np.float32(ROW_STEPS)).astype(np.int32) + ROW_ZERO
-    return levels.astype(np.uint8), np.divide(peaks, np.float32(ROW_STEPS), dtype=np.float32)
+    quantized = np.clip(steps, np.float32(-ROW_STEPS), np.float32(ROW_STEPS)).astype(np.int32) + ROW_ZERO
+    return quantized.astype(np.uint8), np.divide(peaks, np.float32(ROW_STEPS), dtype=np.float32)
 
 
 def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: ArrayLike) -> FloatArray:
@@ -85,8 +85,8 @@ def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, Flo
     return np.clip(np.rint(real), np.float32(0), np.float32(TABLE_STEPS)).astype(np.uint8), scales, zeros
 
 
-def dequantize_table(levels: ArrayLike, scales: ArrayLike, zeros: ArrayLike) -> FloatArray:
+def dequantize_table(quantized: ArrayLike, scales: ArrayLike, zeros: ArrayLike) -> FloatArray:
     """Dequantize rows u8[..., D] to f32[..., D]: ``(float32(q) - z) * s``; scales and zero points are f32[...]."""
-    real = np.asarray(levels).astype(np.float32) - np.asarray(zeros, np.float32)[..., None]
+    real = np.asarray(quantized).astype(np.float32) - np.asarray(zeros, np.float32)[..., None]
     result: FloatArray = real * np.asarray(scales, np.float32)[..., None]
     return result

@@ -116,8 +116,8 @@ def _squares(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArr
     f32[...].
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        levels = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
-        total: NDArray[np.float64] = np.square(rows - levels * steps[..., None]).sum(-1, dtype=np.float64)
+        quantized = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
+        total: NDArray[np.float64] = np.square(rows - quantized * steps[..., None]).sum(-1, dtype=np.float64)
     return total
 
 

@@ -77,8 +77,8 @@ def affine_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     x, *values = args
     factor, offset = (along(value, x.ndim, op.attrs["axis"]) for value in values)
     centred, q = x.astype(np.int32) - types[0].qparams.zero, out.qparams
-    levels = numerics.affine_requantize(centred, factor, offset, q.zero, op.attrs["low"], op.attrs["high"])
-    return levels.astype(np.uint8)
+    quantized = numerics.affine_requantize(centred, factor, offset, q.zero, op.attrs["low"], op.attrs["high"])
+    return quantized.astype(np.uint8)
 
 
 def require_constant_slopes(call: Call) -> str | None:

@@ -18,15 +18,15 @@ NO_PADDING = -1
 """Sentinel for ``padding_idx=None``."""
 
 
-def operands_of_bags(op: Op, levels: bool) -> Mapping[str, str]:
+def operands_of_bags(op: Op, is_quantized: bool) -> Mapping[str, str]:
     """Return the value of each operand by name: table, ids, offsets, scales and zero points, weights.
 
-    Scales and zero points exist if the table is quantized (``levels``), weights of samples if the operator has them.
+    Scales and zero points exist if the table ``is_quantized``, weights of samples if the operator has them.
 
     Raises:
         ValueError: The number of operands is wrong.
     """
-    names = ("table", "ids", "offsets", *(("scales", "zero_points") if levels else ()))
+    names = ("table", "ids", "offsets", *(("scales", "zero_points") if is_quantized else ()))
     names = (*names, "weights") if op.attrs["weighted"] else names
     return dict(zip(names, op.inputs, strict=True))
 

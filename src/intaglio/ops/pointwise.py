@@ -49,12 +49,12 @@ def add_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType
     axis ``axis`` if the operator has one, else to the accumulator's channel axis. A fifth operand holds the remainders
     of a second operand with 16 bits (`numerics.join_16bit`).
     """
-    a, b, factor_a, factor_b, *rest = args
+    a, b, factor_a, factor_b, *remainders = args
     if types[0].dtype is DType.U8:
         a = a.astype(np.int32) - types[0].qparams.zero
     b = b.astype(np.int32) - types[1].qparams.zero
-    if rest:
-        b = numerics.join_16bit(b, rest[0].astype(np.int32) - types[4].qparams.zero)
+    if remainders:
+        b = numerics.join_16bit(b, remainders[0].astype(np.int32) - types[4].qparams.zero)
     axis = op.attrs.get("axis", types[0].qparams.axis if types[0].dtype is DType.I32 else 1)
     factors = (along(factor_a, a.ndim, axis), along(factor_b, b.ndim, axis))
     zero, low, high = bounds_of(op, out)
@@ -71,8 +71,8 @@ def stored(op: Op, rounded: np.ndarray) -> Result:
     """Return 8-bit values, and for an operator with 16-bit results also the remainders."""
     if len(op.outputs) == 1:
         return rounded.astype(np.uint8)
-    level, rest = numerics.split_16bit(rounded)
-    return level.astype(np.uint8), rest.astype(np.uint8)
+    quantized, remainder = numerics.split_16bit(rounded)
+    return quantized.astype(np.uint8), remainder.astype(np.uint8)
 
 
 def mul_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -192,10 +192,11 @@ def valid_sum(op: Op, graph: Graph) -> None:
     """
     shape, axis = graph.types[op.inputs[1]].shape, op.attrs.get("axis")
     joins = graph.types[op.inputs[0]].dtype is DType.I32
-    rests = [graph.types[name].shape for name in op.inputs[4:]]
-    if any(rest != shape for rest in rests) or (not joins and (rests or op.outputs[1:])):
+    remainders = [graph.types[name].shape for name in op.inputs[4:]]
+    if any(one != shape for one in remainders) or (not joins and (remainders or op.outputs[1:])):
         raise ValueError(
-            f"add of {graph.types[op.inputs[1]]} expects rests of the same shape after an accumulator, but got {rests}"
+            f"add of {graph.types[op.inputs[1]]} expects remainders of the same shape after an accumulator, "
+            f"but got {remainders}"
         )
     if axis is None:
         return

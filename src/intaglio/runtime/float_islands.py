@@ -364,19 +364,19 @@ def run_host(
         arrays.append(array.view())
         arrays[-1].flags.writeable = False
     result = np.asarray(host.reference(op, arrays, [graph.types[name] for name in op.inputs], graph.types[op.output]))
-    levels = _quantized_view(call.output, arena, offsets, symbols)
-    if result.dtype != np.uint8 or result.shape != levels.shape:
+    quantized = _quantized_view(call.output, arena, offsets, symbols)
+    if result.dtype != np.uint8 or result.shape != quantized.shape:
         raise InputError(
             op.origin.path or op.output,
             op.attrs["operator"],
             f"its reference implementation returned {result.dtype}{list(result.shape)}, "
-            f"but the program reads uint8{list(levels.shape)}",
+            f"but the program reads uint8{list(quantized.shape)}",
             remedy="return quantized values, quantize(...).astype(np.uint8), of the shape that infer returns",
         )
     if frame := evaluate(call.output.frame, symbols):
         start = offsets[call.output.at]
         arena[start : start + frame] = graph.types[op.output].qparams.zero
-    levels[...] = result
+    quantized[...] = result
 
 
 def _quantized_view(

@@ -80,9 +80,9 @@ class Row:
         return f"{modules} ({', '.join(filter(None, (self.operator, self.detail)))})"
 
     def __str__(self) -> str:
-        cut, levels = _used(self.use)
+        cut, in_use = _used(self.use)
         where = self.name + (f"  at {self.source}" if self.source else "")
-        return f"{_decibels(self.alone)} {_decibels(self.so_far)} {cut:>8} {levels:>7}  {where}"
+        return f"{_decibels(self.alone)} {_decibels(self.so_far)} {cut:>8} {in_use:>7}  {where}"
 
 
 @dataclass(frozen=True)

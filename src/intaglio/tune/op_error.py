@@ -52,7 +52,7 @@ class GraphComparison:
         found = [node for node in reference.module.graph.nodes if name_of(node) in self.named and _compared(node)]
         self.nodes = {name_of(node): node for node in found}
         self.sites = {site.value: site for site in reference.annotations.sites if site.role == Role.ACTIVATION}
-        self.uses = {name: _RangeObserver(self._levels(name)) for name in self.nodes}
+        self.uses = {name: _RangeObserver(self._quantization(name)) for name in self.nodes}
         self.data_movement = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
         )
@@ -73,7 +73,7 @@ class GraphComparison:
                     source=where.source or None,
                 )
 
-    def _levels(self, value: str) -> tuple[Site, QParams] | None:
+    def _quantization(self, value: str) -> tuple[Site, QParams] | None:
         site = self.sites.get(value)
         return None if site is None else (site, self.reference.qparams[site.name])
 
@@ -186,8 +186,8 @@ FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
 def _compared(node: fx.Node) -> bool:
     """Return whether a node is an input or an operator of the model with a floating-point tensor as its value."""
     kind = tensor_type(node)
-    levels = operator(node).startswith(("quantized_decomposed.", "intaglio."))
-    known = node.op == "placeholder" or (node.op == "call_function" and not levels)
+    is_inserted = operator(node).startswith(("quantized_decomposed.", "intaglio."))
+    known = node.op == "placeholder" or (node.op == "call_function" and not is_inserted)
     return known and kind is not None and kind.q is None and kind.dtype in FLOATING
 
 
@@ -309,10 +309,11 @@ class ErrorSums:
 class _RangeObserver:
     """Range of the float model's values at one node and, if it is a site, how they use its quantized values."""
 
-    def __init__(self, levels: tuple[Site, QParams] | None) -> None:
-        self.levels, self.low, self.high = levels, math.inf, -math.inf
+    def __init__(self, quantization: tuple[Site, QParams] | None) -> None:
+        self.quantization, self.low, self.high = quantization, math.inf, -math.inf
         self.below = self.above = self.count = 0
-        size = 0 if levels is None or levels[0].record.floating else levels[1].qmax - levels[1].qmin + 1
+        site, q = quantization or (None, None)
+        size = 0 if site is None or q is None or site.record.floating else q.qmax - q.qmin + 1
         self.seen = torch.zeros(size, dtype=torch.bool)
 
     def add(self, exact: torch.Tensor) -> None:
@@ -321,9 +322,9 @@ class _RangeObserver:
             return
         exact = exact.detach().float()
         self.low, self.high = min(self.low, exact.min().item()), max(self.high, exact.max().item())
-        if self.levels is None:
+        if self.quantization is None:
             return
-        q = self.levels[1]
+        q = self.quantization[1]
         zeros = torch.tensor(q.zeros).reshape([-1 if q.axis == axis else 1 for axis in range(exact.dim())])
         steps = exact * (1.0 / q.step) if len(self.seen) == 0 else (exact * (1.0 / q.step)).round() + zeros
         self.below += int((steps < q.qmin).sum())
@@ -333,7 +334,7 @@ class _RangeObserver:
             self.seen[steps.nan_to_num().clamp(q.qmin, q.qmax).long().flatten() - q.qmin] = True
 
     def use(self) -> RangeUse | None:
-        if self.levels is None or not self.count:
+        if self.quantization is None or not self.count:
             return None
-        levels = self.seen.sum().item() / len(self.seen) if len(self.seen) else None
-        return RangeUse(self.below / self.count, self.above / self.count, levels)
+        in_use = self.seen.sum().item() / len(self.seen) if len(self.seen) else None
+        return RangeUse(self.below / self.count, self.above / self.count, in_use)

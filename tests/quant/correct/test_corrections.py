@@ -425,7 +425,7 @@ def test_four_bits_lose_less_with_integers_and_scales_that_the_operand_chose():
         prepared = prepared_of(model, x, weights_dtype="s4", rounding=rounding, equalize=0.0)
         ranges = stages.calibrate(prepared, [x])
         corrections = stages.correct(prepared, ranges, [x])
-        assert all(rounded.levels.min() >= -8 and rounded.levels.max() <= 7 for rounded in corrections.weights.values())
+        assert all(rounded.values.min() >= -8 and rounded.values.max() <= 7 for rounded in corrections.weights.values())
         errors.append(noise(model(x).detach(), stages.convert(prepared, ranges, corrections)(x)))
     assert errors[0] < 0.5 * errors[1]
 

@@ -105,9 +105,11 @@ def scale_tokens_after_linear(module: fx.GraphModule) -> None:
         rows, weight, *bias = linear.args
         if operator(rows) != DEQUANTIZE_ROWS_TARGET:
             continue
-        levels, scales = rows.args
+        quantized, scales = rows.args
         call = functools.partial(_call_before, linear)
-        x = call(torch.ops.quantized_decomposed.dequantize_per_tensor.default, levels, *UNSCALED_DEQUANTIZE_ARGUMENTS)
+        x = call(
+            torch.ops.quantized_decomposed.dequantize_per_tensor.default, quantized, *UNSCALED_DEQUANTIZE_ARGUMENTS
+        )
         steps = call(aten.linear.default, x, weight)
         y = call(aten.mul.Tensor, steps, scales)
         if bias and bias[0] is not None:
@@ -147,8 +149,8 @@ def clamp_narrow_ranges(module: fx.GraphModule) -> None:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in DTYPE_RANGES or (low, high) == DTYPE_RANGES[dtype]:
             continue
-        levels = _call_before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
-        node.replace_all_uses_with(_call_before(node, aten.clamp.default, levels, low, high))
+        quantized = _call_before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
+        node.replace_all_uses_with(_call_before(node, aten.clamp.default, quantized, low, high))
 
 
 def subtract_negated_inputs(module: fx.GraphModule) -> None:
@@ -193,14 +195,14 @@ def specialize_constants(module: fx.GraphModule) -> None:
 
 def _by_channel(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> fx.Node:
     """Return a dequantize per channel of a layer's weight, whose scales and zero points belong to this layer only."""
-    levels, scales, zeros = weight.args[:3]
+    quantized, scales, zeros = weight.args[:3]
     low, high = weight.args[3:5] if operator(weight) == DEQUANTIZE_TENSOR else weight.args[4:6]
-    count = len(_constant_value(module, levels))
+    count = len(_constant_value(module, quantized))
     own = torch.as_tensor(_constant_value(module, scales)).float().expand(count).clone()
     shifts = torch.as_tensor(_constant_value(module, zeros)).long().expand(count).clone()
     parameters = _new_constant(module, layer, "scales", own), _new_constant(module, layer, "zeros", shifts)
     dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
-    return _call_before(layer, dequantize, levels, *parameters, 0, low, high, torch.int8)
+    return _call_before(layer, dequantize, quantized, *parameters, 0, low, high, torch.int8)
 
 
 def _constant_value(module: fx.GraphModule, value: Any) -> Any:

@@ -15,7 +15,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Origin
 
 REPORTED_KINDS = {
-    "int8 call": "a layer computed by a call of oneDNN on levels",
+    "int8 call": "a layer computed by a call of oneDNN on quantized values",
     "fused": "computed by the call of the layer in front of it",
     "generated": "in a loop of the C++ that Inductor generates",
     "float call": "computed by a library, in float",

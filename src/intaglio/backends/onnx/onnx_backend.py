@@ -20,14 +20,14 @@ class OnnxOptions:
 
     Args:
         path: the file. Tensors of more than 2 GB are stored next to it, in ``<path>.data``.
-        sums: element type of a convolution's result that is added to another value. "levels" quantizes it to u8 within
+        sums: element type of a convolution's result that is added to another value. "uint8" quantizes it within
             the range in which the sum does not saturate; without this, ONNX Runtime computes the convolution in
             float32. Its error is at most half a step of the sum plus half a step of the other operand. "float" leaves
             it in float32, as in the reference.
     """
 
     path: str | Path
-    sums: Sums = "levels"
+    sums: Sums = "uint8"
 
 
 class OnnxBackend:

@@ -28,7 +28,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import TORCH_DTYPES
 from intaglio.torch_private import pytree
 
-Sums = Literal["levels", "float"]
+Sums = Literal["uint8", "float"]
 OPSET = 21
 """The first opset with 16-bit and 4-bit quantized values and block-wise scales."""
 MIN_DYNAMIC_SIZE = 2
@@ -85,7 +85,7 @@ def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
     module = legalize(reference.module)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     notes: list[str] = []
-    if sums == "levels" and (terms := quantize_residual_operands(module)):
+    if sums == "uint8" and (terms := quantize_residual_operands(module)):
         rounded = f"results of {len(terms)} convolutions are rounded to u8 before they are added"
         notes.append(f"{rounded}; sums='float' keeps them in float32")
     names = input_names(reference.signature, inputs, notes), output_names(reference.signature, notes)
@@ -202,8 +202,8 @@ def _name_constants(model: Any, module: fx.GraphModule) -> None:
         if value is None:
             continue
         if info(node).int4:
-            levels = value.const_value.numpy()
-            value.const_value = ir.Tensor(levels.astype(ir.DataType.INT4.numpy()), name=value.name)
+            quantized = value.const_value.numpy()
+            value.const_value = ir.Tensor(quantized.astype(ir.DataType.INT4.numpy()), name=value.name)
             value.dtype = ir.DataType.INT4
         name = constant_path(node, value.name)
         if name not in graph.initializers:

@@ -61,8 +61,8 @@ def legalize_token_linear(module: fx.GraphModule, node: fx.Node) -> None:
     rows, (_, weight, *bias) = dynamic_operands(node.args[0]), node.args
     if rows is None or operator(weight) != DEQUANTIZE_CHANNEL:
         return
-    levels, scales = weight.args[:2]
-    columns = transposed(module, levels)
+    quantized, scales = weight.args[:2]
+    columns = transposed(module, quantized)
     made = call_before(node, known_type(node), token_linear, *rows, columns, scales, *bias)
     replace_node(node, made)
 
@@ -110,9 +110,9 @@ def quantize_tokens(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Ten
     return steps.to(torch.uint8), peaks / most
 
 
-def dequantize_tokens(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize_tokens(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantize per-token quantized values."""
-    return (levels.to(torch.float32) - numerics.ROW_ZERO) * scales
+    return (quantized.to(torch.float32) - numerics.ROW_ZERO) * scales
 
 
 # ---- embeddings, recurrent layers -----------------------------------------------------------------------------------
@@ -129,16 +129,18 @@ def gather_quantized_embedding(module: fx.GraphModule, node: fx.Node) -> None:
         replace_node(node, call_before(node, known_type(node), dequantized_table, *table))
 
 
-def embedding_rows(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def embedding_rows(
+    quantized: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """Return the dequantized rows of an embedding table for ``ids``, f32[..., d]."""
-    gathered = (torch.nn.functional.embedding(ids, part) for part in (levels, zeros[:, None], scales[:, None]))
+    gathered = (torch.nn.functional.embedding(ids, part) for part in (quantized, zeros[:, None], scales[:, None]))
     rows, zero, scale = gathered
     return (rows.to(torch.float32) - zero) * scale
 
 
-def dequantized_table(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+def dequantized_table(quantized: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
     """Return a whole embedding table dequantized, f32[n, d]."""
-    return (levels.to(torch.float32) - zeros[:, None]) * scales[:, None]
+    return (quantized.to(torch.float32) - zeros[:, None]) * scales[:, None]
 
 
 def legalize_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
@@ -150,7 +152,7 @@ def legalize_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
 
 def float_recurrent(
     kind: str,
-    levels: torch.Tensor,
+    quantized: torch.Tensor,
     scales: torch.Tensor | None,
     scale: float,
     zero: int,
@@ -164,9 +166,9 @@ def float_recurrent(
     """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_reference`, except that hidden states are not
     rounded."""
     if scales is not None:
-        x = dequantize_tokens(levels, scales)
+        x = dequantize_tokens(quantized, scales)
     else:
-        x = quantized_decomposed().dequantize_per_tensor.default(levels, scale, zero, 0, 255, torch.uint8)
+        x = quantized_decomposed().dequantize_per_tensor.default(quantized, scale, zero, 0, 255, torch.uint8)
     x = x[None] if cell else x
     parameters = []
     for i in range(0, len(constants), 6):
@@ -185,8 +187,8 @@ def float_recurrent(
     return tuple(state[0] for state in finals) if cell else (y, *finals)
 
 
-def _dequantize_channels(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return quantized_decomposed().dequantize_per_channel.default(levels, scales, None, 0, -127, 127, torch.int8)
+def _dequantize_channels(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return quantized_decomposed().dequantize_per_channel.default(quantized, scales, None, 0, -127, 127, torch.int8)
 
 
 # ---- products with weights ------------------------------------------------------------------------------------------
@@ -210,14 +212,14 @@ def legalize_int4_linear(module: fx.GraphModule, node: fx.Node) -> None:
     group = min(packing.group, depth) if packing.group else depth
     if packed is None or depth % group:
         return
-    levels = unpack_bits(packed[0], packing.bits, stored.size).astype(np.int8) + np.int8(packing.low)
+    quantized = unpack_bits(packed[0], packing.bits, stored.size).astype(np.int8) + np.int8(packing.low)
     multiples = np.ones((rows, depth // group), np.float32)
     if packing.group:
         multiples = unpack_bits(packed[1], 4, multiples.size).reshape(multiples.shape).astype(np.float32) + 1
     scales = _tensor(module, dequantized[1]).numpy()[:, None] * multiples
     name = f"{dequantized[0].target}_int4"
     path = constant_path(dequantized[0], name)
-    held = constant(module, name, levels.reshape(rows, depth).T, path)
+    held = constant(module, name, quantized.reshape(rows, depth).T, path)
     update_info(held, int4=True)
     steps = constant(module, f"{name}_scale", scales.T, f"{path}:scale")
     made = call_before(node, known_type(node), groupwise_linear, x, held, steps, group, *bias)
@@ -225,13 +227,13 @@ def legalize_int4_linear(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def groupwise_linear(
-    x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
+    x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the weight-only linear layer with one scale for each group of weights.
 
     Args:
         x: f32[..., k].
-        levels: int4[k, n], the quantized weight.
+        quantized: int4[k, n], the quantized weight.
         scales: f32[k / group, n].
         group: size of a group along k.
         bias: f32[n].
@@ -241,10 +243,10 @@ def groupwise_linear(
     """
     weight = torch.onnx.ops.symbolic(
         "DequantizeLinear",
-        (levels, scales),
+        (quantized, scales),
         {"axis": 0, "block_size": group},
         dtype=torch.float32,
-        shape=levels.shape,
+        shape=quantized.shape,
         version=21,
     )
     y = torch.matmul(x, weight)
@@ -276,9 +278,9 @@ def _float_bias(module: fx.GraphModule, bias: fx.Node) -> fx.Node:
     """Return a bias as a float constant, dequantized with its scales."""
     if operator(bias) != DEQUANTIZE_CHANNEL or not is_constant(bias.args[0]):
         return bias
-    levels, scales = (_tensor(module, value) for value in bias.args[:2])
+    quantized, scales = (_tensor(module, value) for value in bias.args[:2])
     path = constant_path(bias.args[0], str(bias.args[0].target))
-    return constant(module, f"{bias.args[0].target}_f32", (levels.to(torch.float32) * scales).numpy(), path)
+    return constant(module, f"{bias.args[0].target}_f32", (quantized.to(torch.float32) * scales).numpy(), path)
 
 
 def transposed(module: fx.GraphModule, matrix: fx.Node) -> fx.Node:

@@ -31,19 +31,19 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         tensor: Any = ir.Tensor(np.array(value, kind.numpy()), dtype=kind)
         return op.Constant(value=tensor)
 
-    def clip(levels: Any, low: int, high: int, dtype: int) -> Any:
+    def clip(quantized: Any, low: int, high: int, dtype: int) -> Any:
         """Clip quantized values whose range is narrower than their type. Clip follows QuantizeLinear, so that engines
         still recognize the operator before it as quantized."""
         name = ir.DataType(dtype).name
         if name not in CLIP_RANGES or (low, high) == CLIP_RANGES[name]:
-            return levels
-        return op.Clip(levels, constant(low, dtype), constant(high, dtype))
+            return quantized
+        return op.Clip(quantized, constant(low, dtype), constant(high, dtype))
 
     def quantize(x: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
         if ir.DataType(dtype) == ir.DataType.INT16:  # ONNX has no Clip for int16, so clip the float input
             x = op.Clip(x, constant((low - zero) * scale, ONNX_FLOAT), constant((high - zero) * scale, ONNX_FLOAT))
-        levels = op.QuantizeLinear(x, constant(scale, ONNX_FLOAT), constant(zero, dtype))
-        return clip(levels, low, high, dtype)
+        quantized = op.QuantizeLinear(x, constant(scale, ONNX_FLOAT), constant(zero, dtype))
+        return clip(quantized, low, high, dtype)
 
     def dequantize(q: Any, scale: float, zero: int, low: int, high: int, dtype: int) -> Any:
         return op.DequantizeLinear(q, constant(scale, ONNX_FLOAT), constant(zero, dtype))

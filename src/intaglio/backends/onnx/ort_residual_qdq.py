@@ -49,11 +49,13 @@ def quantize_residual_operands(module: fx.GraphModule) -> list[fx.Node]:
             QUANT_MAX,
             torch.uint8,
         )
-        levels = call_before(reader, known_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how)
-        values = call_before(
-            reader, known_type(node), quantized_decomposed().dequantize_per_tensor.default, levels, *how
+        quantized = call_before(
+            reader, known_type(node), quantized_decomposed().quantize_per_tensor.default, term, *how
         )
-        for inserted in (levels, values):
+        values = call_before(
+            reader, known_type(node), quantized_decomposed().dequantize_per_tensor.default, quantized, *how
+        )
+        for inserted in (quantized, values):
             update_info(inserted, origin=origin(node))
         reader.replace_input_with(term, values)
         found.append(node)

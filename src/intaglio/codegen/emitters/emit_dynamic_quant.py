@@ -16,11 +16,11 @@ def emit_quantize_rows(code: Code, partition: Partition, context: Context) -> No
     have the same scale.
     """
     op = partition.anchor
-    levels, scales = op.outputs
-    shape = context.graph.types[levels].shape
+    quantized, scales = op.outputs
+    shape = context.graph.types[quantized].shape
     alike = numel(shape[1:-1]) if op.attrs["mode"] == "tensor" else 1
     context.include("sequences/rows.h")
-    code(f"const struct Image out = {context.image(levels)};")
+    code(f"const struct Image out = {context.image(quantized)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
     code(f"const int64_t strides[] = {{{', '.join(strides_read(len(shape), rows=True))}}};")
     ends = f"(const float*){context.strided(op.inputs[0])[0]}, strides, &out, (float*){context.strided(scales)[0]}"

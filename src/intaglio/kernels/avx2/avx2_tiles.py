@@ -146,7 +146,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
 def _quantized(i: int) -> list[str]:
     """Return the lines that round, pack with saturation and store; the zero point is added to 16-bit lanes."""
     low, high = acc(i, 0), acc(i, 1)
-    levels, upper = xmm(low), xmm(SCRATCH)
+    packed, upper = xmm(low), xmm(SCRATCH)
     lines = [
         f"vcvtps2dq {low},{low}",
         f"vcvtps2dq {high},{high}",
@@ -154,11 +154,11 @@ def _quantized(i: int) -> list[str]:
         f"vpermq $0xd8,{low},{low}",
         f"vpaddsw {limit('zero_point16')},{low},{low}",
         f"vextracti128 $1,{low},{upper}",
-        f"vpackuswb {upper},{levels},{levels}",
-        f"vpmaxub {limit('low8')},{levels},{levels}",
-        f"vpminub {limit('high8')},{levels},{levels}",
+        f"vpackuswb {upper},{packed},{packed}",
+        f"vpmaxub {limit('low8')},{packed},{packed}",
+        f"vpminub {limit('high8')},{packed},{packed}",
     ]
-    return lines + _store_bytes(levels, "rdx")
+    return lines + _store_bytes(packed, "rdx")
 
 
 def _remainders(i: int) -> list[str]:
@@ -179,26 +179,26 @@ def _remainders(i: int) -> list[str]:
     return lines
 
 
-def _store_bytes(levels: str, pointer: str) -> list[str]:
+def _store_bytes(packed: str, pointer: str) -> list[str]:
     """Return the lines that store 16 quantized values, or fewer in pieces."""
     pieces = [
-        (8, [f"vmovq {levels},(%r11)", f"vpsrldq $8,{levels},{levels}"]),
-        (4, [f"vmovd {levels},(%r11)", f"vpsrldq $4,{levels},{levels}"]),
-        (2, [f"vpextrw $0,{levels},(%r11)", f"vpsrldq $2,{levels},{levels}"]),
-        (1, [f"vpextrb $0,{levels},(%r11)"]),
+        (8, [f"vmovq {packed},(%r11)", f"vpsrldq $8,{packed},{packed}"]),
+        (4, [f"vmovd {packed},(%r11)", f"vpsrldq $4,{packed},{packed}"]),
+        (2, [f"vpextrw $0,{packed},(%r11)", f"vpsrldq $2,{packed},{packed}"]),
+        (1, [f"vpextrb $0,{packed},(%r11)"]),
     ]
-    return _store([f"vmovdqu {levels},(%{pointer})"], pieces, 1, pointer)
+    return _store([f"vmovdqu {packed},(%{pointer})"], pieces, 1, pointer)
 
 
 def _floats(i: int) -> list[str]:
     """Return the lines that store 16 floats, or fewer in pieces."""
     low, high = acc(i, 0), acc(i, 1)
-    rest = xmm(low)
+    tail = xmm(low)
     pieces = [
         (8, [f"vmovups {low},(%r11)", f"vmovaps {high},{low}"]),
-        (4, [f"vmovups {rest},(%r11)", f"vextractf128 $1,{low},{rest}"]),
-        (2, [f"vmovlps {rest},(%r11)", f"vpsrldq $8,{rest},{rest}"]),
-        (1, [f"vmovss {rest},(%r11)"]),
+        (4, [f"vmovups {tail},(%r11)", f"vextractf128 $1,{low},{tail}"]),
+        (2, [f"vmovlps {tail},(%r11)", f"vpsrldq $8,{tail},{tail}"]),
+        (1, [f"vmovss {tail},(%r11)"]),
     ]
     return _store([f"vmovups {low},(%rdx)", f"vmovups {high},32(%rdx)"], pieces, 4)
 

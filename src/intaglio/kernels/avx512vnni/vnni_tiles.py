@@ -193,19 +193,20 @@ class _Kernel:
         8-bit values and remainders are interleaved; then 255 times the former and the latter are added.
         """
         blocks = self.spec.blocks
-        level, rest, *free = self.scratch(max(blocks, 2))
+        quantized, remainder, *free = self.scratch(max(blocks, 2))
         lines = [
-            f"vmovdqu8 (%rcx),{level}{{%k1}}{{z}}",
+            f"vmovdqu8 (%rcx),{quantized}{{%k1}}{{z}}",
             f"add {field('residual_pixel')},%rcx",
-            f"vmovdqu8 (%rbx),{rest}{{%k1}}{{z}}",
+            f"vmovdqu8 (%rbx),{remainder}{{%k1}}{{z}}",
             f"add {field('residual_remainder_pixel')},%rbx",
         ]
         if blocks < 4:
-            lines += [f"vpermd {register},{self.widen},{register}" for register in (level, rest)]
-        low, high = (free[0] if free else level), free[1] if blocks == 4 else rest
-        lines += [f"vpunpcklbw {rest},{level},{low}"]
-        lines += [f"vpunpckhbw {rest},{level},{high}"] * (blocks > 2)
-        terms = {1: [level], 2: [rest, level], 3: [level, low, rest], 4: [level, rest, low, high]}[blocks]
+            lines += [f"vpermd {register},{self.widen},{register}" for register in (quantized, remainder)]
+        low, high = (free[0] if free else quantized), free[1] if blocks == 4 else remainder
+        lines += [f"vpunpcklbw {remainder},{quantized},{low}"]
+        lines += [f"vpunpckhbw {remainder},{quantized},{high}"] * (blocks > 2)
+        q, r = quantized, remainder
+        terms = {1: [q], 2: [r, q], 3: [q, low, r], 4: [q, r, low, high]}[blocks]
         lines += [f"vpshufb {64 * (j % 2)}(%r11),{(low, high)[j // 2]},{term}" for j, term in enumerate(terms)]
         return terms, lines + [f"vpmaddwd 128(%r11),{term},{term}" for term in terms]
 
@@ -216,12 +217,12 @@ class _Kernel:
         if self.spec.remainder:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
             yield from quantize_16bit_stages(row, spare, self.spec.natural, self.spec.guard)
-            level, rest = row[1] if len(row) > 1 else spare, row[0]
-            gathered = [f"vpermd {part},{self.gather},{part}" for part in (level, rest)] * (len(row) < 4)
+            quantized, remainder = row[1] if len(row) > 1 else spare, row[0]
+            gathered = [f"vpermd {part},{self.gather},{part}" for part in (quantized, remainder)] * (len(row) < 4)
             yield [
                 *gathered,
-                f"vmovdqu8 {level},(%rdx){{%k1}}",
-                f"vmovdqu8 {rest},(%rsi){{%k1}}",
+                f"vmovdqu8 {quantized},(%rdx){{%k1}}",
+                f"vmovdqu8 {remainder},(%rsi){{%k1}}",
                 f"add {field('out_pixel')},%rdx",
                 f"add {field('remainder_pixel')},%rsi",
             ]

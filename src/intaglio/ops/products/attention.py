@@ -80,10 +80,10 @@ def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
     """Compute `numerics.attention`."""
-    levels, y = [kind.qparams for kind in types[:3]], out.qparams
-    q, k, v = (x.astype(np.int32) - own.zero for x, own in zip(args[:3], levels, strict=True))
+    qparams, y = [kind.qparams for kind in types[:3]], out.qparams
+    q, k, v = (x.astype(np.int32) - one.zero for x, one in zip(args[:3], qparams, strict=True))
     mask = args[3] if len(args) > 3 else None
-    factor, ratio = numerics.attention_factors([own.step for own in levels], y.step, op.attrs["scale"])
+    factor, ratio = numerics.attention_factors([one.step for one in qparams], y.step, op.attrs["scale"])
     found = numerics.attention(q, k, v, mask, op.attrs["causal"], factor, ratio, y.zero, y.qmin, y.qmax)
     return found.astype(np.uint8)
 

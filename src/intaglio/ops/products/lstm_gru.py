@@ -69,11 +69,16 @@ CELL_STEPS = {"lstm": lstm_step, "gru": gru_step}
 
 
 def product(
-    levels: np.ndarray, zero: int, rows: np.ndarray, weight: np.ndarray, columns: np.ndarray, bias: np.ndarray
+    quantized: np.ndarray,
+    zero: int,
+    row_scales: np.ndarray,
+    weight: np.ndarray,
+    column_scales: np.ndarray,
+    bias: np.ndarray,
 ) -> np.ndarray:
     """Multiply u8[..., K] by s8[G, K]; return f32[..., G], `numerics.dequantize_rows` of the exact accumulator."""
-    acc = (levels.astype(np.float64) - zero) @ weight.astype(np.float64).T
-    return numerics.dequantize_rows(acc.astype(np.int64).astype(np.int32), rows, columns, bias)
+    acc = (quantized.astype(np.float64) - zero) @ weight.astype(np.float64).T
+    return numerics.dequantize_rows(acc.astype(np.int64).astype(np.int32), row_scales, column_scales, bias)
 
 
 def run_direction(
@@ -97,8 +102,8 @@ def run_direction(
     y, now = np.zeros((steps, batch, d.w_h.shape[1]), np.float32), tuple(state)
     with np.errstate(over="ignore", invalid="ignore"):
         for t in reversed(range(steps)) if reverse else range(steps):
-            levels, rows = quantize_dynamic(now[0], "token")
-            of_h = product(levels, numerics.ROW_ZERO, rows, d.w_h, d.columns_h, d.bias_h)
+            quantized, row_scales = quantize_dynamic(now[0], "token")
+            of_h = product(quantized, numerics.ROW_ZERO, row_scales, d.w_h, d.columns_h, d.bias_h)
             now = CELL_STEPS[kind](of_x[t], of_h, now)
             y[t] = now[0]
     return y, now
@@ -109,28 +114,28 @@ def recurrent_reference(
 ) -> tuple[np.ndarray, ...]:
     """Run layer after layer; y is dynamically quantized per token between layers."""
     attrs, rest = op.attrs, list(args)
-    levels = rest.pop(0)
-    rows = rest.pop(0) if attrs["rows"] else np.full((1,) * levels.ndim, types[0].qparams.step, np.float32)
+    quantized = rest.pop(0)
+    row_scales = rest.pop(0) if attrs["rows"] else np.full((1,) * quantized.ndim, types[0].qparams.step, np.float32)
     zero, count = types[0].qparams.zero, attrs["layers"] * attrs["directions"]
     parts = [Direction(*rest[PER_DIRECTION * i : PER_DIRECTION * (i + 1)]) for i in range(count)]
     given = rest[PER_DIRECTION * count :]
     if attrs["cell"]:
-        levels, rows, given = levels[None], rows[None], [state[None] for state in given]
+        quantized, row_scales, given = quantized[None], row_scales[None], [state[None] for state in given]
     elif attrs["batch_first"]:
-        levels, rows = levels.swapaxes(0, 1), rows.swapaxes(0, 1)
-    zeros = np.zeros((levels.shape[1], parts[0].w_h.shape[1]), np.float32)
+        quantized, row_scales = quantized.swapaxes(0, 1), row_scales.swapaxes(0, 1)
+    zeros = np.zeros((quantized.shape[1], parts[0].w_h.shape[1]), np.float32)
     last: list[tuple[np.ndarray, ...]] = []
     for layer in range(attrs["layers"]):
         found = []
         for direction in range(attrs["directions"]):
             d = parts[attrs["directions"] * layer + direction]
-            of_x = product(levels, zero, rows, d.w_x, d.columns_x, d.bias_x)
+            of_x = product(quantized, zero, row_scales, d.w_x, d.columns_x, d.bias_x)
             state = [s[len(last)] for s in given] or [zeros] * states(op.kind)
             y, now = run_direction(op.kind, of_x, d, state, reverse=direction == 1)
             found.append(y)
             last.append(now)
         y = np.concatenate(found, -1)
-        levels, rows = quantize_dynamic(y, "token")
+        quantized, row_scales = quantize_dynamic(y, "token")
         zero = numerics.ROW_ZERO
     finals = tuple(np.stack(parts) for parts in zip(*last, strict=True))
     if attrs["cell"]:

@@ -43,7 +43,7 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
             continue
         count += 1
         x, weight, bias = op.inputs
-        moves, attrs, levels = _unfolded(op, graph.constants[weight])
+        moves, attrs, quantized = _unfolded(op, graph.constants[weight])
         for kind, settings in moves:
             result = fresh(types, f"{x}_depth")
             shape = MOVED_SHAPES[kind](settings, [types[x].shape])
@@ -51,10 +51,10 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
             ops.append(Op(kind, (x,), (result,), settings, origin=op.origin))
             x = result
         flat = fresh(types, f"{weight}_flat")
-        constants[flat] = levels
+        constants[flat] = quantized
         packing = types[weight].packing
         packing = None if packing is None or packing.group else packing  # the weights of a group are not contiguous now
-        types[flat] = TensorType(levels.shape, types[weight].dtype, types[weight].q, packing)
+        types[flat] = TensorType(quantized.shape, types[weight].dtype, types[weight].q, packing)
         ops.append(Op(op.kind, (x, flat, bias), op.outputs, attrs, origin=op.origin))
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
 

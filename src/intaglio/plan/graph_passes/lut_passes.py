@@ -22,9 +22,9 @@ def replace_loops_by_luts(graph: Graph) -> tuple[Graph, int]:
     for op in graph.ops:
         found = next(LOOP_TABLE.find(op.outputs[0], view), None)
         if found is not None:
-            source, levels = found["levels"], fresh(types, f"{op.output}_levels")
-            constants[levels], types[levels] = _table(op, source, graph), TensorType((256,), DType.U8)
-            op = Op("table", (source, levels), op.outputs, {}, origin=op.origin)
+            source, lut = found["quantized"], fresh(types, f"{op.output}_levels")
+            constants[lut], types[lut] = _table(op, source, graph), TensorType((256,), DType.U8)
+            op = Op("table", (source, lut), op.outputs, {}, origin=op.origin)
             count += 1
         ops.append(op)
     return graph.replace(ops=tuple(ops), types=types, constants=constants), count
@@ -32,8 +32,8 @@ def replace_loops_by_luts(graph: Graph) -> tuple[Graph, int]:
 
 def _table(op: Op, source: str, graph: Graph) -> np.ndarray:
     """Run the loop's reference implementation for all 256 quantized values."""
-    levels = np.arange(256, dtype=np.uint8)
-    given = [levels if name == source else graph.constants[name].reshape(()) for name in op.inputs]
+    quantized = np.arange(256, dtype=np.uint8)
+    given = [quantized if name == source else graph.constants[name].reshape(()) for name in op.inputs]
     types = [graph.types[name] for name in op.inputs]
     (found,) = loop_reference(op, given, types, graph.types[op.output])
     return found

@@ -33,11 +33,11 @@ def needs_guard(partition: Partition, graph: Graph) -> bool:
     weight, bias = (graph.constants[name] for name in anchor.inputs[1:])
     x = graph.types[anchor.inputs[0]].qparams
     factors = [np.abs(graph.constants[name].astype(np.float64)) for name in tail.inputs if name in graph.constants]
-    levels = 255 * (numerics.QUANT_STEPS + 1 if tail.inputs[4:] else 1)
-    other = levels * factors[1].max(initial=0) if len(factors) > 1 else 0
+    max_quantized = 255 * (numerics.QUANT_STEPS + 1 if tail.inputs[4:] else 1)
+    other = max_quantized * factors[1].max(initial=0) if len(factors) > 1 else 0
     most = np.abs(bias.astype(np.int64)).max(initial=0) + weight[:1].size * 128 * 2 * 255
     if most * factors[0].max(initial=0) + other < numerics.CONVERTIBLE / 2:  # true for any weights: do not read them
         return False
     bound = numerics.accumulator_bound(weight, bias, x.qmin, x.qmax, x.zeros, anchor.attrs.get("groups", 1))
-    total = bound * factors[0] + (levels * factors[1] if len(factors) > 1 else 0)
+    total = bound * factors[0] + (max_quantized * factors[1] if len(factors) > 1 else 0)
     return bool(total.max(initial=0) >= numerics.CONVERTIBLE / 2)

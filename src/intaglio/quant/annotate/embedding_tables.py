@@ -112,8 +112,8 @@ def quantize_table(node: fx.Node, store: StoreConstant) -> None:
     """
     table, graph = node.args[0], node.graph
     values = getattr(graph.owning_module, str(table.target)).detach().numpy()
-    levels, *by_row = numerics.quantize_table(values)
-    constants = [store(f"{table.target}:levels", levels, TensorType(levels.shape, DType.U8))]
+    quantized, *by_row = numerics.quantize_table(values)
+    constants = [store(f"{table.target}:levels", quantized, TensorType(quantized.shape, DType.U8))]
     for label, array in zip(("scale", "zero_point"), by_row, strict=True):
         constants.append(store(f"{table.target}:{label}", array, TensorType(array.shape, DType.F32)))
     quantized_decomposed()
@@ -130,5 +130,5 @@ def table_operands(node: object) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """Return the quantized values, scales and zero points of a table's dequantize; ``None`` for any other node."""
     if not isinstance(node, fx.Node) or operator(node) != DEQUANTIZE_CHANNEL or node.args[-1] is not torch.uint8:
         return None
-    levels, scales, zeros, *_ = node.args
-    return (levels, scales, zeros) if is_constant(levels) else None
+    quantized, scales, zeros, *_ = node.args
+    return (quantized, scales, zeros) if is_constant(quantized) else None

@@ -174,8 +174,8 @@ def quantize_buffers(
 
 def _quantized_state(entry: State, q: QParams) -> State:
     """Return a buffer's entry in the signature with its type and initial contents quantized."""
-    levels = numerics.quantize(entry.initial, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
-    return replace(entry, type=TensorType(entry.type.shape, DType.U8, q), initial=levels)
+    quantized = numerics.quantize(entry.initial, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+    return replace(entry, type=TensorType(entry.type.shape, DType.U8, q), initial=quantized)
 
 
 def _read_quantized(before: fx.Node, kind: TensorType) -> None:
@@ -238,8 +238,8 @@ class _QuantizedDataflow:
     def _quantized_constant(self, value: fx.Node, kind: TensorType) -> fx.Node:
         """Return a quantized copy of a constant."""
         q, array = kind.qparams, getattr(self.module, str(value.target)).detach().numpy()
-        levels = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
-        name = add_constant(self.module, f"{value.target}_levels", torch.from_numpy(levels))
+        quantized = numerics.quantize(array, q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
+        name = add_constant(self.module, f"{value.target}_levels", torch.from_numpy(quantized))
         with self.graph.inserting_after(value):
             made = self.graph.get_attr(name)
         set_info(made, type=kind, path=constant_path(value))

@@ -66,9 +66,9 @@ def insert_dynamic_qdq(graph: fx.Graph, annotations: Annotations) -> None:
         anchor = nodes[region.anchor.name]
         readers.setdefault((anchor.args[0], region.x_role), []).append(anchor)
     for (x, mode), anchors in readers.items():
-        levels, scales = _insert_quantize(graph, ops, x, mode)
+        quantized, scales = _insert_quantize(graph, ops, x, mode)
         with graph.inserting_after(scales):
-            real = graph.call_function(ops.dequantize_rows.default, (levels, scales))
+            real = graph.call_function(ops.dequantize_rows.default, (quantized, scales))
         inherit_info(real, anchors[0] if len(anchors) == 1 else x, type=info(x).type)
         for anchor in anchors:
             anchor.replace_input_with(x, real)
@@ -83,10 +83,10 @@ def _insert_quantize(graph: fx.Graph, ops: Any, x: fx.Node, mode: Role) -> tuple
     with graph.inserting_after(pair):
         scales = graph.call_function(getitem, (pair, 1))
     with graph.inserting_after(pair):
-        levels = graph.call_function(getitem, (pair, 0))
-    inherit_info(levels, x, type=TensorType(shape, DType.U8, per_token_qparams(scales.name)))
+        quantized = graph.call_function(getitem, (pair, 0))
+    inherit_info(quantized, x, type=TensorType(shape, DType.U8, per_token_qparams(scales.name)))
     inherit_info(scales, x, type=TensorType(scales_shape(shape), DType.F32))
-    return levels, scales
+    return quantized, scales
 
 
 def dynamic_operands(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
@@ -111,20 +111,20 @@ PER_TOKEN_LIBRARIES: list[torch.library.Library] = []
 
 
 def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
-    levels, scales = quantize_dynamic(x.detach().numpy(), mode)
-    return torch.from_numpy(levels), torch.from_numpy(np.ascontiguousarray(scales))
+    quantized, scales = quantize_dynamic(x.detach().numpy(), mode)
+    return torch.from_numpy(quantized), torch.from_numpy(np.ascontiguousarray(scales))
 
 
-def _dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return (levels.to(torch.int32) - numerics.ROW_ZERO).to(torch.float32) * scales
+def _dequantize_rows(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (quantized.to(torch.int32) - numerics.ROW_ZERO).to(torch.float32) * scales
 
 
 def _fake_quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x, dtype=torch.uint8), x.new_empty([*x.shape[:-1], 1])
 
 
-def _fake_dequantize_rows(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(levels, dtype=torch.float32)
+def _fake_dequantize_rows(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(quantized, dtype=torch.float32)
 
 
 OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
@@ -151,5 +151,5 @@ def _quantize_rows_in_aten(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, to
         peaks = peaks.amax(list(range(1, x.dim())), keepdim=True).expand_as(peaks)
     known, count = peaks.isfinite(), torch.full_like(peaks, numerics.ROW_STEPS)
     steps = torch.where(known, x, 0.0) * (count / torch.where(known, peaks, 1.0))
-    levels = numerics.round_clamp(steps, -numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
-    return levels.to(torch.uint8), peaks / count
+    quantized = numerics.round_clamp(steps, -numerics.ROW_STEPS, numerics.ROW_STEPS) + numerics.ROW_ZERO
+    return quantized.to(torch.uint8), peaks / count

@@ -136,17 +136,17 @@ def quantize_recurrent(
     graph, parts, attrs = node.graph, recurrent_tensors(node), bind_recurrent(call_of(node, record))
     constants: list[fx.Node] = []
     for pair, biases in zip(parts.weights, parts.biases, strict=True):
-        levels, scales, shifts = [], [], []
+        quantized, scales, shifts = [], [], []
         for place, weight in enumerate(pair):
             site, values = sites[weight.name, Role.WEIGHT], _values(weight)
             q, gates = qparams[site.name], len(values)
             steps = np.array(q.scales, np.float32)
             grid = weight_grid(values, steps, site.record).nearest(values).astype(np.int8)
-            levels.append(store(site.name, grid, TensorType(grid.shape, DType.S8, q)))
+            quantized.append(store(site.name, grid, TensorType(grid.shape, DType.S8, q)))
             scales.append(store(f"{site.name}:scale", steps, TensorType(steps.shape, DType.F32)))
             bias = _values(biases[place]) if biases else np.zeros(gates, np.float32)
             shifts.append(store(f"{site.name}:bias", bias, TensorType(bias.shape, DType.F32)))
-        constants += [*levels, *scales, *shifts]
+        constants += [*quantized, *scales, *shifts]
     rows = dynamic_operands(node.args[0])
     if rows is not None:
         (x, scale_node), step, zero = rows, 1.0, per_token_qparams("").zero
@@ -195,7 +195,7 @@ RECURRENT_OPERATOR_LIBRARIES: list[torch.library.Library] = []
 
 def _recurrent(
     kind: str,
-    levels: torch.Tensor,
+    quantized: torch.Tensor,
     scales: torch.Tensor | None,
     scale: float,
     zero_point: int,
@@ -210,8 +210,8 @@ def _recurrent(
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
     q = per_token_qparams("") if rows else QParams((scale,), (zero_point,), 0, 255)
-    kind_of_x = TensorType(tuple(levels.shape), DType.U8, q)
-    operands = [levels, *([scales] if scales is not None else []), *constants, *states]
+    kind_of_x = TensorType(tuple(quantized.shape), DType.U8, q)
+    operands = [quantized, *([scales] if scales is not None else []), *constants, *states]
     arrays = [tensor.detach().numpy() for tensor in operands]
     found = recurrent_reference(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
     return [torch.from_numpy(np.ascontiguousarray(array)) for array in found]
@@ -219,7 +219,7 @@ def _recurrent(
 
 def _fake(
     kind: str,
-    levels: torch.Tensor,
+    quantized: torch.Tensor,
     scales: torch.Tensor | None,
     scale: float,
     zero_point: int,
@@ -231,5 +231,5 @@ def _fake(
     cell: bool,
 ) -> list[torch.Tensor]:
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell}
-    shapes = result_shapes(kind, attrs, tuple(levels.shape), constants[1].shape[1])
-    return [levels.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]
+    shapes = result_shapes(kind, attrs, tuple(quantized.shape), constants[1].shape[1])
+    return [quantized.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]

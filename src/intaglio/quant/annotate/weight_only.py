@@ -75,11 +75,11 @@ def _quantized_weight(module: fx.GraphModule, weight: fx.Node, setting: Setting,
     rows = values.reshape(1 if setting.weights == WeightScales.TENSOR else len(values), -1)
     scales = np.resize(channel_scales(rows, kind, group), len(values))
     grid = weight_grid(values, scales, kind, group)
-    levels = _add_weight_constant(module, weight, "levels", grid.as_s8(grid.nearest(values)))
-    update_info(levels, type=TensorType(values.shape, DType.S8, packing=kind.packing(group)))
+    quantized = _add_weight_constant(module, weight, "levels", grid.as_s8(grid.nearest(values)))
+    update_info(quantized, type=TensorType(values.shape, DType.S8, packing=kind.packing(group)))
     zeros = np.zeros(len(values), np.int64)
     return (
-        levels,
+        quantized,
         _add_weight_constant(module, weight, "scale", scales),
         _add_weight_constant(module, weight, "zero_point", zeros),
     )

@@ -304,8 +304,8 @@ def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapp
     read, q = layer_operands(region.anchor), found[w_site.name]
     exact = getattr(evaluation.module, read.weight.target).detach().numpy()
     grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
-    levels = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
-    evaluation.weights[read.weight.name] = torch.from_numpy(levels * grid.steps)
+    quantized = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
+    evaluation.weights[read.weight.name] = torch.from_numpy(quantized * grid.steps)
     if b_site is not None:
         assert read.bias is not None  # A bias with a site is never absent.
         bias = getattr(evaluation.module, read.bias.target).detach().numpy()

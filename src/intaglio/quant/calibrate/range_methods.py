@@ -282,31 +282,31 @@ class _Histogram:
 
         The variance of values within a bin is left out, because it adds the same to every range.
         """
-        step, least, most = self._levels(low, high, qmin, qmax)
-        levels = numerics.round_clamp(self.centres / step, least, most)
-        levels *= step
-        levels -= self.centres
-        levels *= levels
-        levels *= self.counts
-        return float(levels.sum())
+        step, least, most = self._grid(low, high, qmin, qmax)
+        values = numerics.round_clamp(self.centres / step, least, most)
+        values *= step
+        values -= self.centres
+        values *= values
+        values *= self.counts
+        return float(values.sum())
 
     def divergence(self, low: float, high: float, qmin: int, qmax: int) -> float:
         """Return the Kullback-Leibler divergence of a range in nats, see `kl`; infinite if no bin is inside."""
-        step, least, most = self._levels(low, high, qmin, qmax)
-        levels = np.rint(self.centres / step)
-        inside = (levels >= least) & (levels <= most)
+        step, least, most = self._grid(low, high, qmin, qmax)
+        steps = np.rint(self.centres / step)
+        inside = (steps >= least) & (steps <= most)
         if not inside.any():
             return math.inf
-        index = (levels[inside] - least).astype(np.int64)
+        index = (steps[inside] - least).astype(np.int64)
         counts, widths = self.counts[inside], self.widths[inside]
         told = np.bincount(index, counts)[index] * widths / np.bincount(index, widths)[index]
         shown, centres = counts.copy(), self.centres[inside]
-        shown[centres.argmin()] += self.counts[levels < least].sum()
-        shown[centres.argmax()] += self.counts[levels > most].sum()
+        shown[centres.argmin()] += self.counts[steps < least].sum()
+        shown[centres.argmax()] += self.counts[steps > most].sum()
         shown, told = shown / shown.sum(), told / told.sum()
         return float((shown * np.log(shown / told)).sum())
 
-    def _levels(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
+    def _grid(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
         """Return the step in units of the bins, and the quantized range relative to the zero point."""
         scale, zero_point = numerics.affine_qparams(low, high, qmin, qmax)
         return math.ldexp(scale, -self.exponent), qmin - zero_point, qmax - zero_point

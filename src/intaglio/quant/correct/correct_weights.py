@@ -120,19 +120,19 @@ class _WeightCorrector:
                 grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
                 step = _by_group(region, np.broadcast_to(grid.steps, weight.shape))
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
-            levels = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
+            quantized = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
             plain = nearest(rows, step, found, grid.low, grid.high)
-            self._record_noise(setting.rounding, rows, step, plain, levels, found)
-            self.quantized_weights[site.name] = levels.reshape(weight.shape).numpy().astype(np.int32)
+            self._record_noise(setting.rounding, rows, step, plain, quantized, found)
+            self.quantized_weights[site.name] = quantized.reshape(weight.shape).numpy().astype(np.int32)
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         levels_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, levels_now)
         if setting.bias != BiasCorrection.NONE:
             self._correct_bias(region, rows, rows - _by_group(region, levels_now) * step, found)
 
-    def _set_weight(self, node: fx.Node, grid: WeightGrid, levels: np.ndarray) -> None:
+    def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on."""
-        self.evaluation.weights[node.name] = torch.from_numpy((levels * grid.steps).astype(np.float32))
+        self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
 
     def _moments(self, region: Region, x: fx.Node) -> Moments:
         """Return the second moments of a region's quantized input over all ranks."""
@@ -141,12 +141,12 @@ class _WeightCorrector:
         q = self.evaluation.qparams[site.name]
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
 
-    def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, levels: Any, found: Moments) -> None:
+    def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, quantized: Any, found: Moments) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
         matrix = found.matrix
         signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
         plain = loss(nearest, rows, step, matrix).sum().item()
-        chosen = loss(levels, rows, step, matrix).sum().item()
+        chosen = loss(quantized, rows, step, matrix).sum().item()
         if signal > 0:
             self.noise_ratios.setdefault(name, []).append((plain / signal, chosen / signal))
 

@@ -49,11 +49,11 @@ class RoundedWeight:
 
     Attributes:
         qparams: its scales.
-        levels: its quantized values, in the shape of the weight.
+        values: its quantized values, in the shape of the weight.
     """
 
     qparams: QParams
-    levels: np.ndarray
+    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,16 @@ class Corrected:
 
     Attributes:
         equalization: factors that equalize channels.
-        levels: weight site -> quantized values, int8.
+        quantized_weights: weight site -> quantized values, int8.
         biases: name of an anchor's node -> float32 bias.
     """
 
     equalization: Equalization = field(default_factory=Equalization)
-    levels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    quantized_weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     biases: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.equalization or self.levels or self.biases)
+        return bool(self.equalization or self.quantized_weights or self.biases)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Corrected) and self.to_dicts() == other.to_dicts()
@@ -135,7 +135,7 @@ class Corrected:
         sections: dict[str, dict[str, Any]] = {
             "inputs": inputs,
             "factors": {name: _hexadecimal(values) for name, values in self.equalization.factors.items()},
-            "levels": {name: _packed(values) for name, values in self.levels.items()},
+            "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
         return {name: dict(sorted(entries.items())) for name, entries in sections.items() if entries}
@@ -150,9 +150,9 @@ class Corrected:
             for name, entry in sections.get("inputs", {}).items()
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
-        levels = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
+        quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors), levels, biases)
+        return Corrected(Equalization(inputs, factors), quantized, biases)
 
 
 SECTIONS = ("inputs", "factors", "levels", "biases")
@@ -166,8 +166,8 @@ def _floats(values: Any) -> tuple[float, ...]:
     return tuple(float.fromhex(value) if isinstance(value, str) else float(value) for value in values)
 
 
-def _packed(levels: np.ndarray) -> str:
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(levels, np.int8).tobytes(), 9)).decode()
+def _packed(quantized: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(quantized, np.int8).tobytes(), 9)).decode()
 
 
 def _unpacked(text: str) -> np.ndarray:

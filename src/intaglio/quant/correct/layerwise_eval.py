@@ -113,7 +113,7 @@ class LayerwiseEvaluation:
         q = None if site is None else self.qparams.get(site.name)
         if site is None or q is None:
             return [value]
-        return [_dequantized(_levels(value, q, site), q, site)]
+        return [_dequantized(_quantize(value, q, site), q, site)]
 
     def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the results of the anchor alone in the float model, and in the model quantized so far."""
@@ -213,8 +213,8 @@ class LayerwiseEvaluation:
         """Return the 8-bit quantized values; 16-bit values are rounded once more."""
         site = self.sites[node.name]
         if kept.quantized is None:
-            return _levels(kept.real, q, site)
-        return _levels(self._dequantized_16bit(node, kept), q, site) if kept.wide else kept.quantized
+            return _quantize(kept.real, q, site)
+        return _quantize(self._dequantized_16bit(node, kept), q, site) if kept.wide else kept.quantized
 
     def _dequantized_16bit(self, node: fx.Node, kept: _StoredValue) -> torch.Tensor:
         """Return a value dequantized from 16 bits."""
@@ -229,9 +229,9 @@ class LayerwiseEvaluation:
         wide = self._wide.get(node.name)
         wide = wide if wide is not None and wide.name in self.qparams else None
         kind = site if wide is None else wide
-        levels = _levels(value, self.qparams[kind.name], kind)
+        quantized = _quantize(value, self.qparams[kind.name], kind)
         floating = not produced and any(user.name not in self._inside for user in node.users)
-        return _StoredValue(value if floating else None, levels, wide is not None)
+        return _StoredValue(value if floating else None, quantized, wide is not None)
 
 
 def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
@@ -243,12 +243,12 @@ def decibels(signal: float, noise: float) -> float:
     return float(10 * np.log10(signal / noise)) if noise and signal else float("inf")
 
 
-def _levels(value: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
+def _quantize(value: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
     return quantizing(q, site.dtype)[0](value, *_arguments(q, site))
 
 
-def _dequantized(levels: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
-    return quantizing(q, site.dtype)[1](levels, *_arguments(q, site))
+def _dequantized(quantized: torch.Tensor, q: QParams, site: Site) -> torch.Tensor:
+    return quantizing(q, site.dtype)[1](quantized, *_arguments(q, site))
 
 
 def _arguments(q: QParams, site: Site) -> tuple[Any, ...]:

@@ -68,17 +68,17 @@ def _weight_sizes(region: Region) -> tuple[int, ...]:
     return tuple(fixed_size(weight, axis) for axis in range(len(known_type(weight).shape)))
 
 
-def moments(region: Region, levels: Iterable[torch.Tensor], q: QParams) -> Moments:
+def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Moments:
     """Return the moments of an anchor's operand.
 
     Args:
         region: the region of the anchor.
-        levels: batches of quantized operands, u8 in logical order; without batches all moments are zero.
+        quantized: batches of quantized operands, u8 in logical order; without batches all moments are zero.
         q: parameters of the operand.
     """
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     k = int(np.prod(_weight_sizes(region)[1:]))
-    parts = (part for batch in levels for part in _columns(region, batch, q))
+    parts = (part for batch in quantized for part in _columns(region, batch, q))
     products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
     count = 0
     for columns in _gathered(parts):

@@ -119,8 +119,8 @@ def _error(rows: SampledRows, weight: torch.Tensor, strength: float | None) -> f
         if strength is not None:
             factors = _factors(seen.abs().amax(0).double(), weight.double(), strength).float()
         scale, zero = numerics.affine_qparams((seen / factors).min().item(), (seen / factors).max().item(), 0, 255)
-        levels = numerics.round_clamp(held / factors / scale, 0, 255, zero) - zero
+        quantized = numerics.round_clamp(held / factors / scale, 0, 255, zero) - zero
         steps = torch.from_numpy(numerics.symmetric_scale((weight * factors).abs().amax(1).numpy(), 127))[:, None]
         integers = numerics.round_clamp(weight * factors / steps, -127, 127) * steps
-        total += (held @ weight.t() - (levels * scale) @ integers.t()).double().square().sum().item()
+        total += (held @ weight.t() - (quantized * scale) @ integers.t()).double().square().sum().item()
     return total

@@ -48,8 +48,8 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
         return plain
     order, factor = found.factor
     free, steps = permute(weight, order, 2), permute(step.expand_as(weight), order, 2)
-    levels, _ = _spread(free, steps, factor, low, high)
-    chosen = torch.zeros_like(levels).scatter(2, order[:, None].expand_as(levels), levels)
+    quantized, _ = _spread(free, steps, factor, low, high)
+    chosen = torch.zeros_like(quantized).scatter(2, order[:, None].expand_as(quantized), quantized)
     return _better(chosen, plain, weight, step, found.matrix)
 
 
@@ -69,12 +69,12 @@ def _spread(
         last, more = _spread(rest, steps[..., half:], factor[:, half:, half:], low, high)
         return torch.cat((first, last), 2), torch.cat((errors, more), 2)
     columns, sizes = free.mT.clone(memory_format=torch.contiguous_format), steps.mT
-    levels, errors = torch.empty_like(columns), torch.empty_like(columns)
+    quantized, errors = torch.empty_like(columns), torch.empty_like(columns)
     for i in range(width):
-        levels[:, i] = numerics.round_clamp(columns[:, i] / sizes[:, i], low, high)
-        errors[:, i] = (columns[:, i] - levels[:, i] * sizes[:, i]) / factor[:, i, i, None]
+        quantized[:, i] = numerics.round_clamp(columns[:, i] / sizes[:, i], low, high)
+        errors[:, i] = (columns[:, i] - quantized[:, i] * sizes[:, i]) / factor[:, i, i, None]
         columns[:, i + 1 :] -= factor[:, i, i + 1 :, None] * errors[:, i, None]
-    return levels.mT, errors.mT
+    return quantized.mT, errors.mT
 
 
 def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> torch.Tensor:
@@ -109,9 +109,9 @@ ROUNDINGS: dict[str, Round] = {Rounding.NEAREST: nearest, Rounding.GPTQ: gptq, R
 """Rounding methods by name."""
 
 
-def loss(levels: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def loss(quantized: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return the error ``e M e^T`` of each row, [groups, rows]."""
-    error = weight - levels * step
+    error = weight - quantized * step
     return ((error @ matrix) * error).sum(2)
 
 

@@ -275,11 +275,11 @@ def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.No
     for place, observer in made.items():
         if observer is before.get(place) or observer is None:
             continue
-        levels = _quantized_as_observer(observer)
+        spec = _quantized_as_observer(observer)
         if isinstance(place, tuple):
-            records[place[1]].input_qspec_map[place[0]] = levels
+            records[place[1]].input_qspec_map[place[0]] = spec
         else:
-            records[place].output_qspec = levels
+            records[place].output_qspec = spec
 
 
 def _observer(made: dict[Any, Any], place: Any, spec: Any) -> None:

@@ -264,8 +264,8 @@ def _activation_annotation(config: Setting | None) -> QuantizedAs | None:
 
 def _output_annotation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of an output for all its readers; ``None`` for float and for dynamic quantization."""
-    levels = _activation_annotation(config)
-    return None if levels is None or isinstance(levels.spec, Dynamic) else levels
+    annotation = _activation_annotation(config)
+    return None if annotation is None or isinstance(annotation.spec, Dynamic) else annotation
 
 
 def _equal_shapes(node: fx.Node) -> bool:
@@ -276,7 +276,7 @@ def _equal_shapes(node: fx.Node) -> bool:
 def _annotate_sharing(node: fx.Node, config: Setting | None, ends: Collection[fx.Node]) -> bool:
     """Annotate input and output with shared parameters if every operand is the output of a quantized match."""
     read = list(dict.fromkeys(arguments(node)["tensors"] if operator(node) == CAT_TARGET else node.all_input_nodes[:1]))
-    if (levels := _output_annotation(config)) is None:
+    if (annotation := _output_annotation(config)) is None:
         annotate_node(node, Annotation())
         return False
     if any(one not in ends for one in read):
@@ -289,5 +289,5 @@ def _annotate_sharing(node: fx.Node, config: Setting | None, ends: Collection[fx
         return False
     first, *others = read
     shared = SameAs((first, node))
-    annotate_node(node, Annotation({first: levels, **dict.fromkeys(others, shared)}, shared))
+    annotate_node(node, Annotation({first: annotation, **dict.fromkeys(others, shared)}, shared))
     return True

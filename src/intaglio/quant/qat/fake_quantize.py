@@ -64,10 +64,10 @@ class FakeQuantizeFunction(torch.autograd.Function):
         """Return the quantized and dequantized values, and save what the gradients need."""
         steps = scale if multiples is None else scale * multiples
         v = x * (1.0 / steps)
-        level = numerics.round_clamp(v, low, high, zero_point).sub_(zero_point)
+        quantized = numerics.round_clamp(v, low, high, zero_point).sub_(zero_point)
         ctx.save_for_backward(v, scale, zero_point, multiples)
         ctx.bounds, ctx.gradient_factor = (low, high), gradient_factor
-        return (level if multiples is None else level * multiples) * scale
+        return (quantized if multiples is None else quantized * multiples) * scale
 
     @staticmethod
     @once_differentiable
@@ -87,7 +87,7 @@ class FakeQuantizeFunction(torch.autograd.Function):
         return grad_x, grad_scale, grad_zero, None, None, None, None
 
 
-def lsq_gradient_factor(values: int, levels: int) -> float:
+def lsq_gradient_factor(values: int, max_quantized: int) -> float:
     """Return ``1/sqrt(n * levels)``, the gradient scale of LSQ (Esser et al. 2020, section 2.2).
 
     It makes scales move at the rate of weights. Unlike LSQ, which starts from ``2 * mean|x| / sqrt(Q_P)``, scales start
@@ -95,9 +95,9 @@ def lsq_gradient_factor(values: int, levels: int) -> float:
 
     Args:
         values: n, number of values per scale.
-        levels: Q_P, number of positive quantized values.
+        max_quantized: Q_P, number of positive quantized values.
     """
-    return (max(values, 1) * levels) ** -0.5
+    return (max(values, 1) * max_quantized) ** -0.5
 
 
 def max_quantized_magnitude(low: int, high: int, zero: int) -> int:
@@ -153,8 +153,8 @@ class FakeQuantize(nn.Module):
             return x
         scale, zero_point = self.effective_qparams()
         low, high = self.site.qmin, self.site.qmax
-        levels = max(max_quantized_magnitude(low, high, int(zero)) for zero in zero_point.tolist())
-        gradient_factor = lsq_gradient_factor(x.numel() // max(len(x), 1), levels)
+        max_quantized = max(max_quantized_magnitude(low, high, int(zero)) for zero in zero_point.tolist())
+        gradient_factor = lsq_gradient_factor(x.numel() // max(len(x), 1), max_quantized)
         return FakeQuantizeFunction.apply(
             x, scale.reshape(self.shape), zero_point.reshape(self.shape), None, low, high, gradient_factor
         )
@@ -295,18 +295,18 @@ def fake_quantize_bias(bias: torch.Tensor, x: FakeQuantize, weight: FakeQuantize
     with torch.no_grad():
         scales = weight.positive_scale().repeat(len(bias) // weight.scale.numel()).numpy()
         step = float(x.effective_qparams()[0][0])
-        levels = numerics.quantize_bias(bias.detach().numpy(), step, scales)
+        quantized = numerics.quantize_bias(bias.detach().numpy(), step, scales)
         units = numerics.accumulator_scale(step, scales).astype(np.float32)
-        real = torch.from_numpy(levels.astype(np.float32) * units)
+        real = torch.from_numpy(quantized.astype(np.float32) * units)
     return bias + (real - bias.detach())
 
 
-def fake_quantize_shortcut(x: torch.Tensor, levels: FakeQuantize, low: int, high: int) -> torch.Tensor:
+def fake_quantize_shortcut(x: torch.Tensor, fake_quantize: FakeQuantize, low: int, high: int) -> torch.Tensor:
     """Fake-quantize a value to 16 bits with trainable parameters derived from its 8-bit ones (`widen_to_16bit`)."""
-    if not levels.mode.quantize or not levels.seen:
+    if not fake_quantize.mode.quantize or not fake_quantize.seen:
         return x
-    scale, zero_point = levels.effective_qparams()
-    q = levels.qparams()
+    scale, zero_point = fake_quantize.effective_qparams()
+    q = fake_quantize.qparams()
     wide = numerics.widen_to_16bit(q.step, q.zero)
     gradient_factor = lsq_gradient_factor(
         x.numel() // max(len(x), 1), max_quantized_magnitude(low, high, wide.zero_point)

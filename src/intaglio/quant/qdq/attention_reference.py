@@ -64,8 +64,8 @@ def decompose_attention(node: fx.Node, quantize: Any, dequantize: Any) -> fx.Nod
         PROBABILITY_QPARAMS.qmax,
         torch.uint8,
     )
-    levels = insert(quantize, (exponentials, *parameters), scores, TensorType(scores, DType.U8, PROBABILITY_QPARAMS))
-    exponentials = insert(dequantize, (levels, *parameters), scores)
+    quantized = insert(quantize, (exponentials, *parameters), scores, TensorType(scores, DType.U8, PROBABILITY_QPARAMS))
+    exponentials = insert(dequantize, (quantized, *parameters), scores)
     total = insert(aten.sum.dim_IntList, (exponentials, [-1], True), row)
     total = insert(aten.clamp.default, (total, 1.0), row)  # the maximum of a row is 1; a row without keys gives 0 / 1
     result = insert(aten.div.Tensor, (insert(aten.matmul.default, (exponentials, v), results), total), results)

@@ -156,8 +156,8 @@ def _parameters(
 ) -> Parameters:
     """Return the parameters and corrections of the model and of its loop bodies."""
     annotations = corrections.annotations
-    levels = {site: rounded.levels for site, rounded in corrections.weights.items()}
-    corrected = Corrected(prepared.equalization, levels, corrections.biases)
+    quantized = {site: rounded.values for site, rounded in corrections.weights.items()}
+    corrected = Corrected(prepared.equalization, quantized, corrections.biases)
     parameters = Parameters.of(annotations.sites, annotations.leaders, qparams, corrected)
     for body in bodies.values():
         parameters = replace(parameters, entries={**parameters.entries, **body.parameters.entries})
@@ -216,19 +216,19 @@ def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:
     corrected, entries = given.corrected, given.entries
     anchors = {region.anchor.name for region in prepared.annotations.regions}
     sites = {site.name: site for site in prepared.annotations.sites if site.role == Role.WEIGHT}
-    unknown = sorted((set(corrected.levels) - set(sites)) | (set(corrected.biases) - anchors))
+    unknown = sorted((set(corrected.quantized_weights) - set(sites)) | (set(corrected.biases) - anchors))
     if unknown:
         problem = f"they correct weights or biases that this model does not have: {', '.join(unknown[:5])}"
         raise CalibrationError("parameters", None, problem, remedy=OWN_PARAMETERS)
     nodes = {node.name: node for node in prepared.annotations.module.graph.nodes}
     weights: dict[str, RoundedWeight] = {}
-    for name, levels in corrected.levels.items():
+    for name, quantized in corrected.quantized_weights.items():
         site, shape = sites[name], tuple(getattr(prepared.annotations.module, nodes[sites[name].value].target).shape)
-        if levels.size != math.prod(shape) or name not in entries:
-            problem = f"the correction has {levels.size} values, but the shape of the weight is {shape}"
+        if quantized.size != math.prod(shape) or name not in entries:
+            problem = f"the correction has {quantized.size} values, but the shape of the weight is {shape}"
             raise CalibrationError(f"parameters of {name}", None, problem, remedy=OWN_PARAMETERS)
         q = QParams(entries[name].scale, entries[name].zero_point, site.qmin, site.qmax, site.axis)
-        weights[name] = RoundedWeight(q, levels.reshape(shape))
+        weights[name] = RoundedWeight(q, quantized.reshape(shape))
     if not corrected.biases:
         return Corrections(prepared.annotations, weights)
     biases = {name: torch.from_numpy(values) for name, values in corrected.biases.items()}

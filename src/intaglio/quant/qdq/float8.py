@@ -38,7 +38,7 @@ FLOAT8_LIBRARIES: list[torch.library.Library] = []
 
 def _quantize(x: torch.Tensor, scale: float, zero_point: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``x * (1 / scale)`` clamped to low..high and rounded to float8, ties to even; NaN gives 0."""
-    return _levels(x * (1.0 / scale), low, high, dtype)
+    return _round_and_clamp(x * (1.0 / scale), low, high, dtype)
 
 
 def _dequantize(
@@ -50,7 +50,7 @@ def _dequantize(
 def _quantize_per_channel(
     x: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor, axis: int, low: int, high: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    return _levels(x * (1.0 / _spread(scales, x, axis)), low, high, dtype)
+    return _round_and_clamp(x * (1.0 / _spread(scales, x, axis)), low, high, dtype)
 
 
 def _dequantize_per_channel(
@@ -59,7 +59,7 @@ def _dequantize_per_channel(
     return q.to(torch.float32) * _spread(scales, q, axis)
 
 
-def _levels(steps: torch.Tensor, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+def _round_and_clamp(steps: torch.Tensor, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
     """Clamp and cast to float8. Without the clamp a cast turns large values into NaN or infinity."""
     return steps.nan_to_num(nan=0.0).clamp(low, high).to(dtype)
 

@@ -239,7 +239,7 @@ def _result(user: fx.Node) -> QParams | None:
     """
     if (wide := quantize_qparams(user, DType.U16)) is None:
         return quantize_qparams(user)
-    again = (quantize_qparams(level) for real in user.users for level in real.users)
+    again = (quantize_qparams(quantize) for real in user.users for quantize in real.users)
     plain = QParams(
         (float(np.float32(numerics.QUANT_STEPS * wide.step)),),
         (wide.zero // numerics.QUANT_STEPS,),
@@ -260,8 +260,8 @@ def _is_integer_operator(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
     record = known_record(node)
     carries = record.adds or (record.moves_data and not record.variadic)
     for value in activations(node):
-        levels = dequantized_qparams(value) or (dequantized_qparams(value, DType.U16) if carries else None)
-        if levels is None and value not in region:
+        q = dequantized_qparams(value) or (dequantized_qparams(value, DType.U16) if carries else None)
+        if q is None and value not in region:
             return False
     if record.roles.weight is not None:
         if not _has_s8_weight(node):

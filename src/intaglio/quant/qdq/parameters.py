@@ -119,10 +119,10 @@ class Parameters:
             anchors: names of anchor nodes.
         """
         old = self.corrected
-        levels = {name: values for name, values in old.levels.items() if name not in sites}
+        quantized = {name: values for name, values in old.quantized_weights.items() if name not in sites}
         biases = {name: values for name, values in old.biases.items() if name not in anchors}
         kept = {name: entry for name, entry in self.entries.items() if name not in sites}
-        return Parameters(kept, Corrected(old.equalization, levels, biases))
+        return Parameters(kept, Corrected(old.equalization, quantized, biases))
 
     def split(self, names: Iterable[str]) -> tuple[Parameters, Parameters]:
         """Return the parameters of all other sites, with all corrections, and those of the sites `names`."""

@@ -51,8 +51,8 @@ def legalize_constants(module: fx.GraphModule) -> int:
             continue
         source, reader = node.args[0], next(iter(node.users))
         if quantizes(source) and is_constant(source.args[0]):
-            levels = _evaluate(module, source)
-            source = add_constant_like(module, f"{source.args[0].target}_levels", levels, source.args[0])
+            quantized = _evaluate(module, source)
+            source = add_constant_like(module, f"{source.args[0].target}_levels", quantized, source.args[0])
             node.update_arg(0, source)
             hits += 1
         if not is_constant(source) or (
@@ -91,7 +91,7 @@ def _convert_to_float(module: fx.GraphModule, node: fx.Node, reason: str | None 
 
 def _convert_weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
     """Convert a weight to s8 without zero points, or to float if no kernel supports it; return whether it changed."""
-    levels, zeros = constant_tensor(module, node, node.args[0]), _zeros(module, node)
+    quantized, zeros = constant_tensor(module, node, node.args[0]), _zeros(module, node)
     shift, axis = U8_OFFSET.get(node.args[-1]), known_record(layer).roles.outputs
     reason = None
     if shift is None:
@@ -108,7 +108,7 @@ def _convert_weight(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bo
     if node.args[-1] is torch.int8:
         return False
     signed = add_constant_like(
-        module, f"{node.args[0].target}_s8", (levels.to(torch.int16) - 128).to(torch.int8), node.args[0]
+        module, f"{node.args[0].target}_s8", (quantized.to(torch.int16) - 128).to(torch.int8), node.args[0]
     )
     *parameters, low, high, _ = node.args[1:]
     if operator(node) == DEQUANTIZE_CHANNEL:
@@ -181,8 +181,8 @@ def _is_s8_weight(weight: fx.Node) -> bool:
 
 def _weight_by_output(module: fx.GraphModule, weight: fx.Node, layer: fx.Node) -> np.ndarray:
     """Return the quantized weight with its output channels first."""
-    levels = constant_tensor(module, weight, weight.args[0]).numpy()
-    return outputs_first(levels, int(arguments(layer)["groups"])) if known_record(layer).roles.outputs else levels
+    quantized = constant_tensor(module, weight, weight.args[0]).numpy()
+    return outputs_first(quantized, int(arguments(layer)["groups"])) if known_record(layer).roles.outputs else quantized
 
 
 def _is_i32_bias(module: fx.GraphModule, bias: fx.Node, q: QParams, scales: np.ndarray) -> bool:

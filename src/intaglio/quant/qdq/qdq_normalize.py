@@ -283,10 +283,10 @@ def round_trip(node: fx.Node, real: fx.Node, q: QParams) -> fx.Node:
     """Insert a quantize and a dequantize of `real` in front of `node`, and return the dequantize. `real` is on the grid
     of `q` already, so its value does not change."""
     kind = known_type(real)
-    levels = call_before(
+    quantized = call_before(
         node, TensorType(kind.shape, DType.U8, q), qdq_overload("quantize_per_tensor"), real, *u8_arguments(q)
     )
-    return call_before(node, kind, qdq_overload("dequantize_per_tensor"), levels, *u8_arguments(q))
+    return call_before(node, kind, qdq_overload("dequantize_per_tensor"), quantized, *u8_arguments(q))
 
 
 def _decompose_quantize(node: fx.Node) -> fx.Node:
@@ -307,10 +307,10 @@ def _decompose_quantize(node: fx.Node) -> fx.Node:
     return _insert_unsupported(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
 
 
-def _decompose_dequantize(node: fx.Node, levels: fx.Node | None = None) -> fx.Node:
+def _decompose_dequantize(node: fx.Node, quantized: fx.Node | None = None) -> fx.Node:
     """Insert the arithmetic of a dequantize in front of it, and return the float result."""
     aten, kind = torch.ops.aten, TensorType(known_type(node).shape, DType.F32)
-    real = _insert_unsupported(node, kind, aten._to_copy.default, levels or node.args[0], dtype=torch.float32)
+    real = _insert_unsupported(node, kind, aten._to_copy.default, quantized or node.args[0], dtype=torch.float32)
     moved = _insert_unsupported(node, kind, aten.sub.Tensor, real, _zero_point(node))
     scale = node.args[1]
     if operator(node) == DEQUANTIZE_CHANNEL:

@@ -51,10 +51,10 @@ def _propagate_dequantize(node: fx.Node) -> None:
     if not readers:
         return
     with node.graph.inserting_after(node):
-        levels = node.graph.call_function(qdq_overload("quantize_per_tensor"), (node, *u8_arguments(q)))
-    inherit_info(levels, node, type=TensorType(known_type(node).shape, DType.U8, q))
+        quantized = node.graph.call_function(qdq_overload("quantize_per_tensor"), (node, *u8_arguments(q)))
+    inherit_info(quantized, node, type=TensorType(known_type(node).shape, DType.U8, q))
     for user in readers:
-        real = call_before(user, known_type(node), qdq_overload("dequantize_per_tensor"), levels, *u8_arguments(q))
+        real = call_before(user, known_type(node), qdq_overload("dequantize_per_tensor"), quantized, *u8_arguments(q))
         adopt_origin(real, user)
         user.replace_input_with(node, real)
 

@@ -122,11 +122,11 @@ class Rewriter:
         quantize, dequantize = quantizing(q, site.dtype)
         parameters = self._parameters(site.name, q, site.dtype)
         with self.graph.inserting_after(source):
-            levels = self.graph.call_function(quantize, (source, *parameters))
-        self._describe(levels, node, site, q)
+            quantized = self.graph.call_function(quantize, (source, *parameters))
+        self._describe(quantized, node, site, q)
         for group in [[user] for user in own] + ([others] if others and everyone else []):
-            with self.graph.inserting_before(group[0] if len(group) == 1 else levels.next):
-                real = self.graph.call_function(dequantize, (levels, *parameters))
+            with self.graph.inserting_before(group[0] if len(group) == 1 else quantized.next):
+                real = self.graph.call_function(dequantize, (quantized, *parameters))
             inherit_info(real, group[0] if len(group) == 1 else node, type=info(node).type)
             for user in group:
                 user.replace_input_with(node, real)
@@ -177,13 +177,13 @@ class Rewriter:
             self._constant(anchor, read.weight, w_site, grid.clipped(weight), w)
             return
         chosen = self.chosen.get(w_site.name)
-        levels = grid.as_s8(grid.nearest(weight)) if chosen is None else chosen.levels
-        self._constant(anchor, read.weight, w_site, levels, w)
+        quantized = grid.as_s8(grid.nearest(weight)) if chosen is None else chosen.values
+        self._constant(anchor, read.weight, w_site, quantized, w)
         if region.dynamic:  # the bias stays float: the scale of the accumulator is not known yet
-            self._prove(region, levels, np.zeros(len(levels), np.int32), per_token_qparams(x_site.name))
+            self._prove(region, quantized, np.zeros(len(quantized), np.int32), per_token_qparams(x_site.name))
         if region.dynamic or not x_site.native:
             return
-        x, rows = self.qparams[x_site.name], weight_outputs_first(region, levels)
+        x, rows = self.qparams[x_site.name], weight_outputs_first(region, quantized)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
             steps = numerics.quantize_bias(bias, x.step, scale_per_output(w.scales, len(rows)))
@@ -197,9 +197,9 @@ class Rewriter:
         node.replace_all_uses_with(result)
         self.graph.erase_node(node)
 
-    def _prove(self, region: Region, levels: np.ndarray, steps: np.ndarray, x: QParams) -> None:
+    def _prove(self, region: Region, quantized: np.ndarray, steps: np.ndarray, x: QParams) -> None:
         groups = arguments(region.anchor).get("groups", 1)
-        bound = numerics.accumulator_bound(levels, steps, x.qmin, x.qmax, x.zeros, groups).max(initial=0)
+        bound = numerics.accumulator_bound(quantized, steps, x.qmin, x.qmax, x.zeros, groups).max(initial=0)
         if bound >= 2**31:
             where = origin(region.anchor)
             raise UnsupportedError(

@@ -78,17 +78,17 @@ def activation_qparams(prepared: Prepared, ranges: Ranges | None) -> dict[str, Q
             if leader.name not in result:
                 result[leader.name] = fixed.get(leader.name) or _activation(leader, chosen)
             result[site.name] = result[leader.name]
-    levels = {site.name: result[site.name] for site in by_name.values() if site.role == Role.ACTIVATION}
-    return levels | {
-        site.name: shortcut_qparams(site, levels) for site in by_name.values() if site.role == Role.SHORTCUT
+    activations = {site.name: result[site.name] for site in by_name.values() if site.role == Role.ACTIVATION}
+    return activations | {
+        site.name: shortcut_qparams(site, activations) for site in by_name.values() if site.role == Role.SHORTCUT
     }
 
 
 def shortcut_qparams(site: Site, qparams: Mapping[str, QParams]) -> QParams:
     """Return the 16-bit parameters of a shortcut site, computed from the 8-bit ones."""
     assert isinstance(site.spec, Derived)
-    levels = qparams[site.spec.sources[0]]
-    scale, zero_point = numerics.widen_to_16bit(levels.step, levels.zero)
+    q = qparams[site.spec.sources[0]]
+    scale, zero_point = numerics.widen_to_16bit(q.step, q.zero)
     return QParams((scale,), (zero_point,), site.qmin, site.qmax)
 
 

@@ -42,9 +42,9 @@ class WeightGrid:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
         return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
 
-    def as_s8(self, levels: np.ndarray) -> NDArray[np.int8]:
+    def as_s8(self, quantized: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
-        return (levels * self.multiples).astype(np.int8)
+        return (quantized * self.multiples).astype(np.int8)
 
 
 def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> WeightGrid:

@@ -37,17 +37,17 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
         rows = (groups // multiples[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
     if rows.size and not packing.low <= rows.min() <= rows.max() <= high:
         return None
-    levels = pack_bits(rows.ravel() - packing.low, packing.bits)
-    return levels, pack_bits(multiples.ravel() - 1, MULTIPLE_BITS) if packing.group else np.zeros(0, np.uint8)
+    quantized = pack_bits(rows.ravel() - packing.low, packing.bits)
+    return quantized, pack_bits(multiples.ravel() - 1, MULTIPLE_BITS) if packing.group else np.zeros(0, np.uint8)
 
 
-def unpack(levels: np.ndarray, multiples: np.ndarray, packing: Packing, shape: tuple[int, ...]) -> np.ndarray:
+def unpack(quantized: np.ndarray, multiples: np.ndarray, packing: Packing, shape: tuple[int, ...]) -> np.ndarray:
     """Return int8 values of ``shape``, the inverse of `pack`.
 
     Raises `ValueError` for another number of bytes, or for values that int8 cannot hold.
     """
     count = math.prod(shape)
-    wide = unpack_bits(levels, packing.bits, count).astype(np.int16) + packing.low
+    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16) + packing.low
     if packing.group and count:
         rows = wide.reshape(shape[0], -1)
         group = min(packing.group, rows.shape[1])

@@ -305,8 +305,8 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     packed = pack(array, packing) if packing is not None else None
     if packed is None:
         return {key: np.asarray(array, order="C")}  # ascontiguousarray would turn a scalar into a 1-d array
-    levels, multiples = packed
-    return {key + QUANTIZED_SUFFIX: levels} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
+    quantized, multiples = packed
+    return {key + QUANTIZED_SUFFIX: quantized} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
 
 
 def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray:

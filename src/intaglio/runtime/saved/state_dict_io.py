@@ -69,8 +69,8 @@ def _requantized(kept: State, kind: TensorType) -> State:
         return kept
     old, new = kept.type.q, kind.qparams
     real = numerics.dequantize(kept.initial, old.step, old.zero)
-    levels = numerics.quantize(real, new.step, new.zero, new.qmin, new.qmax).astype(kept.initial.dtype)
-    return replace(kept, type=kind, initial=levels)
+    quantized = numerics.quantize(real, new.step, new.zero, new.qmin, new.qmax).astype(kept.initial.dtype)
+    return replace(kept, type=kind, initial=quantized)
 
 
 def difference(graph: Graph, like: Graph) -> str | None:
