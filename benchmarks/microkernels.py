@@ -173,7 +173,7 @@ def table(kind: str, name: str, families: Sequence[str]) -> Iterator[str]:
 def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
     (rows, channels), memory = spec.tile, Memory()
     tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
-    pixels, item, zero = rows * tiles, 4 if spec.result == "f32" else 1, 0 if spec.natural else 128
+    pixels, item, zero = rows * tiles, 4 if spec.result == "f32" else 1, 0 if spec.saturates else 128
     values = [
         pixels,
         channels,

@@ -55,7 +55,7 @@ class LeastError(CalibrationCallback):
 
     def calibrate(self, info):
         name = info.sites.inputs[0]
-        if name in info.settled:
+        if name in info.known_qparams:
             return {}
         high = max(float(info.unquantized_inputs(batch)[0].max()) for batch in range(info.batches))
         candidates = [(0.0, high * share) for share in (1.0, 0.9, 0.8, 0.7)]

@@ -45,7 +45,7 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
     """A line as wide as a few tiles are high: one call of the kernel and one of a lower one."""
     draw = np.random.default_rng(seed)
     zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
-    if spec.natural:
+    if spec.saturates:
         zero_points[1:], bounds = 0, np.array([0, 255])
     return Case(
         images=2,
@@ -56,15 +56,15 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
         per_group_out=16 * spec.blocks * panels - missing,
         zero_points=tuple(map(int, zero_points)),
         bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),
-        extreme=spec.guard and seed == 3,
-        exponent=int(draw.integers(-20, 21)) if spec.guard else None,
+        extreme=spec.clamps_float and seed == 3,
+        exponent=int(draw.integers(-20, 21)) if spec.clamps_float else None,
         result=spec.result,
         blocks=spec.blocks,
         rows=spec.rows,
-        natural=spec.natural,
-        guard=spec.guard,
+        saturates=spec.saturates,
+        guard=spec.clamps_float,
         seed=seed,
-        table="kernel" if spec.table else "none",
+        table="kernel" if spec.looks_up else "none",
         remainder=spec.remainder,
         residual_remainder=spec.residual_remainder,
     )
@@ -74,7 +74,7 @@ def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case
 def test_every_kernel_matches_its_reference(isa, subtests):
     """Check whole panels and parts of one: every column, every mask. After a crash, the name is the last in `-s`."""
     for spec in ISAS[isa].specs():
-        if spec.table and not HAS_VBMI:
+        if spec.looks_up and not HAS_VBMI:
             continue
         print(f"{isa} {spec.name}")
         with subtests.test(kernel=spec.name):
@@ -166,7 +166,7 @@ ASSEMBLER = {"avx2": "avx2+popcnt", "avx512vnni": "avx512f+avx512bw+avx512dq+avx
 def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
     """The compiler does not look into assembly, and a better machine would run it."""
     isa = ISAS[kernels_of]
-    families = {spec.family: isa.tiles(spec) for spec in isa.specs() if not spec.table}
+    families = {spec.family: isa.tiles(spec) for spec in isa.specs() if not spec.looks_up}
     text = "\n".join(re.sub(r"\bintaglio_", f"{name}_intaglio_", isa.family_text(f)) for name, f in families.items())
     command = ["g++", "-x", "assembler", "-c", "-", "-o", os.devnull, f"-Wa,-march=generic64+{ASSEMBLER[allowed]}"]
     status = subprocess.run(command, input=text, text=True, capture_output=True).returncode

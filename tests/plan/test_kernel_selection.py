@@ -66,7 +66,7 @@ def test_a_product_uses_the_tile_of_its_schedule_and_its_guard():
         kernel, schedule = only_kernel(plan, y), plan.schedules[y]
         assert isinstance(kernel, TiledKernel)
         assert (kernel.tile.rows, kernel.tile.blocks) == (schedule.tile_rows, schedule.tile_columns)
-        assert kernel.tile.guard == (y in plan.guarded)
+        assert kernel.tile.clamps_float == (y in plan.guarded)
         assert f"runs {kernel.tile.name}" in plan.text()
 
 

@@ -24,10 +24,11 @@ class Case:
     """A convolution, how it is computed, and a seed for its numbers.
 
     ``table``: looked up in a ``kernel``, or ``after`` it. ``remainder``: results of 16 bits, whose ``bounds`` and zero
-    point are those of the levels; ``residual_remainder``: so has the residual operand. ``natural``: use the kernels for
-    natural levels if the numbers are so. ``halos``: of input, result, residual operand, beyond what padding needs.
-    ``behind``: bytes of canaries after the result; after those a page that cannot be touched. ``exponent``: factors are
-    about 2^exponent; ``None`` spreads the levels. ``extreme``: activations 0 or 255, weights +-127, biases up to 2^30.
+    point are those of the 8-bit values; ``residual_remainder``: so has the residual operand. ``saturates``: use the
+    kernels that saturate instead of clamping if the numbers permit. ``halos``: of input, result, residual operand,
+    beyond what padding needs. ``behind``: bytes of canaries after the result; after those a page that cannot be
+    touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the quantized values. ``extreme``: activations
+    0 or 255, weights +-127, biases up to 2^30.
     """
 
     images: int = 1
@@ -48,7 +49,7 @@ class Case:
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
-    natural: bool = True
+    saturates: bool = True
     table: str = "none"
     remainder: bool = False
     residual_remainder: bool = False
@@ -189,8 +190,8 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     heights = range(1, case.rows + 1)
     zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
     plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
-    natural = packs and case.natural and plain and not any(zeros)
-    marks = (natural, guard, case.table == "kernel", case.remainder, case.residual_remainder)
+    saturates = packs and case.saturates and plain and not any(zeros)
+    marks = (saturates, guard, case.table == "kernel", case.remainder, case.residual_remainder)
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
@@ -324,7 +325,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         extreme=draw(st.booleans()),
         result=result,
         blocks=blocks,
-        natural=draw(st.booleans()),
+        saturates=draw(st.booleans()),
         table=table,
         rows=draw(st.integers(1, ISAS[isa].max_tile_rows[blocks])),
         guard=draw(st.booleans()),

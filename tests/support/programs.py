@@ -237,13 +237,13 @@ def assert_stays_inside(net: Net, lowered: Lowered, artifact: Artifact) -> None:
     table = (ctypes.c_void_p * len(held))(*[memory.hold(tensor.numpy()) for tensor, memory in held.values()])
     strides = [n for tensor, _ in held.values() for n in (*tensor.stride(), 0, 0, 0, 0, 0)[:5]]
     for external, (_, memory) in held.items():
-        memory.bytes[:] = 0 if external.written else memory.bytes
+        memory.bytes[:] = 0 if external.is_output else memory.bytes
     start, data = arena.end(layout.bytes).ctypes.data, constants.hold(artifact.constants)
     frame = RunArguments(layout.dims, layout.offsets, start, data, table, (ctypes.c_int64 * len(strides))(*strides))
     for segment in range(artifact.program.segments):
         artifact.run(frame, segment, 2)
     for external, (tensor, memory) in held.items():
-        if external.written:
+        if external.is_output:
             dense = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 and not external.row_major else tensor
             written = memory.end(4 * tensor.numel()).view(np.int32)
             assert np.array_equal(written, dense.contiguous().numpy().view(np.int32).ravel())

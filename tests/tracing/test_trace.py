@@ -235,7 +235,7 @@ def test_an_input_changed_in_place_is_an_extra_result():
     x = X.clone()
     captured = capture(model, x)
     assert torch.equal(x, X), "the example is not written"
-    ((leaf, name),) = captured.signature.written.items()
+    ((leaf, name),) = captured.signature.updated_inputs.items()
     results = captured.module(x)
     assert leaf == 0
     assert len(results) == 2

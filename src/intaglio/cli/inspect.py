@@ -132,12 +132,12 @@ def _matches(selector: str, annotations: Annotations, classes: Mapping[str, str]
     """Return the operators that a selector matches. Raise `SelectorError`, with the nearest names, if it matches
     none."""
     operators = _operators(annotations)
-    whole = {(op["path"], op["operator"], op["source"]): op for op in operators}
+    by_place = {(op["path"], op["operator"], op["source"]): op for op in operators}
     nodes = [node for node in annotations.module.graph.nodes if node.op == "call_function"]
     Recipe.of({selector: None}).check((origin(node) for node in nodes), classes)
     origins = [origin(node) for node in nodes]
     chosen = {(o.path, o.operator, o.source) for o in origins if matches(selector, o, classes) is not None}
-    return [op for key, op in whole.items() if key in chosen]
+    return [op for key, op in by_place.items() if key in chosen]
 
 
 def render(result: Result) -> Iterator[RenderableType]:

@@ -36,11 +36,11 @@ class LoadHook(Attachment):
 
     Attributes:
         session: Session of the model.
-        whole: True for the hook of the model itself, which also reads the stored entries.
+        is_root: True for the hook of the model itself, which also reads the stored entries.
     """
 
-    def __init__(self, session: Session, whole: bool) -> None:
-        self.session, self.whole = session, whole
+    def __init__(self, session: Session, is_root: bool) -> None:
+        self.session, self.is_root = session, is_root
 
     def __call__(
         self,
@@ -56,7 +56,7 @@ class LoadHook(Attachment):
         session = self.session
         stored, head = session.serialized_state(), f"{prefix}{STATE_KEY}."
         given: dict[str, Entry] = {}
-        if self.whole:
+        if self.is_root:
             for key in [key for key in state if key.startswith(head)]:
                 name = key.removeprefix(head)
                 given[name] = _checked_entry(key, name, decode_entry(key, state.pop(key)), session, stored)

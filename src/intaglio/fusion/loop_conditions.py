@@ -91,11 +91,11 @@ def _same_rows(first: Graph, second: Graph) -> bool:
 def _element_by_element(first: Op, second: Op) -> bool:
     """Return whether the second loop reads the results of the first element by element, with the same axes."""
     one, two = body_of(first), body_of(second)
-    whole, axis = space(one), row_axis(one)
+    shape, axis = space(one), row_axis(one)
     shared = set(first.outputs) & set(second.inputs)
     lost = {name for op in one.ops if primitive(op).drops_axis for name in op.outputs}
     lost |= {name for op in two.ops if primitive(op).adds_axis or primitive(op).gathers for name in op.inputs}
-    shapes = [whole] if axis is None else [whole, (*whole[:axis], 1, *whole[axis + 1 :])]
+    shapes = [shape] if axis is None else [shape, (*shape[:axis], 1, *shape[axis + 1 :])]
     return not shared & lost and all(one.types[name].shape in shapes for name in shared)
 
 

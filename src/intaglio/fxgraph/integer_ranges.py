@@ -57,8 +57,8 @@ def iota_range_of(node: fx.Node, ranges: Mapping[fx.Node, IotaRange]) -> IotaRan
         return replace(source, axis=source.axis + (axis <= source.axis))
     if name in ("aten.expand.default", "aten.reshape.default"):
         return _reshaped_range(source, known_type(node.args[0]).shape, shape)
-    whole = name == "aten._to_copy.default" and known_type(node).dtype in (DType.I64, DType.I32)
-    return source if whole else None
+    is_integer_cast = name == "aten._to_copy.default" and known_type(node).dtype in (DType.I64, DType.I32)
+    return source if is_integer_cast else None
 
 
 def _added_integer(node: fx.Node) -> int | None:

@@ -206,7 +206,7 @@ class Signature:
         in_tree: Nested structure of the arguments (a torch pytree spec, opaque here).
         out_tree: Nested structure of the result.
         fixed: Non-tensor leaves with the values they had at capture.
-        written: Inputs that the model updates in place: leaf -> graph value that is copied back.
+        updated_inputs: Inputs that the model updates in place: leaf -> graph value that is copied back.
         names: Parameter names of ``forward``.
         ranges: Smallest and largest size of each restricted free dimension.
         state: Buffers that keep values from call to call.
@@ -217,7 +217,7 @@ class Signature:
     in_tree: Any = None
     out_tree: Any = None
     fixed: Mapping[int, Any] = field(default_factory=dict)
-    written: Mapping[int, str] = field(default_factory=dict)
+    updated_inputs: Mapping[int, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     state: tuple[State, ...] = ()

@@ -38,7 +38,7 @@ class External:
         value: Name of the value.
         shape: Logical shape.
         dtype: Element type.
-        written: The program writes the tensor.
+        is_output: The program writes the tensor.
         row_major: Tensors of three to five axes are row-major instead of channels last.
         dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
     """
@@ -46,7 +46,7 @@ class External:
     value: str
     shape: Shape
     dtype: DType
-    written: bool
+    is_output: bool
     row_major: bool = False
     dense: bool = False
 

@@ -77,7 +77,7 @@ def limit(name: str) -> str:
     return f"{LIMITS_FIELDS[name]}(%rax)"
 
 
-def quantize_stages(row: Sequence[str], natural: bool, guard: bool, bounded: bool) -> Iterator[list[str]]:
+def quantize_stages(row: Sequence[str], saturates: bool, clamp_float: bool, looks_up: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers and pack them to uint8 in the first register.
 
     Values are packed twice with saturation, and the zero point is added to 16-bit lanes in between. rax holds the
@@ -85,26 +85,26 @@ def quantize_stages(row: Sequence[str], natural: bool, guard: bool, bounded: boo
 
     Args:
         row: Registers with the steps of one pixel.
-        natural: The zero point is 0 and saturation replaces the clamp.
-        guard: Clamp in float before the conversion to int32.
-        bounded: Skip the clamp, because the lookup table that follows includes it.
+        saturates: The zero point is 0 and saturation replaces the clamp.
+        clamp_float: Clamp in float before the conversion to int32.
+        looks_up: Skip the clamp, because the lookup table that follows includes it.
     """
     bounds = []
-    if guard:
+    if clamp_float:
         spread = "{1to16}" if "zmm" in row[0] else "{1to8}"
         bounds = [f"vmaxps {limit('convertible_low')}{spread},{steps},{steps}" for steps in row]
         bounds += [f"vminps {limit('convertible_high')}{spread},{steps},{steps}" for steps in row]
     yield [*bounds, *(f"vcvtps2dq {steps},{steps}" for steps in row)]
     first, last = words = row[0], row[2 if len(row) > 2 else 0]
     packs = [f"vpackssdw {row[min(j + 1, len(row) - 1)]},{row[j]},{row[j]}" for j in range(0, len(row), 2)]
-    if not natural:
+    if not saturates:
         packs += [f"vpaddsw {limit('zero_point16')},{word},{word}" for word in dict.fromkeys(words)]
     yield packs
     ends = [f"vpmaxub {limit('low8')},{first},{first}", f"vpminub {limit('high8')},{first},{first}"]
-    yield [f"vpackuswb {last},{first},{first}", *ends * (not natural and not bounded)]
+    yield [f"vpackuswb {last},{first},{first}", *ends * (not saturates and not looks_up)]
 
 
-def quantize_16bit_stages(row: Sequence[str], spare: str, natural: bool, guard: bool) -> Iterator[list[str]]:
+def quantize_16bit_stages(row: Sequence[str], spare: str, saturates: bool, clamp_float: bool) -> Iterator[list[str]]:
     """Yield the stages that round float32 steps in one to four registers to 16 bits and split them.
 
     The remainders end up in the first register of ``row``, the 8-bit values in the second or, without one, in
@@ -112,14 +112,14 @@ def quantize_16bit_stages(row: Sequence[str], spare: str, natural: bool, guard: 
     """
     first, count = row[0], len(row)
     bounds = []
-    if guard:
+    if clamp_float:
         bounds = [f"vmaxps {limit('convertible_low')}{{1to16}},{steps},{steps}" for steps in row]
         bounds += [f"vminps {limit('convertible_high')}{{1to16}},{steps},{steps}" for steps in row]
-    shifts = [] if natural else [f"vpaddd {limit('zero_point')}{{1to16}},{steps},{steps}" for steps in row]
+    shifts = [] if saturates else [f"vpaddd {limit('zero_point')}{{1to16}},{steps},{steps}" for steps in row]
     yield [*bounds, *(f"vcvtps2dq {steps},{steps}" for steps in row), *shifts]
     words = row[::2]
     packs = [f"vpackusdw {row[min(j + 1, count - 1)]},{row[j]},{row[j]}" for j in range(0, count, 2)]
-    if natural:
+    if saturates:
         packs += [f"vpaddusw {limit('zero_point16')},{word},{word}" for word in words]
     else:
         packs += [f"vpmaxuw {limit('low16')},{word},{word}" for word in words]

@@ -46,9 +46,9 @@ class DepthwiseSpec:
         stride: Stride (y, x).
         lanes: Blocks of 16 channels in a vector.
         result: "u8", or "f32" with channels in order and whole vectors per pixel.
-        natural: See `TileSpec`.
-        guard: See `TileSpec`.
-        table: See `TileSpec`.
+        saturates: See `TileSpec`.
+        clamps_float: See `TileSpec`.
+        looks_up: See `TileSpec`.
     """
 
     rows: int
@@ -57,9 +57,9 @@ class DepthwiseSpec:
     stride: tuple[int, int]
     lanes: int = 4
     result: str = "u8"
-    natural: bool = False
-    guard: bool = False
-    table: bool = False
+    saturates: bool = False
+    clamps_float: bool = False
+    looks_up: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +74,12 @@ class DepthwiseSpec:
     @property
     def _problem(self) -> str:
         (ky, kx), (sy, sx) = self.taps, self.stride
-        marks = ("f32", self.result == "f32"), ("natural", self.natural), ("guard", self.guard), ("table", self.table)
+        marks = (
+            ("f32", self.result == "f32"),
+            ("natural", self.saturates),
+            ("guard", self.clamps_float),
+            ("table", self.looks_up),
+        )
         end = "".join(f"_{mark}" for mark, has in marks if has)
         return f"taps{ky}x{kx}_stride{sy}x{sx}_{16 * self.lanes}{end}"
 

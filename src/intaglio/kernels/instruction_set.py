@@ -46,7 +46,7 @@ class Isa:
         name: Name of the instruction set.
         max_tile_rows: Maximum number of tile rows for each number of blocks.
         packs: Results leave registers through two packing instructions, which restore the channel order of a panel
-            whose columns were permuted (`permutation`). Such kernels have a ``natural`` variant.
+            whose columns were permuted (`permutation`). Such kernels have a variant that ``saturates``.
         suffix: Suffix of a file with kernels.
         tile: Prints one GEMM kernel.
         join: Prints a family from the texts of its kernels.
@@ -92,12 +92,12 @@ class Isa:
         for blocks, max_tile_rows in self.max_tile_rows.items():
             for rows in range(1, max_tile_rows + 1):
                 yield TileSpec(rows, blocks, "f32")
-                naturals = (False, True)[: 1 + self.packs]
-                for natural, guard, remainder in product(naturals, (False, True), (False, True)):
-                    plain = TileSpec(rows, blocks, "u8", natural, guard, remainder=remainder)
+                saturating = (False, True)[: 1 + self.packs]
+                for saturates, clamps_float, remainder in product(saturating, (False, True), (False, True)):
+                    plain = TileSpec(rows, blocks, "u8", saturates, clamps_float, remainder=remainder)
                     yield plain
                     if self.lookup_condition and not remainder:
-                        yield replace(plain, table=True)
+                        yield replace(plain, looks_up=True)
                     yield replace(plain, result="add")
                     yield replace(plain, result="add", residual_remainder=True)
 

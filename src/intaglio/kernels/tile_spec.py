@@ -59,11 +59,11 @@ class TileSpec:
         rows: Output pixels.
         blocks: Blocks of 16 output channels.
         result: One of `RESULTS`.
-        natural: Quantized values are in 0..255 with the zero point 0, also those of a residual operand, so that
+        saturates: Quantized values are in 0..255 with the zero point 0, also those of a residual operand, so that
             saturation replaces the clamp. For 16-bit results, the 8-bit zero point is 0 and the lower bound is the zero
             point, as after a ReLU.
-        guard: Products may exceed the range of the conversion to int32 and are clamped in float first.
-        table: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
+        clamps_float: Products may exceed the range of the conversion to int32 and are clamped in float first.
+        looks_up: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
         remainder: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
         residual_remainder: The residual operand has 16 bits in this form, with any zero point.
     """
@@ -71,9 +71,9 @@ class TileSpec:
     rows: int
     blocks: int
     result: str = "u8"
-    natural: bool = False
-    guard: bool = False
-    table: bool = False
+    saturates: bool = False
+    clamps_float: bool = False
+    looks_up: bool = False
     remainder: bool = False
     residual_remainder: bool = False
 
@@ -91,9 +91,9 @@ class TileSpec:
     def marks(self) -> str:
         """Return the suffix of both names."""
         marks = {
-            "natural": self.natural,
-            "guard": self.guard,
-            "table": self.table,
+            "natural": self.saturates,
+            "guard": self.clamps_float,
+            "table": self.looks_up,
             "rest": self.remainder,
             "of_rest": self.residual_remainder,
         }

@@ -35,9 +35,9 @@ def exp(x: ArrayLike) -> FloatArray:
     bounded = np.where(bounded < LARGEST_EXPONENT, bounded, LARGEST_EXPONENT)
     n: FloatArray = np.rint(bounded * numerics.LOG2_E)
     rise = _exp_rise(bounded, n)
-    whole = n.astype(np.int32)
-    power = ((np.minimum(whole, 127) + 127) << 23).view(np.float32)
-    twice = np.where(whole > 127, np.float32(2), np.float32(1))
+    exponent = n.astype(np.int32)
+    power = ((np.minimum(exponent, 127) + 127) << 23).view(np.float32)
+    twice = np.where(exponent > 127, np.float32(2), np.float32(1))
     with np.errstate(over="ignore"):
         found = ((rise + np.float32(1)) * power) * twice
     found = np.where(x < numerics.LOWEST_EXPONENT, np.float32(0), found)

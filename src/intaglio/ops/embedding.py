@@ -101,10 +101,10 @@ def valid_bags(op: Op, graph: Graph) -> None:
     held = [values[name] for name in ("table", "scales", "zero_points") if name in values]
     ids, rows = kinds["ids"].shape, first.shape[:1]
     shapes = {"scales": rows, "zero_points": rows, "weights": ids}
-    whole = all(kinds[name].dtype is DType.I64 and len(kinds[name].shape) == 1 for name in ("ids", "offsets"))
+    are_integers = all(kinds[name].dtype is DType.I64 and len(kinds[name].shape) == 1 for name in ("ids", "offsets"))
     fits = all(kind.dtype is DType.F32 and kind.shape == shapes[name] for name, kind in kinds.items() if name in shapes)
     plain = first.dtype in (DType.U8, DType.F32) and first.q is None and len(first.shape) == 2
-    if not (whole and fits and plain and set(held) <= set(graph.constants)):
+    if not (are_integers and fits and plain and set(held) <= set(graph.constants)):
         raise ValueError(
             f"embedding_bag expects a constant table [rows, width], i64 ids and offsets, and f32 parameters per row, "
             f"but got {[str(kind) for kind in kinds.values()]}"

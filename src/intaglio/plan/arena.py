@@ -58,8 +58,8 @@ def arena_of(lifetimes: Sequence[BufferLifetime], tiling: BatchTiling | None) ->
     if tiling is None:
         return Arena(None, tuple(lifetimes))
     outside = (one for one in lifetimes if one.last >= tiling.groups)
-    whole = (replace(one, first=0) if one.first < tiling.groups else one for one in outside)
-    return Arena(tiling, tuple(whole), tuple(one for one in lifetimes if one.last < tiling.groups))
+    extended = (replace(one, first=0) if one.first < tiling.groups else one for one in outside)
+    return Arena(tiling, tuple(extended), tuple(one for one in lifetimes if one.last < tiling.groups))
 
 
 def bytes_per_image(buffer: Buffer, tiling: BatchTiling) -> Dim | None:

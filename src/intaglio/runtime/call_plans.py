@@ -128,8 +128,10 @@ class CallPlan:
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
-        self.outputs = [(e.value, s, result_strides(e, s)) for e, s in zip(externals, found, strict=False) if e.written]
-        self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.written}
+        self.outputs = [
+            (e.value, s, result_strides(e, s)) for e, s in zip(externals, found, strict=False) if e.is_output
+        ]
+        self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
 
     def thread_counts(self, allowed: int) -> tuple[int, ...]:
         """Return the number of threads for every segment if at most ``allowed`` may be used."""

@@ -62,7 +62,7 @@ def _symbols(model: CompiledModel, inputs: Sequence[torch.Tensor]) -> dict[str, 
 def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:
     """Return the strides of every result, as a call of the model returns it. Results of the program have their own
     layout, but images are contiguous unless an input is channels-last. All other results are dense."""
-    made = {external.value: external for external in model.artifact.program.externals if external.written}
+    made = {external.value: external for external in model.artifact.program.externals if external.is_output}
     last = any(is_channels_last(tensor) for tensor in inputs)
     found = []
     for name in model.graph.outputs:

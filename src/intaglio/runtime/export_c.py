@@ -88,15 +88,17 @@ def _check(model: CompiledModel) -> None:
             f"user-defined operators run in NumPy and have no kernel: {', '.join(model.hosts)}",
             remedy="quantize only the part of the model without them",
         )
-    if signature.state or signature.written:
-        paths = ", ".join([*(kept.path for kept in signature.state), *(f"argument {i}" for i in signature.written)])
+    if signature.state or signature.updated_inputs:
+        paths = ", ".join(
+            [*(kept.path for kept in signature.state), *(f"argument {i}" for i in signature.updated_inputs)]
+        )
         raise UnsupportedError(
             name,
             None,
             f"the model changes its inputs or buffers ({paths}), which exported programs cannot do",
             remedy="take the value as an input and return the new value as a result",
         )
-    written = {external.value for external in model.artifact.program.externals if external.written}
+    written = {external.value for external in model.artifact.program.externals if external.is_output}
     if missing := [value for value in model.graph.outputs if value not in written]:
         raise UnsupportedError(
             name,

@@ -117,8 +117,8 @@ def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
 def _layout(external: External) -> str:
     """Return the layout that the program expects, in accordance with `runtime.call_plans`."""
     if is_image(external):
-        return "CHANNELS_LAST" if external.dense or external.written else "ANY_STRIDES"
-    return "ROW_MAJOR" if external.dense or external.written or len(external.shape) >= 5 else "ANY_STRIDES"
+        return "CHANNELS_LAST" if external.dense or external.is_output else "ANY_STRIDES"
+    return "ROW_MAJOR" if external.dense or external.is_output or len(external.shape) >= 5 else "ANY_STRIDES"
 
 
 def _entry_table(kind: str, rows: Sequence[str]) -> str:

@@ -80,12 +80,14 @@ class ProgramModule(nn.Module):
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self._byte_inputs = graph.byte_inputs()
         self._results = sum(output.value is not None for output in signature.outputs)
-        self._updated_inputs = [[entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.written]
+        self._updated_inputs = [
+            [entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.updated_inputs
+        ]
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
-        self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.written}
+        self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.is_output}
         self._external_inputs = [
-            ExternalInput(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.written
+            ExternalInput(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.is_output
         ]
         self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
         self.max_plans = config.max_plans()
@@ -144,7 +146,7 @@ class ProgramModule(nn.Module):
     def _has_side_effects(self) -> bool:
         """Return whether a call has effects that its custom operator cannot express: in-place updates, mutable buffers
         or a float fallback."""
-        return bool(self._fallback_model or self.signature.state or self.signature.written)
+        return bool(self._fallback_model or self.signature.state or self.signature.updated_inputs)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]

@@ -85,7 +85,7 @@ class QuantizedModel(ProgramModule):
         Returns:
             The steps with their kernels and share of the peak throughput, and the overhead of a call.
         """
-        if self.signature.written:  # a call updates its inputs in place; profiling must not
+        if self.signature.updated_inputs:  # a call updates its inputs in place; profiling must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         self(*args, **kwargs)
@@ -103,7 +103,7 @@ class QuantizedModel(ProgramModule):
 
     def step_times(self, *args: Any, **kwargs: Any) -> list[int]:
         """Return the nanoseconds of every step of one call in execution order. The schedule search uses it."""
-        if self.signature.written:  # a call updates its inputs in place; timing must not
+        if self.signature.updated_inputs:  # a call updates its inputs in place; timing must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         return self._timed_call(leaves, self._plan_for(leaves), torch.get_num_threads()).step_times(

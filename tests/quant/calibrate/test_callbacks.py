@@ -35,7 +35,7 @@ class Watching(CalibrationCallback):
         inputs = [info.unquantized_inputs(b)[0] for b in range(info.batches)]
         quantized = [info.quantized_inputs(b)[0] for b in range(info.batches)]
         outputs = [(info.unquantized_outputs(b)[0], info.quantized_outputs(b)[0]) for b in range(info.batches)]
-        self.seen.append((info.sites, inputs, quantized, outputs, dict(info.settled)))
+        self.seen.append((info.sites, inputs, quantized, outputs, dict(info.known_qparams)))
         return self.found(info)
 
 
@@ -218,7 +218,7 @@ def test_choices_can_be_compared_before_one_is_made():
                     high,
                 )
             )
-        return {name: (-min(found)[1], min(found)[1])} if name not in info.settled else {}
+        return {name: (-min(found)[1], min(found)[1])} if name not in info.known_qparams else {}
 
     ranges = Calibrator(prepared(Watching(least)), DATA).calibrate()
     assert ranges.parameters["#0/input.args_0"].step == pytest.approx(8 / 255)

@@ -96,7 +96,7 @@ class InductorModel(nn.Module):
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
             written = results[sum(output.value is not None for output in self.signature.outputs) :]
-            for leaf, value in zip(self.signature.written, written, strict=False):
+            for leaf, value in zip(self.signature.updated_inputs, written, strict=False):
                 leaves[[entry.leaf for entry in self.signature.inputs].index(leaf)].copy_(value)
         return unflatten_result(self.signature, tuple(results), symbols)
 
@@ -184,7 +184,7 @@ class InductorModel(nn.Module):
 
     def _check_package(self) -> None:
         """Raise an error if the model cannot be compiled ahead of time."""
-        if self.signature.state or self.signature.written:
+        if self.signature.state or self.signature.updated_inputs:
             problem = "the model changes buffers or inputs while it runs, which a package does not support"
             raise UnsupportedError(
                 "save_package",

@@ -127,15 +127,15 @@ def _implementations(
         yield placed, operator(node) != where.operator
 
 
-def _merged_parts(each: Iterable[tuple[Placed, bool]]) -> list[Placed]:
+def _merged_parts(parts: Iterable[tuple[Placed, bool]]) -> list[Placed]:
     """Merge consecutive parts of one operator. The merged entry has the kind that comes first in `KIND_PRIORITY`."""
     found: list[tuple[Placed, bool]] = []
-    for here, part in each:
-        if not found or found[-1][0].origin != here.origin or not (part or found[-1][1]):
-            found.append((here, part))
+    for entry, is_part in parts:
+        if not found or found[-1][0].origin != entry.origin or not (is_part or found[-1][1]):
+            found.append((entry, is_part))
             continue
-        before, whole = found[-1][0], not (part and found[-1][1])
-        found[-1] = min(before, here, key=lambda placed: KIND_PRIORITY.index(placed.kind)), not whole
+        before, both_parts = found[-1][0], is_part and found[-1][1]
+        found[-1] = min(before, entry, key=lambda placed: KIND_PRIORITY.index(placed.kind)), both_parts
     return [placed for placed, _ in found]
 
 

@@ -148,7 +148,7 @@ def output_names(signature: Signature, notes: list[str]) -> list[str]:
             names.append(name)
     if any(len(path) > 1 for path in paths):
         notes.append(f"the result is nested; its tensors in order: {', '.join(names)}")
-    for leaf in signature.written:
+    for leaf in signature.updated_inputs:
         names.append(f"{next(entry.name for entry in signature.inputs if entry.leaf == leaf)}_after")
         notes.append(f"output '{names[-1]}': what the model writes into that input")
     return [*names, *[f"{entry.path}_after" for entry in signature.state]]

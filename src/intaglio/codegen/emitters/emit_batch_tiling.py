@@ -59,7 +59,7 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
         ("external", "uint8_t*", len(plan.external)),
     ):
         body(f"{kind} {name}[{count}];")
-        body(f"memcpy({name}, whole->{name}, sizeof {name});")
+        body(f"memcpy({name}, batch_run->{name}, sizeof {name});")
     body(f"dims[{batch}] = sub_batch->count;")
     for line in _externals_at(plan, tiling):
         body(line)
@@ -68,18 +68,18 @@ def emit_batch_tile(code: Code, calls: Sequence[str], tiling: BatchTiling, conte
         body(f"offsets[{context.index[placement.value]}] += {size};")
     body(f"const int64_t begin = offsets[0] + sub_batch->slot * offsets[{len(outside) + 1}];")
     body(f"for (int i = {last - len(inside)}; i < {last}; ++i) offsets[i] = begin + sub_batch->spread * offsets[i];")
-    body("struct Run some = *whole;")
-    body("some.dims = dims, some.offsets = offsets, some.external = external;")
-    body("if (sub_batch->slot) some.times = 0;  // one clock is enough")
-    body("const struct Run* r = &some;")
+    body("struct Run sub_run = *batch_run;")
+    body("sub_run.dims = dims, sub_run.offsets = offsets, sub_run.external = external;")
+    body("if (sub_batch->slot) sub_run.times = 0;  // one clock is enough")
+    body("const struct Run* r = &sub_run;")
     for call in calls:
         body(call)
     images = f"{tiling.images} images" if tiling.images > 1 else "one image"
     code(f"// Steps of the first {tiling.groups} barrier groups, which run on sub-batches of {images} a thread.")
-    arguments = "const struct Run* whole, const struct SubBatch* sub_batch, int thread, int threads"
+    arguments = "const struct Run* batch_run, const struct SubBatch* sub_batch, int thread, int threads"
     with code.block(f"static void run_batch_tile({arguments})"):
         for line in context.dims_used(body.text()):
-            code(line.replace("r->dims", "whole->dims"))
+            code(line.replace("r->dims", "batch_run->dims"))
         code(body.text())
 
 
@@ -99,6 +99,6 @@ def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
         for name in op.inputs:
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)
-                size = f"(whole->bytes[{index}] ? 1 : {size})" if op_def(op) is PIXELS else size
-                found[index] = f"external[{index}] += sub_batch->first * whole->strides[{5 * index}] * {size};"
+                size = f"(batch_run->bytes[{index}] ? 1 : {size})" if op_def(op) is PIXELS else size
+                found[index] = f"external[{index}] += sub_batch->first * batch_run->strides[{5 * index}] * {size};"
     return [found[index] for index in sorted(found)]

@@ -52,8 +52,8 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
 
 def _table(runs: Sequence[Run], context: Context) -> str:
     """Return sizes, source strides and result strides of a copy, padded with leading runs of one element."""
-    whole = [Run(1, 0, 0)] * (RUNS - len(runs)) + list(runs)
-    columns = ([run.size for run in whole], [run.source for run in whole], [run.result for run in whole])
+    padded = [Run(1, 0, 0)] * (RUNS - len(runs)) + list(runs)
+    columns = ([run.size for run in padded], [run.source for run in padded], [run.result for run in padded])
     return ", ".join(_braced(column, context) for column in columns)
 
 

@@ -88,7 +88,7 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
     ):
         code(f"d.tile.{name} = {context.constant(array, kind, name)};")
     if kernel.looks_up:
-        tables = [context.depthwise_tiles(replace(tile, table=True)) for tile in (specs[0], last_spec)]
+        tables = [context.depthwise_tiles(replace(tile, looks_up=True)) for tile in (specs[0], last_spec)]
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"d.kernels = {tables[0]}, d.last_kernels = {tables[1]};")
             code("d.tile.table = d.table, d.table = 0;")

@@ -88,7 +88,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
     if kernel.looks_up:
-        kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, table=True))
+        kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, looks_up=True))
         context.include("elementwise/lookup.h")
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")

@@ -340,7 +340,7 @@ class Segment:
             in_tree=pytree.tree_structure(example),
             out_tree=pytree.tree_structure(tuple(range(len(output.args[0])))),
             fixed={},
-            written={},
+            updated_inputs={},
             names=(),
             state=(),
             ranges={},

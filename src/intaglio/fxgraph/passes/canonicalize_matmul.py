@@ -126,9 +126,9 @@ def _output_slices(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
     """
     sizes = _MovementEvaluator(layer)
     shape = sizes.of(layer)
-    whole = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
+    positions = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
     found: dict[fx.Node, tuple[int, int]] = {}
-    pending = [(layer, whole)]
+    pending = [(layer, positions)]
     while pending:
         node, value = pending.pop()
         for user in node.users:
@@ -137,20 +137,20 @@ def _output_slices(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
             if not operator(user).startswith("aten.") or operator(user).split(".")[1] not in VIEW_NAMES:
                 return {}
             moved = sizes.run(user, node, value)
-            if (span := _channel_range(moved, whole)) is not None:
+            if (span := _channel_range(moved, positions)) is not None:
                 found[user] = span
             else:
                 pending.append((user, moved))
     return found if all(last - first < shape[-1] for first, last in found.values()) else {}
 
 
-def _channel_range(part: torch.Tensor, whole: torch.Tensor) -> tuple[int, int] | None:
-    """Return the range of channels of `whole` that `part` equals, or ``None``."""
-    if part.dim() != whole.dim() or part.shape[:-1] != whole.shape[:-1] or part.shape == whole.shape:
+def _channel_range(part: torch.Tensor, positions: torch.Tensor) -> tuple[int, int] | None:
+    """Return the range of channels of `positions` that `part` equals, or ``None``."""
+    if part.dim() != positions.dim() or part.shape[:-1] != positions.shape[:-1] or part.shape == positions.shape:
         return None
     first = int(part.flatten()[0])
     last = first + part.shape[-1]
-    return (first, last) if last <= whole.shape[-1] and torch.equal(part, whole[..., first:last]) else None
+    return (first, last) if last <= positions.shape[-1] and torch.equal(part, positions[..., first:last]) else None
 
 
 class _MovementEvaluator:

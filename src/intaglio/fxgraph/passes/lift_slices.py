@@ -110,8 +110,8 @@ def _drop_expand(module: fx.GraphModule) -> int:
         for index in (0, 1):
             value, other = node.args[index], node.args[1 - index]
             kind = tensor_type(other)
-            whole = kind is not None and kind.shape == known_type(node).shape
-            if whole and operator(value) == EXPAND_TARGET and _is_constant_or_slice(module, value.args[0]):
+            same_shape = kind is not None and kind.shape == known_type(node).shape
+            if same_shape and operator(value) == EXPAND_TARGET and _is_constant_or_slice(module, value.args[0]):
                 node.update_arg(index, value.args[0])
                 hits += 1
     return hits
@@ -147,8 +147,8 @@ def _commuting_slice(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | N
     part = parts[0]
     length = part.tensor.shape[part.axis]
     sizes = [length if axis == part.axis else size for axis, size in enumerate(kind.shape)]
-    whole = [size for size in sizes if isinstance(size, int)]
-    if len(whole) < len(sizes) or prod(whole) * kind.dtype.bytes > MAX_CONSTANT_BYTES:
+    fixed = [size for size in sizes if isinstance(size, int)]
+    if len(fixed) < len(sizes) or prod(fixed) * kind.dtype.bytes > MAX_CONSTANT_BYTES:
         return None
     if name == EMBEDDING_TARGET:
         return part if _constant_slice(module, node.args[1]) else None
@@ -157,9 +157,9 @@ def _commuting_slice(module: fx.GraphModule, node: fx.Node) -> ConstantSlice | N
         if not is_constant(source) or _constant_slice(module, ids) is None:
             return None
         room = getattr(module, source.target).shape
-        return part if all(size <= most for size, most in zip(whole, room, strict=True)) else None
+        return part if all(size <= most for size, most in zip(fixed, room, strict=True)) else None
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or name == "aten._to_copy.default"
-    return part if pointwise and len(whole) == part.tensor.dim() and _constant_along_slice(part, others) else None
+    return part if pointwise and len(fixed) == part.tensor.dim() and _constant_along_slice(part, others) else None
 
 
 def _constant_along_slice(part: ConstantSlice, others: list[fx.Node]) -> bool:

@@ -98,7 +98,7 @@ def _epilogue(spec: TileSpec) -> list[str]:
         lines += [f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}"] * (not spec.residual_remainder)
     lines += [f"mov {field('remainder')},%rsi"] * spec.remainder
     lines += [f"mov {field('residual_remainder')},%rbx"] * spec.residual_remainder
-    if spec.guard:
+    if spec.clamps_float:
         lines += [
             f"vbroadcastss {limit('convertible_low')},{LOW_HALF}",
             f"vbroadcastss {limit('convertible_high')},{HIGH_HALF}",
@@ -138,7 +138,7 @@ def _scaled(spec: TileSpec, i: int, half: int) -> list[str]:
             f"vmulps {OTHER_FACTOR[half]},{SCRATCH},{SCRATCH}",
             f"vaddps {SCRATCH},{sums},{sums}",
         ]
-    if spec.guard:
+    if spec.clamps_float:
         lines += [f"vmaxps {LOW_HALF},{sums},{sums}", f"vminps {HIGH_HALF},{sums},{sums}"]
     return lines
 
@@ -203,9 +203,9 @@ def _floats(i: int) -> list[str]:
     return _store([f"vmovups {low},(%rdx)", f"vmovups {high},32(%rdx)"], pieces, 4)
 
 
-def _store(whole: list[str], pieces: list[tuple[int, list[str]]], item: int, pointer: str = "rdx") -> list[str]:
+def _store(full: list[str], pieces: list[tuple[int, list[str]]], item: int, pointer: str = "rdx") -> list[str]:
     """Return the lines that store 16 channels at a pointer, or exactly r10 channels in pieces of 8, 4, 2 and 1."""
-    lines = ["test $16,%r10d", "jz 4f", *whole, "jmp 9f", "4:", f"mov %{pointer},%r11"]
+    lines = ["test $16,%r10d", "jz 4f", *full, "jmp 9f", "4:", f"mov %{pointer},%r11"]
     for label, (channels, moves) in enumerate(pieces, start=5):
         lines += [f"test ${channels},%r10d", f"jz {label}f", *moves, f"add ${channels * item},%r11", f"{label}:"]
     return [*lines, "9:"]

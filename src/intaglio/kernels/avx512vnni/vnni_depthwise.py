@@ -164,11 +164,11 @@ def _pixel(spec: DepthwiseSpec, row: int, column: int) -> Iterator[list[str]]:
         yield from _in_order(spec, parts)
         yield [*(f"vmovups {acc},{_bytes(spec) * part}(%r14)" for part, acc in enumerate(parts)), "add %r15,%r14"]
         return
-    yield from quantize_stages(parts, spec.natural, spec.guard, spec.table)
-    if spec.table:
-        whole, spare, first, third = (part.replace("ymm", "zmm") for part in parts)
+    yield from quantize_stages(parts, spec.saturates, spec.clamps_float, spec.looks_up)
+    if spec.looks_up:
+        indices, spare, first, third = (part.replace("ymm", "zmm") for part in parts)
         yield [f"vmovdqu64 (%rbp),{first}", f"vmovdqu64 128(%rbp),{third}"]
-        yield from lookup_stages(whole, spare, "rbp", first, third, row)
+        yield from lookup_stages(indices, spare, "rbp", first, third, row)
     yield [f"vmovdqu8 {parts[0]},(%r14){{%k1}}", "add %r15,%r14"]
 
 

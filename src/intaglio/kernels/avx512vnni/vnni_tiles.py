@@ -114,7 +114,7 @@ class _Kernel:
         if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
             lines += [f"vmovdqu64 intaglio_widen{blocks}(%rip),{self.widen}"] * add
-        if self.spec.table:
+        if self.spec.looks_up:
             lines += [f"mov {field('table')},%r11"]
             lines += [f"vmovdqu64 {128 * half}(%r11),{quarter}" for half, quarter in enumerate(self.quarters)]
         stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
@@ -163,7 +163,7 @@ class _Kernel:
         The registers of the residual operand are reused by the next row.
         """
         row, (terms, spread) = self.row(i), self.terms_of_remainder() if self.spec.residual_remainder else self.terms()
-        if self.spec.residual_remainder or not self.spec.natural:
+        if self.spec.residual_remainder or not self.spec.saturates:
             spread += [f"vpsubd {limit('other_zero_point')}{{1to16}},{term},{term}" for term in terms]
         yield [*spread, *(f"vcvtdq2ps {name},{name}" for name in (*row, *terms))]
         yield [
@@ -216,7 +216,7 @@ class _Kernel:
         """
         if self.spec.remainder:
             spare = f"%zmm{self.spec.blocks + 4 + i % 4}"
-            yield from quantize_16bit_stages(row, spare, self.spec.natural, self.spec.guard)
+            yield from quantize_16bit_stages(row, spare, self.spec.saturates, self.spec.clamps_float)
             quantized, remainder = row[1] if len(row) > 1 else spare, row[0]
             gathered = [f"vpermd {part},{self.gather},{part}" for part in (quantized, remainder)] * (len(row) < 4)
             yield [
@@ -227,8 +227,8 @@ class _Kernel:
                 f"add {field('remainder_pixel')},%rsi",
             ]
             return
-        yield from quantize_stages(row, self.spec.natural, self.spec.guard, self.spec.table)
-        if self.spec.table:
+        yield from quantize_stages(row, self.spec.saturates, self.spec.clamps_float, self.spec.looks_up)
+        if self.spec.looks_up:
             spare = row[1] if len(row) > 1 else f"%zmm{self.spec.blocks + 3 + i % 4}"
             yield from lookup_stages(row[0], spare, "r11", *self.quarters, i)
         gathered = [f"vpermd {row[0]},{self.gather},{row[0]}"] * (len(row) < 4)

@@ -62,10 +62,10 @@ static inline Reals relu(Reals x) {
 }
 
 // Round |x| <= 2^22 to integers, ties to even: after the addition of 1.5 * 2^23 the low bits of the mantissa hold the
-// rounded integer. `shifted` adds, `integral` returns the integer as float32, `whole` as int32.
-static inline Reals shifted(Reals x) { return x + 12582912.0f; }
-static inline Reals integral(Reals shifted) { return shifted - 12582912.0f; }
-static inline RealBits whole(Reals shifted) { return (RealBits)shifted - 0x4b400000; }
+// rounded integer. `add_magic` adds, `magic_to_f32` returns the integer as float32, `magic_to_i32` as int32.
+static inline Reals add_magic(Reals x) { return x + 12582912.0f; }
+static inline Reals magic_to_f32(Reals sum) { return sum - 12582912.0f; }
+static inline RealBits magic_to_i32(Reals sum) { return (RealBits)sum - 0x4b400000; }
 
 // Repeat a statement for COUNT vectors. Several vectors are computed step by step together, because the steps of one
 // vector depend on each other and the out-of-order window of a processor is too short to overlap them with later code.
@@ -92,9 +92,9 @@ static inline Reals exp_rise(Reals bounded, Reals n) {
 // Split exp(x) for x in [-87, 0]: return r, and set *power to a power of two, with exp(x) = (r + 1) * power. Smaller x
 // count as -87.
 static inline Reals exp_parts(Reals x, Reals* power) {
-    const Reals bounded = at_least(x, -87.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
-    *power = (Reals)((whole(rounded) + 127) << 23);
-    return exp_rise(bounded, integral(rounded));
+    const Reals bounded = at_least(x, -87.0f), rounded = add_magic(bounded * 1.44269502162933349609375f);
+    *power = (Reals)((magic_to_i32(rounded) + 127) << 23);
+    return exp_rise(bounded, magic_to_f32(rounded));
 }
 
 // Replace each x <= 0 by exp(x), which is 0 below -87; NaN stays NaN. Lanes below -87 are computed with n = 0 and then
@@ -104,9 +104,9 @@ static inline __attribute__((always_inline)) void exp_negatives(Reals* x) {
     Reals n[COUNT], power[COUNT];
     RealBits below[COUNT];
     EACH below[i] = x[i] < -87.0f;
-    EACH n[i] = shifted(below[i] ? all_lanes(0.0f) : x[i] * 1.44269502162933349609375f);
-    EACH power[i] = (Reals)((whole(n[i]) + 127) << 23);
-    EACH n[i] = integral(n[i]);
+    EACH n[i] = add_magic(below[i] ? all_lanes(0.0f) : x[i] * 1.44269502162933349609375f);
+    EACH power[i] = (Reals)((magic_to_i32(n[i]) + 127) << 23);
+    EACH n[i] = magic_to_f32(n[i]);
     exp_rises<COUNT>(x, n);
     EACH x[i] = below[i] ? all_lanes(0.0f) : (x[i] + 1.0f) * power[i];
 }
@@ -189,7 +189,7 @@ static inline __attribute__((always_inline)) void gelu_approx_vectors(Reals* x) 
     Reals size[COUNT], total[COUNT];
     RealBits place[COUNT];
     EACH size[i] = magnitude_at_most(x[i], 5.0f);
-    EACH place[i] = (RealBits)shifted(size[i] * 3.0f);
+    EACH place[i] = (RealBits)add_magic(size[i] * 3.0f);
     EACH total[i] = gelu_approx_term(3, place[i]) * size[i] + gelu_approx_term(2, place[i]);
     EACH total[i] = total[i] * size[i] + gelu_approx_term(1, place[i]);
     EACH total[i] = total[i] * size[i] + gelu_approx_term(0, place[i]);
@@ -207,16 +207,15 @@ static inline Reals gelu_tanh(Reals x) {
 }
 
 // Narrow 16 quantized values from 32 bits to 8 bits each.
-static inline void narrow16(const RealBits* words, uint8_t* levels) {
+static inline void narrow16(const RealBits* words, uint8_t* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)words[0], (__m256i)words[1]), 0xd8);
-    _mm_storeu_si128((__m128i*)levels,
-                     _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+    _mm_storeu_si128((__m128i*)to, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 #else
     typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
     for (int i = 0; i < 16 / FLOATS; ++i) {
         const Bytes bytes = __builtin_convertvector(words[i], Bytes);
-        memcpy(levels + i * FLOATS, &bytes, sizeof bytes);
+        memcpy(to + i * FLOATS, &bytes, sizeof bytes);
     }
 #endif
 }

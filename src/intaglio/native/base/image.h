@@ -65,18 +65,18 @@ static inline void fill_halo_pixels(const struct Image* i, const uint8_t* pixel,
     }
 }
 
-// Fill this thread's part of the halo with the zero point `level`.
-static inline void fill_halo(const struct Image* i, uint8_t level, int thread, int threads) {
+// Fill this thread's part of the halo with the zero point.
+static inline void fill_halo(const struct Image* i, uint8_t zero_point, int thread, int threads) {
     const int64_t rows = i->height + 2 * i->halo_y, side = i->halo_x * i->pixel;
     for (int64_t r = shard_begin(i->images * rows, thread, threads);
          r < shard_begin(i->images * rows, thread + 1, threads); ++r) {
         const int64_t y = r % rows - i->halo_y;
         uint8_t* line = at(i, r / rows, y, -i->halo_x);
         if (y < 0 || y >= i->height) {
-            memset(line, level, (size_t)i->line);
+            memset(line, zero_point, (size_t)i->line);
         } else {
-            memset(line, level, (size_t)side);
-            memset(line + i->line - side, level, (size_t)side);
+            memset(line, zero_point, (size_t)side);
+            memset(line + i->line - side, zero_point, (size_t)side);
         }
     }
 }

@@ -39,9 +39,9 @@ static inline int32_t round_clamp_i32(float steps, int32_t zero_point, int32_t l
     const float convertible = 1073741824.0f;
     steps = steps < -convertible ? -convertible : steps;
     steps = steps > convertible ? convertible : steps;
-    int32_t level = (int32_t)round_even(steps) + zero_point;
-    level = level < low ? low : level;
-    return level > high ? high : level;
+    int32_t quantized = (int32_t)round_even(steps) + zero_point;
+    quantized = quantized < low ? low : quantized;
+    return quantized > high ? high : quantized;
 }
 
 // Requantize an int32 accumulator: clamp(rne(float32(acc) * factor) + zero_point, low, high).
@@ -56,5 +56,5 @@ static inline int32_t add_requantize(int32_t a, float factor_a, int32_t b, float
     return round_clamp_i32((float)a * factor_a + (float)b * factor_b, zero_point, low, high);
 }
 
-// A 16-bit value is 255 * level + rest: its 8-bit quantized value `level` and a remainder `rest` in 0..254.
+// A 16-bit value is 255 * quantized + remainder: its 8-bit value `quantized` and a remainder in 0..254.
 enum { STEPS = 255 };

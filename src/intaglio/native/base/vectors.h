@@ -62,11 +62,12 @@ static inline Floats select_by_sign(Floats x, Floats rise, Floats fall) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), fall, rise);
 }
 
-// Constants of `round_and_pack`. `far`: steps may exceed the range of int32. `whole`: the bounds are 0 and 255.
+// Constants of `round_and_pack`. `exceeds_i32`: steps may exceed the range of int32. `full_range`: the bounds are 0 and
+// 255.
 struct PackConstants {
     __m512i zero_point, low, high;
     __m512 convertible;
-    int far, whole;
+    int exceeds_i32, full_range;
 };
 
 // Return the constants of `round_and_pack` for steps of magnitude up to `most`.
@@ -80,7 +81,7 @@ static inline struct PackConstants pack_constants(const struct Limits* q, float 
 // Round steps to int32. Steps below the range of int32 and NaN become the smallest int32; only steps that may be above
 // 2^30 need a bound.
 static inline __m512i to_int32(Floats steps, const struct PackConstants* f) {
-    return _mm512_cvtps_epi32(f->far ? _mm512_min_ps(f->convertible, steps) : steps);
+    return _mm512_cvtps_epi32(f->exceeds_i32 ? _mm512_min_ps(f->convertible, steps) : steps);
 }
 
 // Return clamp(rne(steps) + zero_point, low, high) of four quarters. Saturation to 16 bits only changes values that the
@@ -88,8 +89,9 @@ static inline __m512i to_int32(Floats steps, const struct PackConstants* f) {
 static inline VectorU8 round_and_pack(const Floats* steps, const struct PackConstants* f) {
     const __m512i a = _mm512_packs_epi32(to_int32(steps[0], f), to_int32(steps[1], f));
     const __m512i b = _mm512_packs_epi32(to_int32(steps[2], f), to_int32(steps[3], f));
-    const __m512i level = _mm512_packus_epi16(_mm512_adds_epi16(a, f->zero_point), _mm512_adds_epi16(b, f->zero_point));
-    return f->whole ? level : _mm512_min_epu8(_mm512_max_epu8(level, f->low), f->high);
+    const __m512i packed =
+        _mm512_packus_epi16(_mm512_adds_epi16(a, f->zero_point), _mm512_adds_epi16(b, f->zero_point));
+    return f->full_range ? packed : _mm512_min_epu8(_mm512_max_epu8(packed, f->low), f->high);
 }
 
 static inline VectorU8 unpack_low(VectorU8 a, VectorU8 b) { return _mm512_unpacklo_epi16(a, b); }
@@ -139,11 +141,12 @@ static inline Floats select_by_sign(Floats x, Floats rise, Floats fall) {
     return _mm256_blendv_ps(fall, rise, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
 }
 
-// Constants of `round_and_pack`. `far`: steps may exceed the range of int32. `whole`: the bounds are 0 and 255.
+// Constants of `round_and_pack`. `exceeds_i32`: steps may exceed the range of int32. `full_range`: the bounds are 0 and
+// 255.
 struct PackConstants {
     __m256i zero_point, low, high;
     __m256 convertible;
-    int far, whole;
+    int exceeds_i32, full_range;
 };
 
 // Return the constants of `round_and_pack` for steps of magnitude up to `most`.
@@ -158,14 +161,15 @@ static inline struct PackConstants pack_constants(const struct Limits* q, float 
 }
 
 static inline __m256i to_int32(Floats steps, const struct PackConstants* f) {
-    return _mm256_cvtps_epi32(f->far ? _mm256_min_ps(f->convertible, steps) : steps);
+    return _mm256_cvtps_epi32(f->exceeds_i32 ? _mm256_min_ps(f->convertible, steps) : steps);
 }
 
 static inline VectorU8 round_and_pack(const Floats* steps, const struct PackConstants* f) {
     const __m256i a = _mm256_packs_epi32(to_int32(steps[0], f), to_int32(steps[1], f));
     const __m256i b = _mm256_packs_epi32(to_int32(steps[2], f), to_int32(steps[3], f));
-    const __m256i level = _mm256_packus_epi16(_mm256_adds_epi16(a, f->zero_point), _mm256_adds_epi16(b, f->zero_point));
-    return f->whole ? level : _mm256_min_epu8(_mm256_max_epu8(level, f->low), f->high);
+    const __m256i packed =
+        _mm256_packus_epi16(_mm256_adds_epi16(a, f->zero_point), _mm256_adds_epi16(b, f->zero_point));
+    return f->full_range ? packed : _mm256_min_epu8(_mm256_max_epu8(packed, f->low), f->high);
 }
 
 static inline VectorU8 unpack_low(VectorU8 a, VectorU8 b) { return _mm256_unpacklo_epi16(a, b); }
@@ -183,9 +187,9 @@ static inline float magnitude(float x) { return x < 0 ? -x : x; }
 static inline Floats origin(int32_t zero) { return floats((float)(8388608 + zero)); }
 #endif
 
-// Iterate over `count` quantized values, whole pixels of `period` channels, a vector at a time: `i` is the first value
-// of the vector and `channel` its channel. Vectors begin at any channel and may end in another pixel, so arrays of
-// constants per channel start over and have WIDE - 1 entries more.
+// Iterate over `count` quantized values, whole pixels of `period` channels, a vector at a time: `i` is the first
+// value of the vector and `channel` its channel. Vectors begin at any channel and may end in another pixel, so arrays
+// of constants per channel start over and have WIDE - 1 entries more.
 #define FOR_EACH_VECTOR(count, period)                                     \
     for (int64_t i = 0, channel = 0, step_ = WIDE % (period); i < (count); \
          i += WIDE, channel += step_, channel -= channel < (period) ? 0 : (period))

@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) void apply_and_quantize(const struc
             x[i] = x[i] * own;
         }
     EACH x[i] = at_most(at_least(x[i] * inverse, least), most);
-    EACH words[i] = whole(shifted(x[i])) + q->zero_point;
+    EACH words[i] = magic_to_i32(add_magic(x[i])) + q->zero_point;
 }
 
 // Apply a function to `channels` channels of each pixel and quantize, 64 channels at a time and then 16.
@@ -38,12 +38,12 @@ static inline __attribute__((always_inline)) void quantize_function(const struct
         for (; c < channels; c += 16) {
             Reals x[ONE];
             RealBits words[ONE];
-            uint8_t level[16];
+            uint8_t quantized[16];
             memcpy(x, from + c, sizeof x);
             Function::template run<ONE>(a, x);
             apply_and_quantize<ONE>(a, x, a->gain ? a->gain + c : 0, words);
-            narrow16(words, level);
-            memcpy(to + c, level, c + 16 <= channels ? 16 : (size_t)(channels - c));
+            narrow16(words, quantized);
+            memcpy(to + c, quantized, c + 16 <= channels ? 16 : (size_t)(channels - c));
         }
     }
 }

@@ -15,9 +15,9 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const
     for (int64_t x = 0; x < pixels; ++x, from += stride, to += stride)
         for (int64_t i = 0; i < channels; i += 64) {
             const __mmask64 some = channels - i < 64 ? ((__mmask64)1 << (channels - i)) - 1 : ~(__mmask64)0;
-            const __m512i level = _mm512_maskz_loadu_epi8(some, from + i);
-            const __m512i low = _mm512_permutex2var_epi8(a, level, b), high = _mm512_permutex2var_epi8(c, level, d);
-            _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(level), low, high));
+            const __m512i index = _mm512_maskz_loadu_epi8(some, from + i);
+            const __m512i low = _mm512_permutex2var_epi8(a, index, b), high = _mm512_permutex2var_epi8(c, index, d);
+            _mm512_mask_storeu_epi8(to + i, some, _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high));
         }
 }
 #elif defined(__AVX2__)

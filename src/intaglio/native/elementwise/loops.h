@@ -129,13 +129,13 @@ static inline Longs all_i64(const int64_t* from) { return (Longs){} + *from; }
 
 // -- quantized values -------------------------------------------------------------------------------------------------
 
-static inline Reals dequantize_lanes(RealBits levels, int32_t zero_point, float scale) {
-    return __builtin_convertvector(levels - zero_point, Reals) * scale;
+static inline Reals dequantize_lanes(RealBits quantized, int32_t zero_point, float scale) {
+    return __builtin_convertvector(quantized - zero_point, Reals) * scale;
 }
 
 // Dequantize with a zero point in float32, see dequantize_table of numerics/row_quantization.py.
-static inline Reals dequantize_row(RealBits levels, float scale, float zero_point) {
-    return (__builtin_convertvector(levels, Reals) - zero_point) * scale;
+static inline Reals dequantize_row(RealBits quantized, float scale, float zero_point) {
+    return (__builtin_convertvector(quantized, Reals) - zero_point) * scale;
 }
 
 // Dequantize vector i of COUNT. With AVX512-VNNI and STEP vectors, vector i has every STEP-th value from the i-th on:
@@ -155,7 +155,7 @@ static inline Reals read_interleaved(const uint8_t* from, int i, int64_t count, 
 // rounded.
 static inline RealBits quantize_lanes(Reals x, float inverse, int32_t zero_point, float least, float most) {
     const Reals steps = x * inverse, bounded = at_most(at_least(steps, least), most);
-    return whole(shifted(steps == steps ? bounded : all_lanes(0.0f))) + zero_point;
+    return magic_to_i32(add_magic(steps == steps ? bounded : all_lanes(0.0f))) + zero_point;
 }
 
 // Quantize COUNT vectors and store them one after the other. STEP full vectors take a single store: values too low for
@@ -179,11 +179,11 @@ static inline __attribute__((always_inline)) void quantize_and_write(uint8_t* to
         const __m512i back = _mm512_adds_epi16(_mm512_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
         const __m512i place = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
         const __m512i turn = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
-        __m512i levels = _mm512_packus_epi16(front, back);
-        levels = interleaved ? _mm512_shuffle_epi8(levels, turn) : _mm512_permutexvar_epi32(place, levels);
-        if (low > 0) levels = _mm512_max_epu8(levels, _mm512_set1_epi8((char)low));
-        if (high < 255) levels = _mm512_min_epu8(levels, _mm512_set1_epi8((char)high));
-        _mm512_storeu_si512(to, levels);
+        __m512i packed = _mm512_packus_epi16(front, back);
+        packed = interleaved ? _mm512_shuffle_epi8(packed, turn) : _mm512_permutexvar_epi32(place, packed);
+        if (low > 0) packed = _mm512_max_epu8(packed, _mm512_set1_epi8((char)low));
+        if (high < 255) packed = _mm512_min_epu8(packed, _mm512_set1_epi8((char)high));
+        _mm512_storeu_si512(to, packed);
         return;
     }
 #elif defined(__AVX2__)
@@ -198,10 +198,10 @@ static inline __attribute__((always_inline)) void quantize_and_write(uint8_t* to
         const __m256i front = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1 % COUNT]), zero);
         const __m256i back = _mm256_adds_epi16(_mm256_packs_epi32(steps[2 % COUNT], steps[3 % COUNT]), zero);
         const __m256i place = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-        __m256i levels = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
-        if (low > 0) levels = _mm256_max_epu8(levels, _mm256_set1_epi8((char)low));
-        if (high < 255) levels = _mm256_min_epu8(levels, _mm256_set1_epi8((char)high));
-        _mm256_storeu_si256((__m256i*)to, levels);
+        __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(front, back), place);
+        if (low > 0) packed = _mm256_max_epu8(packed, _mm256_set1_epi8((char)low));
+        if (high < 255) packed = _mm256_min_epu8(packed, _mm256_set1_epi8((char)high));
+        _mm256_storeu_si256((__m256i*)to, packed);
         return;
     }
 #endif
@@ -268,18 +268,19 @@ static inline Reals nearest(Reals x) {
 #elif defined(__AVX2__)
     return (Reals)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    Reals whole;
-    for (int l = 0; l < FLOATS; ++l) whole[l] = round_even(x[l]);
-    return (Reals)((RealBits)absolute(whole) | ((RealBits)x & (int32_t)0x80000000));  // restores signs of zero
+    Reals rounded;
+    for (int l = 0; l < FLOATS; ++l) rounded[l] = round_even(x[l]);
+    return (Reals)((RealBits)absolute(rounded) | ((RealBits)x & (int32_t)0x80000000));  // restores signs of zero
 #endif
 }
 
 static inline Reals exponential(Reals x) {
-    const Reals bounded = at_most(at_least(x, -87.0f), 89.0f), rounded = shifted(bounded * 1.44269502162933349609375f);
-    const RealBits n = whole(rounded);
+    const Reals bounded = at_most(at_least(x, -87.0f), 89.0f),
+                rounded = add_magic(bounded * 1.44269502162933349609375f);
+    const RealBits n = magic_to_i32(rounded);
     const Reals power = (Reals)(((n < 127 ? n : (RealBits){} + 127) + 127) << 23);
     const Reals twice = n > 127 ? all_lanes(2.0f) : all_lanes(1.0f);
-    const Reals found = ((exp_rise(bounded, integral(rounded)) + 1.0f) * power) * twice;
+    const Reals found = ((exp_rise(bounded, magic_to_f32(rounded)) + 1.0f) * power) * twice;
     return keep_nan(x, x < -87.0f ? all_lanes(0.0f) : found);
 }
 

@@ -120,8 +120,8 @@ static inline __attribute__((always_inline)) void term_vectors(const struct Term
             const Floats real = widen_quarter(x, j) - zero, term = load_floats(terms + stride * j);
             steps[j] = sum ? real * factor + term : real * term * factor;
         }
-        const VectorU8 level = round_and_pack(steps, f);
-        store_u8(to + i, sixteens ? level : interleave(level), count - i);
+        const VectorU8 packed = round_and_pack(steps, f);
+        store_u8(to + i, sixteens ? packed : interleave(packed), count - i);
     }
 }
 #else

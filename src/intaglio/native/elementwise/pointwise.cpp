@@ -63,11 +63,11 @@ LIBRARY void prelu_u8(const struct Image* in, const struct Image* out, int32_t z
 
 // Sum of up to 2^15 quantized values, and sum of their squares.
 struct Moments {
-    int64_t levels, squares;
+    int64_t sum, squares;
 };
 
 static inline struct Moments moments(const uint8_t* from, int64_t count) {
-    int32_t levels = 0, squares = 0;
+    int32_t total = 0, squares = 0;
 #if defined(VECTORS)
     Ints sum = {}, square = {};
     for (int64_t i = 0; i < count; i += WIDE) {
@@ -75,11 +75,11 @@ static inline struct Moments moments(const uint8_t* from, int64_t count) {
         sum += add_pairs((VectorU8)(even + odd), (VectorU8)(x - x + 1));
         square += add_pairs((VectorU8)even, (VectorU8)even) + add_pairs((VectorU8)odd, (VectorU8)odd);
     }
-    for (int l = 0; l < WIDE / 4; ++l) levels += sum[l], squares += square[l];
+    for (int l = 0; l < WIDE / 4; ++l) total += sum[l], squares += square[l];
 #else
-    for (int64_t c = 0; c < count; ++c) levels += from[c], squares += from[c] * from[c];
+    for (int64_t c = 0; c < count; ++c) total += from[c], squares += from[c] * from[c];
 #endif
-    const struct Moments m = {levels, squares};
+    const struct Moments m = {total, squares};
     return m;
 }
 
@@ -93,17 +93,17 @@ LIBRARY void layer_norm_u8(const struct Image* in, const struct Image* out, int3
             const uint8_t* from = at(in, n, y, x);
             uint8_t* to = at(out, n, y, x);
             const struct Moments m = moments(from, count);
-            const float mean = (float)(m.levels - count * zero) / (float)count;
-            const float variance = (float)(count * m.squares - m.levels * m.levels) / (float)(count * count);
+            const float mean = (float)(m.sum - count * zero) / (float)count;
+            const float variance = (float)(count * m.squares - m.sum * m.sum) / (float)(count * count);
             const float inverse = 1.0f / __builtin_sqrtf(variance + eps);
 #if defined(VECTORS)
             const struct PackConstants f = pack_constants(q, UNBOUNDED_STEPS);
             for (int64_t i = 0; i < count; i += WIDE) {
-                const VectorU8 level = deinterleave(load_u8(from + i, count - i));
+                const VectorU8 quantized = deinterleave(load_u8(from + i, count - i));
                 Floats steps[4];
                 for (int j = 0; j < 4; ++j) {
                     const int64_t c = i + WIDE / 4 * j;
-                    const Floats normal = (widen_quarter(level, j) - origin(zero) - floats(mean)) * floats(inverse);
+                    const Floats normal = (widen_quarter(quantized, j) - origin(zero) - floats(mean)) * floats(inverse);
                     steps[j] = normal * load_floats(factor + c) + load_floats(offset + c);
                 }
                 store_u8(to + i, interleave(round_and_pack(steps, &f)), count - i);
@@ -125,8 +125,8 @@ LIBRARY void clamp_u8(const struct Image* in, const struct Image* out, const str
         const uint8_t* from = at(in, n, y, 0);
         uint8_t* to = at(out, n, y, 0);
         for (int64_t i = 0; i < out->width * out->pixel; ++i) {
-            const uint8_t level = from[i] < low ? low : from[i];
-            to[i] = level > high ? high : level;
+            const uint8_t quantized = from[i] < low ? low : from[i];
+            to[i] = quantized > high ? high : quantized;
         }
     }
 }

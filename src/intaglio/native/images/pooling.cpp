@@ -46,9 +46,9 @@ LIBRARY void max_pool(const struct Pool* p, int thread, int threads) {
                     for (int64_t y = 0; y < lines.count; ++y) {
                         const uint8_t* tap = in + z * step_z + y * step_y + c;
                         for (int64_t k = 0; k < columns.count; ++k, tap += step_x) {
-                            Lanes level;
-                            memcpy(&level, tap, WIDE);
-                            best = level > best ? level : best;
+                            Lanes lanes;
+                            memcpy(&lanes, tap, WIDE);
+                            best = lanes > best ? lanes : best;
                         }
                     }
                 if (channels - c >= WIDE)

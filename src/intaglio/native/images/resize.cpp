@@ -31,8 +31,8 @@ static inline struct Between between(const struct Grid* g, int64_t i) {
         place = place > 0 ? place : 0;
     }
     const int64_t below = at_most((int64_t)place, g->size - 1);
-    const float over = place - (float)below, rest = over > 0 ? over < 1 ? over : 1 : 0;
-    return (struct Between){below, below + (below < g->size - 1), {1 - rest, rest}};
+    const float over = place - (float)below, fraction = over > 0 ? over < 1 ? over : 1 : 0;
+    return (struct Between){below, below + (below < g->size - 1), {1 - fraction, fraction}};
 }
 
 // Copy the pixel that the grids select to each output. A row that has the same source as the row before it is a copy of

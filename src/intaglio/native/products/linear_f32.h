@@ -28,9 +28,9 @@ static inline __attribute__((always_inline)) Reals reals_at(const int8_t* from) 
     return (Reals)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
 #else
     typedef int8_t VectorU8 __attribute__((vector_size(FLOATS)));
-    VectorU8 levels;
-    memcpy(&levels, from, sizeof levels);
-    return __builtin_convertvector(levels, Reals);
+    VectorU8 quantized;
+    memcpy(&quantized, from, sizeof quantized);
+    return __builtin_convertvector(quantized, Reals);
 #endif
 }
 
@@ -44,10 +44,10 @@ static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from
 #else
     Halves halves;
     memcpy(&halves, from, sizeof halves);
-    const RealBits bits = __builtin_convertvector(halves, RealBits), rest = (bits & 0x7fff) << 13;
-    const RealBits moved = rest + (rest < 31 << 23 ? (RealBits){} + (112 << 23) : (RealBits){} + (224 << 23));
-    const Reals small = (Reals)(rest + (113 << 23)) - 0x1p-14f;
-    return (Reals)((rest < 1 << 23 ? (RealBits)small : moved) | (bits & 0x8000) << 16);
+    const RealBits bits = __builtin_convertvector(halves, RealBits), magnitude = (bits & 0x7fff) << 13;
+    const RealBits moved = magnitude + (magnitude < 31 << 23 ? (RealBits){} + (112 << 23) : (RealBits){} + (224 << 23));
+    const Reals small = (Reals)(magnitude + (113 << 23)) - 0x1p-14f;
+    return (Reals)((magnitude < 1 << 23 ? (RealBits)small : moved) | (bits & 0x8000) << 16);
 #endif
 }
 

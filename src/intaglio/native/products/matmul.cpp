@@ -31,9 +31,9 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
         if (channels % 16) memset(real, 0, sizeof real);  // kernels do not write lanes past the last channel
     }
     const struct Epilogue* epilogue = m->epilogue.take ? &m->epilogue : 0;
-    uint8_t levels[WARM + TILE_BYTES] __attribute__((aligned(64)));
+    uint8_t quantized[WARM + TILE_BYTES] __attribute__((aligned(64)));
     if (epilogue && !activation) t.out_pixel = (channels + 15) / 16 * 16 * epilogue->bytes;
-    uint8_t* const warmed = activation ? levels : (uint8_t*)real;
+    uint8_t* const warmed = activation ? quantized : (uint8_t*)real;
     const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
     const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
     const int staged = m->table || activation || epilogue || m->by_row.scales;

@@ -66,14 +66,14 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
 static inline void pack_lines(const struct Operand* o, int64_t column, int64_t width, int8_t* to) {
     for (int64_t c = 0; c < 16; ++c)
         for (int64_t d = 0; d < o->depth; d += 4) {
-            uint32_t levels = 0;
+            uint32_t four = 0;
             if (column + c < o->columns && d + 4 <= o->depth) {
-                memcpy(&levels, o->base + (column + c) * o->column_stride + d, sizeof levels);
-                levels ^= 0x80808080;
+                memcpy(&four, o->base + (column + c) * o->column_stride + d, sizeof four);
+                four ^= 0x80808080;
             } else if (column + c < o->columns) {
-                levels = load_four_u8(o, d, column + c);
+                four = load_four_u8(o, d, column + c);
             }
-            memcpy(to + d * width + 4 * c, &levels, sizeof levels);
+            memcpy(to + d * width + 4 * c, &four, sizeof four);
         }
 }
 #endif
@@ -189,13 +189,13 @@ static __attribute__((noinline)) void quantize_block(const float* from, int64_t 
 #endif
         for (; c < columns; c += 16) {
             RealBits words[16 / FLOATS];
-            uint8_t levels[16];
+            uint8_t quantized[16];
             for (int i = 0; i < 16 / FLOATS; ++i)
-                words[i] =
-                    whole(shifted(at_most(at_least(load_reals(from + c + i * FLOATS) * factor[r], least), most))) +
-                    zero_point;
-            narrow16(words, levels);
-            memcpy(to + c, levels, c + 16 <= columns ? 16 : (size_t)(columns - c));
+                words[i] = magic_to_i32(add_magic(
+                               at_most(at_least(load_reals(from + c + i * FLOATS) * factor[r], least), most))) +
+                           zero_point;
+            narrow16(words, quantized);
+            memcpy(to + c, quantized, c + 16 <= columns ? 16 : (size_t)(columns - c));
         }
     }
 }

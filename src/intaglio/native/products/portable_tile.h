@@ -30,9 +30,9 @@ static inline void portable_next(struct Tile* t, int rows) {
 }
 
 // Store a quantized value, or with `remainder` a 16-bit value as its quotient and remainder.
-static inline void portable_put(const struct Tile* t, int remainder, int i, int c, int32_t level) {
-    t->out[i * t->out_pixel + c] = (uint8_t)(remainder ? level / STEPS : level);
-    if (remainder) t->remainder[i * t->remainder_pixel + c] = (uint8_t)(level % STEPS);
+static inline void portable_put(const struct Tile* t, int remainder, int i, int c, int32_t quantized) {
+    t->out[i * t->out_pixel + c] = (uint8_t)(remainder ? quantized / STEPS : quantized);
+    if (remainder) t->remainder[i * t->remainder_pixel + c] = (uint8_t)(quantized % STEPS);
 }
 
 // Compute a tile and requantize it.
@@ -54,10 +54,10 @@ static inline void portable_add(const struct Tile* t, int rows, int remainder, i
     for (int i = 0; i < rows; ++i)
         for (int c = 0; c < 16; ++c)
             if (t->mask >> c & 1) {
-                const int32_t level = t->residual[i * t->residual_pixel + c];
-                const int32_t other = residual_remainder
-                                          ? STEPS * level + t->residual_remainder[i * t->residual_remainder_pixel + c]
-                                          : level;
+                const int32_t quantized = t->residual[i * t->residual_pixel + c];
+                const int32_t other =
+                    residual_remainder ? STEPS * quantized + t->residual_remainder[i * t->residual_remainder_pixel + c]
+                                       : quantized;
                 portable_put(t, remainder, i, c,
                              add_requantize(acc[i][c], t->factor[c], other - q->other_zero_point, t->residual_factor[c],
                                             q->zero_point, q->low, q->high));

@@ -26,12 +26,12 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
         one.columns = p->columns - first < panel ? p->columns - first : panel;
         t.out = (uint8_t*)real, t.out_pixel = 4 * panel;
         multiply(&p->kernels, &t, &one, one.columns, rows, 0);
-        uint8_t levels[QUERY_BLOCK * PANEL], *to = epilogue ? levels : out + first;
+        uint8_t quantized[QUERY_BLOCK * PANEL], *to = epilogue ? quantized : out + first;
         const int64_t stride = epilogue ? PANEL : p->out.row;
         if (p->limits) quantize_block(real, panel, rows, ones, p->limits, to, stride, one.columns);
         if (p->table) look_up_here(to, rows, stride, one.columns, p->table);
         if (epilogue) {
-            const uint8_t* made = p->limits ? levels : (const uint8_t*)real;
+            const uint8_t* made = p->limits ? quantized : (const uint8_t*)real;
             epilogue->take(epilogue->run, made, p->limits ? stride : 4 * panel, pixel, rows, first, one.columns);
         }
         t.b += (p->depth + 3) / 4 * 4 * panel, t.bias += panel;

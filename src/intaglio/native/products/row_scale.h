@@ -63,7 +63,7 @@ static inline void quantize_16(const float* from, float inverse, uint8_t* to) {
     for (int j = 0; j < 16 / FLOATS; ++j) {
         Reals x;
         memcpy(&x, from + j * FLOATS, sizeof x);
-        words[j] = whole(shifted(at_most(at_least(x * inverse, -127.0f), 127.0f))) + 128;
+        words[j] = magic_to_i32(add_magic(at_most(at_least(x * inverse, -127.0f), 127.0f))) + 128;
     }
     narrow16(words, to);
 }
@@ -80,11 +80,11 @@ static inline float quantize_row(const float* from, int64_t stride, int64_t coun
     for (; stride == 1 && i + 16 <= count; i += 16) quantize_16(from + i, inverse, to + i);
     while (i < count) {
         float some[16] = {0};
-        uint8_t levels[16];
+        uint8_t quantized[16];
         const int64_t left = count - i < 16 ? count - i : 16;
         for (int64_t l = 0; l < left; ++l) some[l] = from[(i + l) * stride];
-        quantize_16(some, inverse, levels);
-        memcpy(to + i, levels, (size_t)left);
+        quantize_16(some, inverse, quantized);
+        memcpy(to + i, quantized, (size_t)left);
         i += left;
     }
     return peak / 127.0f;

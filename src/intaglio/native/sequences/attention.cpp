@@ -10,7 +10,7 @@ struct AttentionScratch {
     int8_t *packed_k, *packed_v;
     int32_t* terms;               // zero-point term of each key
     float *mask, *scores, *sums;  // [keys]; [QUERY_BLOCK][keys]; [QUERY_BLOCK][values of a head]
-    uint8_t* levels;              // [QUERY_BLOCK][keys]: quantized probabilities
+    uint8_t* probabilities;       // [QUERY_BLOCK][keys]: quantized probabilities
     int64_t row, sums_row;        // number of keys, and of values, padded
     const uint8_t* masked;        // the row that `mask` was computed from
 };
@@ -25,7 +25,7 @@ static inline struct AttentionScratch attention_scratch(const struct Attention* 
     s.terms = (int32_t*)at, at += 4 * s.row;
     s.mask = (float*)at, at += 4 * s.row;
     s.scores = (float*)at, at += 4 * s.row * QUERY_BLOCK;
-    s.levels = at, at += s.row * QUERY_BLOCK;
+    s.probabilities = at, at += s.row * QUERY_BLOCK;
     s.sums = (float*)at;
     return s;
 }
@@ -107,7 +107,7 @@ static inline Reals probability_polynomial(Reals f) {
 // Quantize the probabilities of a row of scores, see quantize_probabilities of numerics/attention_math.py, and return
 // the sum of the quantized values. Scores are read and values written up to a multiple of 16. NaN converts to the
 // smallest int32, which saturates to 0.
-static inline int32_t quantize_probabilities(const float* x, float top, int64_t keys, uint8_t* levels) {
+static inline int32_t quantize_probabilities(const float* x, float top, int64_t keys, uint8_t* probabilities) {
     int64_t j = 0;
     int32_t sum = 0;
 #if defined(__AVX512VNNI__)
@@ -122,22 +122,23 @@ static inline int32_t quantize_probabilities(const float* x, float top, int64_t 
         }
         const __m512i low = _mm512_packs_epi32(words[0], words[1]), high = _mm512_packs_epi32(words[2], words[3]);
         const __m512i bytes = interleave(_mm512_packus_epi16(low, high));
-        _mm512_storeu_si512(levels + j, bytes);
+        _mm512_storeu_si512(probabilities + j, bytes);
         sums = _mm512_dpbusd_epi32(sums, bytes, _mm512_set1_epi8(1));
     }
     sum = _mm512_reduce_add_epi32(sums);
 #endif
-    RealBits rest = {};
+    RealBits lane_sums = {};
     for (; j < keys; j += 16) {
         RealBits words[16 / FLOATS];
         for (int i = 0; i < 16 / FLOATS; ++i) {
-            const Reals power = at_least(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = shifted(power);
-            const RealBits total = (RealBits)probability_polynomial(power - integral(rounded));
-            rest += words[i] = whole(shifted((Reals)(total + (whole(rounded) << 23))));  // times 2^n
+            const Reals power = at_least(load_reals(x + j + i * FLOATS) - top, -12.0f), rounded = add_magic(power);
+            const RealBits total = (RealBits)probability_polynomial(power - magic_to_f32(rounded));
+            lane_sums += words[i] =
+                magic_to_i32(add_magic((Reals)(total + (magic_to_i32(rounded) << 23))));  // times 2^n
         }
-        narrow16(words, levels + j);
+        narrow16(words, probabilities + j);
     }
-    for (int i = 0; i < FLOATS; ++i) sum += rest[i];
+    for (int i = 0; i < FLOATS; ++i) sum += lane_sums[i];
     return sum;
 }
 
@@ -165,14 +166,14 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     }
     for (int64_t i = 0; i < rows; ++i) {
         const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;
-        uint8_t* levels = s->levels + i * s->row;
-        const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, levels);
-        if (end < 4 * steps) memset(levels + end, 0, (size_t)(4 * steps - end));
+        uint8_t* probabilities = s->probabilities + i * s->row;
+        const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, probabilities);
+        if (end < 4 * steps) memset(probabilities + end, 0, (size_t)(4 * steps - end));
         shares[i] = sum ? a->ratio / (float)sum : 0.0f;
     }
     if (steps) {
         for (int i = 0; i < PANEL; ++i) factor[i] = 1.0f;
-        t.a = s->levels, t.a_pixel = s->row, t.b = s->packed_v, t.run = steps;
+        t.a = s->probabilities, t.a_pixel = s->row, t.b = s->packed_v, t.run = steps;
         t.bias = NO_TERMS, t.out = (uint8_t*)s->sums, t.out_pixel = 4 * s->sums_row;
         multiply(&a->kernels, &t, &s->v, a->width, rows, 0);
     } else {

@@ -9,7 +9,7 @@
 // Arrays of a layer in scratch memory.
 struct Working {
     float *of_x, *y, *y_scales, *of_h, *hidden, *cell, *h_scales;
-    uint8_t *y_levels, *h_levels;
+    uint8_t *y_quantized, *h_quantized;
 };
 
 // Return the next `bytes` bytes of scratch memory, rounded up to whole cache lines.
@@ -32,8 +32,8 @@ static inline struct Working cut_up(const struct Recurrent* r) {
     w.hidden = (float*)cut(&at, cells * r->hidden * 4);
     w.cell = (float*)cut(&at, cells * r->hidden * 4);
     w.h_scales = (float*)cut(&at, cells * 4);
-    w.y_levels = cut(&at, rows * d * r->hidden);
-    w.h_levels = cut(&at, cells * r->hidden);
+    w.y_quantized = cut(&at, rows * d * r->hidden);
+    w.h_quantized = cut(&at, cells * r->hidden);
     return w;
 }
 
@@ -77,7 +77,7 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
 // Quantize the hidden state of a cell for the next product.
 static inline void quantize_state(const struct Working* w, int64_t cell, int64_t n) {
     const float* state = w->hidden + cell * n;
-    w->h_scales[cell] = quantize_row(state, 1, n, peak_bits(state, 1, n, MIN_ROW_ABSMAX), w->h_levels + cell * n);
+    w->h_scales[cell] = quantize_row(state, 1, n, peak_bits(state, 1, n, MIN_ROW_ABSMAX), w->h_quantized + cell * n);
 }
 
 // Copy a state to (`out`) or from the caller's memory.
@@ -113,7 +113,7 @@ static inline void multiply_states(const struct Recurrent* r, const struct Worki
                                    int64_t count, int thread, int threads) {
     const int64_t gates = (r->lstm ? 4 : 3) * r->hidden;
     struct Matmul m = r->of_h[layer * r->directions + first / r->batch];
-    m.in = image(w->h_levels + first * r->hidden, count, 1, 1, r->hidden, 0, 0);
+    m.in = image(w->h_quantized + first * r->hidden, count, 1, 1, r->hidden, 0, 0);
     m.out = image((uint8_t*)(w->of_h + first * gates), count, 1, 1, gates * 4, 0, 0);
     m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
     m.by_row.scales = w->h_scales + first;
@@ -162,14 +162,14 @@ LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrie
     for (int64_t layer = 0; layer < r->layers; ++layer) {
         const int64_t width = layer ? r->directions * r->hidden : r->inputs;
         if (layer) {
-            const struct Image levels = image(w.y_levels, rows, 1, 1, width, 0, 0);
+            const struct Image y = image(w.y_quantized, rows, 1, 1, width, 0, 0);
             const int64_t strides[] = {width, 1, 0, 0};
-            quantize_rows(w.y, strides, &levels, w.y_scales, 1, thread, threads);
+            quantize_rows(w.y, strides, &y, w.y_scales, 1, thread, threads);
             intaglio_barrier_wait(barrier, threads);
         }
         for (int64_t d = 0; d < r->directions; ++d) {
             struct Matmul m = r->of_x[layer * r->directions + d];
-            m.in = image(layer ? w.y_levels : r->x, rows, 1, 1, width, 0, 0);
+            m.in = image(layer ? w.y_quantized : r->x, rows, 1, 1, width, 0, 0);
             m.out = image((uint8_t*)(w.of_x + d * rows * gates), rows, 1, 1, gates * 4, 0, 0);
             m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
             m.by_row.scales = layer ? w.y_scales : r->x_scales;

@@ -151,12 +151,12 @@ def mean_over(
     centred = x.astype(np.int64) - q_in.zero
     result = np.empty((*x.shape[:2], *map(len, axes)), np.uint8)
     q, summed = out.qparams, tuple(range(2, x.ndim))
-    whole = (slice(None), slice(None))
+    batch_and_channels = (slice(None), slice(None))
     for place in np.ndindex(*map(len, axes)):
         chosen = [found[index] for found, index in zip(axes, place, strict=True)]
-        acc = centred[whole + tuple(slice(one.start, one.stop) for one in chosen)].sum(summed)
+        acc = centred[batch_and_channels + tuple(slice(one.start, one.stop) for one in chosen)].sum(summed)
         factor = factors[0 if divisor else prod(one.count for one in chosen) - 1]
-        result[whole + place] = numerics.requantize(acc, factor, q.zero, q.qmin, q.qmax)
+        result[batch_and_channels + place] = numerics.requantize(acc, factor, q.zero, q.qmin, q.qmax)
     return result
 
 

@@ -43,9 +43,9 @@ def check_loop(op: Op, graph: Graph) -> None:
         raise ValueError(f"%{op.output}: a loop must compute each of its results, and only once")
     for step in body.ops:
         _check_step(step, op, body)
-    axis, whole = row_axis(body), space(body)
+    axis, shape = row_axis(body), space(body)
     for step in body.ops:
-        if axis is not None and PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != whole[axis]:
+        if axis is not None and PRIMITIVES[step.kind].reduces and body.types[step.inputs[0]].shape[axis] != shape[axis]:
             raise ValueError(f"%{op.output}: {step.kind} reduces a value that has only one number per row")
 
 

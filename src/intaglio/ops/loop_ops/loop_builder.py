@@ -64,8 +64,8 @@ class Body:
         row = PRIMITIVES[kind]
         names = [name if isinstance(name, str) else self.number(name) for name in operands]
         if row.operands[0] == (FLOAT_TYPES,) * len(names) and kind != "cast":
-            whole = [self.types[name].dtype is I64 for name in names]
-            if len(row.operands) == 1 or not all(whole):
+            are_integers = [self.types[name].dtype is I64 for name in names]
+            if len(row.operands) == 1 or not all(are_integers):
                 names = [self.as_float(name) for name in names]
         shape = infer(kind, attrs, [self.types[name].shape for name in names])
         given = dtype or row.result_dtype or self.types[names[0]].dtype

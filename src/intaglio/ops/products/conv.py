@@ -92,8 +92,8 @@ def conv_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
         window = tuple(slice(a, a + s * (o - 1) + 1, s) for a, s, o in zip(starts, stride, sizes, strict=True))
         seen = centred[(slice(None), slice(None), *window)]
         acc += grouped[(None, ..., *tap)] @ seen.reshape(n, groups, channels // groups, prod(sizes))
-    whole = acc.reshape(n, len(weight), *sizes).astype(np.int64).astype(np.int32)
-    return whole + bias.reshape(1, -1, *[1] * len(kernel))
+    acc_i32 = acc.reshape(n, len(weight), *sizes).astype(np.int64).astype(np.int32)
+    return acc_i32 + bias.reshape(1, -1, *[1] * len(kernel))
 
 
 def bind_transposed(call: Call) -> Attrs:

@@ -79,22 +79,22 @@ def _product_kernels(partition: Partition, plan: Plan, isa: Isa) -> tuple[tuple[
 
 def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) -> tuple[Kernel, str]:
     """Return the kernel of a piece and why it was chosen."""
-    tail, guard = partition.tail[0], partition.output in plan.guarded
+    tail, clamps_float = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
     reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.table is not None
-        natural = result != "f32" and saturates_to_bounds(tail, plan.graph)
-        return depthwise_kernel(piece, result, natural, guard, looks_up, isa)
+        saturates = result != "f32" and saturates_to_bounds(tail, plan.graph)
+        return depthwise_kernel(piece, result, saturates, clamps_float, looks_up, isa)
     looks_up = bool(isa.lookup_condition) and partition.table is not None and kind is Tail.REQUANTIZE
     schedule, permuted = plan.schedules[partition.output], isa.packs and result != "f32"
     tile = TileSpec(
         schedule.tile_rows,
         schedule.tile_columns,
         result,
-        natural=permuted and saturates_to_bounds(tail, plan.graph),
-        guard=guard,
+        saturates=permuted and saturates_to_bounds(tail, plan.graph),
+        clamps_float=clamps_float,
         remainder=len(tail.outputs) > 1,
         residual_remainder=len(tail.inputs) > 4,
     )
@@ -114,7 +114,7 @@ def why_not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
 
 
 def depthwise_kernel(
-    piece: Piece, result: str, natural: bool, guard: bool, looks_up: bool, isa: Isa
+    piece: Piece, result: str, saturates: bool, clamps_float: bool, looks_up: bool, isa: Isa
 ) -> tuple[Kernel, str]:
     """Return the cheapest tiles, or loops if the instruction set has no tiles for such taps, and the reason."""
     channels, _, taps_y, taps_x = piece.weight.shape
@@ -122,7 +122,7 @@ def depthwise_kernel(
         missing = f"{isa.name} has none" if isa.depthwise is None else "dilated columns have none"
         return DepthwiseLoops(), f"every output sums one input channel; of depthwise tiles, {missing}"
     best = cheapest_depthwise_tile((taps_y, taps_x), piece.stride, piece.dilation[0])
-    tile = replace(best, result=result, natural=natural, guard=guard)
+    tile = replace(best, result=result, saturates=saturates, clamps_float=clamps_float)
     blocks = -(-channels // tile.channels)
     is_half = channels - (blocks - 1) * tile.channels <= tile.channels // 2
     last = replace(tile, lanes=tile.lanes // 2) if is_half else tile
@@ -157,8 +157,8 @@ def _panel_widths(width: Dim, most: int) -> set[int]:
     """Return the widths, in blocks of 16 columns, of the panels that ``width`` columns are divided into."""
     if not isinstance(width, int):
         return set(range(1, most + 1))
-    whole = -(-width // 16)
-    return {min(whole, most), (whole - 1) % most + 1}
+    blocks = -(-width // 16)
+    return {min(blocks, most), (blocks - 1) % most + 1}
 
 
 def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:

@@ -18,7 +18,7 @@ from intaglio.quant.annotate.regions import Region
 from intaglio.quant.recipes.choices import FunctionForm, ResidualType
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.settings import Setting
-from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, whole_of
+from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, composite_match
 
 
 def quantized_regions(found: Iterable[Region]) -> tuple[Region, ...]:
@@ -159,9 +159,9 @@ def _is_composite(found: Found, reasons: Mapping[fx.Node, str | None]) -> bool:
 def _composite_region(found: Found, settings: Mapping[fx.Node, Setting]) -> Region:
     """Return the region of a pattern match that is replaced by one composite operator."""
     assert found.pattern.operator is not None, f"{found.pattern.name} has no record of its own"
-    whole = whole_of(found, found.pattern.operator)
+    composite = composite_match(found, found.pattern.operator)
     for node in found.nodes:
-        update_info(node, composite=whole)
+        update_info(node, composite=composite)
     return Region(found.nodes, found.pattern.name, settings[found.nodes[-1]], found.pattern)
 
 
@@ -184,15 +184,17 @@ def _pattern_of(nodes: Iterable[fx.Node], owners: Mapping[fx.Node, Found]) -> Qu
 def _propagate_quantization(regions: Iterable[Region]) -> set[Region]:
     """Return the regions to quantize, starting from the anchors and spreading to their neighbours.
 
-    Anchors are quantized, and so are matches of patterns with ``alone``. Another region follows when everything it
-    reads is quantized. A region that only selects or clamps values also follows when all its readers are quantized.
-    With a float residual stream such regions follow only in this second way, because a value must not be rounded before
-    an addition. A clamp of the result of a float operator stays in float with it, because quantizing after the clamp is
-    finer. Dynamically quantized layers read and return floats, so no region follows them.
+    Anchors are quantized, and so are matches of patterns with ``quantize_always``. Another region follows when
+    everything it reads is quantized. A region that only selects or clamps values also follows when all its readers are
+    quantized. With a float residual stream such regions follow only in this second way, because a value must not be
+    rounded before an addition. A clamp of the result of a float operator stays in float with it, because quantizing
+    after the clamp is finer. Dynamically quantized layers read and return floats, so no region follows them.
     """
     regions = list(regions)
     reader = {node: region for region in regions for node in region.nodes}
-    active = {region for region in regions if region.record.anchor or (region.pattern and region.pattern.alone)}
+    active = {
+        region for region in regions if region.record.anchor or (region.pattern and region.pattern.quantize_always)
+    }
     roots = {region.root for region in active if not region.gives_float}
     changed = True
     while changed:

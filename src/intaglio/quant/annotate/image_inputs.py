@@ -38,7 +38,7 @@ def declare_images(
             raise UnsupportedError(f"input '{name}'", None, problem, remedy="do not declare this input as an Image")
         pixels = image.pixels(kind.shape[1])
         reason = image_refusal(node, quantizer, classes)
-        if entry.leaf in signature.written:
+        if entry.leaf in signature.updated_inputs:
             reason = "the model writes into it"
         if reason is None:
             value = insert_affine(module, node, pixels.gain, pixels.shift)

@@ -16,7 +16,7 @@ from intaglio.quant.annotate.embedding_tables import EmbeddingTable, table_notes
 from intaglio.quant.annotate.sites import Site, Skip
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
-from intaglio.quant.recipes.user_patterns import QuantizerPattern, Rejected, operands_of_whole, record_at
+from intaglio.quant.recipes.user_patterns import QuantizerPattern, Rejected, composite_operands, record_at
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Chain:
 
     def operands(self) -> tuple[fx.Node | None, ...]:
         """Return the operands of the composite operator that replaces the chain, or else those of the anchor."""
-        whole = info(self.root).composite
-        return operands(self.anchor) if whole is None else tuple(operands_of_whole(self.nodes, whole))
+        composite = info(self.root).composite
+        return operands(self.anchor) if composite is None else tuple(composite_operands(self.nodes, composite))
 
     def attrs(self) -> Mapping[str, Any]:
         """Return the attributes of the composite operator, or else those that the record reads from the anchor."""
-        whole = info(self.root).composite
-        return self.record.bind(call_of(self.anchor, self.record)) if whole is None else whole.attrs
+        composite = info(self.root).composite
+        return self.record.bind(call_of(self.anchor, self.record)) if composite is None else composite.attrs
 
 
 @dataclass(frozen=True)

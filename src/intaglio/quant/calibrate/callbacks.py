@@ -79,7 +79,7 @@ class CalibrationInfo:
         return len(self._evaluation.calls)
 
     @property
-    def settled(self) -> Mapping[str, QParams]:
+    def known_qparams(self) -> Mapping[str, QParams]:
         """Return the sites of the region that already have parameters, which they keep."""
         return {name: self._evaluation.qparams[name] for name in self.sites if name in self._evaluation.qparams}
 

@@ -125,10 +125,10 @@ def _first(batch: Any, count: int, size: int) -> Any:
 def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> Callable[[], Iterable[Any]]:
     """Return a function that starts a pass over the data."""
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
-        whole = _tensors(data, columns)
-        size = samples_of(whole)
+        tensors = _tensors(data, columns)
+        size = samples_of(tensors)
         step = batch_size or max(size, 1)
-        return lambda: (_slice(whole, start, start + step, size) for start in range(0, size, step))
+        return lambda: (_slice(tensors, start, start + step, size) for start in range(0, size, step))
     if is_rows(data):
         return lambda: data.iter(batch_size=batch_size or DEFAULT_BATCH)
     if callable(data) and not hasattr(data, "__iter__"):
@@ -154,8 +154,8 @@ DEFAULT_BATCH = 32
 """Batch size of a Hugging Face data set by default."""
 
 
-def _slice(whole: Any, start: int, stop: int, size: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if leaf.dim() and leaf.shape[0] == size else leaf, whole)
+def _slice(tensors: Any, start: int, stop: int, size: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[start:stop] if leaf.dim() and leaf.shape[0] == size else leaf, tensors)
 
 
 def _length(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> int | None:

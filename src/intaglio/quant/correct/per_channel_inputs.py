@@ -54,7 +54,7 @@ def quantize_inputs_per_channel(
     for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=False)):
         kind = tensor_type(node)
         plain = kind is not None and kind.dtype is DType.F32 and len(kind.shape) == 4 and isinstance(kind.shape[1], int)
-        if not plain or entry.leaf in prepared.signature.written or not _wanted(node, prepared):
+        if not plain or entry.leaf in prepared.signature.updated_inputs or not _wanted(node, prepared):
             continue
         if image_refusal(node, prepared.quantizer, prepared.classes) is not None:
             continue

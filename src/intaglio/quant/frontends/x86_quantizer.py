@@ -245,9 +245,9 @@ def _operand_annotations(
             found[one] = _activation_annotation(config)
     weight = known_record(anchor).roles.weight
     if weight is not None and operands(anchor)[weight] is not None:
-        whole = config.over(DEFAULT)
+        effective = config.over(DEFAULT)
         found[operands(anchor)[weight]] = QuantizedAs(
-            whole.weight.name, Observed("absmax", True), channels=whole.weights != WeightScales.TENSOR
+            effective.weight.name, Observed("absmax", True), channels=effective.weights != WeightScales.TENSOR
         )
     return found
 
@@ -256,10 +256,10 @@ def _activation_annotation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of activations under a setting; ``None`` if they stay in float."""
     if config is None or config.activations == ActivationMode.FLOAT:
         return None
-    whole = config.over(DEFAULT)
-    if whole.activations in (ActivationMode.TOKEN, ActivationMode.TENSOR):
-        return QuantizedAs(spec=Dynamic(whole.activations))
-    return QuantizedAs(whole.activation.name, Observed(whole.method or "mse"))
+    effective = config.over(DEFAULT)
+    if effective.activations in (ActivationMode.TOKEN, ActivationMode.TENSOR):
+        return QuantizedAs(spec=Dynamic(effective.activations))
+    return QuantizedAs(effective.activation.name, Observed(effective.method or "mse"))
 
 
 def _output_annotation(config: Setting | None) -> QuantizedAs | None:

@@ -118,16 +118,16 @@ class TrainingGraph:
         """
         left = {node.name for node in self.source.graph.nodes}
         written = [n for n in self.annotations.module.graph.nodes if operator(n) == SDPA_TARGET and n.name not in left]
-        wholes: dict[int, str] = {}
+        products: dict[int, str] = {}
         for node in self.source.graph.nodes:
             if operator(node) != "aten.matmul.default" or info(node).composite is None:
                 continue
             reads = node.args[0]
             dequantized = isinstance(reads, fx.Node) and operator(reads).startswith(DEQUANTIZE_PREFIX)
             if dequantized and info(reads.args[0]).site is None:
-                wholes[id(info(node).composite)] = node.name
+                products[id(info(node).composite)] = node.name
         found = dict[str, DropoutMark]()
-        for attention, product in zip(written, wholes.values(), strict=True):
+        for attention, product in zip(written, products.values(), strict=True):
             for mark in info(attention).marks:
                 if isinstance(mark, DropoutMark) and mark.in_attention:
                     found[product] = mark

@@ -111,7 +111,7 @@ class _OperatorInserter:
                 places.setdefault(value, (made.name, place))
         return tuple(places[value] for value in values)
 
-    def mark(self, whole: CompositeMatch) -> None:
+    def mark(self, composite: CompositeMatch) -> None:
         """Mark all new nodes as operators of one composite."""
         for made in self.made:
-            update_info(made, composite=whole)
+            update_info(made, composite=composite)

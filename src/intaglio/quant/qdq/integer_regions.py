@@ -33,7 +33,7 @@ from intaglio.quant.qdq.qdq_normalize import (
     QUANTIZE_TENSOR,
     dequantizes,
 )
-from intaglio.quant.recipes.user_patterns import CompositeMatch, operands_of_whole
+from intaglio.quant.recipes.user_patterns import CompositeMatch, composite_operands
 from intaglio.signature import DTYPES
 
 
@@ -183,10 +183,10 @@ def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
         if info(node).composite is not None:
             groups.setdefault(info(node).composite, []).append(node)
     found = []
-    for whole, nodes in groups.items():
-        values, region = operands_of_whole(nodes, whole), _composite_region(nodes)
-        if region.result is not None and all(dequantized_qparams(values[index]) for index in whole.record.roles.x):
-            found.append((whole.record.name, region))
+    for composite, nodes in groups.items():
+        values, region = composite_operands(nodes, composite), _composite_region(nodes)
+        if region.result is not None and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
+            found.append((composite.record.name, region))
     return found
 
 

@@ -301,8 +301,8 @@ def _decompose_quantize(node: fx.Node) -> fx.Node:
         steps = _insert_unsupported(node, kind, aten.mul.Tensor, x, _per_channel_constant(node, "inverse", inverse))
     else:
         steps = _insert_unsupported(node, kind, aten.mul.Tensor, x, 1.0 / node.args[1])
-    whole = _insert_unsupported(node, kind, aten.round.default, steps)
-    moved = _insert_unsupported(node, kind, aten.add.Tensor, whole, _zero_point(node))
+    rounded = _insert_unsupported(node, kind, aten.round.default, steps)
+    moved = _insert_unsupported(node, kind, aten.add.Tensor, rounded, _zero_point(node))
     bounded = _insert_unsupported(node, kind, aten.clamp.default, moved, low, high)
     return _insert_unsupported(node, TensorType(kind.shape, DTYPES[dtype]), aten._to_copy.default, bounded, dtype=dtype)
 

@@ -45,8 +45,8 @@ class QuantizerPattern:
         priority: precedence over overlapping matches.
         setting: takes precedence over the default of the recipe, not over its entries.
         ranks: allowed ranks of the result; empty for any.
-        alone: quantize every match; otherwise only matches that contain a convolution or linear layer or are next to
-            something quantized.
+        quantize_always: quantize every match; otherwise only matches that contain a convolution or linear layer or are
+            next to something quantized.
         operator: record of the whole match, with operands named as the leaves of the pattern. Without it the
             built-in fusion rows and records decide which kernels run the match.
     """
@@ -57,7 +57,7 @@ class QuantizerPattern:
     priority: int = 0
     setting: Setting | None = None
     ranks: tuple[int, ...] = ()
-    alone: bool = True
+    quantize_always: bool = True
     operator: OpDef | None = None
 
 
@@ -145,9 +145,9 @@ def builtin(
                 "there is no built-in pattern of this name",
                 remedy="nearest: " + ", ".join(_nearest(name, known)),
             )
-    alone = bool(names)
+    quantize_always = bool(names)
     return [
-        QuantizerPattern(name, known[name], calibration, priority, setting, alone=alone)
+        QuantizerPattern(name, known[name], calibration, priority, setting, quantize_always=quantize_always)
         for name in names or BUILT_IN_PATTERNS
     ]
 
@@ -337,10 +337,10 @@ def _guard(found: Found, hit: Match[fx.Node], reasons: Mapping[fx.Node, str | No
             return (
                 f"the operand {name} is {'a constant' if index in record.roles.x else 'computed while the model runs'}"
             )
-    return record.check(call_of_whole(found, record))
+    return record.check(composite_call(found, record))
 
 
-def call_of_whole(found: Found, record: OpDef) -> Call:
+def composite_call(found: Found, record: OpDef) -> Call:
     """Return a match as a call of its record; arguments of a named operator are called "name.argument"."""
     types = [tensor_type(found.bound[name]) for name in record.operands]
     given = {
@@ -360,21 +360,21 @@ def call_of_whole(found: Found, record: OpDef) -> Call:
     )
 
 
-def whole_of(found: Found, record: OpDef) -> CompositeMatch:
+def composite_match(found: Found, record: OpDef) -> CompositeMatch:
     """Return the composite of a match, which locates the operands by the nodes that read them."""
     reads = [(node.name, place) for node in found.nodes for place in range(len(node.all_input_nodes))]
     values = [value for node in found.nodes for value in node.all_input_nodes]
     places = tuple(reads[values.index(found.bound[name])] for name in record.operands)
-    return CompositeMatch(record, places, record.bind(call_of_whole(found, record)))
+    return CompositeMatch(record, places, record.bind(composite_call(found, record)))
 
 
 def record_at(nodes: Sequence[fx.Node]) -> OpDef:
     """Return the record of a chain: the composite's if it has one, otherwise the anchor's."""
-    whole = info(nodes[-1]).composite
-    return whole.record if whole is not None else known_record(nodes[0])
+    composite = info(nodes[-1]).composite
+    return composite.record if composite is not None else known_record(nodes[0])
 
 
-def operands_of_whole(nodes: Sequence[fx.Node], whole: CompositeMatch) -> list[fx.Node]:
+def composite_operands(nodes: Sequence[fx.Node], composite: CompositeMatch) -> list[fx.Node]:
     """Return the operand values of a composite in the order of its record."""
     by_name = {node.name: node for node in nodes}
-    return [by_name[name].all_input_nodes[place] for name, place in whole.reads]
+    return [by_name[name].all_input_nodes[place] for name, place in composite.reads]

@@ -318,7 +318,7 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
     types = tuple(graph.types[name] for name in graph.inputs)
     if types != (*[entry.type for entry in signature.inputs], *[kept.type for kept in signature.state]):
         raise ValueError("the inputs of the signature differ from those of the graph")
-    results = sum(output.value is not None for output in signature.outputs) + len(signature.written)
+    results = sum(output.value is not None for output in signature.outputs) + len(signature.updated_inputs)
     results += len(signature.state)
     if results != len(graph.outputs):
         raise ValueError(f"the signature has {results} results, but the graph has {len(graph.outputs)}")

@@ -53,7 +53,7 @@ def encode_signature(signature: Signature, parameters: ParameterTable, arrays: d
         "in_tree": encode_tree(signature.in_tree, "the arguments"),
         "out_tree": encode_tree(signature.out_tree, "the result"),
         "fixed": [[leaf, _leaf(f"argument leaf {leaf}", value)] for leaf, value in signature.fixed.items()],
-        "written": [[leaf, name] for leaf, name in signature.written.items()],
+        "written": [[leaf, name] for leaf, name in signature.updated_inputs.items()],
         "names": list(signature.names),
         "state": [
             [entry.name, entry.value, entry.path, encode_type(entry.type, parameters)] for entry in signature.state
