@@ -80,7 +80,6 @@ def test_quantized_values_do_not_depend_on_other_samples_of_the_batch(batch, row
 
 
 TWIN = """
-#include "products/row_scale.h"
 #include "sequences/rows.h"
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -91,7 +90,7 @@ EXPORT void rows(const float* from, const int64_t* strides, int64_t images, int6
 }
 EXPORT void back(float* at, int64_t rows, int64_t stride, int64_t channel, int64_t channels, const float* scales,
                  const float* columns, const float* bias) {
-    const struct ByRow by = {scales, columns, bias, 0};
+    const struct ByRow by = {dequantize_rows, scales, columns, bias, 0};
     dequantize_rows(&by, at, stride, 0, rows, channel, channels);
 }
 """

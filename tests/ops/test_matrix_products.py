@@ -107,7 +107,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
         "depth": case.depth,
         "columns": case.columns,
         "zero_a": case.zero,
-        "table": TABLE.ctypes.data if case.table else 0,
+        "table.entries": TABLE.ctypes.data if case.table else 0,
     }
     numbers |= dict(zip(("b_batch", "b_head"), outer(b), strict=True))
     for name, x in (("a", a), ("out", out)):

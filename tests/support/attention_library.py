@@ -46,7 +46,7 @@ FIELDS = {
         "depth",
         "columns",
         "zero_a",
-        "table",
+        "table.entries",
         *SHARED,
     ),
 }
@@ -102,6 +102,7 @@ def kernels(isa: str) -> Kernels:
 def _text(tables: Sequence[str]) -> str:
     lines = [
         '#include "sequences/attention.h"',
+        '#include "elementwise/lookup.h"',
         '#include "products/product.h"',
         *(f"KERNEL_TABLE(TileKernel, {table});" for table in tables),
     ]
@@ -116,6 +117,7 @@ def _text(tables: Sequence[str]) -> str:
             f"    struct {kind} call = {{}};",
             *[f"    call.{name} = (decltype(call.{name}))v[{i}];" for i, name in enumerate(FIELDS[kind])],
             *[f"    call.{name} = f[{i}];" for i, name in enumerate(FLOATS[kind])],
+            *["    if (call.table.entries) call.table.look_up = look_up_in_place;"] * (kind == "Product"),
             f"    run({entry}_body, &call, threads);",
             "}",
         ]

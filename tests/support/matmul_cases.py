@@ -202,7 +202,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     fields |= {"kernels": _address(tables[0]), "last_kernels": _address(tables[1])}
     if case.table != "none":
         table = memory("table").hold(table_of(case)[np.clip(np.arange(256), *case.bounds)])
-        fields["tile.table" if case.table == "kernel" else "table"] = table
+        fields["tile.table" if case.table == "kernel" else "table.entries"] = table
     fields["first_channel"] = first.ctypes.data if first.any() else 0
     library.matmul(images, fields, case.threads)
     values = framed[inside].copy().view(given.expected.dtype).transpose(0, 3, 1, 2)

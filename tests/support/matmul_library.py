@@ -67,7 +67,7 @@ NUMBERS = (
     "tile.residual_factor",
     "tile.limits",
     "tile.table",
-    "table",
+    "table.entries",
     "tile.remainder_pixel",
     "tile.residual_remainder_pixel",
 )
@@ -168,6 +168,7 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
     ]
     return "\n".join(
         [
+            '#include "elementwise/lookup.h"',
             '#include "products/matmul.h"',
             layout_checks(),
             depthwise_checks(),
@@ -185,6 +186,7 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
             "    struct Call call = {};",
             "    call.halo = halo;",
             *["    " + line for line in (*images, *numbers)],
+            "    if (call.m.table.entries) call.m.table.look_up = look_up_in_place;",
             "    parallel(body, &call, threads);",
             "}",
             f"{EXPORT} int64_t harness_place(",

@@ -211,6 +211,11 @@ class Context:
         """Return whether a value has a halo that must be filled."""
         return value in self.plan.buffers and any(self.plan.buffers[value].halo)
 
+    def result_table(self, entries: np.ndarray) -> str:
+        """Return the `struct ResultTable` of u8[256] `entries`, which results are looked up in."""
+        self.include("elementwise/lookup.h")
+        return f"{{look_up_in_place, {self.constant(entries, 'uint8_t', 'table')}}}"
+
     def limits(self, op: Op) -> str:
         """Return a pointer to the `struct Limits` of an operator's results, which have 8 or 16 bits."""
         q, (low, high), rest = self.graph.types[op.output].qparams, result_bounds(op, self.graph), len(op.outputs) > 1

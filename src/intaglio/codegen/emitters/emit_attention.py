@@ -73,7 +73,7 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
     code(f"p.factor = *{context.constant(factor, 'float', 'factor')};")
     if partition.table is not None:
         table = context.graph.constants[partition.table.inputs[1]]
-        code(f"p.table = {context.constant(table, 'uint8_t', 'table')};")
+        code(f"p.table = {context.result_table(table)};")
     _kernels(code, "p", tiles, context)
     _scratch(code, "p", partition.output, context)
     code("product(&p, thread, threads);")

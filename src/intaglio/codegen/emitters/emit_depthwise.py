@@ -47,7 +47,7 @@ class Layer:
         source: C expression of the input image.
         result: C expression of the output image.
         limits: C expression of the `struct Limits` of the result.
-        table: C expression of the lookup table, or "0".
+        table: The `struct ResultTable` of the results, or "{}" if there is none.
     """
 
     piece: Piece
@@ -91,7 +91,7 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
         tables = [context.depthwise_tiles(replace(tile, looks_up=True)) for tile in (specs[0], last_spec)]
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"d.kernels = {tables[0]}, d.last_kernels = {tables[1]};")
-            code("d.tile.table = d.table, d.table = 0;")
+            code("d.tile.table = d.table.entries, d.table = {};")
     return "depthwise"
 
 

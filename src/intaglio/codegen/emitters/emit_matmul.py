@@ -89,10 +89,9 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     """)
     if kernel.looks_up:
         kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, looks_up=True))
-        context.include("elementwise/lookup.h")
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
-            code("m.tile.table = m.table, m.table = 0;")
+            code("m.tile.table = m.table.entries, m.table = {};")
     if partition.head is None:
         code("matmul(&m, thread, threads);")
     else:
@@ -137,15 +136,15 @@ def _packing(anchor: Op, piece: Piece, kernel: TiledKernel) -> PanelPacking:
 
 
 def _table(partition: Partition, context: Context) -> str:
-    """Return a pointer to the 256-entry lookup table of the results, or "0".
+    """Return the `struct ResultTable` of the results, or "{}" if there is none.
 
     Entries outside the bounds of the results are replaced by those of the nearest bound.
     """
     if partition.table is None:
-        return "0"
+        return "{}"
     low, high = result_bounds(partition.tail[0], context.graph)
     inside = np.clip(np.arange(256), low, high)
-    return context.constant(context.graph.constants[partition.table.inputs[1]][inside], "uint8_t", "table")
+    return context.result_table(context.graph.constants[partition.table.inputs[1]][inside])
 
 
 def _activation(tail: Op, context: Context) -> str:
@@ -170,7 +169,8 @@ def rows_tail(tail: Op, context: Context) -> str:
         context.constant(np.ascontiguousarray(part), "float", label)
         for part, label in zip(parts, ("scales", "row_bias"), strict=True)
     )
-    return f"(struct ByRow){{(const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
+    context.include("sequences/rows.h")
+    return f"(struct ByRow){{dequantize_rows, (const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
 
 
 def _panel_bytes(plan: PanelPacking, weight: np.ndarray) -> int:
@@ -229,7 +229,9 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]
     code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float', 'factor')};")
-    code(f"m.tile.limits = {context.limits(tail)}, m.table = {_table(partition, context)};")
+    code(f"m.tile.limits = {context.limits(tail)};")
+    if partition.table is not None:
+        code(f"m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
     if op_def(tail).tail is Tail.ACTIVATE:
         code(f"m.activation = {_activation(tail, context)};")

@@ -28,7 +28,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
         steps, batch = batch, steps
     row_t, row_b = (1, steps) if attrs["batch_first"] else (batch, 1)
     hidden = types[op.inputs[first + 1]].shape[1]
-    context.include("sequences/recurrent.h")
+    context.include("sequences/recurrent.h", "sequences/rows.h")
     code("struct Recurrent q = {};")
     code(f"q.lstm = {int(states(op.kind) == 2)}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
     code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
@@ -107,7 +107,7 @@ def _product(
         {name}.tile.b = {context.constant(packed, "int8_t", f"{label}_weights")};
         {name}.tile.bias = {context.constant(pack_columns(start.astype(np.int32), plan), "int32_t", f"{label}_bias")};
         {name}.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), "float", f"{label}_factor")};
-        {name}.by_row = (struct ByRow){{0, {scales}, {row_bias}, 0}};
+        {name}.by_row = (struct ByRow){{dequantize_rows, 0, {scales}, {row_bias}, 0}};
         {name}.kernels = {context.tiles(full)}, {name}.last_kernels = {context.tiles(last)};
         {name}.mask = {plan.mask:#x}, {name}.last_mask = {plan.last_mask:#x};
         {name}.split_channels_below = {schedule.split_channels_below}, {name}.chunk_bytes = {schedule.chunk_bytes};

@@ -12,10 +12,9 @@
 #include <f16cintrin.h>
 #if defined(__AVX512F__)
 #include <avx512fintrin.h>
-#include <avx512vlintrin.h>
+typedef unsigned int __mmask32;  // declared by <avx512vlintrin.h>, half of all the text, which nothing here needs
 #include <avx512bwintrin.h>
 #include <avx512dqintrin.h>
-#include <avx512vlbwintrin.h>
 #include <avx512vbmiintrin.h>
 #include <avx512vnniintrin.h>
 #endif

@@ -64,6 +64,11 @@ LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, in
         for (int64_t i = 0; i < channels; ++i) to[i] = table[from[i]];
 }
 
+LIBRARY void look_up_in_place(uint8_t* at, int64_t pixels, int64_t stride, int64_t channels, const uint8_t* table) {
+    if (channels == stride) channels *= pixels, pixels = 1;
+    look_up_pixels(at, at, pixels, stride, channels, table);
+}
+
 LIBRARY void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads) {
     FOR_EACH_ROW(out) look_up_pixels(at(in, n, y, 0), at(out, n, y, 0), 1, 0, out->width * out->pixel, table);
 }

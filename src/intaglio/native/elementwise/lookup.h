@@ -19,10 +19,7 @@ LIBRARY void look_up_pixels(const uint8_t* from, uint8_t* to, int64_t pixels, in
                             const uint8_t* table);
 
 // Look up values as look_up_pixels does, in place.
-static inline void look_up_here(uint8_t* at, int64_t pixels, int64_t stride, int64_t channels, const uint8_t* table) {
-    if (channels == stride) channels *= pixels, pixels = 1;
-    look_up_pixels(at, at, pixels, stride, channels, table);
-}
+LIBRARY void look_up_in_place(uint8_t* at, int64_t pixels, int64_t stride, int64_t channels, const uint8_t* table);
 
 // Look up all values of an image.
 LIBRARY void look_up(const struct Image* in, const struct Image* out, const uint8_t* table, int thread, int threads);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "base/image.h"
-#include "elementwise/lookup.h"
 #include "products/matmul.h"
 #include "base/numerics.h"
 
@@ -15,9 +14,9 @@ struct Depthwise {
     int64_t blocks, block_bytes;                                // blocks of channels, and bytes of their weights
     uint64_t last_mask;                                         // bit mask of the channels of the last block
     const DepthwiseKernel *kernels, *last_kernels;              // [rows][columns] of a tile, from 1; for the last block
-    const uint8_t* table;          // lookup table of the results, unless kernels look them up; or null
-    struct Activation activation;  // activation function of the results; `run` may be null
-    struct DepthwiseTile tile;     // all fields that are the same in every call of a kernel
+    struct ResultTable table;                                   // lookup table of the results; `look_up` may be null
+    struct Activation activation;                               // activation function of the results; `run` may be null
+    struct DepthwiseTile tile;  // all fields that are the same in every call of a kernel
 };
 
 // Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each.
@@ -69,9 +68,9 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
         t.out = at(&d->out, n, y, 0) + block * CHANNELS;
         if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer);
         depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer);
-        for (int64_t row = y; d->table && row < y + rows; ++row)
-            look_up_here(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel,
-                         __builtin_popcountll(t.mask), d->table);
+        for (int64_t row = y; d->table.look_up && row < y + rows; ++row)
+            d->table.look_up(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel,
+                             __builtin_popcountll(t.mask), d->table.entries);
     }
 }
 
@@ -83,7 +82,7 @@ struct DepthwisePlain {
     const int32_t* bias;
     const float* factor;
     const struct Limits* limits;
-    const uint8_t* table;          // lookup table of the results, or null
+    struct ResultTable table;      // lookup table of the results; `look_up` may be null
     struct Activation activation;  // activation function of the results; `run` may be null
 };
 
@@ -119,7 +118,7 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                     for (int64_t l = 0; l < lanes; ++l)
                         out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);
                 }
-                if (d->table) look_up_here(out, 1, 0, lanes, d->table);
+                if (d->table.look_up) d->table.look_up(out, 1, 0, lanes, d->table.entries);
             }
     }
 }

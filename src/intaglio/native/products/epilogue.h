@@ -16,9 +16,18 @@ struct Activation {
     const float* gain;  // multiplier of each channel; null if all are 1
 };
 
+// A lookup table of the results, unless kernels look them up. `look_up` is look_up_in_place of elementwise/lookup.h; a
+// program without tables has null here and is not linked with that function.
+struct ResultTable {
+    void (*look_up)(uint8_t* at, int64_t pixels, int64_t stride, int64_t channels, const uint8_t* entries);
+    const uint8_t* entries;
+};
+
 // Per-token dequantization: float32(acc) * scale of the row * scale of the column + bias. `alike`: the first scale is
-// that of all rows.
+// that of all rows. `dequantize` is dequantize_rows of sequences/rows.h, or null if scales are those of channels only.
 struct ByRow {
+    void (*dequantize)(const struct ByRow* r, float* at, int64_t stride, int64_t row, int64_t rows, int64_t channel,
+                       int64_t channels);
     const float *scales, *columns, *bias;
     int64_t alike;
 };

@@ -2,9 +2,6 @@
 
 #include "products/matmul.h"
 
-#include "elementwise/lookup.h"
-#include "products/row_scale.h"
-
 // Compute tiles first to last (exclusive) of one panel. The tiles of a line have nearly equal heights, so that none is
 // a thin remainder.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
@@ -36,7 +33,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     uint8_t* const warmed = activation ? quantized : (uint8_t*)real;
     const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
     const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
-    const int staged = m->table || activation || epilogue || m->by_row.scales;
+    const int staged = m->table.look_up || activation || epilogue || m->by_row.dequantize;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
         const int64_t n = m->flat ? 0 : line / per_image, y = m->flat ? 0 : line % per_image;
@@ -64,9 +61,10 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
             const int64_t stride = epilogue ? warmed_pixel : out_pixel;
             if (activation)
                 activation->run(activation, real, t.out_pixel / 4, height * count, first_pixel, stride, channels);
-            if (m->by_row.scales)
-                dequantize_rows(&m->by_row, (float*)first_pixel, stride / 4, pixel, height * count, channel, channels);
-            if (m->table) look_up_here(first_pixel, height * count, stride, channels, m->table);
+            if (m->by_row.dequantize)
+                m->by_row.dequantize(&m->by_row, (float*)first_pixel, stride / 4, pixel, height * count, channel,
+                                     channels);
+            if (m->table.look_up) m->table.look_up(first_pixel, height * count, stride, channels, m->table.entries);
             if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
             pixel += height * count;
             i += count, done += count;

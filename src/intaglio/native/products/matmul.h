@@ -21,9 +21,9 @@ struct Matmul {
     const TileKernel* last_kernels;  // for the last panel, by height of a tile
     int64_t split_channels_below;    // with fewer output pixels, threads share panels instead of pixels
     int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
-    const uint8_t* table;            // lookup table of the results, unless kernels look them up; or null
+    struct ResultTable table;        // lookup table of the results; `look_up` may be null
     struct Activation activation;    // activation function of the results; `run` may be null
-    struct ByRow by_row;             // per-token dequantization, if `flat`; `scales` may be null
+    struct ByRow by_row;             // per-token dequantization, if `flat`; `dequantize` may be null
     struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
 };
 

@@ -2,7 +2,6 @@
 
 #include "products/product.h"
 
-#include "elementwise/lookup.h"
 #include "products/operand.h"
 
 // Multiply some rows of one matrix by a packed operand, panel after panel.
@@ -29,7 +28,7 @@ static __attribute__((noinline)) void multiply_rows(const struct Product* p, con
         uint8_t quantized[QUERY_BLOCK * PANEL], *to = epilogue ? quantized : out + first;
         const int64_t stride = epilogue ? PANEL : p->out.row;
         if (p->limits) quantize_block(real, panel, rows, ones, p->limits, to, stride, one.columns);
-        if (p->table) look_up_here(to, rows, stride, one.columns, p->table);
+        if (p->table.look_up) p->table.look_up(to, rows, stride, one.columns, p->table.entries);
         if (epilogue) {
             const uint8_t* made = p->limits ? quantized : (const uint8_t*)real;
             epilogue->take(epilogue->run, made, p->limits ? stride : 4 * panel, pixel, rows, first, one.columns);

@@ -15,7 +15,7 @@ struct Product {
     int32_t zero_a;               // zero point of the first operand
     float factor;                 // multiplier of the accumulators
     const struct Limits* limits;  // null: results are float32
-    const uint8_t* table;         // lookup table of the results, or null
+    struct ResultTable table;     // lookup table of the results; `look_up` may be null
     struct FloatKernels kernels;
     uint8_t* scratch;
     int64_t scratch_bytes, sharers;  // bytes per thread; number of threads that have scratch memory

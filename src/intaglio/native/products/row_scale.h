@@ -1,30 +1,10 @@
-// Per-token quantization: dequantize the results of a product, and quantize a row. Bit for bit the functions of
-// numerics/row_quantization.py.
+// Per-token quantization of one row, bit for bit quantize_rows of numerics/row_quantization.py.
 
 #pragma once
 
 #include <string.h>
 
-#include "products/epilogue.h"
 #include "base/functions.h"
-
-// Dequantize accumulators, given as floats, in place. Rows are `stride` floats from each other; `row` is the number of
-// the first row, `channel` that of the first of `channels` channels.
-static inline void dequantize_rows(const struct ByRow* r, float* at, int64_t stride, int64_t row, int64_t rows,
-                                   int64_t channel, int64_t channels) {
-    const float *columns = r->columns + channel, *bias = r->bias + channel;
-    for (int64_t i = 0; i < rows; ++i, at += stride) {
-        const float scale = r->scales[r->alike ? 0 : row + i];
-        int64_t c = 0;
-        for (; c + FLOATS <= channels; c += FLOATS) {
-            Reals x, column, offset;
-            memcpy(&x, at + c, sizeof x), memcpy(&column, columns + c, sizeof x), memcpy(&offset, bias + c, sizeof x);
-            x = x * scale * column + offset;
-            memcpy(at + c, &x, sizeof x);
-        }
-        for (; c < channels; ++c) at[c] = at[c] * scale * columns[c] + bias[c];
-    }
-}
 
 enum { MIN_ROW_ABSMAX = 0x0d800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000 };  // bits of 2^-100 and others
 
