@@ -6,7 +6,7 @@
 #include "base/numerics.h"
 
 // Quantize one value.
-static inline uint8_t level_of(float x, const struct Affine* q) {
+static inline uint8_t quantized(float x, const struct Affine* q) {
     return (uint8_t)quantize(x * q->inverse + q->offset, 1.0f, q->zero_point, q->low, q->high);
 }
 
@@ -163,6 +163,12 @@ static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* t
 }
 #endif
 
+// Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart.
+static __attribute__((noinline)) void quantize_strided(const float* from, int64_t from_step, int64_t count, uint8_t* to,
+                                                       int64_t to_step, const struct Affine* q) {
+    for (int64_t i = 0; i < count; ++i) to[i * to_step] = quantized(from[i * from_step], q);
+}
+
 // Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
 // q[c * stride]; `stride` is 1, or 0 if all channels have the same.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
@@ -171,12 +177,12 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
     FOR_EACH_ROW(out) {
         const float* line = from + n * strides[0] + y * strides[2];
         uint8_t* to = at(out, n, y, 0);
-        if (strides[1] == 1 || channels == 1) {
-            const int64_t run = !stride && strides[3] == channels ? out->width : 1;  // pixels quantized at once
+        if (!stride && (strides[1] == 1 || channels == 1)) {
+            const int64_t run = strides[3] == channels ? out->width : 1;  // pixels quantized at once
             for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
                 const float* pixel = line + x * strides[3];
-                for (int64_t i = stride ? 0 : quantize_line(pixel, run * channels, to, q); i < run * channels; ++i)
-                    to[i] = level_of(pixel[i], q + i * stride);
+                const int64_t done = quantize_line(pixel, run * channels, to, q);
+                quantize_strided(pixel + done, 1, run * channels - done, to + done, 1, q);
             }
             continue;
         }
@@ -184,8 +190,8 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
         if (strides[3] == 1 && channels <= PLANES)
             done = quantize_planes(line, strides[1], out->width, channels, to, q, stride);
         for (int64_t c = 0; c < channels; ++c)
-            for (int64_t x = done; x < out->width; ++x)
-                to[x * channels + c] = level_of(line[c * strides[1] + x * strides[3]], q + c * stride);
+            quantize_strided(line + c * strides[1] + done * strides[3], strides[3], out->width - done,
+                             to + done * channels + c, channels, q + c * stride);
     }
 }
 
