@@ -232,7 +232,7 @@ def _unskipped(setting: Setting) -> Setting:
 
 
 def _keys(setting: Setting) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(setting).items() if value is not None}
+    return {key: value for key, value in vars(setting).items() if value is not None}
 
 
 def _tables(name: str, entries: Mapping[str, Any]) -> list[str]:

@@ -119,8 +119,7 @@ class Setting:
 
     def over(self, weaker: Setting) -> Setting:
         """Return this setting with its open fields filled from a weaker one."""
-        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(weaker)
-        both = {key: theirs[key] if mine[key] is None else mine[key] for key in mine}
+        both = {key: vars(weaker)[key] if value is None else value for key, value in vars(self).items()}
         if self.bits is not None or self.activations_dtype is not None:  # the two keys answer one question
             both |= {"bits": self.bits, "activations_dtype": self.activations_dtype}
         return Setting(**both)
