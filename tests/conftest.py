@@ -29,9 +29,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
-# pytest would collect every record of torch's own trace, with its graphs as text: a tenth of the time of an export.
+# pytest would add its handlers to each of torch's forty loggers, several times a test, and collect every record of
+# torch's own trace, with its graphs as text: a tenth of the time of an export.
+for name, logger in logging.root.manager.loggerDict.items():
+    if name.startswith("torch") and isinstance(logger, logging.Logger) and not logger.propagate:
+        logger.addHandler = logger.removeHandler = lambda handler: None
 logging.getLogger("torch.__trace").handlers.clear()
-logging.getLogger("torch.__trace").addHandler = lambda handler: None
+
+# torch.manual_seed records a stack trace for every kind of device that is not there, and keeps it.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 
 settings.register_profile("default", deadline=None, max_examples=20, print_blob=True)
 settings.register_profile("thorough", deadline=None, max_examples=300, print_blob=True)
@@ -125,6 +133,16 @@ def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     return log
+
+
+@pytest.fixture
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without AVX-512, for tests above the kernels: g++ takes ten times as long for some of its programs,
+    those of weight-only layers (`linear_f32`) in particular."""
+    from intaglio.native import cpu
+
+    found = tuple(isa for isa in cpu.isas() if not isa.startswith("avx512"))
+    monkeypatch.setattr(cpu, "isas", lambda: found)
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import intaglio
 from intaglio import stages
 from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_with_byte_inputs, is_int8_layer
-from intaglio.backends.inductor.inductor_model import SETTINGS, configured_inductor
 from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.ops.dynamic_quant import quantize_dynamic
@@ -23,6 +21,7 @@ from support import torchvision_stub as beside
 from support.processor import needs_vnni
 
 compiles = pytest.mark.slow(reason="Inductor compiles with the headers of PyTorch, for twenty seconds at first")
+imports = pytest.mark.slow(reason="importing Inductor takes five seconds")
 
 OWN_SUMS = 1e-5
 """Share of the largest result by which float sums in another order differ."""
@@ -59,6 +58,8 @@ class Residual(nn.Module):
 @pytest.fixture(scope="module")
 def residual():
     """A reference and its model, compiled while others have set what they like."""
+    from torch._inductor import config as inductor_config
+
     torch.manual_seed(0)
     reference = converted(Residual(), torch.randn(8, 3, 8, 8))
     with inductor_config.patch(freezing=False, pre_grad_custom_pass=_refuse):
@@ -114,11 +115,21 @@ def test_calls_of_an_inductor_model_are_checked_like_native_ones(residual):
         residual[1](torch.randn(1, 3, 8, 9))
 
 
+@imports
 def test_settings_are_those_of_inductor():
+    from torch._inductor import config as inductor_config
+
+    from intaglio.backends.inductor.inductor_model import SETTINGS
+
     assert set(SETTINGS) <= set(inductor_config.get_config_copy())
 
 
+@imports
 def test_errors_of_inductor_are_build_errors_and_settings_come_back():
+    from torch._inductor import config as inductor_config
+
+    from intaglio.backends.inductor.inductor_model import configured_inductor
+
     freezing = inductor_config.freezing
     with pytest.raises(BuildError, match="no such thing"), configured_inductor():
         raise RuntimeError("no such thing\nand a long trace")

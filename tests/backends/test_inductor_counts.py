@@ -6,12 +6,9 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
-from torch._inductor import config as inductor_config
 from torch.export import Dim
 
 from intaglio import stages
-from intaglio.backends.inductor import inductor_model
 from support.nets import Body
 
 pytestmark = pytest.mark.slow(reason="counts torch's own passes, which change with torch only")
@@ -23,6 +20,12 @@ class Lowered(BaseException):
 
 def lowered(model, x, monkeypatch, free=()):
     """Counts of PyTorch's counters, and of the lowerings in the last graph. ``free``: axes with sizes of any call."""
+    # Every process that collects the tests would import Inductor.
+    from torch._dynamo.utils import counters
+    from torch._inductor import config as inductor_config
+
+    from intaglio.backends.inductor import inductor_model
+
     found = []
 
     def stop(graph):

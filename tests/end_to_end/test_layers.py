@@ -153,6 +153,7 @@ def test_weights_may_be_integers_with_float_activations(kind, tmp_path):
     assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(x), found)
 
 
+@pytest.mark.usefixtures("without_avx512")
 @pytest.mark.case("frontends C4")
 def test_one_of_several_layers_can_be_selected():
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval()

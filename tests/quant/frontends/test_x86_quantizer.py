@@ -81,6 +81,7 @@ def dynamic_counts(found) -> str:
     return ":".join(map(str, [*rows, counts(found).split(":")[-1]]))
 
 
+@pytest.mark.usefixtures("without_avx512")
 @pytest.mark.parametrize("after", [*slow_params(None, reason="less than with a function behind it"), F.relu])
 def test_float16_weights_are_one_cast_only(after):
     """torchao's graph has two: to float16, which we fold as every quantize of a weight is, and back."""
