@@ -17,7 +17,7 @@ from intaglio.ir.dims import divide
 from intaglio.plan import plan_graph
 from intaglio.stages import Quantizer, calibrate, capture, compile, convert, equalize, prepare, requantize
 from support.lowering import assert_equal_quantized
-from support.matmul_library import RUNNABLE_ISAS
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body
 from support.slow_params import slow_params
 
@@ -119,7 +119,7 @@ def test_the_interpreter_is_near_the_reference_and_the_reference_near_the_model(
     assert levels_apart(reference(x), block(x)) < 0.03
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_the_program_has_the_interpreters_bits_at_every_length_and_batch(block, isa):
     _, _, lowered = all_stages(block, smooth=True, free=True)
     model = compile(lowered, isa=isa)

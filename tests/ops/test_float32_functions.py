@@ -251,7 +251,7 @@ def test_float32_layers_take_any_number_of_channels(counts, isa):
         assert_same_bits(compiled, integer, torch.randn(size, 4, 3, 150))
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_requantize_after_the_function_becomes_a_table(isa):
     """A table in the kernel of a function: the function first."""
     net = Net()

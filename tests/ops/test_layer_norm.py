@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from intaglio import numerics, stages
-from intaglio.native.cpu import isas
 from support.lowering import assert_equal_quantized, quantized
+from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
 
 
@@ -37,7 +37,8 @@ def convnext_block(m, x):
     return m.last(x + y.permute(0, 3, 1, 2)), m.plain(m.flat(x.mean((2, 3))))
 
 
-def test_a_convnext_block_is_one_program():
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_a_convnext_block_is_one_program(isa):
     parts = {"stem": nn.Conv2d(3, 40, 2, stride=2), "depthwise": nn.Conv2d(40, 40, 7, padding=3, groups=40)}
     parts |= {"norm": nn.LayerNorm(40), "widen": nn.Linear(40, 80), "shrink": nn.Linear(80, 40)}
     parts |= {"last": nn.Conv2d(40, 3, 1), "flat": nn.Linear(40, 9), "plain": nn.LayerNorm(9, elementwise_affine=False)}
@@ -46,9 +47,9 @@ def test_a_convnext_block_is_one_program():
     reference, lowered = quantized(net, x)
     assert not lowered.islands
     assert_equal_quantized(reference, lowered, x)
-    for isa in isas():
-        for batch in (x, x[:1]):
-            assert all(map(torch.equal, stages.compile(lowered, isa=isa)(batch), lowered(batch))), isa
+    model = stages.compile(lowered, isa=isa)
+    for batch in (x, x[:1]):
+        assert all(map(torch.equal, model(batch), lowered(batch)))
 
 
 @pytest.mark.parametrize(
