@@ -181,7 +181,7 @@ class Session:
         now = dict(self.model.named_modules())
         for path in (*self.modules, *now):
             if now.get(path) is not self.modules.get(path):
-                remedy = "create modules in __init__, or list the class whose forward does it in leaf_classes"
+                remedy = "create modules in __init__, and let forward choose between them"
                 raise CaptureError(path, None, "forward replaces, adds or removes this module", remedy=remedy)
 
     def add(self, segment: Segment) -> None:
