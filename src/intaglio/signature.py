@@ -274,7 +274,7 @@ def run_while_loop(
         carried: number of values that the loop changes; the others are constant.
         values: the initial values, which are not changed.
     """
-    held, beside = [value.clone() for value in values[:carried]], values[carried:]
-    while condition(*held, *beside)[0]:
-        held = list(body(*held, *beside))
-    return tuple(held)
+    state, constants = [value.clone() for value in values[:carried]], values[carried:]
+    while condition(*state, *constants)[0]:
+        state = list(body(*state, *constants))
+    return tuple(state)

@@ -298,19 +298,19 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     able = supported_isas()
     if isa is None:
         return (able[0],)
-    asked = (isa,) if isinstance(isa, str) else tuple(isa)
-    where = f"isa={isa!r}" if isinstance(isa, str) else f"isa={asked}"
-    here = [one for one in able if one in asked]
-    if not here:
+    requested = (isa,) if isinstance(isa, str) else tuple(isa)
+    where = f"isa={isa!r}" if isinstance(isa, str) else f"isa={requested}"
+    supported = [one for one in able if one in requested]
+    if not supported:
         raise BuildError(
             where,
             None,
             f"this machine supports none of these; it runs {', '.join(able)}",
             remedy="add one of those; the file of a model can hold libraries for several instruction sets",
         )
-    if unknown := [one for one in asked if one not in ISAS]:
+    if unknown := [one for one in requested if one not in ISAS]:
         raise BuildError(where, None, f"there are no kernels for {', '.join(unknown)}; allowed are {', '.join(ISAS)}")
-    return (here[0], *[one for one in ISAS if one in asked and one != here[0]])
+    return (supported[0], *[one for one in ISAS if one in requested and one != supported[0]])
 
 
 def _coverage(lowered: Lowered) -> Coverage:

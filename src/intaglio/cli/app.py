@@ -62,8 +62,8 @@ class TextStage(StrEnum):
     program = "program"
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         import intaglio
 
         print(f"intaglio {intaglio.__version__}")

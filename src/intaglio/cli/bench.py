@@ -219,12 +219,12 @@ def _block(engine: Run, call: Call, seconds: float) -> float:
     return statistics.median(times)
 
 
-def speedup(other: Sequence[float], mine: Sequence[float]) -> dict[str, Any]:
+def speedup(other: Sequence[float], own: Sequence[float]) -> dict[str, Any]:
     """Return the speedup by medians, or no ratio if the blocks of one engine differ as much as the medians do."""
-    difference = abs(statistics.median(other) - statistics.median(mine))
-    spread = max(max(other) - min(other), max(mine) - min(mine))
+    difference = abs(statistics.median(other) - statistics.median(own))
+    spread = max(max(other) - min(other), max(own) - min(own))
     shown = spread < difference
-    ratio = statistics.median(other) / statistics.median(mine) if shown else None
+    ratio = statistics.median(other) / statistics.median(own) if shown else None
     return {"ratio": ratio, "difference_ms": difference, "spread_ms": spread}
 
 

@@ -182,9 +182,9 @@ def render(result: Result) -> Iterator[RenderableType]:
 
 def _by_operator(operators: Sequence[Result]) -> Iterator[tuple[object, ...]]:
     for name in dict.fromkeys(op["operator"] for op in operators):
-        some = [op for op in operators if op["operator"] == name]
-        integer = sum(op["int8"] for op in some)
-        yield name, integer or "", len(some) - integer or "", macs_cell(sum(op["macs"] for op in some))
+        matching = [op for op in operators if op["operator"] == name]
+        integer = sum(op["int8"] for op in matching)
+        yield name, integer or "", len(matching) - integer or "", macs_cell(sum(op["macs"] for op in matching))
 
 
 def _match_table(selector: str, found: Sequence[Result]) -> RenderableType:

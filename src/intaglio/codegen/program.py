@@ -118,12 +118,12 @@ def _note(index: int, step: Step, context: Context) -> StepInfo:
     kinds, key = " + ".join(op.kind for op in partition.ops), partition.anchor.attrs.get("key", "")
     largest = context.largest_kernel
     path, types = partition.anchor.origin.path, describe(partition, graph)
-    about = partition.name, kinds, types, cost_of(step, context.plan), key, path
+    facts = partition.name, kinds, types, cost_of(step, context.plan), key, path
     if largest is not None:
-        return StepInfo(*about, largest.name, largest.tile)
+        return StepInfo(*facts, largest.name, largest.tile)
     if step.called:
-        return StepInfo(*about, HOST if partition.anchor.is_host else "")
-    return StepInfo(*about, _symbol(index, step))
+        return StepInfo(*facts, HOST if partition.anchor.is_host else "")
+    return StepInfo(*facts, _symbol(index, step))
 
 
 def _symbol(index: int, step: Step) -> str:

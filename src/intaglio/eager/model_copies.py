@@ -31,12 +31,12 @@ def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] 
         tensors: Tensors by id that the copy shares with the model. All others are copied.
     """
     memo: dict[int, Any] = dict(tensors or {})
-    for home in _attached(model):
-        memo.update({id(value): NO_ATTRIBUTE for value in home.values() if isinstance(value, Attachment)})
+    for attributes in _attached(model):
+        memo.update({id(value): NO_ATTRIBUTE for value in attributes.values() if isinstance(value, Attachment)})
     copied: nn.Module = copy.deepcopy(model, memo)
-    for home in _attached(copied):
-        for name in [name for name, value in home.items() if value is NO_ATTRIBUTE]:
-            del home[name]
+    for attributes in _attached(copied):
+        for name in [name for name, value in attributes.items() if value is NO_ATTRIBUTE]:
+            del attributes[name]
     return copied
 
 

@@ -140,16 +140,16 @@ class Session:
             del self.model_tensors[path]
             self.path_of_id.pop(id(tensor), None)
         followed = [segment for segment in self.segments if segment.refused is None]
-        retired = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
-        for segment in retired:
+        disabled = [segment for segment in followed if not changed.keys().isdisjoint(segment.constants)]
+        for segment in disabled:
             segment.refused = f"the model writes to {', '.join(changed)}"
             if not self.is_recording:
                 logger.warning(
                     "the model writes to %s for the first time; operators that read it run in float", ", ".join(changed)
                 )
         for key, entries in list(self.index.items()):
-            self.index[key] = [entry for entry in entries if entry[0] not in retired]
-        return bool(retired)
+            self.index[key] = [entry for entry in entries if entry[0] not in disabled]
+        return bool(disabled)
 
     def note_transition(self, before: Event | None, after: Event | None, at: TraceFrame | None) -> None:
         """Note that operator `after` follows `before`; None is the beginning or end of a call.
@@ -367,23 +367,23 @@ def plain_results(result: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.compute() if type(leaf) is QTensor else _plain_object(leaf, {}), result)
 
 
-def _plain_object(thing: Any, known: dict[int, Any]) -> Any:
+def _plain_object(value: Any, known: dict[int, Any]) -> Any:
     """Replace deferred tensors in attributes and entries of an object that is not a pytree container, in place."""
-    if type(thing) is QTensor:
-        return thing.compute()
-    if id(thing) in known or isinstance(thing, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(thing):
-        return thing
-    known[id(thing)] = thing
-    if type(thing) is tuple:
-        return tuple(_plain_object(entry, known) for entry in thing)
-    if isinstance(thing, dict):
-        for key, entry in list(dict.items(thing)):
+    if type(value) is QTensor:
+        return value.compute()
+    if id(value) in known or isinstance(value, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(value):
+        return value
+    known[id(value)] = value
+    if type(value) is tuple:
+        return tuple(_plain_object(entry, known) for entry in value)
+    if isinstance(value, dict):
+        for key, entry in list(dict.items(value)):
             if (found := _plain_object(entry, known)) is not entry:
-                dict.__setitem__(thing, key, found)
-    elif isinstance(thing, list):
-        thing[:] = [_plain_object(entry, known) for entry in thing]
-    attributes = getattr(thing, "__dict__", None)
+                dict.__setitem__(value, key, found)
+    elif isinstance(value, list):
+        value[:] = [_plain_object(entry, known) for entry in value]
+    attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         for key, entry in list(attributes.items()):
             attributes[key] = _plain_object(entry, known)
-    return thing
+    return value

@@ -78,12 +78,12 @@ def requantize(reference: Reference) -> Lowered:
     return replace(lowered, about=reference.about.after(notes, integer=lowered.text()))
 
 
-def _islands_without_reason(cut: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
+def _islands_without_reason(islands: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
     """Return the islands that contain no operator with a known reason to stay in float, one `Skip` for each.
 
     The program is interrupted for these islands as for others, so reports must list them.
     """
-    computing = [[node for node in nodes if operator(node)] for nodes in cut]
+    computing = [[node for node in nodes if operator(node)] for nodes in islands]
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
     reason = "it computes integers or booleans, which stay in PyTorch"
     return tuple(Skip(node.name, reason, origin(node)) for node in silent)

@@ -109,8 +109,8 @@ def tanh_f32(x: ArrayLike) -> FloatArray:
     """Return tanh(x) of f32 x from `expm1_negative` of ``-2 |x|``, with a relative error of at most 2e-7."""
     x = np.asarray(x, np.float32)
     with np.errstate(over="ignore"):
-        fall = expm1_negative(np.float32(-2) * np.abs(x))
-    result: FloatArray = np.where(x < 0, fall, -fall) / (fall + np.float32(2))
+        exp_minus_1 = expm1_negative(np.float32(-2) * np.abs(x))
+    result: FloatArray = np.where(x < 0, exp_minus_1, -exp_minus_1) / (exp_minus_1 + np.float32(2))
     return result
 
 

@@ -146,8 +146,8 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
     axes or a free second axis are row-major, too.
     """
     groups = _components(graph)
-    near_images = _groups_beside_row_major_permutes(graph, groups.alike, groups.decided)
-    free = _free_channels(graph, groups.alike)
+    near_images = _groups_beside_row_major_permutes(graph, groups.same_layout, groups.decided)
+    free = _free_channels(graph, groups.same_layout)
 
     def layout(kind: TensorType, group: str) -> tuple[bool, str]:
         rank = len(kind.shape)
@@ -162,10 +162,10 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
         return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
 
     laid = {name: kind for name, kind in graph.types.items() if _layout_is_free(kind)}
-    return {name: layout(kind, groups.alike.find(name)) for name, kind in laid.items()}
+    return {name: layout(kind, groups.same_layout.find(name)) for name, kind in laid.items()}
 
 
-def _groups_beside_row_major_permutes(graph: Graph, alike: DisjointSets, decided: set[str]) -> set[str]:
+def _groups_beside_row_major_permutes(graph: Graph, same_layout: DisjointSets, decided: set[str]) -> set[str]:
     """Return undecided groups at the row-major end of a permutation from or to a channels-last image.
 
     As row-major tensors, they make the permutation a no-op.
@@ -173,18 +173,18 @@ def _groups_beside_row_major_permutes(graph: Graph, alike: DisjointSets, decided
     hinted = set()
     for op in graph.ops:
         if op_def(op) is PERMUTE and (ends := _row_major_side(op)) is not None:
-            hinted.add(alike.find(ends))
+            hinted.add(same_layout.find(ends))
     return hinted - decided
 
 
-def _free_channels(graph: Graph, alike: DisjointSets) -> set[str]:
+def _free_channels(graph: Graph, same_layout: DisjointSets) -> set[str]:
     """Return groups whose second axis is free and whose last axis is fixed; row-major pixels then have a fixed size."""
     laid = [
         (name, kind.shape)
         for name, kind in graph.types.items()
         if _layout_is_free(kind) and name not in graph.constants
     ]
-    return {alike.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
+    return {same_layout.find(n) for n, shape in laid if not isinstance(shape[1], int) and isinstance(shape[-1], int)}
 
 
 def _row_major_side(op: Op) -> str | None:
@@ -209,7 +209,7 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
     cut = {
         link.outputs: link
         for chain in chains
-        if any(groups.alike.find(name) in both for link in chain for name in (*link.inputs, *link.outputs))
+        if any(groups.same_layout.find(name) in both for link in chain for name in (*link.inputs, *link.outputs))
         for link in chain
     }
     ops: list[Op] = []
@@ -251,12 +251,12 @@ class _Groups:
     """Values that must share a layout, as disjoint sets, and which operator requires a layout for a set.
 
     Attributes:
-        alike: The sets.
+        same_layout: The sets.
         image: Sets that must be channels last, with the operator that requires it.
         linear: Sets that must be row-major, with the operator that requires it.
     """
 
-    alike: DisjointSets
+    same_layout: DisjointSets
     image: dict[str, str]
     linear: dict[str, str]
 
@@ -272,7 +272,7 @@ class _Groups:
 
 def _components(graph: Graph) -> _Groups:
     """Join values that must share a layout, and collect the layouts that operators require."""
-    alike, touched = DisjointSets(), list[tuple[Layout, str, Op]]()
+    same_layout, touched = DisjointSets(), list[tuple[Layout, str, Op]]()
     given = {*graph.inputs, *(name for op in graph.ops if op.is_island for name in op.outputs)}
     for op in graph.ops:
         read = [name for name in op.inputs if name not in graph.constants and _layout_is_free(graph.types[name])]
@@ -285,17 +285,19 @@ def _components(graph: Graph) -> _Groups:
             if op.is_loop:
                 ends = [name for name in ends if graph.types[name].shape == space(body_of(op)) and name not in given]
             for name in ends[1:]:
-                alike.join(name, ends[0])
+                same_layout.join(name, ends[0])
         elif wanted is not Layout.ANY:
             touched += [(wanted, name, op) for name in (*read, *made)]
-    groups = _Groups(alike, {}, {})
+    groups = _Groups(same_layout, {}, {})
     for wanted, name, op in touched:
-        groups.wanted(wanted).setdefault(alike.find(name), _op_text(op))
+        groups.wanted(wanted).setdefault(same_layout.find(name), _op_text(op))
     for op in graph.ops:
         preferred = _preferred_layout(op) if op.is_loop else None
         if preferred is not None:
             other = groups.linear if preferred is Layout.CHANNELS_LAST else groups.image
-            for group in {alike.find(name) for name in (*op.inputs, *op.outputs) if _layout_is_free(graph.types[name])}:
+            for group in {
+                same_layout.find(name) for name in (*op.inputs, *op.outputs) if _layout_is_free(graph.types[name])
+            }:
                 if group not in other:
                     groups.wanted(preferred).setdefault(group, f"rows of {_op_text(op)}")
     return groups

@@ -38,20 +38,20 @@ def assign_views(plan: Plan) -> Plan:
     """
     graph, buffers, row_major = plan.graph, plan.buffers, plan.row_major
     users = graph.users()
-    written, reasons = _written_in_place(graph, users, buffers, row_major)
+    in_place, reasons = _written_in_place(graph, users, buffers, row_major)
     refused: dict[str, str] = {}
     while True:
-        found = {**written, **_read_in_place(graph, buffers, row_major, written, refused)}
+        found = {**in_place, **_read_in_place(graph, buffers, row_major, in_place, refused)}
         wrong = {
             name: f"{reader} needs contiguous elements along the last axis"
             for name, at in found.items()
-            if name not in written and (reader := _unsuited_reader(name, at, users[name], found)) is not None
+            if name not in in_place and (reader := _unsuited_reader(name, at, users[name], found)) is not None
         }
         if not wrong:
             break
         refused |= wrong
     for name, at in found.items():  # the aliased value may be written elsewhere now
-        found[name] = replace(at, root=written[at.root].root) if at.root in written else at
+        found[name] = replace(at, root=in_place[at.root].root) if at.root in in_place else at
         if name not in reasons:
             reasons[name] = f"read with strides by {', '.join(dict.fromkeys(op.kind for op in users[name]))}"
     views = {name: at.view() or TensorView(at.root, at.start, ()) for name, at in found.items()}
@@ -127,19 +127,19 @@ def _read_in_place(
     graph: Graph,
     buffers: Mapping[str, Buffer],
     row_major: frozenset[str],
-    written: Mapping[str, _Location],
+    in_place: Mapping[str, _Location],
     refused: Mapping[str, str],
 ) -> dict[str, _Location]:
     """Return results of data movement that can stay in the memory of their source, before their readers are checked."""
     found: dict[str, _Location] = {}
-    own = {*written, *(at.root for at in written.values()), *refused, *graph.outputs}
+    own = {*in_place, *(at.root for at in in_place.values()), *refused, *graph.outputs}
     for op in graph.ops:
         if op_def(op).alias is None or op.output in own:
             continue
-        buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or written.get(op.inputs[0])
+        buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or in_place.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
             continue
-        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, row_major, apart=found), graph)
+        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, row_major, separate=found), graph)
         if at is not None:
             found[op.output] = at
     return found
@@ -170,11 +170,11 @@ def _locate(
     buffers: Mapping[str, Buffer],
     row_major: frozenset[str],
     own: bool = False,
-    apart: Mapping[str, _Location] | None = None,
+    separate: Mapping[str, _Location] | None = None,
 ) -> _Location | None:
     """Return the location of a value in a buffer, a constant or a dense tensor; ``None`` for a part of a concatenation.
 
-    The root is the aliased buffer, unless that is in ``apart`` or ``own`` is set.
+    The root is the aliased buffer, unless that is in ``separate`` or ``own`` is set.
     """
     kind = graph.types[name]
     buffer = buffers.get(name) or Buffer(
@@ -184,7 +184,7 @@ def _locate(
         return None
     (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
     start = (above * (width + 2 * beside) + beside) * pixel
-    root = name if own or buffer.alias is None or buffer.alias in (apart or ()) else buffer.alias
+    root = name if own or buffer.alias is None or buffer.alias in (separate or ()) else buffer.alias
     axes = tuple(joined([pair]) for pair in zip(kind.shape, strides(buffer), strict=True))
     return _Location(root, start, axes)
 

@@ -110,11 +110,11 @@ def _check(model: CompiledModel) -> None:
 
 def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
     """Return the instruction sets, best first, in the order in which the exported program tries them."""
-    asked = tuple(isas) if isas is not None else (model.artifact.program.isa,)
-    if not asked or (unknown := [isa for isa in asked if isa not in ISA_FLAGS]):
-        problem = f"there are no kernels for {', '.join(unknown)}" if asked else "no instruction set is given"
-        raise BuildError(f"isa={asked}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}")
-    return [isa for isa in ISA_FLAGS if isa in asked]
+    requested = tuple(isas) if isas is not None else (model.artifact.program.isa,)
+    if not requested or (unknown := [isa for isa in requested if isa not in ISA_FLAGS]):
+        problem = f"there are no kernels for {', '.join(unknown)}" if requested else "no instruction set is given"
+        raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}")
+    return [isa for isa in ISA_FLAGS if isa in requested]
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

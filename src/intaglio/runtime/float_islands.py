@@ -179,14 +179,16 @@ class FloatIsland(nn.Module):
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """Run the calls on tensors, followed by the sizes of dynamic dimensions, and return the results."""
-        held = dict(zip(self.calls.inputs, values, strict=True))
-        held.update({name: getattr(self, target) for name, target in self.calls.constants})
+        computed = dict(zip(self.calls.inputs, values, strict=True))
+        computed.update({name: getattr(self, target) for name, target in self.calls.constants})
         for name, function, arguments, keywords, last in self._steps:
-            result = function(*_filled(arguments, held), **{key: _filled(keywords[key], held) for key in keywords})
+            result = function(
+                *_filled(arguments, computed), **{key: _filled(keywords[key], computed) for key in keywords}
+            )
             for past in last:
-                del held[past]
-            held[name] = result
-        return tuple(held[name] for name in self.calls.outputs)
+                del computed[past]
+            computed[name] = result
+        return tuple(computed[name] for name in self.calls.outputs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_steps"}
@@ -240,12 +242,12 @@ def _decoded(entry: Any) -> Any:
     return decode(entry)
 
 
-def _filled(value: Any, held: Mapping[str, Any]) -> Any:
+def _filled(value: Any, values: Mapping[str, Any]) -> Any:
     """Return the arguments with every `_Value` replaced by its tensor or number."""
     if isinstance(value, _Value):
-        return held[value.name]
+        return values[value.name]
     if isinstance(value, (list, tuple)):
-        return type(value)(_filled(item, held) for item in value)
+        return type(value)(_filled(item, values) for item in value)
     return value
 
 

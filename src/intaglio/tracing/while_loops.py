@@ -119,18 +119,20 @@ def while_loop(
     operands = [*carried, *beside]
     if not all(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in operands):
         raise _capture_error(node, program, "it reads a number that is not a tensor")
-    held = [None] * len(carried) + [constants.get(one) for one in beside]
+    tensor_paths = [None] * len(carried) + [constants.get(one) for one in beside]
     about, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
-    first, second = (Captured(*_part(node, graph, held, program, names), classes, about, training) for graph in graphs)
-    given = [one for one, path in zip(operands, held, strict=True) if path is None]
+    first, second = (
+        Captured(*_part(node, graph, tensor_paths, program, names), classes, about, training) for graph in graphs
+    )
+    given = [one for one, path in zip(operands, tensor_paths, strict=True) if path is None]
     return WhileLoop(node.name, len(carried), first, second, second.module), given
 
 
 def _part(
     loop: fx.Node,
     source: fx.GraphModule,
-    held: Sequence[str | None],
+    tensor_paths: Sequence[str | None],
     program: ExportedProgram,
     names: Mapping[Any, str],
 ) -> tuple[fx.GraphModule, Signature]:
@@ -138,7 +140,7 @@ def _part(
     unroll_loops(source)
     graph, root, copies = fx.Graph(), nn.Module(), dict[fx.Node, Any]()
     inputs: list[Input] = []
-    paths = iter(held)
+    paths = iter(tensor_paths)
     for node in source.graph.nodes:
         if node.op == "placeholder":
             if (path := next(paths)) is not None:

@@ -74,16 +74,16 @@ class FloatSearch:
         The last trial of the budget is reserved for all of ``ranked``. If even that does not reach the metric, the
         result is empty.
         """
-        fails, count = 0, min(1, len(ranked))
+        failing, count = 0, min(1, len(ranked))
         while count:
             if len(self.trials) + 1 == self.budget:
                 count = len(ranked)
             if self.holds(ranked[:count]):
                 break
-            fails, count = count, min(2 * count, len(ranked)) if count < len(ranked) else 0
-        while count - fails > 1:
-            middle = (fails + count) // 2
-            fails, count = (fails, middle) if self.holds(ranked[:middle]) else (middle, count)
+            failing, count = count, min(2 * count, len(ranked)) if count < len(ranked) else 0
+        while count - failing > 1:
+            middle = (failing + count) // 2
+            failing, count = (failing, middle) if self.holds(ranked[:middle]) else (middle, count)
         return ranked[:count]
 
     def _requantized_again(self, left: Left) -> Left:

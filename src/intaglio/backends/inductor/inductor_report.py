@@ -90,11 +90,11 @@ class Report:
         return "\n".join([self.summary, *self.notes, *map(str, self.operators)])
 
 
-def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> Report:
+def report_of(graph: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> Report:
     """Return the report about a compiled graph.
 
     Args:
-        handed: the graph given to Inductor, with `LABEL` on every node.
+        graph: the graph given to Inductor, with `LABEL` on every node.
         made: the nodes for which Inductor generates code.
         notes: notes about the whole program.
     """
@@ -103,17 +103,17 @@ def report_of(handed: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] 
         if node.op == "call_function" and (label := node.meta.get("custom", {}).get(LABEL)):
             targets.setdefault(label, []).append(node.target)
     fused: dict[fx.Node, Any] = {}
-    for layer in (node for node in handed.nodes if is_int8_layer(node)):
+    for layer in (node for node in graph.nodes if is_int8_layer(node)):
         chain = _nodes_of_call(layer, targets)
         fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
-    return Report(tuple(_merged_parts(_implementations(handed, targets, fused))), notes)
+    return Report(tuple(_merged_parts(_implementations(graph, targets, fused))), notes)
 
 
 def _implementations(
-    handed: fx.Graph, targets: Mapping[str, list[Any]], fused: Mapping[fx.Node, Any]
+    graph: fx.Graph, targets: Mapping[str, list[Any]], fused: Mapping[fx.Node, Any]
 ) -> Iterator[tuple[Placed, bool]]:
     """Yield every node that computes, and whether it is only a part of the operator that it comes from."""
-    for node in handed.nodes:
+    for node in graph.nodes:
         where = origin(node)
         if not where.operator or not operator(node) or operator(node).startswith(NON_OPERATOR_PREFIXES):
             continue

@@ -74,15 +74,15 @@ def unsaturated_range(node: fx.Node) -> Range | None:
     if (q := quantize_qparams(reader)) is not None:
         return real_range(q)
     if operator(reader) == RELU_TARGET:
-        behind = unsaturated_range(reader)
-        return None if behind is None else (max(behind[0], 0.0), behind[1])
+        reader_range = unsaturated_range(reader)
+        return None if reader_range is None else (max(reader_range[0], 0.0), reader_range[1])
     if operator(reader) != ADD_TARGET or arguments(reader)["alpha"] != 1:
         return None
     others = [value for value in reader.args[:2] if value is not node and isinstance(value, fx.Node)]
-    other, behind = dequantized_qparams(others[0]) if others else None, unsaturated_range(reader)
-    if other is None or behind is None or (added := real_range(other)) is None:
+    other, reader_range = dequantized_qparams(others[0]) if others else None, unsaturated_range(reader)
+    if other is None or reader_range is None or (added := real_range(other)) is None:
         return None
-    return behind[0] - added[1], behind[1] - added[0]
+    return reader_range[0] - added[1], reader_range[1] - added[0]
 
 
 def real_range(q: QParams) -> Range | None:

@@ -44,12 +44,12 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     file = f"<recording {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
     exec(compile(text, file, "exec"), names)
-    alike = copy.copy(model)
-    alike.__dict__ = dict(model.__dict__)
-    alike.forward = types.MethodType(names["forward"], alike)
+    replayed = copy.copy(model)
+    replayed.__dict__ = dict(model.__dict__)
+    replayed.forward = types.MethodType(names["forward"], replayed)
     args, kwargs = example_of(recording)
     try:
-        captured = capture(alike, args, example_kwargs=kwargs, free=_free_leaves(recording))
+        captured = capture(replayed, args, example_kwargs=kwargs, free=_free_leaves(recording))
     finally:
         linecache.cache.pop(file, None)
     _name_origins(captured.module, recording.events, file)
@@ -239,9 +239,9 @@ def without_recorded_outputs(
     own = signature.outputs[: len(signature.outputs) - len(made)]
     extra = signature.outputs[len(own) :]
     first, results = sum(entry.value is not None for entry in own), list(output.args[0])
-    held_by = {number: entry.value for number, entry in zip(made, extra, strict=True) if entry.value is not None}
-    nodes = dict(zip(held_by, results[first : first + len(held_by)], strict=True))
-    output.args = ((*results[:first], *results[first + len(held_by) :]),)
+    name_by_number = {number: entry.value for number, entry in zip(made, extra, strict=True) if entry.value is not None}
+    nodes = dict(zip(name_by_number, results[first : first + len(name_by_number)], strict=True))
+    output.args = ((*results[:first], *results[first + len(name_by_number) :]),)
     nodes.update(_placeholders(captured, recording))
     shapes = {number: known_type(node).shape for number, node in nodes.items()}
     run(module, CAPTURE_PASSES)

@@ -80,11 +80,11 @@ def detach_views(frame: TraceFrame, number: int) -> None:
         q = made[slot]
         if q.slot not in contents:
             continue
-        twin = deferred_tensor(q.shape, q.dtype, frame, q.slot)
-        twin.content = contents[q.slot].clone()
+        detached = deferred_tensor(q.shape, q.dtype, frame, q.slot)
+        detached.content = contents[q.slot].clone()
         q.frame, q.content = None, contents[q.slot]
-        made[slot] = twin
-        frame.computed.add(twin.slot)
+        made[slot] = detached
+        frame.computed.add(detached.slot)
 
 
 def _recomputed_views(frame: TraceFrame, group: Sequence[int | str]) -> dict[int, torch.Tensor]:

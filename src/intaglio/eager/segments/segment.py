@@ -287,9 +287,9 @@ class Segment:
                 observer.statistics = statistics
             logger.info("%d sites got values from the example inputs only", missing)
 
-    def compile_parts(self, asked: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
+    def compile_parts(self, requested: Iterable[tuple[frozenset[int], tuple[int, ...]]]) -> None:
         """Compile the parts that calls of the prepared model used, ahead of the first call."""
-        for given, wanted in asked:
+        for given, wanted in requested:
             with contextlib.suppress(UnavailableError):
                 self.computation(given, wanted, frozenset())
 

@@ -216,13 +216,13 @@ class TraceFrame:
         places = [at for at, known in self.bound.items() if known is tensor]
         before, slot = tensor.frame, tensor.slot
         assert before is not None
-        twin = deferred_tensor(tensor.shape, tensor.dtype, before, slot)
-        twin.content = tensor.content
+        replacement = deferred_tensor(tensor.shape, tensor.dtype, before, slot)
+        replacement.content = tensor.content
         if before.made.get(slot) is tensor:
-            before.made[slot] = twin
+            before.made[slot] = replacement
         self.made[number] = tensor
         tensor.frame, tensor.slot, tensor.content = self, number, None
-        self.bound.update(dict.fromkeys(places, twin))
+        self.bound.update(dict.fromkeys(places, replacement))
 
     def _result_leaf(self, leaf: Any) -> Any:
         if type(leaf) is RecordedTensor:
@@ -235,11 +235,11 @@ class TraceFrame:
             known = self.bound.get(number)
         if known is not None:
             return known
-        spare = self.reusable.pop(number, None)
-        if spare is not None:
-            spare.frame, spare.slot = self, number
-            self.made[number] = spare
-            return spare
+        recycled = self.reusable.pop(number, None)
+        if recycled is not None:
+            recycled.frame, recycled.slot = self, number
+            self.made[number] = recycled
+            return recycled
         size = self.sizes[number] if self.sizes else None
         if size is None:
             size = self._computed_shape(number)
@@ -265,7 +265,7 @@ class TraceFrame:
         """
         if not self.sizes:
             return
-        spare, changed, first = {}, self.segment.changed, self.replaced
+        recyclable, changed, first = {}, self.segment.changed, self.replaced
         for q in self.made.values():
             if (
                 getrefcount(q) == UNREFERENCED_COUNT
@@ -274,16 +274,16 @@ class TraceFrame:
             ):
                 slot = first.get(q.slot, q.slot)
                 if slot not in changed and (slot == q.slot or q.shape == self.sizes[slot]):
-                    spare[slot] = q
+                    recyclable[slot] = q
             elif q.content is None:
                 return  # the caller may still read its contents
         self.made.clear()
-        for q in spare.values():
+        for q in recyclable.values():
             q.content = None
             del q.frame
         if len(self.segment.reusable) >= MAX_SPARE_SETS:
             self.segment.reusable.clear()
-        self.segment.reusable[tuple(self.symbols.items())] = spare
+        self.segment.reusable[tuple(self.symbols.items())] = recyclable
 
     # -- computing ------------------------------------------------------------------------------------------------
 

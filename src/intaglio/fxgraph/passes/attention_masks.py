@@ -94,11 +94,11 @@ def _simplify(node: fx.Node, ranges: dict[fx.Node, IotaRange], constant_conditio
         other = node.args[1] if idle is node.args[0] else node.args[0]
         return idle is not None and known_type(other).dtype is DType.BOOL and _replace_expanded(node, other)
     if name in ("aten.where.self", "aten.where.ScalarOther", "aten.masked_fill.Scalar", "aten.masked_fill.Tensor"):
-        fills = "fill" in name
-        held = constant_conditions.get(node.args[1] if fills else node.args[0])
-        if held is None or (fills and held):
-            return fills and held is None and _fill_as_where(node)
-        other = node.args[0] if fills else node.args[1 if held else 2]
+        is_fill = "fill" in name
+        condition = constant_conditions.get(node.args[1] if is_fill else node.args[0])
+        if condition is None or (is_fill and condition):
+            return is_fill and condition is None and _fill_as_where(node)
+        other = node.args[0] if is_fill else node.args[1 if condition else 2]
         same = isinstance(other, fx.Node) and known_type(other).dtype is known_type(node).dtype
         return same and _replace_expanded(node, other)
     if name == "aten.index.Tensor":

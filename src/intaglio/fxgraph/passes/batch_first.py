@@ -105,14 +105,14 @@ def _axis_order_after(moves: Sequence[fx.Node]) -> AxisOrder | None:
     for node in moves:
         name, rank = operator(node), len(axis_order.axes)
         if name in RESHAPES:
-            fits = _reshape(axis_order, known_type(node).shape)
+            is_known = _reshape(axis_order, known_type(node).shape)
         elif name == SLICE_TARGET:
-            fits = _slice(axis_order, node)
+            is_known = _slice(axis_order, node)
         else:
             given = node.args[1] if name == "aten.permute.default" else _swapped(rank, *node.args[1:3])
             axis_order.axes = [axis_order.axes[axis % rank] for axis in given]
-            fits = True
-        if not fits:
+            is_known = True
+        if not is_known:
             return None
         axis_order.batch_ever_moved |= axis_order.batch_moved()
     return axis_order
@@ -191,10 +191,10 @@ def _shortest_movement(
     steps: list[tuple[Any, Shape, tuple[Any, ...]]] = []
     current = list(source)
     for axis, factors in enumerate(axis_order.source):
-        cut = [place for place, factor in enumerate(factors) if factor.count != factor.size]
-        if cut and (cut != [0] or not all(isinstance(factor.size, int) for factor in factors)):
+        sliced = [place for place, factor in enumerate(factors) if factor.count != factor.size]
+        if sliced and (sliced != [0] or not all(isinstance(factor.size, int) for factor in factors)):
             return None
-        if cut:
+        if sliced:
             inner = 1
             for factor in factors[1:]:
                 inner *= evaluate(factor.size, {})
@@ -248,9 +248,9 @@ def _sink_permutation(linear: fx.Node) -> bool:
         return False
     source, axis_order = found
     leading = {id(factor) for axis in axis_order.axes[:-1] for factor in axis}
-    ahead = [[factor for factor in factors if id(factor) in leading] for factors in axis_order.source]
-    ahead = [factors for factors in ahead if factors]
-    base = AxisOrder(axis_order.source, [*ahead, axis_order.axes[-1]])
+    leading_axes = [[factor for factor in factors if id(factor) in leading] for factors in axis_order.source]
+    leading_axes = [factors for factors in leading_axes if factors]
+    base = AxisOrder(axis_order.source, [*leading_axes, axis_order.axes[-1]])
     if base.batch_moved():  # the source's first axis is among the layer's input channels
         return False
     sizes = tuple(_product(factors) for factors in base.axes)
@@ -261,7 +261,7 @@ def _sink_permutation(linear: fx.Node) -> bool:
     kind = TensorType((*sizes[:-1], shape[-1]), known_type(linear).dtype)
     y = call_before(linear, kind, linear.target, x, *linear.args[1:], **linear.kwargs)
     copy_info(y, linear, type=kind)
-    behind = _shortest_movement(_order_after_layer(axis_order, ahead, shape[-1]), kind.shape, shape)
+    behind = _shortest_movement(_order_after_layer(axis_order, leading_axes, shape[-1]), kind.shape, shape)
     z = None if behind is None else _insert_movement(linear, y, behind)
     if z is None:
         return False
@@ -269,12 +269,14 @@ def _sink_permutation(linear: fx.Node) -> bool:
     return True
 
 
-def _order_after_layer(axis_order: AxisOrder, ahead: Sequence[Sequence[AxisFactor]], channels: Dim) -> AxisOrder:
+def _order_after_layer(axis_order: AxisOrder, leading_axes: Sequence[Sequence[AxisFactor]], channels: Dim) -> AxisOrder:
     """Return the axis order behind a layer that reads its input in the order of the source."""
-    anew = {id(factor): AxisFactor(axis, factor.count) for axis, factors in enumerate(ahead) for factor in factors}
-    last = [AxisFactor(len(ahead), channels)] if channels != 1 else []
+    anew = {
+        id(factor): AxisFactor(axis, factor.count) for axis, factors in enumerate(leading_axes) for factor in factors
+    }
+    last = [AxisFactor(len(leading_axes), channels)] if channels != 1 else []
     axes = [[anew[id(factor)] for factor in axis] for axis in axis_order.axes[:-1]]
-    return AxisOrder([*[[anew[id(factor)] for factor in factors] for factors in ahead], last], [*axes, last])
+    return AxisOrder([*[[anew[id(factor)] for factor in factors] for factors in leading_axes], last], [*axes, last])
 
 
 def _product(factors: Sequence[AxisFactor]) -> Dim:

@@ -175,14 +175,14 @@ def unfold_depth_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Bo
     Here ``c`` counts the channels of each group g.
     """
     ((shape, at),) = sources
-    groups, taps, step, apart = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
-    each = shape[1] // groups
-    outputs = (shape[2] - apart * (taps - 1) - 1) // step + 1
+    groups, taps, step, spacing = (op.attrs[name] for name in ("groups", "taps", "stride", "dilation"))
+    per_group = shape[1] // groups
+    outputs = (shape[2] - spacing * (taps - 1) - 1) // step + 1
     runs = (
         Run(shape[0], at[0], to[0]),
-        Run(groups, at[1] * each, to[1] * (taps * each)),
-        Run(taps, at[2] * apart, to[1] * each),
-        Run(each, at[1], to[1]),
+        Run(groups, at[1] * per_group, to[1] * (taps * per_group)),
+        Run(taps, at[2] * spacing, to[1] * per_group),
+        Run(per_group, at[1], to[1]),
         Run(outputs, at[2] * step, to[2]),
         Run(shape[3], at[3], to[3]),
         Run(shape[4], at[4], to[4]),
@@ -220,12 +220,12 @@ def pad_copies(op: Op, sources: Sequence[Side], to: Strides) -> list[Box]:
 
 def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at: Dim, to: Dim) -> list[_Part]:
     """Return the parts of one axis: inside, gaps between elements, before and after."""
-    apart = between + 1
-    inside = _Part(0, to * before, (Run(size, at, to * apart),))
-    behind = to * (size * apart - between + before)
+    spacing = between + 1
+    inside = _Part(0, to * before, (Run(size, at, to * spacing),))
+    behind = to * (size * spacing - between + before)
     found = [inside]
     if between:
-        found.append(_Part(0, to * (before + 1), (Run(size - 1, 0, to * apart), Run(between, 0, to)), True))
+        found.append(_Part(0, to * (before + 1), (Run(size - 1, 0, to * spacing), Run(between, 0, to)), True))
     if not before and not after:
         return found
     last = at * (size - 1)

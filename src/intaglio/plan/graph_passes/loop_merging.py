@@ -59,17 +59,17 @@ class _Merging:
     def merge(self, maker: int, reader: int) -> None:
         """Replace both loops by one; operators that depend on the producer move after it, the others before it."""
         first, second = self.ops[maker], as_loop(self.ops[reader], self.types)
-        reached, before, behind = set(first.outputs), list[Op](), list[Op]()
+        reached, before, after = set(first.outputs), list[Op](), list[Op]()
         for op in self.ops[maker + 1 : reader]:
             if reached.intersection(op.inputs):
                 reached.update(op.outputs)
-                behind.append(op)
+                after.append(op)
             else:
                 before.append(op)
-        rest = [*self.ops[:maker], *before, *behind, *self.ops[reader + 1 :]]
+        rest = [*self.ops[:maker], *before, *after, *self.ops[reader + 1 :]]
         wanted = {*self.graph.outputs, *(name for op in rest for name in op.inputs)}
         joined = _joined(first, second, wanted)
-        self.ops = [*self.ops[:maker], *before, joined, *behind, *self.ops[reader + 1 :]]
+        self.ops = [*self.ops[:maker], *before, joined, *after, *self.ops[reader + 1 :]]
         self.first = min(self.first, maker)
 
 

@@ -80,14 +80,14 @@ def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
     if loop.tile is not None:
         return (LoopVariant(values.stages(dict.fromkeys(loop.body.outputs, True), keep=False)),)
     outputs, size = {name: loop.along(name) for name in loop.body.outputs}, loop.rows.size
-    keeping = LoopVariant(values.stages(outputs, keep=True))
-    if not keeping.kept:
-        return (keeping,)
+    keeping_variant = LoopVariant(values.stages(outputs, keep=True))
+    if not keeping_variant.kept:
+        return (keeping_variant,)
     plain = LoopVariant(values.stages(outputs, keep=False))
-    longest = min(MAX_KEPT_ELEMENTS, KEPT_BYTES // (4 * len(keeping.kept)))
+    longest = min(MAX_KEPT_ELEMENTS, KEPT_BYTES // (4 * len(keeping_variant.kept)))
     if isinstance(size, int):
-        return (replace(keeping, longest=size) if size <= longest else plain,)
-    return replace(keeping, longest=longest), plain
+        return (replace(keeping_variant, longest=size) if size <= longest else plain,)
+    return replace(keeping_variant, longest=longest), plain
 
 
 def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
@@ -97,7 +97,7 @@ def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
     return replace(stage, direct=frozenset(direct), any_order=_takes_any_order(stage, loop, direct))
 
 
-def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[str]) -> bool:
+def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct_results: Collection[str]) -> bool:
     """Return whether a pass only reads and writes contiguous quantized values."""
     read = {name for op in stage.ops if primitive(op).dequantizes for name in op.inputs}
     other = {name for op in stage.ops if not primitive(op).dequantizes for name in op.inputs}
@@ -105,7 +105,7 @@ def _takes_any_order(stage: LoopStage, loop: LoopSchedule, direct: Collection[st
     return (
         not (stage.reductions or stage.kept or stage.restored)
         and {*stage.loads} == read - other
-        and {*stage.stored} == {*direct}
+        and {*stage.stored} == {*direct_results}
         and all(loop.operands[name].dtype is DType.U8 and loop.rows.strides[name][-1] == 1 for name in operands)
     )
 

@@ -58,9 +58,9 @@ def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
     return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
 
 
-def _rows_columns(values: Sequence[Any], lacking: Any) -> tuple[Any, Any]:
-    """Return the last two of a sequence with one item per axis; ``lacking`` replaces the rows of 1-d inputs."""
-    return (values[-2] if len(values) > 1 else lacking), values[-1]
+def _rows_columns(values: Sequence[Any], default: Any) -> tuple[Any, Any]:
+    """Return the last two of a sequence with one item per axis; ``default`` replaces the rows of 1-d inputs."""
+    return (values[-2] if len(values) > 1 else default), values[-1]
 
 
 def _phase(weight: np.ndarray, y: Phase, x: Phase, steps: tuple[int, int]) -> Piece:

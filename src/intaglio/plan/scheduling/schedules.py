@@ -103,9 +103,9 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     then reads next what it has written itself, instead of half of every row from another core (BERT-base, 128 tokens,
     two threads: 12.77 -> 12.29 ms).
     """
-    fits = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
-    blocks = min(max(target.max_tile_rows), max(1, -(-fits // 16)))
-    while blocks > 1 and fits < layer.outputs and fits % (16 * blocks):
+    tile_outputs = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
+    blocks = min(max(target.max_tile_rows), max(1, -(-tile_outputs // 16)))
+    while blocks > 1 and tile_outputs < layer.outputs and tile_outputs % (16 * blocks):
         blocks -= 1
     return Schedule(
         tile_rows=target.max_tile_rows[blocks],

@@ -171,11 +171,11 @@ def _apply_patterns(
 def match_notes(annotations: Annotations) -> tuple[str, ...]:
     """Return a line for reports that counts the regions of each pattern; an empty tuple without patterns."""
     counts = Counter(region.pattern.name for region in annotations.regions if region.pattern is not None)
-    vain = len(annotations.rejected)
-    if not counts and not vain:
+    rejected = len(annotations.rejected)
+    if not counts and not rejected:
         return ()
     found = ", ".join(f"{name} x {count}" for name, count in sorted(counts.items())) or "none"
-    lost = f"; {vain} match{'es' * (vain != 1)} rejected, for the reasons in text('sites')" if vain else ""
+    lost = f"; {rejected} match{'es' * (rejected != 1)} rejected, for the reasons in text('sites')" if rejected else ""
     return (f"patterns: {found}{lost}",)
 
 

@@ -39,15 +39,15 @@ def first_last_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Qu
     for node in graph.nodes:
         if node.op == "placeholder" or (node not in inside and before.intersection(node.all_input_nodes)):
             before.add(node)
-    behind: set[fx.Node] = set()
+    tail: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "output" or (node not in inside and behind.intersection(node.users)):
-            behind.add(node)
+        if node.op == "output" or (node not in inside and tail.intersection(node.users)):
+            tail.add(node)
     reasons: dict[fx.Node, str] = {}
     for region in counted:
         if quantizer.skip_first and any(before.intersection(node.all_input_nodes) for node in region.nodes):
             reasons.update(dict.fromkeys(region.nodes, "skip_first: nothing quantized comes before it"))
-        elif quantizer.skip_last and behind.intersection(region.root.users):
+        elif quantizer.skip_last and tail.intersection(region.root.users):
             reasons.update(dict.fromkeys(region.nodes, "skip_last: nothing quantized comes after it"))
     return reasons
 

@@ -150,19 +150,19 @@ class Composed:
 
     def annotate(self, module: fx.GraphModule) -> None:
         """Run the annotators in order."""
-        written: dict[fx.Node, tuple[str, Any, str]] = {}
+        annotated: dict[fx.Node, tuple[str, Any, str]] = {}
         for annotator in self.annotators:
             annotator.annotate(module)
             name = type(annotator).__name__
             for node in module.graph.nodes:
                 record = node.meta.get(ANNOTATION_KEY)
-                if node in written and (record is not written[node][1] or repr(record) != written[node][2]):
+                if node in annotated and (record is not annotated[node][1] or repr(record) != annotated[node][2]):
                     done = "removed" if record is None else "changed"
-                    problem = f"{name} {done} an annotation of {written[node][0]}"
+                    problem = f"{name} {done} an annotation of {annotated[node][0]}"
                     remedy = "annotate a node only if annotation_of(node) is None"
                     raise UnsupportedError(node.name, operator(node), problem, remedy=remedy)
-                if record is not None and node not in written:
-                    written[node] = (name, record, repr(record))
+                if record is not None and node not in annotated:
+                    annotated[node] = (name, record, repr(record))
 
     def validate(self, module: fx.GraphModule) -> None:
         """Call ``validate`` of each annotator that defines it."""
@@ -253,19 +253,19 @@ class ResolvedAnnotations:
         return root in self.quantized_as or (len(nodes) == 1 and record.anchor and record.accumulates)
 
 
-def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> ResolvedAnnotations:
+def resolve(module: fx.GraphModule, annotations: Mapping[fx.Node, Annotation]) -> ResolvedAnnotations:
     """Resolve annotations of a copy of the graph to the nodes of `module`, or raise `UnsupportedError`.
 
     A reader whose parameters differ from those of its value gets an ``alias`` node in front, which `convert` removes.
     """
     own = {node.name: node for node in module.graph.nodes}
-    written = {node: annotation for node, annotation in written.items() if node.name in own}
+    annotations = {node: annotation for node, annotation in annotations.items() if node.name in own}
     places = _PlaceGroups()
     dynamic_modes: dict[fx.Node, str] = {}
     weights: dict[fx.Node, QuantizedAs] = {}
     tables: set[fx.Node] = set()
     custom: dict[tuple[fx.Node, fx.Node | None], Callable[[], Any]] = {}
-    for seen, annotation in written.items():
+    for seen, annotation in annotations.items():
         reader = own[seen.name]
         for value, quantization in annotation.inputs.items():
             if not isinstance(value, fx.Node):
@@ -290,16 +290,16 @@ def resolve(module: fx.GraphModule, written: Mapping[fx.Node, Annotation]) -> Re
             places.add(reader, _translated(annotation.output, own), annotation.sharing)
     values, leaders = places.resolved()
     aliases = insert_aliases(module, leaders)
-    held = {place: aliases.get(place) or (place[0] if isinstance(place, tuple) else place) for place in leaders}
+    place_of = {place: aliases.get(place) or (place[0] if isinstance(place, tuple) else place) for place in leaders}
     owner: dict[Place, fx.Node] = {}
     for place, leader in leaders.items():
-        owner.setdefault(leader, held[place])
-    edges = {(held[place], place[1]) for place in leaders if isinstance(place, tuple)}
+        owner.setdefault(leader, place_of[place])
+    edges = {(place_of[place], place[1]) for place in leaders if isinstance(place, tuple)}
     edges |= {(value, reader) for reader in dynamic_modes for value in activations(reader)[:1]}
     return ResolvedAnnotations(
-        nodes=frozenset(own[node.name] for node in written),
-        quantized_as={held[place]: values[leader] for place, leader in leaders.items()},
-        leaders={held[place]: owner[leader] for place, leader in leaders.items()},
+        nodes=frozenset(own[node.name] for node in annotations),
+        quantized_as={place_of[place]: values[leader] for place, leader in leaders.items()},
+        leaders={place_of[place]: owner[leader] for place, leader in leaders.items()},
         edges=frozenset(edges),
         outputs=frozenset(place for place in leaders if isinstance(place, fx.Node)),
         weights=weights,

@@ -136,12 +136,12 @@ def _convert(module: fx.GraphModule, call: fx.Node) -> list[fx.Node]:
             f"{type(observer).__name__}.convert did not remove its node from the graph",
             remedy="call node.replace_all_uses_with(...), then module.graph.erase_node(node)",
         )
-    written = [node for node in module.graph.nodes if node not in known]
-    for node in written:
+    inserted = [node for node in module.graph.nodes if node not in known]
+    for node in inserted:
         update_info(node, observer=True, origin=where)
-        if any(user not in written for user in node.users):
+        if any(user not in inserted for user in node.users):
             update_info(node, type=kind)
-    return written
+    return inserted
 
 
 def _register_constants(module: fx.GraphModule, written: Iterable[fx.Node]) -> None:

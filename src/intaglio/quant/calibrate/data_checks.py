@@ -103,9 +103,11 @@ def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
 
 def not_finite(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     """Report sites with NaN or infinite values, which were left out."""
-    odd = {name: s.nans + s.infinities for name, s in ranges.statistics.items() if s.nans + s.infinities}
-    if odd:
-        yield Finding("not_finite", _sites(odd), f"{sum(odd.values())} NaN or infinite values were left out")
+    nonfinite = {name: s.nans + s.infinities for name, s in ranges.statistics.items() if s.nans + s.infinities}
+    if nonfinite:
+        yield Finding(
+            "not_finite", _sites(nonfinite), f"{sum(nonfinite.values())} NaN or infinite values were left out"
+        )
 
 
 def masks(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:

@@ -82,15 +82,15 @@ def percentile(statistics: Statistics, qmin: int = 0, qmax: int = 255, percent: 
     to the end of its bin in the finer one of both histograms. The lower end mirrors it. The result is min-max for 100,
     and for tails of less than one value.
     """
-    beyond = statistics.finite - nearest_rank(percent / 100, statistics.finite)
+    outliers = statistics.finite - nearest_rank(percent / 100, statistics.finite)
     bins, sketch = statistics.bins, statistics.sketch
     ends = []
     for dyadic, upper in ((bins[:HALF_BINS][::-1], sketch[SKETCH // 2 :]), (bins[HALF_BINS:], sketch[: SKETCH // 2])):
         edges = (
-            math.ldexp(_bin_of_tail(dyadic, beyond) + 1, statistics.exponent),
-            sketch_end(_bin_of_tail(upper, beyond)),
+            math.ldexp(_bin_of_tail(dyadic, outliers) + 1, statistics.exponent),
+            sketch_end(_bin_of_tail(upper, outliers)),
         )
-        ends.append(min(edges) if beyond < upper.sum() else 0.0)
+        ends.append(min(edges) if outliers < upper.sum() else 0.0)
     return _within(-ends[0], ends[1], statistics)
 
 
@@ -218,9 +218,9 @@ def _within(low: float, high: float, statistics: Statistics) -> Range:
     return min(max(low, lowest), 0.0) + 0.0, max(min(high, highest), 0.0) + 0.0  # Adding 0.0 turns -0.0 into 0.0.
 
 
-def _bin_of_tail(counts: NDArray[np.int64], beyond: int) -> int:
-    """Return the bin, counted from zero outwards, with at most `beyond` values further out; 0 if there is none."""
-    reached = np.cumsum(counts[::-1]) > beyond
+def _bin_of_tail(counts: NDArray[np.int64], outliers: int) -> int:
+    """Return the bin, counted from zero outwards, with at most `outliers` values further out; 0 if there is none."""
+    reached = np.cumsum(counts[::-1]) > outliers
     return len(counts) - 1 - int(reached.argmax()) if reached.any() else 0
 
 
@@ -299,12 +299,12 @@ class _Histogram:
             return math.inf
         index = (steps[inside] - least).astype(np.int64)
         counts, widths = self.counts[inside], self.widths[inside]
-        told = np.bincount(index, counts)[index] * widths / np.bincount(index, widths)[index]
-        shown, centres = counts.copy(), self.centres[inside]
-        shown[centres.argmin()] += self.counts[steps < least].sum()
-        shown[centres.argmax()] += self.counts[steps > most].sum()
-        shown, told = shown / shown.sum(), told / told.sum()
-        return float((shown * np.log(shown / told)).sum())
+        smoothed = np.bincount(index, counts)[index] * widths / np.bincount(index, widths)[index]
+        observed, centres = counts.copy(), self.centres[inside]
+        observed[centres.argmin()] += self.counts[steps < least].sum()
+        observed[centres.argmax()] += self.counts[steps > most].sum()
+        observed, smoothed = observed / observed.sum(), smoothed / smoothed.sum()
+        return float((observed * np.log(observed / smoothed)).sum())
 
     def _grid(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
         """Return the step in units of the bins, and the quantized range relative to the zero point."""

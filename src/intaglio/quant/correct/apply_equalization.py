@@ -111,11 +111,11 @@ class ScaledReader:
 
     Attributes:
         node: the reader.
-        trail: the operators between the value and the reader, through which the factors pass.
+        path: the operators between the value and the reader, through which the factors pass.
     """
 
     node: fx.Node
-    trail: tuple[fx.Node, ...]
+    path: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def scalable_results(annotations: Annotations) -> list[ScalableResult]:
         if (
             uses
             and is_affine_layer_norm(region)
-            and any(use.trail or not known_record(use.node).is_linear_layer for use in uses)
+            and any(use.path or not known_record(use.node).is_linear_layer for use in uses)
         ):
             continue
         if uses and site is not None:
@@ -213,7 +213,7 @@ def _other(node: fx.Node, region: Region) -> fx.Node | None:
 
 
 def _scaled_readers(
-    value: fx.Node, member: Mapping[fx.Node, Region], trail: tuple[fx.Node, ...]
+    value: fx.Node, member: Mapping[fx.Node, Region], path: tuple[fx.Node, ...]
 ) -> list[ScaledReader] | None:
     """Return the readers of a value, found through pooling and data movement that keep channels apart.
 
@@ -228,12 +228,12 @@ def _scaled_readers(
             return None
         alone = len(region.nodes) == 1 and record.passes_factors
         if alone and (not record.clamps or _rectifies(user)):
-            inner = _scaled_readers(user, member, (*trail, user))
+            inner = _scaled_readers(user, member, (*path, user))
             if inner is None:
                 return None
             found += inner
         elif _absorbs(user, value, region):
-            found.append(ScaledReader(user, trail))
+            found.append(ScaledReader(user, path))
         else:
             return None
     return found
@@ -277,14 +277,14 @@ def _rewrite(
 def _factors_at(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None:
     """Return the factors that arrive at a reader; ``None`` if channels get several.
 
-    They are computed by running the operators of the trail on the factors; padding counts as one.
+    They are computed by running the operators of the path on the factors; padding counts as one.
     """
-    if not use.trail:
+    if not use.path:
         return factors
-    first = use.trail[0].args[0]
+    first = use.path[0].args[0]
     shape = _example_shape(first)
     spread = factors.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape).contiguous()
-    for node in use.trail:
+    for node in use.path:
         args = [spread if value is node.args[0] else _number(value) for value in node.args]
         spread = node.target(*args, **node.kwargs)
     columns = spread.transpose(0, 1).flatten(1)
@@ -342,16 +342,22 @@ def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Ten
 
 
 def _scale_shortcut(
-    module: fx.GraphModule, add: fx.Node, other: fx.Node, rows: torch.Tensor | None, here: torch.Tensor | None
+    module: fx.GraphModule,
+    add: fx.Node,
+    other: fx.Node,
+    result_factors: torch.Tensor | None,
+    other_factors: torch.Tensor | None,
 ) -> None:
     """Replace ``acc + alpha * other`` by ``acc + other * ratio`` with a ratio for each channel.
 
-    At least one of ``rows`` and ``here``, the factors of the result and of the other operand, must be given.
+    At least one of the factors, those of the result or those of the other operand, must be given.
     """
     own = next(value for value in operands(add) if value is not other)
     record = known_record(add)
     alpha = record.bind(call_of(add, record))["alpha"]
-    ratio = (alpha * (1.0 if here is None else here) / (1.0 if rows is None else rows)).float()
+    ratio = (
+        alpha * (1.0 if other_factors is None else other_factors) / (1.0 if result_factors is None else result_factors)
+    ).float()
     name = f"{add.name}_ratio"
     module.register_buffer(name, ratio.reshape(1, -1, *[1] * (len(known_type(add).shape) - 2)))
     constant = constant_node(module, name, f"{origin(add).path}.ratio")

@@ -152,9 +152,9 @@ def _smoothings(
     group.run_on_all_ranks(run)
     found = {}
     for name, weights in readers.items():
-        theirs = [part for parts in group.gather(own.get(name, [])) for part in parts]
-        theirs.sort(key=lambda part: int(part.samples[0]))
-        result = smoothing(SampledRows.joined(theirs), weights, largest[name]) if theirs else None
+        gathered = [part for parts in group.gather(own.get(name, [])) for part in parts]
+        gathered.sort(key=lambda part: int(part.samples[0]))
+        result = smoothing(SampledRows.joined(gathered), weights, largest[name]) if gathered else None
         if result is not None:
             found[name] = result
     return found

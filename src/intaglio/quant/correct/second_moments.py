@@ -104,14 +104,14 @@ def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
     Each product costs a pass over [groups, k, k], so there should be few of them.
     """
-    held: list[torch.Tensor] = []
+    pending: list[torch.Tensor] = []
     for part in parts:
-        held.append(part)
-        if sum(one.numel() for one in held) >= GATHERED:
-            yield torch.cat(held, 2)
-            held = []
-    if held:
-        yield torch.cat(held, 2)
+        pending.append(part)
+        if sum(one.numel() for one in pending) >= GATHERED:
+            yield torch.cat(pending, 2)
+            pending = []
+    if pending:
+        yield torch.cat(pending, 2)
 
 
 def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:

@@ -111,16 +111,18 @@ def _error(rows: SampledRows, weight: torch.Tensor, strength: float | None) -> f
     """
     total, fold = 0.0, rows.samples % FOLDS
     for number in range(FOLDS):
-        seen, held = rows.values[fold != number], rows.values[fold == number]
-        if not len(held):
+        training, validation = rows.values[fold != number], rows.values[fold == number]
+        if not len(validation):
             continue
-        seen = seen if len(seen) else held
+        training = training if len(training) else validation
         factors = torch.ones(weight.shape[1])
         if strength is not None:
-            factors = _factors(seen.abs().amax(0).double(), weight.double(), strength).float()
-        scale, zero = numerics.affine_qparams((seen / factors).min().item(), (seen / factors).max().item(), 0, 255)
-        quantized = numerics.round_clamp(held / factors / scale, 0, 255, zero) - zero
+            factors = _factors(training.abs().amax(0).double(), weight.double(), strength).float()
+        scale, zero = numerics.affine_qparams(
+            (training / factors).min().item(), (training / factors).max().item(), 0, 255
+        )
+        quantized = numerics.round_clamp(validation / factors / scale, 0, 255, zero) - zero
         steps = torch.from_numpy(numerics.symmetric_scale((weight * factors).abs().amax(1).numpy(), 127))[:, None]
         integers = numerics.round_clamp(weight * factors / steps, -127, 127) * steps
-        total += (held @ weight.t() - (quantized * scale) @ integers.t()).double().square().sum().item()
+        total += (validation @ weight.t() - (quantized * scale) @ integers.t()).double().square().sum().item()
     return total

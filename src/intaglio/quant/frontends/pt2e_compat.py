@@ -266,10 +266,10 @@ def _replace_observers(view: fx.GraphModule, annotator: Any, records: dict[fx.No
             _observer(made, (value, node), spec)
         if not isinstance(record, Annotation):
             _observer(made, node, record.output_qspec)
-    for place, made_here in list(made.items()):
-        while isinstance(made_here, tuple):  # a shared spec refers to the place with the observer
-            made_here = made.get(made_here[0])
-        made[place] = made_here
+    for place, observer in list(made.items()):
+        while isinstance(observer, tuple):  # a shared spec refers to the place with the observer
+            observer = made.get(observer[0])
+        made[place] = observer
     before = dict(made)
     annotator.prepare_obs_or_fq_callback(view, made)
     for place, observer in made.items():

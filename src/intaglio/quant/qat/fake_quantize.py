@@ -311,10 +311,10 @@ def fake_quantize_shortcut(x: torch.Tensor, fake_quantize: FakeQuantize, low: in
     gradient_factor = lsq_gradient_factor(
         x.numel() // max(len(x), 1), max_quantized_magnitude(low, high, wide.zero_point)
     )
-    fine = scale.reshape([]) / numerics.QUANT_STEPS
-    fine = fine + (wide.scale - fine).detach()
-    shifted = zero_point.reshape([]) * numerics.QUANT_STEPS + (wide.zero_point - q.zero * numerics.QUANT_STEPS)
-    return FakeQuantizeFunction.apply(x, fine, shifted, None, low, high, gradient_factor)
+    scale_16bit = scale.reshape([]) / numerics.QUANT_STEPS
+    scale_16bit = scale_16bit + (wide.scale - scale_16bit).detach()
+    zero_16bit = zero_point.reshape([]) * numerics.QUANT_STEPS + (wide.zero_point - q.zero * numerics.QUANT_STEPS)
+    return FakeQuantizeFunction.apply(x, scale_16bit, zero_16bit, None, low, high, gradient_factor)
 
 
 class ModeHolder(nn.Module):

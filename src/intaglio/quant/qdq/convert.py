@@ -199,12 +199,12 @@ def _quantized_outputs(signature: Signature, prepared: Prepared, qparams: Mappin
 
 def left_in_float(prepared: Prepared) -> tuple[set[str], set[str]]:
     """Return the names of sites and anchor nodes that `annotate_everything(prepared)` has and `prepared` does not."""
-    every, here = annotate_everything(prepared), prepared.annotations
+    every, actual = annotate_everything(prepared), prepared.annotations
     names = ValueNames(every.module.graph)
     values = {value for region in every.regions for value in (*region.nodes, *region.activations())}
-    sites = {*map(names.of, values), *(site.name for site in every.sites)} if every is not here else set()
+    sites = {*map(names.of, values), *(site.name for site in every.sites)} if every is not actual else set()
     anchors = {region.anchor.name for region in every.regions}
-    return sites - {site.name for site in here.sites}, anchors - {region.anchor.name for region in here.regions}
+    return sites - {site.name for site in actual.sites}, anchors - {region.anchor.name for region in actual.regions}
 
 
 def given_corrections(prepared: Prepared, given: Parameters) -> Corrections:

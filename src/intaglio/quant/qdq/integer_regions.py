@@ -138,16 +138,16 @@ def write_regions(graph: fx.Graph, regions: Iterable[Region]) -> None:
 
 
 def _match_fusions(
-    graph: fx.Graph, taken: set[fx.Node], fits: Callable[[tuple[fx.Node, ...]], bool]
+    graph: fx.Graph, taken: set[fx.Node], is_valid: Callable[[tuple[fx.Node, ...]], bool]
 ) -> list[tuple[str, tuple[fx.Node, ...]]]:
     """Match the fusion rows, longest first, then single operators, on nodes that are not `taken`."""
     nodes, taken = [node for node in graph.nodes if record_of(node) is not None], set(taken)
 
     def accept(row: Fusion, chain: tuple[fx.Node, ...]) -> tuple[str, tuple[fx.Node, ...]] | None:
-        return (row.name, chain) if fits(chain) else None
+        return (row.name, chain) if is_valid(chain) else None
 
     found = match_rows(GRAPH_FUSIONS, nodes, FxGraphView(graph), accept, taken)
-    return found + [(known_record(node).name, (node,)) for node in nodes if node not in taken and fits((node,))]
+    return found + [(known_record(node).name, (node,)) for node in nodes if node not in taken and is_valid((node,))]
 
 
 def _mark_in_order(graph: fx.Graph, found: list[tuple[str, IntegerRegion]]) -> int:

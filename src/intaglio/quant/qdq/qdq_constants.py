@@ -235,11 +235,11 @@ def _scales_that_fit_bias(
 
 
 def _replace_bias(module: fx.GraphModule, node: fx.Node, bias: fx.Node, steps: np.ndarray, units: np.ndarray) -> None:
-    held = bias if is_constant(bias) else bias.args[0]
-    stem, kind = f"{held.target}_steps", TensorType(steps.shape, DType.F32)
-    source = add_constant_like(module, stem, torch.from_numpy(steps), held)
-    scales = add_constant_like(module, f"{stem}_scale", torch.from_numpy(units.astype(np.float32)), held)
-    zeros = add_constant_like(module, f"{stem}_zero_point", torch.zeros(len(steps), dtype=torch.int64), held)
+    constant = bias if is_constant(bias) else bias.args[0]
+    stem, kind = f"{constant.target}_steps", TensorType(steps.shape, DType.F32)
+    source = add_constant_like(module, stem, torch.from_numpy(steps), constant)
+    scales = add_constant_like(module, f"{stem}_scale", torch.from_numpy(units.astype(np.float32)), constant)
+    zeros = add_constant_like(module, f"{stem}_zero_point", torch.zeros(len(steps), dtype=torch.int64), constant)
     dequantize = qdq_overload("dequantize_per_channel")
     real = call_before(node, kind, dequantize, source, scales, zeros, 0, *INT32_RANGE, torch.int32)
     node.replace_input_with(bias, real)

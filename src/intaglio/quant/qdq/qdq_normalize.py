@@ -267,11 +267,11 @@ def _convert_to_u8(node: fx.Node) -> bool:
         real = _decompose_quantize(node)
         for user in others:
             user.replace_input_with(node, real)
-    before = [each.args for each in (node, *mates)]
-    for each in (node, *mates):
-        each.args = (each.args[0], *u8_arguments(q))
+    before = [qdq.args for qdq in (node, *mates)]
+    for qdq in (node, *mates):
+        qdq.args = (qdq.args[0], *u8_arguments(q))
     update_info(node, type=TensorType(known_type(node).shape, DType.U8, q))
-    return bool(others) or before != [each.args for each in (node, *mates)]
+    return bool(others) or before != [qdq.args for qdq in (node, *mates)]
 
 
 def u8_arguments(q: QParams) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ class Rewriter:
                     readers.setdefault(value.name, []).append(self.nodes[node.name])
         return readers
 
-    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], everyone: bool) -> None:
+    def _activation(self, site: Site, readers: Mapping[str, list[fx.Node]], for_all_readers: bool) -> None:
         """Quantize the value of a site and dequantize it for its readers.
 
         Each reader inside a region gets a dequantize of its own. The other readers share one if the flag is set, and
@@ -124,7 +124,7 @@ class Rewriter:
         with self.graph.inserting_after(source):
             quantized = self.graph.call_function(quantize, (source, *parameters))
         self._describe(quantized, node, site, q)
-        for group in [[user] for user in own] + ([others] if others and everyone else []):
+        for group in [[user] for user in own] + ([others] if others and for_all_readers else []):
             with self.graph.inserting_before(group[0] if len(group) == 1 else quantized.next):
                 real = self.graph.call_function(dequantize, (quantized, *parameters))
             inherit_info(real, group[0] if len(group) == 1 else node, type=info(node).type)

@@ -41,10 +41,10 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     digests = {name: digest(members[name]) for name in sorted(members)}
     first = to_json({"format": FORMAT, "version": ARCHIVE_VERSION, **manifest, "digests": digests})
     target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
         try:
-            with draft.open("xb") as file:
+            with temporary.open("xb") as file:
                 with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                     for name, content in sorted({MANIFEST: first, **members}.items()):
                         entry = zipfile.ZipInfo(name, EPOCH)
@@ -53,11 +53,11 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
                 file.flush()
                 os.fsync(file.fileno())
             if target.exists():
-                shutil.copymode(target, draft)
-            os.replace(draft, target)
+                shutil.copymode(target, temporary)
+            os.replace(temporary, target)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                draft.unlink()
+                temporary.unlink()
     except OSError as error:
         raise unwritable_error(path, error, FILE_REMEDY) from error
 

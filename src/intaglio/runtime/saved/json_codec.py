@@ -92,21 +92,21 @@ def decode(value: Any) -> Any:
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    ((tag, held),) = value.items()
+    ((tag, content),) = value.items()
     match tag:
         case "float":
-            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[held]
+            return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
         case "tuple":
-            return tuple(decode(item) for item in held)
+            return tuple(decode(item) for item in content)
         case "dim":
-            return decode_dim(held)
+            return decode_dim(content)
         case "numpy":
-            name, number = held
+            name, number = content
             return np.dtype(NUMPY_SCALARS[NUMPY_SCALARS.index(name)]).type(decode(number))
         case "device":
-            return torch.device({"cpu": "cpu"}[held])
+            return torch.device({"cpu": "cpu"}[content])
         case "dtype" | "memory_format" | "layout":
-            found = getattr(torch, checked_identifier(held))
+            found = getattr(torch, checked_identifier(content))
             if type(found) is TORCH_TYPES[tag]:
                 return found
     raise ValueError(f"{tag!r} is not a known kind of value")
