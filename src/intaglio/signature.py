@@ -161,6 +161,35 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
 
 
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise `InputError` unless all elements of an input are in memory that its storage owns.
+
+    Tensors of transforms (``torch.func``), fake tensors and wrapper subclasses have no memory of their own, and a
+    storage may have been resized after the tensor was made.
+    """
+    try:
+        end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
+        if not end:
+            return
+        end += tensor.storage_offset() * tensor.itemsize
+        if tensor.data_ptr() and tensor.untyped_storage().nbytes() >= end:
+            return
+        problem = "its memory is smaller than its shape, or was freed"
+    except (RuntimeError, NotImplementedError):  # of data_ptr() or untyped_storage()
+        problem = "it has no memory"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        problem += f" ({type(tensor).__name__})"
+    raise InputError(f"input '{name}'", None, problem, remedy=PLAIN_TENSORS)
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
 def _shape_text(shape: Sequence[Any]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
@@ -185,6 +214,7 @@ def unsupported_reason(tensor: torch.Tensor) -> str | None:
     return None
 
 
+PLAIN_TENSORS = "call the model outside of torch.func and of fake tensors, with tensors that hold their data"
 TO_DENSE_ON_CPU = "convert it with .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 

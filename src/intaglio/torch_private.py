@@ -36,6 +36,7 @@ __all__ = [
     "decompose_used_composites",
     "forget_compiled_loops",
     "int8_matmul",
+    "is_traced",
     "load_state_dict_pre_hooks",
     "make_wrapper_subclass",
     "parameters_of",
@@ -89,6 +90,17 @@ def without_current_function_mode() -> AbstractContextManager[Any]:
     `current_function_mode`."""
     context: AbstractContextManager[Any] = _pop_mode_temporarily()
     return context
+
+
+def is_traced() -> bool:
+    """Return whether operators are recorded in a graph (`make_fx`, `torch.jit.trace`) or return tensors without data
+    (`FakeTensorMode`). Without it, such calls of a quantized model would return memory that nothing has written."""
+    if torch._C._get_tracing_state() is not None:
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE))
 
 
 # ---- tensors and modules --------------------------------------------------------------------------------------------

@@ -25,14 +25,17 @@ from intaglio.runtime.saved.model_file import Example, Library, input_tensors
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
+    check_memory,
     check_tensors,
     dims_of,
     initial_state,
     unflatten_result,
     updated_state,
 )
+from intaglio.torch_private import is_traced
 
 logger = logging.getLogger("intaglio")
+INSTEAD_OF_TRACING = "save the model with model.save(path) and load it with intaglio.load(path), or use model.export_c"
 UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
@@ -108,7 +111,10 @@ class ProgramModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program, update mutable buffers and inputs that the float model updates in place, and return the
         result."""
-        if torch.compiler.is_compiling() and not self._has_side_effects:
+        if torch.compiler.is_compiling():
+            if not self._has_side_effects:
+                return self._traced(args, kwargs)
+        elif is_traced():
             return self._traced(args, kwargs)
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         if self._fallback_model and not self._is_planned(leaves):
@@ -127,9 +133,23 @@ class ProgramModule(nn.Module):
         return unflatten_result(self.signature, tuple(results[: self._results]), plan.symbols)
 
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the call as one custom operator while `torch.compile` traces it."""
+        """Run the call as one custom operator while `torch.compile` or `make_fx` traces it, or for fake tensors.
+
+        Raises:
+            InputError: the trace is one of torch.export or torch.jit.trace, whose graphs are saved and loaded without
+                this model, or the call has effects that the operator cannot express.
+        """
+        problem = None
         if torch.compiler.is_exporting():
-            raise InputError("call", None, "this module is already quantized, and native code cannot be traced")
+            problem = "the model is already quantized; torch.export cannot trace its program"
+        elif torch.jit.is_tracing():
+            problem = "the model is already quantized; torch.jit.trace cannot record its program"
+        elif self._has_side_effects:
+            problem = (
+                "a model that updates buffers or inputs, or has a float fallback, cannot be traced as one operator"
+            )
+        if problem:
+            raise InputError("call", None, problem, remedy=INSTEAD_OF_TRACING)
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
         results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._model_id)
         if self._positional_inputs and self._results == 1 and self.signature.out_tree.is_leaf():
@@ -161,7 +181,13 @@ class ProgramModule(nn.Module):
 
     def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
-        key = tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")])
+        try:
+            key = tuple(
+                [(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")]
+            )
+        except RuntimeError:  # a nested tensor has no shape
+            check_tensors(self.signature, leaves, self._byte_inputs)
+            raise
         found = self._plans.get(key)
         if found is None:
             found = self._new_plan(dims_of(self.signature, list(leaves), self._byte_inputs))
@@ -252,6 +278,8 @@ class ProgramModule(nn.Module):
             Every external value by name.
         """
         values = dict(zip(self._inputs, leaves, strict=True))
+        for name, leaf in values.items():
+            check_memory(name, leaf)
         try:
             frame = self._frames.pop()
         except IndexError:
