@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -34,6 +33,7 @@ from intaglio.stages import (
     requantize,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
+from intaglio.tracing.detached_copy import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 Selectors = str | Iterable[str]
@@ -168,7 +168,7 @@ def autotune(
         reference = convert(prepared, given)
     else:
         reference = _convert_with_corrections(prepared, cached, data, samples, progress)
-    exact = copy.deepcopy(model).eval() if any(part.training for part in model.modules()) else model
+    exact = copy_model(model).eval() if any(part.training for part in model.modules()) else model
     return autotuned(SearchStart(captured, quantizer, reference, cached), criterion, exact, isa)
 
 

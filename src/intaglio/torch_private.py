@@ -31,6 +31,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "buffers_of",
+    "call_hooks",
     "call_replace_hook",
     "current_function_mode",
     "decompose_used_composites",
@@ -126,6 +127,12 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def submodules_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dictionary of a module's own submodules. Without it, use ``named_children`` and ``setattr``."""
     return module._modules
+
+
+def call_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the dictionaries of the hooks that run before and after a module's forward. Without them, a copy of a
+    model cannot be made without its hooks, which only the handles that their owners hold can remove."""
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def state_dict_hooks(module: nn.Module) -> dict[Any, Any]:

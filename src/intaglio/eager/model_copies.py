@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,7 +9,8 @@ import torch
 from torch import nn
 
 from intaglio.runtime import QuantizedModel
-from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
+from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
+from intaglio.tracing.detached_copy import copy_model
 
 
 class Attachment:
@@ -30,10 +30,10 @@ def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] 
         model: Model to copy.
         tensors: Tensors by id that the copy shares with the model. All others are copied.
     """
-    memo: dict[int, Any] = dict(tensors or {})
+    given: dict[int, Any] = dict(tensors or {})
     for attributes in _attached(model):
-        memo.update({id(value): NO_ATTRIBUTE for value in attributes.values() if isinstance(value, Attachment)})
-    copied: nn.Module = copy.deepcopy(model, memo)
+        given.update({id(value): NO_ATTRIBUTE for value in attributes.values() if isinstance(value, Attachment)})
+    copied = copy_model(model, given)
     for attributes in _attached(copied):
         for name in [name for name, value in attributes.items() if value is NO_ATTRIBUTE]:
             del attributes[name]
@@ -44,7 +44,8 @@ def plain_copy(model: nn.Module) -> nn.Module:
     """Copy a model for `torch.export`, sharing its tensors.
 
     The copy has no submodules that export cannot trace (ScriptModules, compiled models, separately prepared modules),
-    and no module of it works in place.
+    and no module of it works in place. It has no forward hooks of users, whose operators are recorded like those of the
+    model; hooks of `torch.nn.utils`, which compute weights, stay.
     """
     copied = copy_without_attachments(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(copied.modules()):
@@ -52,10 +53,17 @@ def plain_copy(model: nn.Module) -> nn.Module:
             continue
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
+        for hooks in call_hooks(module):
+            for key in [key for key, hook in hooks.items() if not _computes_weights(hook)]:
+                del hooks[key]
         for name, child in list(module.named_children()):
             if isinstance(child, (torch.jit.ScriptModule, QuantizedModel)) or is_prepared(child):
                 del submodules_of(module)[name]
     return copied
+
+
+def _computes_weights(hook: Any) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def is_prepared(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 from intaglio.signature import bind, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
+from intaglio.tracing.detached_copy import copy_model
 
 BATCH_SIZES = (1, 3)
 TRAINING_BATCH_SIZES = (2, 3)
@@ -61,7 +61,7 @@ def _differs(
 ) -> str | None:
     """Run graph and model on the same inputs and return how they differ, or ``None``."""
     if captured.signature.state:  # compare from the captured state
-        captured, model = replace(captured), copy.deepcopy(model)
+        captured, model = replace(captured), copy_model(model)
     try:
         with torch.no_grad():
             expected = model(*clone_tensors(args), **clone_tensors(kwargs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -36,6 +35,7 @@ from intaglio.torch_private import (
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
+from intaglio.tracing.detached_copy import copy_model
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import decompose_single_operators
@@ -314,7 +314,7 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
                 remedy="load the weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
             )
     try:
-        own = copy.deepcopy(model)
+        own = copy_model(model)
         # torch.export replaces `train` of an exported module by a function that raises.
         if isinstance(own, fx.GraphModule):
             vars(own).pop("train", None)

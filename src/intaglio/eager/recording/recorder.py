@@ -159,7 +159,8 @@ class Recorder:
             return length
         operation, *operands = length.origin
         if operation == "size":
-            return SizeExpression("size", (self._leaf(operands[0]), operands[1]))
+            tensor = self._leaf(operands[0])
+            return int(length) if isinstance(tensor, ModelTensor) else SizeExpression("size", (tensor, operands[1]))
         return SizeExpression(operation, tuple(map(self._extent, operands)))
 
     def can_record(self, args: Any, kwargs: dict[str, Any], in_place: bool) -> bool:

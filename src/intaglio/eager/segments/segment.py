@@ -248,8 +248,7 @@ class Segment:
         args, kwargs = fill(list(event.args), leaf), fill(event.kwargs, leaf)
         if event.changed is not None:
             args[0] = args[0].clone()
-        called = model.get_submodule(event.path) if event.function is None else event.function
-        result = called(*args, **kwargs)
+        result = _called(event, model)(*args, **kwargs)
         return (RecordedTensor(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
     def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
@@ -349,3 +348,13 @@ class Segment:
         reference = dataclasses.replace(self.reference, module=part.module, signature=signature)
         program = build.compile(requantize(reference))
         return reads, lambda tensors: program(*tensors)
+
+
+def _called(event: Event, model: nn.Module) -> Callable[..., Any]:
+    """Return the function of an operator, or the forward of its leaf module. Hooks of a module are operators of their
+    own."""
+    if event.function is not None:
+        return event.function
+    module = model.get_submodule(event.path)
+    bound: Callable[..., Any] = type(module).forward.__get__(module)
+    return bound
