@@ -161,25 +161,24 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
 
 
-def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise `InputError` unless all elements of an input are in memory that its storage owns.
+def check_memory(inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise `InputError` unless all elements of all inputs are in memory that their storages own.
 
     Tensors of transforms (``torch.func``), fake tensors and wrapper subclasses have no memory of their own, and a
     storage may have been resized after the tensor was made.
     """
-    try:
-        end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
-        if not end:
-            return
-        end += tensor.storage_offset() * tensor.itemsize
-        if tensor.data_ptr() and tensor.untyped_storage().nbytes() >= end:
-            return
-        problem = "its memory is smaller than its shape, or was freed"
-    except (RuntimeError, NotImplementedError):  # of data_ptr() or untyped_storage()
-        problem = "it has no memory"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        problem += f" ({type(tensor).__name__})"
-    raise InputError(f"input '{name}'", None, problem, remedy=PLAIN_TENSORS)
+    for name, tensor in inputs.items():
+        try:
+            end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
+            held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+            if not end or held >= end + tensor.storage_offset() * tensor.itemsize:
+                continue
+            problem = "its memory is smaller than its shape, or was freed"
+        except (RuntimeError, NotImplementedError):  # of data_ptr() or untyped_storage()
+            problem = "it has no memory"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            problem += f" ({type(tensor).__name__})"
+        raise InputError(f"input '{name}'", None, problem, remedy=PLAIN_TENSORS)
 
 
 def _bytes_spanned(tensor: torch.Tensor) -> int:

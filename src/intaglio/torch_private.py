@@ -37,6 +37,7 @@ __all__ = [
     "decompose_used_composites",
     "forget_compiled_loops",
     "int8_matmul",
+    "is_in_jit_trace",
     "is_traced",
     "load_state_dict_pre_hooks",
     "make_wrapper_subclass",
@@ -93,10 +94,15 @@ def without_current_function_mode() -> AbstractContextManager[Any]:
     return context
 
 
+def is_in_jit_trace() -> bool:
+    """Return whether `torch.jit.trace` records operators. Without it, see `is_traced`."""
+    return torch._C._get_tracing_state() is not None
+
+
 def is_traced() -> bool:
     """Return whether operators are recorded in a graph (`make_fx`, `torch.jit.trace`) or return tensors without data
     (`FakeTensorMode`). Without it, such calls of a quantized model would return memory that nothing has written."""
-    if torch._C._get_tracing_state() is not None:
+    if is_in_jit_trace():
         return True
     if not torch._C._len_torch_dispatch_stack():
         return False

@@ -32,7 +32,7 @@ from intaglio.signature import (
     unflatten_result,
     updated_state,
 )
-from intaglio.torch_private import is_traced
+from intaglio.torch_private import is_in_jit_trace, is_traced
 
 logger = logging.getLogger("intaglio")
 INSTEAD_OF_TRACING = "save the model with model.save(path) and load it with intaglio.load(path), or use model.export_c"
@@ -142,7 +142,7 @@ class ProgramModule(nn.Module):
         problem = None
         if torch.compiler.is_exporting():
             problem = "the model is already quantized; torch.export cannot trace its program"
-        elif torch.jit.is_tracing():
+        elif is_in_jit_trace():
             problem = "the model is already quantized; torch.jit.trace cannot record its program"
         elif self._has_side_effects:
             problem = (
@@ -278,8 +278,7 @@ class ProgramModule(nn.Module):
             Every external value by name.
         """
         values = dict(zip(self._inputs, leaves, strict=True))
-        for name, leaf in values.items():
-            check_memory(name, leaf)
+        check_memory(values)
         try:
             frame = self._frames.pop()
         except IndexError:
