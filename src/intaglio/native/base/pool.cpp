@@ -152,7 +152,10 @@ void run(IntaglioBody body, void* context, int threads) {
     const int helpers = hire(threads - 1);
     if (!helpers) return body(context, 0, 1);
     Job& job = hired->own;
-    job = Job{body, context, helpers + 1, uint32_t(helpers), 0};
+    job.body = body, job.context = context, job.threads = helpers + 1;
+    // The last worker of the job before may be about to read `caller_asleep`; then this caller is woken once too often.
+    __atomic_store_n(&job.caller_asleep, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&job.pending, uint32_t(helpers), __ATOMIC_RELAXED);
     int thread = 0;
     for (Worker* worker = hired; worker; worker = worker->next) {
         worker->thread = ++thread;
