@@ -35,7 +35,8 @@ def converted(model, *inputs, recipe=None, dynamic_shapes=None, image=None):
 
 
 def assert_close(got, wanted):
-    """No level differs: inputs are drawn so that no value lies as near the middle of two as rounding errors are."""
+    """No quantized value differs: inputs are drawn so that no value lies as near the middle of two as rounding errors
+    are."""
     assert (got - wanted).abs().max() <= OWN_SUMS * wanted.abs().max()
 
 

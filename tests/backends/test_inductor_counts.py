@@ -137,15 +137,15 @@ SIZES = {IMAGES: (0, 2, 3), ROWS: (0,), TEXTS: (0, 1)}
         (lambda: two_sums(conv, nn.ReLU()), IMAGES, (2, 4, 2, 2)),
         (lambda: one_sum(conv), IMAGES, (1, 3, 2, 1)),
         (lambda: nn.Sequential(linear(), linear()), ROWS, (0, 2, 1, 0)),
-        # PyTorch's: unary 1, no binary. The sum's other operand has levels of its own here, so the layer that makes it
-        # ends in a quantize, and the last one takes the sum
+        # PyTorch's: unary 1, no binary. The sum's other operand has quantized values of its own here, so the layer that
+        # makes it ends in a quantize, and the last one takes the sum
         (lambda: one_sum(linear), ROWS, (1, 3, 2, 1)),
         (lambda: two_sums(linear, nn.Identity()), ROWS, (2, 4, 2, 2)),
-        # PyTorch's: unary 3. All four convolutions end in a quantize here: the last one, too, gives the levels that the
-        # concatenation shares
+        # PyTorch's: unary 3. All four convolutions end in a quantize here: the last one, too, gives the quantized
+        # values that the concatenation shares
         (concatenated, IMAGES, (1, 4, 4, 0)),
-        # PyTorch's: binary 1. Here both sums have levels of their own and every reader a dequantize of its own, so
-        # neither call writes what another reads
+        # PyTorch's: binary 1. Here both sums have quantized values of their own and every reader a dequantize of its
+        # own, so neither call writes what another reads
         (read_twice, IMAGES, (2, 3, 1, 2)),
         # Not among PyTorch's
         (lambda: nn.Sequential(conv(), nn.Upsample(scale_factor=2), conv()), IMAGES, (0, 2, 1, 0)),
@@ -179,7 +179,7 @@ def test_inductor_matches_the_expected_patterns_of_small_networks(build, shape, 
 
 @pytest.mark.parametrize("free", [(), (0,)], ids=["fixed", "free"])
 def test_a_small_residual_network_runs_in_int8(free, monkeypatch):
-    """As PyTorch's, but for one quantize less: levels in front of the pool are those behind it."""
+    """As PyTorch's, but for one quantize less: quantized values in front of the pool are those behind it."""
     torch.manual_seed(0)
     net = nn.Sequential(
         conv(),

@@ -75,17 +75,17 @@ class Written:
     def constants(self) -> dict[str, Any]:
         return {entry.name: entry for entry in self.model.graph.initializer}
 
-    def assert_close(self, *x: Tensor, levels: float = 1, given: tuple[Tensor, ...] | None = None) -> None:
-        """Every result at most ``levels`` steps of its last site away, and the same class; without optimisations most
-        values are equal but for the order of sums in float32."""
+    def assert_close(self, *x: Tensor, max_steps: float = 1, given: tuple[Tensor, ...] | None = None) -> None:
+        """Every result at most ``max_steps`` steps of its last site away, and the same class; without
+        optimisations most values are equal but for the order of sums in float32."""
         wanted = [t.detach().numpy() for t in tensors(self.reference(*x))]
         steps = [last_step(node) for node in tensors_of_output(self.reference)]
         for running in (self.plain, self.fast) if HAS_VNNI else (self.plain,):
             for got, y, step in zip(results(running, *(given or x)), wanted, steps, strict=True):
                 assert (got.shape, got.dtype) == (y.shape, y.dtype)
                 far, order = np.abs(got.astype(np.float64) - y), 1e-5 * np.abs(y).max()
-                assert far.max() <= levels * step + order
-                assert running is self.fast or levels > 1 or np.median(far) <= order
+                assert far.max() <= max_steps * step + order
+                assert running is self.fast or max_steps > 1 or np.median(far) <= order
                 assert got.ndim != 2 or np.array_equal(got.argmax(-1), y.argmax(-1))
 
 
@@ -95,8 +95,9 @@ def tensors_of_output(reference: Reference) -> list[fx.Node]:
 
 
 def last_step(node: fx.Node) -> float:
-    """The widest step of the levels that a result is, or that its last layer reads; of rows, whose scales are made as
-    the model runs, 2.5 / 127: inputs of layers are behind layer norms here. 0 for what no levels lead to."""
+    """The widest step of the quantized values that a result is, or that its last layer reads; of rows, whose scales are
+    made as the model runs, 2.5 / 127: inputs of layers are behind layer norms here. 0 for what no quantized values lead
+    to."""
     if node.op != "call_function" or ".dequantize_per_channel" in str(node.target):
         return 0.0
     if ".dequantize_rows" in str(node.target):
@@ -138,7 +139,7 @@ def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
     model = randomize(nets.Residual())
     written = Written(reference_of(model, nets.example(model), **how), tmp_path, sums="uint8")
     assert any("results of 2 convolutions are rounded to u8" in note for note in written.file.notes) is not bool(how)
-    written.assert_close(nets.example(model, 3), levels=1 if how else 3)
+    written.assert_close(nets.example(model, 3), max_steps=1 if how else 3)
     assert written.engine["QLinearConv"] == written.operators["Conv"] == 6
     assert written.engine["QLinearAdd"] == 2
     assert written.engine["QGemm"] == 1
@@ -259,15 +260,15 @@ def test_per_token_scales_match_the_reference(mode, tmp_path):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
-# ---- weights of few bits, tables, other levels
+# ---- weights of few bits, tables, other quantized values
 
 
 def test_weights_of_groups_alone_are_int4_in_blocks(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(3, 5, 64)
     written = Written(reference_of(model, x, recipe=Recipe(default=WEIGHTS_ALONE)), tmp_path)
-    levels = [entry for entry in written.constants.values() if entry.data_type == onnx.TensorProto.INT4]
-    assert [list(entry.dims) for entry in levels] in ([[64, 16], [16, 8]], [[16, 8], [64, 16]])
+    int4_constants = [entry for entry in written.constants.values() if entry.data_type == onnx.TensorProto.INT4]
+    assert [list(entry.dims) for entry in int4_constants] in ([[64, 16], [16, 8]], [[16, 8], [64, 16]])
     assert written.engine["MatMulNBits"] == 2
     np.testing.assert_allclose(results(written.plain, x)[0], written.reference(x).detach().numpy(), atol=1e-5)
 

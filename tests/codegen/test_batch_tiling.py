@@ -1,4 +1,4 @@
-"""Early steps of a large batch in turns of a few images: the interpreter's bits, whatever the turn."""
+"""Batch tiling: the first steps run on sub-batches, with the interpreter's bits for any number of images."""
 
 import copy
 import os
@@ -32,59 +32,60 @@ from support.programs import (
 from support.slow_params import slow_params_except
 
 
-def in_turns(lowered: Lowered, model: QuantizedModel, turns: BatchTiling) -> QuantizedModel:
-    """The same model with these turns."""
+def with_tiling(lowered: Lowered, model: QuantizedModel, tiling: BatchTiling) -> QuantizedModel:
+    """The same model with this batch tiling."""
     isa = ISAS[model.artifact.program.isa]
-    program = emit(schedule_plan(plan_graph(lowered.graph), isa, CACHES, batch_tiling=turns), "turns")
+    program = emit(schedule_plan(plan_graph(lowered.graph), isa, CACHES, batch_tiling=tiling), "tiling")
     changed = copy.deepcopy(model)
     changed.artifact = build_artifact(program)
     return changed
 
 
 def most(lowered: Lowered) -> int:
-    """Barrier groups that can run in turns."""
+    """Barrier groups that can run on sub-batches."""
     return len(list(separable(plan_graph(lowered.graph))))
 
 
-OTHER_TURNS = pytest.mark.slow(reason="as many images in turns, and sets of instructions, as other programs have here")
+OTHER_TILINGS = pytest.mark.slow(reason="as many images a sub-batch, and instruction sets, as other programs have here")
 LARGE = ("weighed", "depthwise", "moves", "unjoined", "halos")
 TURNS = [
     pytest.param(
         program,
         RUNNABLE_ISAS[(place + i) % len(RUNNABLE_ISAS)],
         1 + (place + i) % 3,
-        marks=[OTHER_TURNS] * (i > 0 or program.__name__ in LARGE),
+        marks=[OTHER_TILINGS] * (i > 0 or program.__name__ in LARGE),
     )
     for place, program in enumerate(FREE)
     for i in range(3)
 ]
-"""Program, instruction set, images in a turn: one for each program that compiles fast, the others with `make slow`."""
+"""Program, instruction set, images of a sub-batch: one for each program that compiles fast, the others with `make
+slow`."""
 
 
 @pytest.mark.parametrize(("program", "isa", "images"), TURNS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_batch_tiling_is_bit_identical_to_the_interpreter(program, isa, images):
     """For every batch, thread count and memory format, and a free image size too."""
     net, lowered = built(program)
-    turns = BatchTiling("n", most(lowered), images)
-    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(program, isa), turns))
+    tiling = BatchTiling("n", most(lowered), images)
+    assert_bits_of_the_interpreter(net, lowered, with_tiling(lowered, compiled(program, isa), tiling))
 
 
 @pytest.mark.parametrize(
     "groups", slow_params_except(1, 4, of=range(1, 7), reason="the other groups of the same program")
 )
 def test_batch_tiling_may_end_after_any_barrier_group(groups):
-    """A value is read by the turns and behind them, a residual operand comes from before their end."""
+    """A value is read by tiled steps and by later ones, and a residual operand comes from a tiled step."""
     net, lowered = built(residual)
     assert most(lowered) == 6
-    turns = BatchTiling("n", groups, 1)
-    assert_bits_of_the_interpreter(net, lowered, in_turns(lowered, compiled(residual, RUNNABLE_ISAS[-1]), turns))
+    tiling = BatchTiling("n", groups, 1)
+    assert_bits_of_the_interpreter(net, lowered, with_tiling(lowered, compiled(residual, RUNNABLE_ISAS[-1]), tiling))
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_batch_tiling_accesses_only_the_arena_constants_and_tensors(isa):
     net, lowered = built(residual)
-    turns = BatchTiling("n", most(lowered), 1)
-    assert_stays_inside(net, lowered, in_turns(lowered, compiled(residual, isa), turns).artifact)
+    tiling = BatchTiling("n", most(lowered), 1)
+    assert_stays_inside(net, lowered, with_tiling(lowered, compiled(residual, isa), tiling).artifact)
 
 
 def test_uint8_images_are_batch_tiled():
@@ -95,7 +96,7 @@ def test_uint8_images_are_batch_tiled():
     prepared = stages.prepare(stages.capture(model, normal), stages.Quantizer(input=image))
     lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [normal])))
     (batch,) = lowered.graph.symbols()
-    model = in_turns(lowered, build.compile(lowered), BatchTiling(batch, most(lowered), 2))
+    model = with_tiling(lowered, build.compile(lowered), BatchTiling(batch, most(lowered), 2))
     expected = lowered(normal)
     for count in (1, 2, 3):
         with threads(count):
@@ -109,7 +110,7 @@ def test_threads_that_sum_one_image_each_have_places_of_their_own():
     mean = net.mean("adaptive_avg_pool2d", x, size=(1, 1))
     lowered = net.lowered(net.conv(net.conv(mean, 32, 1), 5, 1, f32=True))
     assert any(name.endswith(".sums") for name in plan_graph(lowered.graph).buffers)
-    model = in_turns(lowered, build.compile(lowered), BatchTiling("n", most(lowered), 1))
+    model = with_tiling(lowered, build.compile(lowered), BatchTiling("n", most(lowered), 1))
     assert_bits_of_the_interpreter(net, lowered, model)
 
 
@@ -168,13 +169,13 @@ def test_batch_tiling_needs_less_memory():
         for caches in (CacheSizes(l2=1 << 16), CacheSizes())
     ]
     batch = sizes(16 * len(os.sched_getaffinity(0)))
-    turns, whole = [build_artifact(program).plan(batch).bytes for program in programs]
-    assert turns < whole / 2
+    tiled, plain = [build_artifact(program).plan(batch).bytes for program in programs]
+    assert tiled < plain / 2
 
 
 def test_step_times_of_all_batch_tiles_are_added():
     net, lowered = built(residual)
-    model = in_turns(lowered, compiled(residual, RUNNABLE_ISAS[0]), BatchTiling("n", most(lowered), 1))
+    model = with_tiling(lowered, compiled(residual, RUNNABLE_ISAS[0]), BatchTiling("n", most(lowered), 1))
     for count in (1, 2):
         with threads(count):
             assert all(nanoseconds > 0 for nanoseconds in model.step_times(*net.batch(5)))

@@ -140,7 +140,7 @@ def test_token_epilogues_match_the_interpreter_for_every_batch(tokens, batch, se
 
 
 def test_a_loop_is_fused_into_the_last_of_two_products_it_reads(tokens):
-    """The levels of the other are stored."""
+    """The quantized values of the other are stored."""
     found = {step.partition.name: step.partition for step in plan_graph(tokens[0].graph).steps}
     assert [found[name].epilogue is not None for name in ("gate", "up")] == [False, True]
 

@@ -178,8 +178,8 @@ def test_a_channel_product_is_fused_into_the_convolution_after_it():
     """It has no buffer, and the convolution follows what the product reads at once."""
     planned = plan_graph(built(weighed)[1].graph)
     heads = [step.partition for step in planned.steps if step.partition.head is not None]
-    levels, total = ["requantize", "loop"], ["add", "loop"]  # the loops give the caller floats
-    tails = (levels, levels, total, levels, levels, ["dequantize"])
+    quantized, total = ["requantize", "loop"], ["add", "loop"]  # the loops give the caller floats
+    tails = (quantized, quantized, total, quantized, quantized, ["dequantize"])
     assert [[op.kind for op in partition.ops] for partition in heads] == [["mul", "conv2d", *tail] for tail in tails]
     for partition in heads:
         assert partition.head.output not in planned.buffers
@@ -228,7 +228,8 @@ def test_the_program_text_of_a_tiny_net_is_the_same_for_every_instruction_set(go
 
 
 def callers_levels(net: Net) -> tuple[str, ...]:
-    """Levels come in, and levels that leave are read inside too: by convolutions that pad and by what does not."""
+    """Quantized values come in, and quantized values that leave are read inside too: by convolutions that pad and by
+    what does not."""
     x = net.input_levels(N, 5, H, W)
     plain, padded, deep = net.conv(x, 6, 3), net.conv(x, 6, 3, padding=1), net.conv(x, 5, 3, padding=1, groups=5)
     again = net.conv(padded, 7, (1, 3), padding=(0, 0, 1, 1))

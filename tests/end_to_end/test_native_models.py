@@ -60,8 +60,8 @@ def test_operands_of_other_scales_are_requantized_before_a_concatenation():
     reference, _ = quantized(concatenation(), X)
     site = next(site for site in reference.annotations.sites if site.name == "d#0/conv2d.0")
     quantizes = [node for node in reference.module.graph.nodes if operator(node) == QUANTIZE_TENSOR]
-    (levels,) = [node for node in quantizes if node.args[0].name == site.value]
-    for node in (levels, *levels.users):
+    (q_values,) = [node for node in quantizes if node.args[0].name == site.value]
+    for node in (q_values, *q_values.users):
         node.args = (node.args[0], node.args[1] * 1.7, node.args[2] - 9, *node.args[3:])
     reference.module.recompile()
     lowered = stages.requantize(reference)
@@ -126,17 +126,17 @@ def test_a_scaled_and_masked_product_of_two_activations_is_one_partition():
 
 @pytest.mark.case("backend 22")
 def test_a_returned_inner_value_is_the_dequantized_input_of_the_next_layer():
-    """Case 22: what leaves as float is exactly ``(level - zero_point) * scale`` of the integers inside."""
+    """Case 22: what leaves as float is exactly ``(quantized value - zero_point) * scale`` of the integers inside."""
     model = nets.randomize(Body(lambda m, x: (lambda y: (m.d(y), y))(F.relu(m.c(x))), c=conv(), d=conv(4)))
     reference, lowered = quantized(model, X)
     inner = next(op for op in lowered.graph.ops if op.kind == "requantize").output
     kind = lowered.graph.types[inner]
     assert kind.dtype is DType.U8
     returned = lowered(X)[1].numpy()
-    levels = np.rint(returned / np.float32(kind.qparams.step)) + kind.qparams.zero
-    assert levels.min() >= 0
-    assert levels.max() <= 255
-    again = (levels - kind.qparams.zero).astype(np.float32) * np.float32(kind.qparams.step)
+    q_values = np.rint(returned / np.float32(kind.qparams.step)) + kind.qparams.zero
+    assert q_values.min() >= 0
+    assert q_values.max() <= 255
+    again = (q_values - kind.qparams.zero).astype(np.float32) * np.float32(kind.qparams.step)
     assert np.array_equal(again, returned)
     assert torch.equal(stages.compile(lowered)(X)[1], lowered(X)[1])
     assert_equal_quantized(reference, lowered, X)
@@ -173,14 +173,14 @@ def test_extreme_weights_and_inputs_are_exact_on_every_instruction_set(bits, isa
     _, lowered = quantized(model.eval(), x, recipe=intaglio.Recipe.of({"*": {"bits": bits, "method": "minmax"}}))
     weight = next(array for array in lowered.graph.constants.values() if array.dtype == np.int8)
     assert set(np.unique(weight)) == {-127, 127}
-    levels = stages.compile(lowered, isa=isa)
-    assert torch.equal(levels(x), lowered(x))
+    q_values = stages.compile(lowered, isa=isa)
+    assert torch.equal(q_values(x), lowered(x))
 
 
-def saturating(levels: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """``levels @ weight.T`` as vpmaddubsw computes it: the two products of neighbours are added in 16 bits, which
-    saturate, and pairs of these in 32."""
-    products = levels[:, None, :].astype(np.int64) * weight[None].astype(np.int64)
+def saturating(q_values: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """``q_values @ weight.T`` as vpmaddubsw computes it: the two products of neighbours are added in 16 bits,
+    which saturate, and pairs of these in 32."""
+    products = q_values[:, None, :].astype(np.int64) * weight[None].astype(np.int64)
     pairs = products.reshape(*products.shape[:2], -1, 2).sum(-1)
     return pairs.clip(-(2**15), 2**15 - 1).sum(-1)
 
@@ -200,10 +200,10 @@ def test_seven_bits_do_not_saturate_pairs_of_products_and_eight_are_not_computed
     seen: dict[str, np.ndarray] = {}
     found = interpret(lowered.graph, [x.numpy()], OPS, watch=seen.__setitem__)[0]
     (op,) = (op for op in lowered.graph.ops if op.kind == "linear")
-    levels, weight = seen[op.inputs[0]], lowered.graph.constants[op.inputs[1]]
-    assert (levels.max(), weight.min(), weight.max()) == (2**bits - 1, -127, 127)
-    exact = levels.astype(np.int64) @ weight.T.astype(np.int64)
-    assert np.array_equal(saturating(levels, weight), exact) == (bits == 7)
+    q_values, weight = seen[op.inputs[0]], lowered.graph.constants[op.inputs[1]]
+    assert (q_values.max(), weight.min(), weight.max()) == (2**bits - 1, -127, 127)
+    exact = q_values.astype(np.int64) @ weight.T.astype(np.int64)
+    assert np.array_equal(saturating(q_values, weight), exact) == (bits == 7)
     for isa in RUNNABLE_ISAS:
         assert np.array_equal(stages.compile(lowered, isa=isa)(x).numpy(), found)
 
@@ -392,7 +392,7 @@ def test_a_program_brings_its_example_and_goes_to_inductor():
 
 @pytest.mark.case("backend 35")
 def test_submodules_quantized_by_pytorch_are_unchanged():
-    """Case 35: its levels are those it has, and are not rounded again for what reads them."""
+    """Case 35: its quantized values are those it has, and are not rounded again for what reads them."""
     part = by_fx("x86")
     whole = nn.Sequential(part, nn.Linear(5, 3)).eval()
     reference, lowered = quantized(whole, X)
@@ -479,9 +479,9 @@ PLACES = {
         7,
     ),
 }
-"""Model, and how many values become levels. As in IPEX's recipe a layer's result is not one of them before it is added,
-the other operand is, and sums and pools are levels only among layers. Unlike there a sum gives levels, also behind
-linear layers, whose other operand may stay float by ``residual="float"``."""
+"""Model, and how many values become quantized values. As in IPEX's recipe a layer's result is not one of them before it
+is added, the other operand is, and sums and pools are quantized values only among layers. Unlike there a sum gives
+quantized values, also behind linear layers, whose other operand may stay float by ``residual="float"``."""
 
 
 @pytest.mark.case("backend 37")
@@ -524,7 +524,7 @@ INTEGERS = {
 @pytest.mark.case("frontends B27")
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integer_arithmetic_matches_quantize_and_dequantize(name):
-    """B27 allows two levels; ours is one, on the same integers. Biases are int32."""
+    """B27 allows two steps; ours is one, on the same integers. Biases are int32."""
     body, layers = INTEGERS[name]
     reference, lowered = quantized(nets.randomize(Body(body, **layers)), X)
     assert_equal_quantized(reference, lowered, X)

@@ -151,7 +151,7 @@ PADDED = {
     ),
 )
 def test_padding_that_copies_pixels_stays_in_integers(name):
-    """Case 40: the border holds levels of the image; nothing is rounded on the way."""
+    """Case 40: the border holds quantized values of the image; nothing is rounded on the way."""
     kind, axes, mode = PADDED[name]
     first, second = (kind(i, 4, 3, padding=(1, 2, 1)[:axes], padding_mode=mode) for i in (3, 4))
     model = nets.randomize(nn.Sequential(first, nn.ReLU(), second))

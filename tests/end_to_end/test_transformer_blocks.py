@@ -73,7 +73,7 @@ def test_a_residual_stream_in_float_is_read_as_float(isa):
 
 @pytest.mark.case("backend 12", "backend 8", "frontends A10")
 def test_attention_is_int8_between_its_layers():
-    """Cases 8, 12 and A10: the input is quantized once, levels are lifted over views and permutations."""
+    """Cases 8, 12 and A10: the input is quantized once, quantized values are lifted over views and permutations."""
     reference, lowered = quantized(attention(), TOKENS, recipe=LEVELS)
     assert partitions(lowered) == ATTENTION
     assert_equal_quantized(reference, lowered, TOKENS)

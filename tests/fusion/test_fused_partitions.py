@@ -46,7 +46,7 @@ class Row:
         return self.name
 
     def model(self, tail: nn.Module | None) -> nn.Module:
-        """With a layer behind that reads levels, or without."""
+        """With a layer behind that reads quantized values, or without."""
         size = (3, 20, 3) if self.inputs[0].dim() == 4 else (16, 20)
         anchor = nn.Conv2d(*size, padding=1) if len(size) == 3 else nn.Linear(*size)
         body = (lambda m, *args: m.tail(self.body(m, *args))) if tail is not None else self.body
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Expected:
-    """A row with a layer behind that reads levels, or without, and the partitions of that layer."""
+    """A row with a layer behind that reads quantized values, or without, and the partitions of that layer."""
 
     row: Row
     tail: nn.Module | None = None
@@ -143,7 +143,7 @@ def test_int8_operands_give_a_float32_result(isa, subtests):
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa, subtests):
-    """Where the recipe leaves nothing in float: levels become floats while they lie in cache."""
+    """Where the recipe leaves nothing in float: quantized values become floats while they lie in cache."""
     rows = [row for row in TO_FLOAT if row.floats]
     model, reference, lowered = lower([Expected(row) for row in rows], floats=())
     for number, row in enumerate(rows):
@@ -173,7 +173,7 @@ TO_LEVELS = (
 
 
 def before_a_layer(row: Row) -> Expected:
-    """The row with a layer behind that reads levels."""
+    """The row with a layer behind that reads quantized values."""
     if row.inputs[0].dim() == 4:
         return Expected(row, nn.Conv2d(20, 4, 1), ("conv2d + dequantize",))
     return Expected(row, nn.Linear(5 if row.before == FACTORS else 20, 4), ("linear + dequantize",))
@@ -220,7 +220,7 @@ FEW_UNARY = ("clamp", "x * sigmoid", "x * hardsigmoid", "gelu", "round", "softpl
     ids=["few", "all"],
 )
 def test_every_unary_function_can_follow_a_layer(anchor, isa, names, subtests):
-    """Behind a convolution or linear layer, to levels and to floats."""
+    """Behind a convolution or linear layer, to quantized values and to floats."""
     inputs = (IMAGE,) if anchor == "conv2d" else (TOKENS,)
     rows = []
     for name in names:
@@ -247,7 +247,7 @@ BINARY = {
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_epilogues_may_read_another_tensor(anchor, isa, subtests):
-    """To floats, and to levels: the loop quantizes what it makes."""
+    """To floats, and to quantized values: the loop quantizes what it makes."""
     inputs = (IMAGE, OTHER) if anchor == "conv2d" else (TOKENS, BESIDE)
     rows = []
     for name, (kind, function) in BINARY.items():
@@ -314,7 +314,8 @@ MORE = (
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, subtests):
-    """To floats, and to levels: the loop quantizes what it makes. The gated row alone keeps its product float."""
+    """To floats, and to quantized values: the loop quantizes what it makes. The gated row alone keeps its product
+    float."""
     rows = []
     for row in (row for row in MORE if ("mul" in row.floats) is gated):
         quantizing = replace(row, partition=f"{row.partition[:-1]} quantize)")
@@ -327,7 +328,7 @@ def test_further_fusion_rows_of_other_engines_give_one_partition(gated, isa, sub
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_moved_products_softmax_and_attention_are_one_partition_each(isa, subtests):
     """A product is written where a transpose and a reshape put it; a softmax and its quantize are one loop; queries,
-    keys and values are factors of attention, and what comes behind reads its levels."""
+    keys and values are factors of attention, and what comes behind reads its quantized values."""
 
     def attend(m: nn.Module, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (m.q, m.k, m.c))

@@ -52,7 +52,7 @@ def test_the_scale_of_a_bias_is_that_of_the_accumulator():
 
 
 def shifted(padding=1, **rest):
-    """A convolution whose input has its zero in the middle of the levels."""
+    """A convolution whose input has its zero in the middle of the quantized values."""
     model = nets.randomize(nn.Sequential(nn.Conv2d(2, 4, 3, padding=padding, **rest)))
     return model, GlobalCalibrationCallback(1 / 64, 100)
 

@@ -132,7 +132,7 @@ ACCURATE = Recipe.named("accurate")
 
 
 def test_a_16_bit_value_is_never_halfway_between_two_8_bit_values():
-    """Quantized again in float32 it has the level it was split into, whatever the scale."""
+    """Quantized again in float32 it has the quantized value it was split into, whatever the scale."""
     for scale in (1e-30, 0.001, 0.1, 1 / 3, 0.7, 3.0, 1e30):
         for zero_point in (0, 1, 128, 255):
             wide = numerics.widen_to_16bit(scale, zero_point)
@@ -192,9 +192,9 @@ def test_kernels_with_16_bit_shortcuts_are_bit_identical(name, isa):
     assert sum(site.role == "shortcut" for site in reference.annotations.sites) >= count
     sums = [op for op in lowered.graph.ops if op.kind == "add"]
     assert all(len(op.inputs) == 5 for op in sums)
-    levels = largest_differences(reference, lowered, image(seed=1))
-    assert max(levels.worst.values()) <= 1
-    assert levels.rate < 3e-3  # a rest is a 255th of a level
+    differences = largest_differences(reference, lowered, image(seed=1))
+    assert max(differences.worst.values()) <= 1
+    assert differences.rate < 3e-3  # a rest is a 255th of a quantized value
     check_graph(lowered.graph)
     model = stages.compile(lowered, isa=isa)
     for batch in (1, 3):
@@ -209,7 +209,7 @@ def test_a_shortcut_of_16_bits_loses_less():
 
 
 def test_a_note_names_the_operator_without_16_bit_values():
-    """A maximum is no move: levels and rests would have to go together."""
+    """A maximum is no move: quantized values and rests would have to go together."""
     body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
     reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
     (note,) = reference.about.notes

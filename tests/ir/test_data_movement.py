@@ -296,7 +296,7 @@ MODELS = {
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_models_of_data_movement_run_in_int8(name, isa):
-    """No island, the interpreter within a level of the reference, every instruction set equal to the interpreter."""
+    """No island, the interpreter within one step of the reference, every instruction set equal to the interpreter."""
     model, shape = MODELS[name]
     x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
     reference, lowered = quantized(randomize(model), x)

@@ -53,8 +53,9 @@ def memory(role: str) -> Memory:
     return Memory()
 
 
-def levels(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = b"", stride: int = 0) -> np.ndarray:
-    """Levels in NCHW of an image that lies in ``order``; around them there is a halo, which stays as it was."""
+def quantized(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = b"", stride: int = 0) -> np.ndarray:
+    """Quantized values in NCHW of an image that lies in ``order``; around them there is a halo, which stays as it
+    was."""
     n, c, h, w = x.shape
     lying = np.ascontiguousarray(x.transpose(order))
     strides = [0] * 4
@@ -84,7 +85,7 @@ def test_float_rows_of_any_width_are_quantized(isa, order):
         inverse = numerics.reciprocal(scale)
         given = affine_bytes(inverse, 0, scale, zero_point, low, high).tobytes()
         expected = numerics.quantize(x, scale, zero_point, low, high)
-        np.testing.assert_array_equal(levels(isa, x, order, given), expected, f"width {width}")
+        np.testing.assert_array_equal(quantized(isa, x, order, given), expected, f"width {width}")
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
@@ -101,7 +102,9 @@ def test_every_channel_has_parameters_of_its_own(isa, order):
         with np.errstate(over="ignore", invalid="ignore"):
             steps = x * gain[:, None, None] + shift[:, None, None]
         expected = numerics.quantize(steps, 1.0, zeros[:, None, None], 0, 255)
-        np.testing.assert_array_equal(levels(isa, x, order, np.concatenate(parts).tobytes(), 1), expected, str(width))
+        np.testing.assert_array_equal(
+            quantized(isa, x, order, np.concatenate(parts).tobytes(), 1), expected, str(width)
+        )
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
@@ -109,4 +112,4 @@ def test_every_channel_has_parameters_of_its_own(isa, order):
 def test_bytes_of_any_width_are_moved(isa, order):
     for seed, width in enumerate(WIDTHS):
         x = np.random.default_rng(seed).integers(0, 256, (2, 1 + seed % 6, 3, width)).astype(np.uint8)
-        np.testing.assert_array_equal(levels(isa, x, order), x, f"width {width}")
+        np.testing.assert_array_equal(quantized(isa, x, order), x, f"width {width}")

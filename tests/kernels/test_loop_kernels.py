@@ -130,7 +130,8 @@ def test_every_host_operator_matches_its_meaning(operators, rows, columns, seed)
 
 
 def at_random(seed: int, columns: int) -> Lowered:
-    """Loops of random operators and reductions over levels, floats and constants; some results read by others."""
+    """Loops of random operators and reductions over quantized values, floats and constants; some results read by
+    others."""
     draw = np.random.default_rng(seed)
     net = LoopGraph(
         x=TensorType((N, 3, columns), F32), y=TensorType((N, 1, columns), F32), z=TensorType((N, 3, 1), F32)
@@ -212,11 +213,11 @@ def test_quantized_values_saturate_and_round_ties_to_even(isa):
     x = -torch.cat([torch.arange(-20, 20) * 0.25, torch.tensor([*SPECIAL_VALUES[:8]] * 5)]).reshape(2, 40)
     (found,), (expected,) = stages.compile(lowered, isa=isa)(x), lowered(x)
     assert torch.equal(found, expected)
-    levels = found / 0.5 + 7
-    assert levels.min() == 2
-    assert levels.max() == 201
-    assert levels[0, 16:24].tolist() == [5, 5, 6, 7, 7, 7, 8, 9]
-    assert levels[1, 0] == 7  # NaN
+    quantized = found / 0.5 + 7
+    assert quantized.min() == 2
+    assert quantized.max() == 201
+    assert quantized[0, 16:24].tolist() == [5, 5, 6, 7, 7, 7, 8, 9]
+    assert quantized[1, 0] == 7  # NaN
 
 
 def test_the_comparison_detects_one_changed_bit():

@@ -115,7 +115,7 @@ def memory(role: str) -> Memory:
 
 
 @dataclass(frozen=True)
-class Levels:
+class Quantization:
     """What an operator's result may be, and how the images lie."""
 
     zeros: tuple[int, int, int] = (0, 0, 0)
@@ -132,7 +132,9 @@ class Levels:
         return kinds[:2], kinds[2]
 
 
-def check(isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndarray], how: Levels, **attrs) -> None:
+def check(
+    isa: str, kind: str, arrays: list[np.ndarray], constants: list[np.ndarray], how: Quantization, **attrs
+) -> None:
     """Run a kernel on one or two images in NCHW; the result is the reference's, and nothing around it changes."""
     types, result = how.types()
     op = Op(kind, (), ("y",), attrs | {"low": how.bounds[0], "high": how.bounds[1]})
@@ -188,10 +190,12 @@ LEVEL = st.sampled_from([0, 255, *range(1, 255)])
 
 
 @st.composite
-def ways(draw) -> Levels:
+def ways(draw) -> Quantization:
     bounds = draw(st.just((0, 255)) | st.tuples(LEVEL, LEVEL).filter(lambda b: b[0] < b[1]))
     few = st.sampled_from([0, 0, 1, 2])
-    return Levels(draw(st.tuples(LEVEL, LEVEL, LEVEL)), bounds, draw(st.tuples(few, few, few)), draw(st.integers(1, 3)))
+    return Quantization(
+        draw(st.tuples(LEVEL, LEVEL, LEVEL)), bounds, draw(st.tuples(few, few, few)), draw(st.integers(1, 3))
+    )
 
 
 def factors(data, draw: np.random.Generator, count: int) -> np.ndarray:
@@ -234,7 +238,7 @@ def test_a_pixel_of_more_channels_than_there_are_terms(isa, kind, channels):
     draw = np.random.default_rng(channels)
     arrays = [draw.integers(0, 256, (2, channels, *size)).astype(np.uint8) for size in ((2, 3), (1, 1))]
     constants = [np.float32([value]) for value in (0.004, 0.7)[: 2 if kind == "add" else 1]]
-    check(isa, kind, arrays, constants, Levels((3, 200, 100), threads=2))
+    check(isa, kind, arrays, constants, Quantization((3, 200, 100), threads=2))
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
@@ -259,7 +263,7 @@ def test_a_vector_may_begin_at_any_channel(isa, kind):
         image, pixel = (draw.integers(0, 256, (1, channels, *size)).astype(np.uint8) for size in ((1, 9), (1, 1)))
         several = draw.uniform(-1, 1, (2, channels)).astype(np.float32)
         given = {"mul": [np.float32([0.01])], "affine": list(several), "prelu": [np.float32([0.7]), several[0]]}[kind]
-        check(isa, kind, [image, pixel][: 2 if kind == "mul" else 1], given, Levels((90, 40, 120)), axis=1)
+        check(isa, kind, [image, pixel][: 2 if kind == "mul" else 1], given, Quantization((90, 40, 120)), axis=1)
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
@@ -298,7 +302,7 @@ def test_means_over_parts_of_an_image_run_in_int8(isa, data, channels, how):
 @pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 32, 48, 64, 65, 96, 144, 192])
 @pytest.mark.parametrize("value", [None, 255])
 def test_threads_sum_one_large_image_together(isa, channels, value):
-    """More levels to a word of sums than it holds, where all are 255."""
+    """More quantized values to a word of sums than it holds, where all are 255."""
     height = width = 2 * int(np.ceil(np.sqrt(70000 / channels) / 2))
     draw = np.random.default_rng(channels)
     for extra, halo in ((0, 0), (1, 2)):
@@ -306,5 +310,5 @@ def test_threads_sum_one_large_image_together(isa, channels, value):
         image = image if value is None else np.full_like(image, value)
         factor = (1 / np.arange(1, image[0, 0].size + 1)).astype(np.float32)
         for threads, shares in ((1, 8), (2, 8), (3, 2)):
-            how = Levels((40, 0, 21), halos=(halo, 0, 0), threads=threads, pixel_sums=shares)
+            how = Quantization((40, 0, 21), halos=(halo, 0, 0), threads=threads, pixel_sums=shares)
             check(isa, "adaptive_avg_pool2d", [image], [factor], how, size=(1, 1))

@@ -124,9 +124,9 @@ def test_three_linear_layers_and_a_float_reader_share_one_tensor():
         v=nn.Linear(6, 5),
     )
     nodes = reference.module.graph.nodes
-    (levels,) = [n for n in nodes if "quantize_per_tensor" in n.name and n.args[0].name == "linear"]
-    assert len(levels.users) == 4
-    assert all(len(user.users) == 1 for user in levels.users)
+    (q_values,) = [n for n in nodes if "quantize_per_tensor" in n.name and n.args[0].name == "linear"]
+    assert len(q_values.users) == 4
+    assert all(len(user.users) == 1 for user in q_values.users)
     assert kinds(lowered).count("requantize") == 1
     assert kinds(lowered).count("linear") == 4
 

@@ -1,4 +1,5 @@
-"""Loops whose ends are levels: what becomes a table, what is near enough for levels, and large results of floats."""
+"""Loops whose ends are quantized values: what becomes a table, what is near enough for quantized values, and large
+results of floats."""
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_loops_with_float_inputs_or_results_do_not_become_tables(name):
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_a_quantized_gelu_uses_the_approximation_of_layer_epilogues(isa):
-    """Its own where floats of it are stored too; within one level of the exact function, NaN the zero point."""
+    """Its own where floats of it are stored too; within one step of the exact function, NaN the zero point."""
     net = LoopGraph(x=TensorType((N, C), F32))
     net.add(lambda b: write_quantize(b, b("gelu", "x"), 0.02, 30))
     net.add(lambda b: (write_quantize(b, real := b("gelu", "x"), 0.02, 30), real))
@@ -77,7 +78,7 @@ def test_a_quantized_gelu_uses_the_approximation_of_layer_epilogues(isa):
 
 
 def test_value_bounds_follow_from_quantized_operands():
-    """An infinity on the way would become no level: what may overflow has no size."""
+    """An infinity on the way would become no quantized value: what may overflow has no size."""
     net = LoopGraph(x=TensorType((N, 40), F32))
     net.quantize("x", 0.5, 100)
 

@@ -21,7 +21,7 @@ F32, U8 = DType.F32, DType.U8
 
 
 def block(m, x, ids, mask):
-    """Ends of every element type: ids, integers as a mask, floats, bfloat16, levels."""
+    """Ends of every element type: ids, integers as a mask, floats, bfloat16, quantized values."""
     y = m.a(m.norm(m.table(ids) + m.place + x))
     z = F.gelu(y) + m.table(ids)
     scores = (z * 0.1).masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).transpose(1, 2)
@@ -127,14 +127,14 @@ def test_operators_are_torchs_to_rounding_and_run_in_the_program(subtests):
     x = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(1))
     reference, lowered = quantized(SideBySide({name: (model, [x]) for name, model in rows.items()}), x)
     assert not lowered.islands, lowered.skipped
-    program, levels, simulated = stages.compile(lowered)(x), lowered(x), reference(x)
+    program, q_values, simulated = stages.compile(lowered)(x), lowered(x), reference(x)
     for name in OPERATORS:
         with subtests.test(name):
-            for found, expected in zip(levels[name], simulated[name], strict=True):
+            for found, expected in zip(q_values[name], simulated[name], strict=True):
                 assert found.dtype is expected.dtype
                 same = torch.eq if found.dtype is torch.bool else partial(torch.isclose, rtol=1e-5, atol=2e-6)
                 assert same(found, expected).float().mean() > 0.99
-            assert all(equal(*pair) for pair in zip(program[name], levels[name], strict=True))
+            assert all(equal(*pair) for pair in zip(program[name], q_values[name], strict=True))
 
 
 def image(m, x):
@@ -179,7 +179,7 @@ def test_a_loop_writes_directly_into_the_buffer_of_the_move_after_it(isa):
 
 
 def test_values_without_other_readers_are_not_stored():
-    """A sum, its layer norm, the levels of that: the sum and the levels are results."""
+    """A sum, its layer norm, the quantized values of that: the sum and the quantized values are results."""
 
     def body(m, x):
         total = m.a(x) / (x.abs() + 1)

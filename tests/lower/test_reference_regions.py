@@ -1,4 +1,4 @@
-"""The integer interpreter against the Q/DQ reference, region by region on the same integers: one level at most."""
+"""The integer interpreter against the Q/DQ reference, region by region on the same integers: one step at most."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def test_every_net_is_within_one_quantized_value_of_the_reference(net):
     model, captured = captured_net(net)
     reference, lowered = lowering.lowered(captured, nets.example(model, 16))
     x = nets.example(model, 8, seed=3)
-    levels = assert_equal_quantized(reference, lowered, x)
-    assert levels.rate <= 1e-4
+    differences = assert_equal_quantized(reference, lowered, x)
+    assert differences.rate <= 1e-4
     for ours, theirs, exact in zip(*(tensors(run(x.clone())) for run in (lowered, reference, model)), strict=True):
         assert ours.shape == exact.shape
         assert sqnr(ours, theirs) > 60
@@ -230,7 +230,7 @@ def test_pools_of_any_geometry_match_the_reference(data):
 @given(st.data())
 @settings(max_examples=20)
 def test_sums_of_any_scales_are_bit_identical(data):
-    """Case 32: operands of very different scales; the small one may vanish, the sum stays within a level."""
+    """Case 32: operands of very different scales; the small one may vanish, the sum stays within one step."""
     draw = data.draw
     left, right = (10.0 ** draw(st.integers(-4, 3)) for _ in "ab")
     alpha = draw(st.sampled_from([1, -1, 0.37, 3, 0]))
@@ -250,6 +250,6 @@ def test_sums_of_any_scales_are_bit_identical(data):
 def test_mismatches_are_counted_where_the_reference_quantizes():
     model = nets.randomize(nets.ConvBnRelu())
     x = nets.example(model, 2)
-    levels = largest_differences(*quantized(model, x), x)
-    assert len(levels.worst) == 3
-    assert levels.total == 2 * 144 * (3 + 8 + 8)
+    differences = largest_differences(*quantized(model, x), x)
+    assert len(differences.worst) == 3
+    assert differences.total == 2 * 144 * (3 + 8 + 8)

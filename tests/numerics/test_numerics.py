@@ -86,63 +86,64 @@ def factors(count: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("zero_point", "levels"), [(0, U8), (255, U8), (7, U8), (128, U8), (0, S8), (-128, S8), (3, (0, 15))]
+    ("zero_point", "bounds"), [(0, U8), (255, U8), (7, U8), (128, U8), (0, S8), (-128, S8), (3, (0, 15))]
 )
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.1, 3.7e-5, 1e-30, 1e30, 2.0**-126])
-def test_cpp_quantize_and_dequantize_are_bit_identical(twin, scale, zero_point, levels):
+def test_cpp_quantize_and_dequantize_are_bit_identical(twin, scale, zero_point, bounds):
     x = adversarial(scale)
-    expected = nm.quantize(x, scale, zero_point, *levels)
-    found = twin("quantize", np.int32, x, float(nm.reciprocal(scale)), zero_point, *levels)
+    expected = nm.quantize(x, scale, zero_point, *bounds)
+    found = twin("quantize", np.int32, x, float(nm.reciprocal(scale)), zero_point, *bounds)
     np.testing.assert_array_equal(found, expected)
     back = twin("dequantize", np.float32, expected, zero_point, scale)
     np.testing.assert_array_equal(back.view(np.int32), nm.dequantize(expected, scale, zero_point).view(np.int32))
 
 
-@pytest.mark.parametrize(("zero_point", "levels"), [(0, U8), (255, U8), (19, U8), (-128, S8), (4, (4, 100))])
-def test_cpp_requantize_is_bit_identical(twin, zero_point, levels):
+@pytest.mark.parametrize(("zero_point", "bounds"), [(0, U8), (255, U8), (19, U8), (-128, S8), (4, (4, 100))])
+def test_cpp_requantize_is_bit_identical(twin, zero_point, bounds):
     acc = accumulators()
     factor = factors(acc.size)
     with np.errstate(over="ignore"):
-        expected = nm.requantize(acc, factor, zero_point, *levels)
-    np.testing.assert_array_equal(twin("requantize", np.int32, acc, factor, zero_point, *levels), expected)
-    assert {levels[0], levels[1]} <= set(expected.tolist())
+        expected = nm.requantize(acc, factor, zero_point, *bounds)
+    np.testing.assert_array_equal(twin("requantize", np.int32, acc, factor, zero_point, *bounds), expected)
+    assert {bounds[0], bounds[1]} <= set(expected.tolist())
 
 
-@pytest.mark.parametrize(("zero_point", "levels"), [(0, U8), (255, U8), (19, U8), (-128, S8)])
-def test_cpp_addition_is_bit_identical_without_fused_multiply_add(twin, zero_point, levels):
+@pytest.mark.parametrize(("zero_point", "bounds"), [(0, U8), (255, U8), (19, U8), (-128, S8)])
+def test_cpp_addition_is_bit_identical_without_fused_multiply_add(twin, zero_point, bounds):
     a = accumulators()
     b = np.random.default_rng(2).integers(-255, 256, a.size, dtype=np.int32)
     f, g = factors(a.size), factors(a.size, seed=3)
     with np.errstate(over="ignore"):
-        expected = nm.add_requantize(a, f, b, g, zero_point, *levels)
-    np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, zero_point, *levels), expected)
+        expected = nm.add_requantize(a, f, b, g, zero_point, *bounds)
+    np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, zero_point, *bounds), expected)
 
 
 def test_cpp_does_not_contract_a_product_and_a_sum(twin):
-    """Levels above 2^24 show the last bit of the sum, which a fused multiply-add changes for some of these."""
+    """Quantized values above 2^24 show the last bit of the sum, which a fused multiply-add changes for some of
+    these."""
     rng = np.random.default_rng(5)
     a, b = rng.integers(-(2**28), 2**28, (2, 10_000)).astype(np.int32)
     f, g = (0.5 + rng.random((2, 10_000))).astype(np.float32)
-    levels = (-(2**30), 2**30)
+    bounds = (-(2**30), 2**30)
     product = b.astype(np.float32) * g
     fused = (a.astype(np.float32).astype(np.float64) * f + product).astype(np.float32)
-    expected = nm.add_requantize(a, f, b, g, 0, *levels)
+    expected = nm.add_requantize(a, f, b, g, 0, *bounds)
     assert (fused.astype(np.int64) != expected).any()
-    np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, 0, *levels), expected)
+    np.testing.assert_array_equal(twin("add_requantize", np.int32, a, f, b, g, 0, *bounds), expected)
 
 
 @pytest.mark.parametrize(
-    ("zero_point", "levels", "dtype"),
+    ("zero_point", "bounds", "dtype"),
     [(0, U8, torch.uint8), (113, U8, torch.uint8), (255, U8, torch.uint8), (-5, S8, torch.int8)],
 )
 @pytest.mark.parametrize("scale", [0.25, 0.1, 3.7e-5, 12.0])
-def test_quantize_is_torchs_except_for_nan(scale, zero_point, levels, dtype):
+def test_quantize_is_torchs_except_for_nan(scale, zero_point, bounds, dtype):
     scale = float(np.float32(scale))
     x = adversarial(scale)
     x = x[~np.isnan(x)]
     quantize = torch.ops.quantized_decomposed.quantize_per_tensor.default
-    expected = quantize(torch.from_numpy(x), scale, zero_point, *levels, dtype).numpy()
-    np.testing.assert_array_equal(nm.quantize(x, scale, zero_point, *levels), expected)
+    expected = quantize(torch.from_numpy(x), scale, zero_point, *bounds, dtype).numpy()
+    np.testing.assert_array_equal(nm.quantize(x, scale, zero_point, *bounds), expected)
 
 
 def test_nan_becomes_the_zero_point():
@@ -170,21 +171,21 @@ def test_both_ends_saturate_and_never_wrap(zero_point):
 
 
 @given(FINITE, FINITE, st.sampled_from([U8, S8, (0, 127), (0, 15)]))
-def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, levels):
+def test_affine_represents_zero_exactly_and_the_range_to_half_a_step(low, high, bounds):
     low, high = min(low, high), max(low, high)
-    scale, zero_point = nm.affine_qparams(low, high, *levels)
+    scale, zero_point = nm.affine_qparams(low, high, *bounds)
     assert scale >= nm.MIN_SCALE
     assert scale == float(np.float32(scale))
-    assert levels[0] <= zero_point <= levels[1]
-    assert nm.dequantize(nm.quantize(0.0, scale, zero_point, *levels), scale, zero_point) == 0
+    assert bounds[0] <= zero_point <= bounds[1]
+    assert nm.dequantize(nm.quantize(0.0, scale, zero_point, *bounds), scale, zero_point) == 0
     for end in (min(low, 0.0), max(high, 0.0)):
-        level = np.clip(np.rint(end / scale) + zero_point, *levels)
+        level = np.clip(np.rint(end / scale) + zero_point, *bounds)
         assert abs((level - zero_point) * scale - end) <= scale * 1.0001
 
 
-@pytest.mark.parametrize(("levels", "zero_point"), [(U8, 0), (S8, 0), ((1, 15), 1), ((-9, -2), -2)])
-def test_an_all_zero_range_has_scale_one(levels, zero_point):
-    assert nm.affine_qparams(0.0, 0.0, *levels) == (1.0, zero_point)
+@pytest.mark.parametrize(("bounds", "zero_point"), [(U8, 0), (S8, 0), ((1, 15), 1), ((-9, -2), -2)])
+def test_an_all_zero_range_has_scale_one(bounds, zero_point):
+    assert nm.affine_qparams(0.0, 0.0, *bounds) == (1.0, zero_point)
 
 
 def test_an_infinite_or_nan_range_is_refused():

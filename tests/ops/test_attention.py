@@ -27,7 +27,7 @@ SLACK = 64
 
 
 def test_quantized_probabilities_are_within_two_hundredths_of_exact_ones():
-    """Before rounding: a degree of three is enough for 255 levels. All below 2^-10 are 0."""
+    """Before rounding: a degree of three is enough for 255 quantized values. All below 2^-10 are 0."""
     x = np.concatenate([-np.linspace(0, 16, 400001), [0.0]]).astype(np.float32)
     exact = 255 * np.exp2(x.astype(np.float64))
     found = numerics.quantize_probabilities(x)
@@ -47,16 +47,16 @@ def test_masked_scores_have_probability_zero():
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 64), st.floats(0.1, 8), st.booleans())
 def test_integer_attention_is_close_to_float_attention(seed, keys, depth, spread, causal):
     """Rounding a probability to 1/255 of the largest shifts a mean of values by at most ``absmax * keys / sum(p)``
-    levels of probability, one half each."""
+    quantized values of probability, one half each."""
     draw = np.random.default_rng(seed)
     q, k, v = (draw.integers(-127, 128, (2, 3, n, depth)) for n in (keys, keys, keys))
     factor = np.float32(spread / (127 * 127 * depth**0.5))
-    levels = numerics.attention(q, k, v, None, causal, factor, np.float32(1), 128, 0, 255)
+    quantized = numerics.attention(q, k, v, None, causal, factor, np.float32(1), 128, 0, 255)
     real = [torch.from_numpy(x.astype(np.float64)) for x in (q, k, v)]
     exact = F.scaled_dot_product_attention(*real, scale=float(factor) * np.log(2), is_causal=causal).numpy()
     scores = numerics.attention_scores(q, k, factor, None, causal)
     sums = np.exp2(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True)
-    assert (np.abs(levels - 128 - exact) <= 0.51 + 2 * 127 * (0.52 / 255) * keys / sums).all()
+    assert (np.abs(quantized - 128 - exact) <= 0.51 + 2 * 127 * (0.52 / 255) * keys / sums).all()
 
 
 def test_a_query_without_keys_gives_the_zero_point():
@@ -74,7 +74,7 @@ def test_a_query_without_keys_gives_the_zero_point():
 
 @dataclass(frozen=True)
 class Case:
-    """One call: shapes, mask, scales, seed of the levels."""
+    """One call: shapes, mask, scales, seed of the quantized values."""
 
     batch: int = 1
     heads: int = 2
@@ -94,7 +94,7 @@ class Case:
 
 
 def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """q, k, v as levels, and the mask."""
+    """q, k, v as quantized values, and the mask."""
     draw, groups = np.random.default_rng(case.seed), case.heads // case.shared
     shapes = [
         (case.batch, case.heads, case.queries, case.depth),
@@ -308,7 +308,7 @@ def test_attention_and_image_operators_work_in_one_model(isa):
 
 
 def test_heads_are_read_where_the_layer_in_front_wrote_them():
-    """No step only moves levels."""
+    """No step only moves quantized values."""
     planned = plan_graph(built(encoder)[1].graph)
     kinds = {step.partition.anchor.kind for step in planned.steps}
     assert kinds == {"quantize", "linear", "attention", "dequantize"}

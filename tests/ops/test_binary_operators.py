@@ -122,7 +122,7 @@ def all_stages(net, x):
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_operators_with_several_activations_have_a_site_each(name, isa):
-    """The interpreter within a level of the reference, every instruction set equal to the interpreter."""
+    """The interpreter within one step of the reference, every instruction set equal to the interpreter."""
     body, islands = BODIES[name]
     x = torch.randn(3, 3, 7, 9)
     _, reference, lowered = all_stages(model(body), x)

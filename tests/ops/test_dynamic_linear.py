@@ -51,15 +51,15 @@ def rows_of(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def test_a_token_has_127_quantized_values_on_each_side():
     x = np.float32([[-254, 254, 1, 3, 5, -1, -3]])
-    levels, scales = quantize_dynamic(x, "token")
+    q_values, scales = quantize_dynamic(x, "token")
     assert scales.tolist() == [[2.0]]
-    assert (levels.astype(int) - 128).tolist() == [[-127, 127, 0, 2, 2, 0, -2]]  # ties to even
+    assert (q_values.astype(int) - 128).tolist() == [[-127, 127, 0, 2, 2, 0, -2]]  # ties to even
 
 
 def test_a_row_of_zeros_is_zero_and_one_that_is_not_finite_is_nan():
     x = np.float32([[0, 0], [1e-45, 0], [np.nan, 1], [np.inf, 1], [-np.inf, np.nan]])
-    levels, scales = quantize_dynamic(x, "token")
-    assert (levels == 128).all()
+    q_values, scales = quantize_dynamic(x, "token")
+    assert (q_values == 128).all()
     assert (scales[:2] == np.float32(2.0**-100) / np.float32(127)).all()
     assert np.isnan(scales[2:]).all()
     found = numerics.dequantize_rows(np.zeros((5, 2), np.int32), scales, np.float32([1, 2]), np.float32([3, 4]))
@@ -70,10 +70,10 @@ def test_a_row_of_zeros_is_zero_and_one_that_is_not_finite_is_nan():
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 40), st.integers(0, 2**32 - 1), st.sampled_from(ROW_MODES))
 def test_quantized_values_do_not_depend_on_other_samples_of_the_batch(batch, rows, count, seed, mode):
     x = rows_of((batch, rows, count), seed)
-    levels, scales = quantize_dynamic(x, mode)
+    q_values, scales = quantize_dynamic(x, mode)
     for entry in range(batch):
         alone = quantize_dynamic(x[entry : entry + 1], mode)
-        assert np.array_equal(alone[0], levels[entry : entry + 1])
+        assert np.array_equal(alone[0], q_values[entry : entry + 1])
         assert same_bits(alone[1], scales[entry : entry + 1])
     if mode == "tensor":
         assert all(len(set(entry.ravel().tolist())) == 1 for entry in scales if np.isfinite(entry).all())
@@ -106,16 +106,16 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def in_c(twin, x: np.ndarray, mode: str, threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Levels and scales of [images, height, width, K] in any strides, by the kernel; what it writes ends at a guard
-    page."""
+    """Quantized values and scales of [images, height, width, K] in any strides, by the kernel; what it writes ends at a
+    guard page."""
     steps = [stride // 4 for stride in x.strides]
     strides = (ctypes.c_int64 * 4)(steps[0], steps[3], steps[1], steps[2])
     memory, scales = Memory(1 << 16), np.full((*x.shape[:3], 1), 7, np.float32)
-    levels = memory.end(x.size)
+    q_values = memory.end(x.size)
     alike = x.shape[1] * x.shape[2] if mode == "tensor" else 1
     sizes = map(ctypes.c_int64, (*x.shape, alike))
-    twin.rows(pointer(x), strides, *sizes, pointer(levels), pointer(scales), threads)
-    return levels.reshape(x.shape), scales
+    twin.rows(pointer(x), strides, *sizes, pointer(q_values), pointer(scales), threads)
+    return q_values.reshape(x.shape), scales
 
 
 @given(
@@ -129,17 +129,17 @@ def test_the_kernel_gives_quantized_values_and_scales(twin, shape, order, seed, 
     """Whatever lies fastest in memory."""
     x = rows_of(shape, seed)
     x = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
-    levels, scales = in_c(twin, x, mode, threads)
+    q_values, scales = in_c(twin, x, mode, threads)
     expected = quantize_dynamic(x, mode)
-    assert np.array_equal(levels, expected[0])
+    assert np.array_equal(q_values, expected[0])
     assert same_bits(scales, expected[1])
 
 
 def test_the_comparison_detects_a_difference_of_one(twin):
     x = rows_of((2, 2, 2, 33), 0)
-    levels, _ = in_c(twin, x, "token", 1)
+    q_values, _ = in_c(twin, x, "token", 1)
     x[1, 1, 1, 32] *= np.float32(-1.02)
-    assert not np.array_equal(levels, quantize_dynamic(x, "token")[0])
+    assert not np.array_equal(q_values, quantize_dynamic(x, "token")[0])
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2**32 - 1))
@@ -204,9 +204,9 @@ def test_a_per_token_product_is_exact_before_scaling(rows, inputs, outputs, tens
     """By the reference of the graph: no compile an example."""
     net = Net(seed)
     x = net.input(rows, inputs)
-    levels, scales = net.quantize_rows(x, "tensor" if tensor else "token")
-    y = net.linear_rows(levels, scales, outputs)
-    real = (net.value[levels].astype(np.float64) - 128) * net.value[scales]
+    q_values, scales = net.quantize_rows(x, "tensor" if tensor else "token")
+    y = net.linear_rows(q_values, scales, outputs)
+    real = (net.value[q_values].astype(np.float64) - 128) * net.value[scales]
     op = net.ops[-1]
     weight = net.value[net.ops[-2].inputs[1]].astype(np.float64) * net.value[op.inputs[2]].reshape(-1, 1)
     exact = real @ weight.T + net.value[op.inputs[3]]
@@ -224,8 +224,8 @@ def test_a_dynamic_linear_layer_is_the_dynamic_reference(mode):
     for factor in (1.0, 100.0):
         given = x * factor
         peak = given.abs().amax(-1, keepdim=True) if mode == "token" else given.abs().amax((1, 2), keepdim=True)
-        levels = (given * (127 / peak)).round() * (peak / 127)
-        expected = F.linear(levels, weight, layer.bias)
+        q_values = (given * (127 / peak)).round() * (peak / 127)
+        expected = F.linear(q_values, weight, layer.bias)
         torch.testing.assert_close(model(given), expected, rtol=1e-4, atol=1e-4 * factor)
 
 

@@ -1,4 +1,5 @@
-"""Tables of embeddings as levels: torch's parameters, the Q/DQ model, the loops that read rows; recipes, files."""
+"""Tables of embeddings as quantized values: torch's parameters, the Q/DQ model, the loops that read rows; recipes,
+files."""
 
 import numpy as np
 import pytest
@@ -43,12 +44,12 @@ def torchs(table: torch.Tensor) -> torch.Tensor:
     )
 )
 def test_quantized_values_and_parameters_match_torch(table):
-    levels, scales, zeros = numerics.quantize_table(table)
+    q_values, scales, zeros = numerics.quantize_table(table)
     expected = torchs(torch.from_numpy(table))
     assert np.array_equal(scales, expected.q_per_channel_scales().numpy())
     assert np.array_equal(zeros, expected.q_per_channel_zero_points().numpy())
-    assert np.array_equal(levels, expected.int_repr().numpy())
-    real = numerics.dequantize_table(levels, scales, zeros)
+    assert np.array_equal(q_values, expected.int_repr().numpy())
+    real = numerics.dequantize_table(q_values, scales, zeros)
     assert np.array_equal(real, expected.dequantize().numpy())
 
 
@@ -59,10 +60,10 @@ def test_the_comparison_with_torch_detects_a_range_that_includes_zero():
 
 
 def test_constant_embedding_rows_have_scale_one():
-    levels, scales, zeros = numerics.quantize_table(np.full((2, 3), [[0.25], [-3.0]], np.float32))
+    q_values, scales, zeros = numerics.quantize_table(np.full((2, 3), [[0.25], [-3.0]], np.float32))
     assert scales.tolist() == [1, 1]
     assert zeros.tolist() == [-0.25, 3]
-    assert not levels.any()
+    assert not q_values.any()
 
 
 # ---- models
@@ -146,8 +147,8 @@ def every_width() -> LoopGraph:
     draw = np.random.default_rng(0)
     for width in WIDTHS:
         table = (draw.standard_normal((23, width)) * np.exp(draw.uniform(-20, 20, (23, 1)))).astype(np.float32)
-        levels, scales, zeros = numerics.quantize_table(table)
-        names = [net.constant(levels, U8), net.constant(scales), net.constant(zeros)]
+        q_values, scales, zeros = numerics.quantize_table(table)
+        names = [net.constant(q_values, U8), net.constant(scales), net.constant(zeros)]
 
         def write(body, names=names):
             ids = body("unsqueeze", "ids", axis=2)

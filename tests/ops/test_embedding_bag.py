@@ -27,12 +27,13 @@ ROWS, WIDTH = 23, 37
 
 
 def every_bag() -> LoopGraph:
-    """All modes over a table of floats and one of levels; weights, the other way to give ends, an id that is none."""
+    """All modes over a table of floats and one of quantized values; weights, the other way to give ends, an id that is
+    none."""
     count, bags = symbol("n"), symbol("n1")
     net = LoopGraph(ids=TensorType((count,), I64), offsets=TensorType((bags,), I64), weights=TensorType((count,), F32))
     table = np.random.default_rng(0).standard_normal((ROWS, WIDTH)).astype(np.float32)
-    levels, scales, zeros = numerics.quantize_table(table)
-    tables = [net.constant(table)], [net.constant(levels, U8), net.constant(scales), net.constant(zeros)]
+    q_values, scales, zeros = numerics.quantize_table(table)
+    tables = [net.constant(table)], [net.constant(q_values, U8), net.constant(scales), net.constant(zeros)]
     for first, *by_row in tables:
         for mode in MODES:
             for ends, padding, weighted in ((False, -1, mode == "sum"), (True, 5, False)):

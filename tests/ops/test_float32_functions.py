@@ -212,7 +212,7 @@ def assert_same_bits(compiled, integer, x: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_every_layer_has_the_bits_of_the_interpreter(names, isa):
-    """No hidden site, within a level of the reference, on every instruction set, batch and number of threads."""
+    """No hidden site, within one step of the reference, on every instruction set, batch and number of threads."""
     functions = [TORCH[name] for name in names]
     model, x = every_layer(*functions), torch.randn(3, 3, 11, 39, generator=torch.Generator().manual_seed(1))
     reference, integer = quantized(model, x, recipe=ALL)
@@ -262,8 +262,8 @@ def test_a_requantize_after_the_function_becomes_a_table(isa):
     geometry = {"stride": (1, 1), "padding": (0,) * 4, "dilation": (1, 1), "groups": 1}
     unit_q = QParams((0.01,), (0,), -(2**31), 2**31 - 1)
     conv = net._op("conv2d", [acc, weight, bias], DType.I32, unit_q, **geometry)
-    levels = net._op("activate", [conv, unit], DType.U8, net._q(60.0, 30), function="tanh")
-    integer = net.lowered(net.dequantize(net.table(levels)))
+    q_values = net._op("activate", [conv, unit], DType.U8, net._q(60.0, 30), function="tanh")
+    integer = net.lowered(net.dequantize(net.table(q_values)))
     assert [len(partition.ops) for partition in partition_ops(integer.graph)] == [1, 3, 1]
     x = torch.randn(2, 3, 9, 9)
     assert torch.equal(stages.compile(integer, isa=isa)(x)[0], integer(x)[0])
@@ -347,7 +347,7 @@ def test_coverage_notes_name_precise_functions():
 
 
 def test_a_precise_function_loses_less_than_a_lookup_table():
-    """Levels before the function cost accuracy, most where it is steep."""
+    """Quantized values before the function cost accuracy, most where it is steep."""
     model, x = two(), torch.randn(64, *X[1:], generator=torch.Generator().manual_seed(0))
     table, precise = (quantized(model, x, recipe=recipe)[1](x) for recipe in (Recipe(), ALL))
     assert sqnr(precise, model(x)) > sqnr(table, model(x))

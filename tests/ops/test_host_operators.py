@@ -1,4 +1,4 @@
-"""Operators of a user's own: their reference in NumPy runs in interpreter and program, on the same levels."""
+"""Operators of a user's own: their reference in NumPy runs in interpreter and program, on the same quantized values."""
 
 import copy
 
@@ -166,7 +166,7 @@ def test_host_operators_may_begin_and_end_the_quantized_part():
         lambda args: args[0][:1, :, :, :3],
     ],
 )
-def test_a_meaning_that_returns_no_uint8_is_an_error(result):
+def test_a_reference_that_does_not_return_uint8_is_an_error(result):
     roles = Roles(x=(0, 1))
     record = OpDef("wrong", MIRROR_ADD.targets, ("x", "y"), roles, reference=lambda op, args, *types: result(args))
     model = all_stages(beside, quantizer=stages.Quantizer(operators=[record]), a=conv(), b=conv(), c=conv(8, 8, 5))[3]

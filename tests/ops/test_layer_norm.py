@@ -1,4 +1,4 @@
-"""Layer norm of levels: exact sums, then a stated order of float32 operations."""
+"""Layer norm of quantized values: exact sums, then a stated order of float32 operations."""
 
 import numpy as np
 import pytest

@@ -36,10 +36,13 @@ def every_layer() -> LoopGraph:
     """Both element types, with and without a bias."""
     draw, net = np.random.default_rng(0), LoopGraph(**{f"x{k}": TensorType((symbol("n"), k), F32) for k, _ in SIZES})
     for k, n in SIZES:
-        half, levels = draw.standard_normal((n, k)).astype(np.float16), draw.integers(-127, 128, (n, k)).astype(np.int8)
+        half, q_values = (
+            draw.standard_normal((n, k)).astype(np.float16),
+            draw.integers(-127, 128, (n, k)).astype(np.int8),
+        )
         half[0, 0] = 2.0**-24  # the least there is
         bias = net.constant(draw.standard_normal(n).astype(np.float32))
-        integers = net.constant(levels, S8)
+        integers = net.constant(q_values, S8)
         scales = tuple(map(float, draw.uniform(0.001, 0.02, n).astype(np.float32)))
         net.types[integers] = TensorType((n, k), S8, QParams(scales, (0,) * n, -127, 127, 0))
         for weight in (net.constant(half, F16), integers):

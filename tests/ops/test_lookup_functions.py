@@ -1,4 +1,4 @@
-"""Functions of one value: a table between two sites, exact to the level its definition gives."""
+"""Functions of one value: a table between two sites, equal to the quantized value of its definition."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_every_lookup_function_has_a_test_call():
 
 @pytest.mark.parametrize("name", [record.name for record in UNARY_OPS])
 def test_lookup_tables_match_torch(name):
-    """Within a level where torch's float32 rounds the other way; equal almost everywhere."""
+    """Within one step where torch's float32 rounds the other way; equal almost everywhere."""
     x_q, y_q = QParams((0.031,), (117,), 0, 255), QParams((0.02,), (60,), 0, 255)
     real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
     wanted = numerics.quantize(CALLS[name](real).numpy(), y_q.step, y_q.zero, 0, 255)
@@ -71,7 +71,7 @@ def test_lookup_tables_match_torch(name):
     ids=["few", "all"],
 )
 def test_functions_between_convolutions_run_in_int8(names, subtests):
-    """No island, the interpreter within a level of the reference, the kernel equal to the interpreter."""
+    """No island, the interpreter within one step of the reference, the kernel equal to the interpreter."""
     model = SideBySide(
         {name: (net(call), [torch.randn(8, 3, 7, 6)]) for name, call in CALLS.items() if name in names}
     ).eval()

@@ -53,13 +53,13 @@ def types_of(case: Case) -> list[TensorType]:
 def drawn(case: Case) -> list[np.ndarray]:
     draw = np.random.default_rng(case.seed)
 
-    def levels(kind: TensorType) -> np.ndarray:
+    def q_values(kind: TensorType) -> np.ndarray:
         low = kind.qparams.qmin
         return (draw.choice([low, 255], kind.shape) if case.extreme else draw.integers(low, 256, kind.shape)).astype(
             np.uint8
         )
 
-    return [levels(kind) for kind in types_of(case)]
+    return [q_values(kind) for kind in types_of(case)]
 
 
 FACTOR = np.float32(0.0131)
@@ -72,8 +72,8 @@ def expected(case: Case) -> np.ndarray:
     acc = OPS["bmm"].reference(Op("bmm", ("a", "b"), ("y",)), drawn(case), types, types[0])
     if case.floats:
         return acc.astype(np.float32) * FACTOR
-    levels = numerics.requantize(acc, FACTOR, *BOUNDS).astype(np.uint8)
-    return TABLE[levels] if case.table else levels
+    q_values = numerics.requantize(acc, FACTOR, *BOUNDS).astype(np.uint8)
+    return TABLE[q_values] if case.table else q_values
 
 
 def place(array: np.ndarray, order: tuple[int, ...], apart: int, memory: Memory) -> np.ndarray:

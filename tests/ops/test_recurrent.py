@@ -69,16 +69,16 @@ def everywhere(lowered, *batches: tuple[torch.Tensor, ...], isas: Sequence[str] 
 
 
 def constants(draw: np.random.Generator, kind: str, inputs: int, hidden: int, layers: int, directions: int):
-    """Operands of all places: weights of float, and as levels with their scales."""
+    """Operands of all places: weights of float, and as quantized values with their scales."""
     gates = {"lstm": 4, "gru": 3}[kind] * hidden
     found, real = [], []
     for place in range(layers * directions):
         width = inputs if place < directions else directions * hidden
-        levels = [draw.integers(-127, 128, (gates, size)).astype(np.int8) for size in (width, hidden)]
+        q_values = [draw.integers(-127, 128, (gates, size)).astype(np.int8) for size in (width, hidden)]
         scales = draw.uniform(0.5, 1.5, (2, gates)).astype(np.float32) / np.float32(127 * np.sqrt(hidden))
         biases = draw.normal(size=(2, gates)).astype(np.float32)
-        found += [*levels, *scales, *biases]
-        real += [*[w * s[:, None] for w, s in zip(levels, scales, strict=True)], *biases]
+        found += [*q_values, *scales, *biases]
+        real += [*[w * s[:, None] for w, s in zip(q_values, scales, strict=True)], *biases]
     return found, [torch.from_numpy(array.astype(np.float64)) for array in real]
 
 
@@ -100,17 +100,17 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
     draw, (steps, batch, inputs) = np.random.default_rng(seed), sizes
     shape = (batch, steps, inputs) if batch_first else (steps, batch, inputs)
     x = draw.normal(size=shape).astype(np.float32)
-    levels, scales = quantize_dynamic(x, "token")
+    q_values, scales = quantize_dynamic(x, "token")
     q = per_token_qparams("scales")
     if not rows:
-        q, levels = QParams((0.02,), (100,), 0, 255), draw.integers(0, 256, shape).astype(np.uint8)
+        q, q_values = QParams((0.02,), (100,), 0, 255), draw.integers(0, 256, shape).astype(np.uint8)
     held, real = constants(draw, kind, inputs, hidden, layers, directions)
     given = [draw.normal(size=(layers * directions, batch, hidden)).astype(np.float32) for _ in range(states(kind))]
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": False, "rows": rows}
-    arrays = [levels, *([scales] if rows else []), *held, *(given if start else [])]
+    arrays = [q_values, *([scales] if rows else []), *held, *(given if start else [])]
     kind_of_x = TensorType(shape, DType.U8, q)
     found = recurrent_reference(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
-    exact = (levels.astype(np.float64) - q.zero) * (scales if rows else 0.02)
+    exact = (q_values.astype(np.float64) - q.zero) * (scales if rows else 0.02)
     first = [torch.from_numpy((s if start else 0 * s).astype(np.float64)) for s in given]
     call = torch.ops.aten.lstm.input if kind == "lstm" else torch.ops.aten.gru.input
     expected = call(
@@ -131,12 +131,12 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
 def test_the_comparison_with_torch_detects_swapped_gates():
     draw = np.random.default_rng(0)
     held, _ = constants(draw, "lstm", 5, 6, 1, 1)
-    levels = draw.integers(0, 256, (4, 2, 5)).astype(np.uint8)
+    q_values = draw.integers(0, 256, (4, 2, 5)).astype(np.uint8)
     attrs = {"layers": 1, "directions": 1, "batch_first": False, "cell": False, "rows": False}
-    kind = TensorType(levels.shape, DType.U8, QParams((0.02,), (100,), 0, 255))
+    kind = TensorType(q_values.shape, DType.U8, QParams((0.02,), (100,), 0, 255))
     op = Op("lstm", (), ("y",), attrs)
     swapped = [np.concatenate([array[6:12], array[:6], array[12:]]) for array in held]
-    y, other = (recurrent_reference(op, [levels, *parts], [kind], kind)[0] for parts in (held, swapped))
+    y, other = (recurrent_reference(op, [q_values, *parts], [kind], kind)[0] for parts in (held, swapped))
     assert np.abs(y - other).max() > 0.05
 
 
@@ -269,7 +269,7 @@ def test_results_depend_on_no_other_entry_of_the_batch(kind, isa):
 
 
 def test_a_classifier_of_sequences_is_one_program():
-    """Both ends of an LSTM in levels, its last state read by a linear layer."""
+    """Both ends of an LSTM in quantized values, its last state read by a linear layer."""
 
     def body(m, x):
         y, _ = m.lstm(torch.relu(m.first(x)))

@@ -108,7 +108,7 @@ MODELS = {
 )
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_upsampling_runs_in_int8(name, isa):
-    """No island, the interpreter within a level of the reference, every instruction set equal to the interpreter."""
+    """No island, the interpreter within one step of the reference, every instruction set equal to the interpreter."""
     x = torch.randn(3, 3, 6, 8, generator=torch.Generator().manual_seed(2))
     reference, lowered = quantized(randomize(MODELS[name]), x)
     assert not lowered.islands, lowered.skipped

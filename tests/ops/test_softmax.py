@@ -57,7 +57,7 @@ def test_the_order_of_summation_changes_bits():
 
 
 def attention_over_pixels(m, x):
-    """The probabilities are levels again behind it."""
+    """The probabilities are quantized values again behind it."""
     y = m.conv(x)
     return m.last(torch.softmax(m.scores(y), 1)), m.last(y)
 

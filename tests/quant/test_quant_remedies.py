@@ -617,8 +617,8 @@ def quantized(x: torch.Tensor, scale: object) -> torch.Tensor:
     kind = "tensor" if isinstance(scale, torch.Tensor) else "default"
     zero = torch.zeros((), dtype=torch.int64) if isinstance(scale, torch.Tensor) else 0
     given = scale, zero, 0, 255, torch.uint8
-    levels = getattr(library.quantize_per_tensor, kind)(x, *given)
-    return getattr(library.dequantize_per_tensor, kind)(levels, *given)
+    q_values = getattr(library.quantize_per_tensor, kind)(x, *given)
+    return getattr(library.dequantize_per_tensor, kind)(q_values, *given)
 
 
 def rounded() -> nn.Module:

@@ -106,13 +106,13 @@ def test_a_transformer_block_has_the_bits_of_the_python_call_at_every_length(isa
 def test_images_are_read_in_any_strides_and_element_type(tmp_path):
     image = intaglio.Image(0.5, 0.5)
     model = intaglio.quantize(randomize(nets.ConvBnRelu()), [X], input=image, progress=False)
-    found, levels = exported(model, tmp_path), (X * 64 + 128).clamp(0, 255).to(torch.uint8)
+    found, q_values = exported(model, tmp_path), (X * 64 + 128).clamp(0, 255).to(torch.uint8)
     for x in (
         X,
         X.contiguous(memory_format=torch.channels_last),
         X.flip(3).transpose(2, 3),
-        levels,
-        levels.contiguous(memory_format=torch.channels_last),
+        q_values,
+        q_values.contiguous(memory_format=torch.channels_last),
     ):
         assert_same(found(x), [model(x).contiguous()])
 

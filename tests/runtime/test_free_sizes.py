@@ -132,7 +132,7 @@ def same(found, expected) -> bool:
     "name", slow_params_except("tokens", "weighed", of=NETS, reason="other layers of the same sizes")
 )
 def test_dynamic_sizes_leave_no_operator_in_float(name):
-    """And the interpreter is within a level of the reference at sizes it was not calibrated with."""
+    """And the interpreter is within one step of the reference at sizes it was not calibrated with."""
     reference, lowered = all_stages(name)
     assert not lowered.islands, lowered.skipped
     sizes = iter([3, 17, 26])

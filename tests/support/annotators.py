@@ -52,7 +52,7 @@ class Shifted(Extremum):
     def convert(self, module, node):
         ops, given = torch.ops.quantized_decomposed, (self.most / 100, -3, -128, 127, torch.int8)
         with module.graph.inserting_before(node):
-            levels = module.graph.call_function(ops.quantize_per_tensor.default, (node.args[0], *given))
-            back = module.graph.call_function(ops.dequantize_per_tensor.default, (levels, *given))
+            quantized = module.graph.call_function(ops.quantize_per_tensor.default, (node.args[0], *given))
+            back = module.graph.call_function(ops.dequantize_per_tensor.default, (quantized, *given))
         node.replace_all_uses_with(back)
         module.graph.erase_node(node)

@@ -71,13 +71,13 @@ class Kernels:
         kind: str,
         numbers: Mapping[str, int],
         floats: Mapping[str, float],
-        levels: tuple[int, int, int] | None,
+        quantization: tuple[int, int, int] | None,
         threads: int,
         scratch_bytes: int,
     ) -> None:
-        """``levels``: zero point, least and greatest level of the result; ``None`` for floats."""
+        """``quantization``: zero point, least and greatest quantized value of the result; ``None`` for floats."""
         scratch = np.full(scratch_bytes * MAX_SCRATCH_THREADS + 64, 171, np.uint8)
-        bounds = limits(*levels, 0).copy() if levels else None
+        bounds = limits(*quantization, 0).copy() if quantization else None
         given = {
             "limits": bounds.ctypes.data if bounds is not None else 0,
             "scratch": scratch.ctypes.data + -scratch.ctypes.data % 64,

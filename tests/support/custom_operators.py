@@ -37,18 +37,18 @@ def _(x):
     return torch.empty_like(x)
 
 
-def real(levels, kind):
-    return dequantize(levels, np.float32(kind.qparams.step), kind.qparams.zero)
+def real(quantized, kind):
+    return dequantize(quantized, np.float32(kind.qparams.step), kind.qparams.zero)
 
 
-def levels(values, kind):
+def quantized(values, kind):
     q = kind.qparams
     return quantize(values.astype(np.float32), q.step, q.zero, q.qmin, q.qmax).astype(np.uint8)
 
 
 def mirror_add_reference(op, args, types, out):
     x, y = (real(array, kind) for array, kind in zip(args, types, strict=True))
-    return levels(x + y[:, ::-1] * np.float32(op.attrs["scale"]), out)
+    return quantized(x + y[:, ::-1] * np.float32(op.attrs["scale"]), out)
 
 
 MIRROR_ADD = OpDef(
@@ -65,7 +65,7 @@ WEIGH = OpDef(
     operands=("weight", "x"),
     roles=Roles(x=(1,)),
     infer=lambda attrs, shapes: shapes[1],
-    reference=lambda op, args, types, out: levels(args[0].reshape(-1, 1, 1) * real(args[1], types[1]), out),
+    reference=lambda op, args, types, out: quantized(args[0].reshape(-1, 1, 1) * real(args[1], types[1]), out),
 )
 SOFT_SIGN = OpDef(
     name="soft_sign",
@@ -74,7 +74,7 @@ SOFT_SIGN = OpDef(
     function=lambda x, attrs: x / (1 + np.abs(x)),
 )
 SWISH = OpDef(
-    name="swish", operands=("x",), reference=lambda op, args, types, out: levels(swish(real(args[0], types[0])), out)
+    name="swish", operands=("x",), reference=lambda op, args, types, out: quantized(swish(real(args[0], types[0])), out)
 )
 """Of a pattern: ``x * sigmoid(x)``."""
 

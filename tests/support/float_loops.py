@@ -37,8 +37,8 @@ SPECIAL_VALUES = [
 
 
 class LoopGraph:
-    """A graph of loops over inputs; ``add`` writes one loop whose body ``write`` fills. Results that are levels leave
-    the graph dequantized."""
+    """A graph of loops over inputs; ``add`` writes one loop whose body ``write`` fills. Results that are quantized
+    values leave the graph dequantized."""
 
     def __init__(self, **inputs: TensorType) -> None:
         self.inputs, self.types, self.ops, self.outputs = tuple(inputs), dict(inputs), list[Op](), list[str]()

@@ -1,4 +1,5 @@
-"""Integer graphs written by hand: shapes from the operators' records, scales that spread the levels of a sample."""
+"""Integer graphs written by hand: shapes from the operators' records, scales that spread the quantized values of a
+sample."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ class Net:
         return name
 
     def input_levels(self, *shape: Dim) -> str:
-        """Levels that the caller holds."""
+        """Quantized values that the caller holds."""
         name = f"x{len(self.inputs)}"
         self.inputs.append(name)
         self.types[name] = TensorType(shape, DType.U8, self._q(1.0, None))
@@ -71,7 +72,7 @@ class Net:
         return name
 
     def _q(self, spread: float, zero_point: int | None) -> QParams:
-        """Parameters of about 60 levels for ``spread``."""
+        """Parameters of about 60 quantized values for ``spread``."""
         zero = int(self.draw.integers(0, 256)) if zero_point is None else zero_point
         return QParams((float(np.float32(max(spread, 1e-6) / 60)),), (zero,), 0, 255)
 
@@ -145,29 +146,29 @@ class Net:
         return self._op("add", [acc, add, factor, other], DType.U8, q, **bounds)
 
     def quantize_rows(self, x: str, mode: str = "token") -> tuple[str, str]:
-        """Levels and scales of rows."""
-        levels, scales = f"rows{len(self.ops)}", f"scales{len(self.ops)}"
+        """Quantized values and scales of rows."""
+        quantized, scales = f"rows{len(self.ops)}", f"scales{len(self.ops)}"
         shape = self.types[x].shape
-        self.types[levels] = TensorType(shape, DType.U8, per_token_qparams(scales))
+        self.types[quantized] = TensorType(shape, DType.U8, per_token_qparams(scales))
         self.types[scales] = TensorType(scales_shape(shape), DType.F32)
-        self.ops.append(Op("quantize_rows", (x,), (levels, scales), {"mode": mode}, origin=Origin(levels)))
-        self.value[levels], self.value[scales] = quantize_dynamic(self.value[x], mode)
-        return levels, scales
+        self.ops.append(Op("quantize_rows", (x,), (quantized, scales), {"mode": mode}, origin=Origin(quantized)))
+        self.value[quantized], self.value[scales] = quantize_dynamic(self.value[x], mode)
+        return quantized, scales
 
-    def linear_rows(self, levels: str, scales: str, outputs: int) -> str:
+    def linear_rows(self, quantized: str, scales: str, outputs: int) -> str:
         """A linear layer on rows, dequantized."""
         weight = self._constant(
-            self.draw.integers(-127, 128, (outputs, self.types[levels].shape[-1])).astype(np.int8), DType.S8
+            self.draw.integers(-127, 128, (outputs, self.types[quantized].shape[-1])).astype(np.int8), DType.S8
         )
         start = self._constant(np.zeros(outputs, np.int32), DType.I32)
         columns = self._constant(self.draw.uniform(0.001, 0.003, outputs).astype(np.float32), DType.F32)
         bias = self._constant(self.draw.normal(size=outputs).astype(np.float32), DType.F32)
-        acc = self._op("linear", [levels, weight, start], DType.I32, per_token_accumulator_qparams(scales))
+        acc = self._op("linear", [quantized, weight, start], DType.I32, per_token_accumulator_qparams(scales))
         return self._op("dequantize_rows", [acc, scales, columns, bias], DType.F32, None)
 
     def centred(self, x: str) -> str:
-        """The value with parameters that a second factor of a product of activations has: zero point 128, levels from
-        1, which its operator must give."""
+        """The value with parameters that a second factor of a product of activations has: zero point 128, quantized
+        values from 1, which its operator must give."""
         q = self.types[x].qparams
         self.types[x] = replace(self.types[x], q=QParams(q.scale, (128,), 1, 255))
         self.value[x] = np.maximum(self.value[x], 1)
@@ -210,8 +211,8 @@ class Net:
         return self._op("cat", values, DType.U8, self.types[values[0]].q, axis=axis)
 
     def table(self, x: str) -> str:
-        levels = self._constant(self.draw.permutation(256).astype(np.uint8), DType.U8)
-        return self._op("table", [x, levels], DType.U8, self._q(1.0, None))
+        quantized = self._constant(self.draw.permutation(256).astype(np.uint8), DType.U8)
+        return self._op("table", [x, quantized], DType.U8, self._q(1.0, None))
 
     def mean(self, kind: str, x: str, **attrs: Any) -> str:
         """avg_pool2d or adaptive_avg_pool2d."""

@@ -27,8 +27,8 @@ from support import nets
 
 @dataclass(frozen=True)
 class QuantizedDifferences:
-    """``worst``: largest distance in levels per value; ``wrong`` of ``total`` levels differ at all; ``floats``: largest
-    distance of a float value that leaves a region, relative to the largest there."""
+    """``worst``: largest distance in quantized values per value; ``wrong`` of ``total`` quantized values differ at all;
+    ``floats``: largest distance of a float value that leaves a region, relative to the largest there."""
 
     worst: dict[str, int]
     wrong: int
@@ -80,7 +80,8 @@ def largest_differences(reference: Reference, lowered: Lowered, *args: Any, **kw
 
 
 def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, np.ndarray]:
-    """Value of the integer graph -> what the reference computes there: levels where it quantizes, else float."""
+    """Value of the integer graph -> what the reference computes there: quantized values where it quantizes, else
+    float."""
     recorder = _Recorder(reference.module)
     with torch.no_grad():
         recorder.run(*leaves)
@@ -126,13 +127,14 @@ def lowered(captured: Captured, *batch: Any, recipe=None, **kwargs: Any) -> tupl
 
 def assert_equal_quantized(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> QuantizedDifferences:
     """At most ``OpDef.tolerance`` in every region; float results of regions equal but for rounding. Prints the rate."""
-    levels = largest_differences(reference, lowered, *args, **kwargs)
+    differences = largest_differences(reference, lowered, *args, **kwargs)
     kinds = {name: op.kind for op in lowered.graph.ops for name in op.outputs}
-    far = {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].tolerance}
-    print(f"{levels.wrong} of {levels.total} levels differ ({levels.rate:.1e}), floats by {levels.floats:.1e}")
+    far = {name: worst for name, worst in differences.worst.items() if worst > OPS[kinds[name]].tolerance}
+    rate = f"{differences.wrong} of {differences.total} quantized values differ ({differences.rate:.1e})"
+    print(f"{rate}, floats by {differences.floats:.1e}")
     assert not far, f"more than the contract allows: {far}"
-    assert levels.floats < 1e-5
-    return levels
+    assert differences.floats < 1e-5
+    return differences
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -125,7 +125,8 @@ def case_data(case: Case) -> CaseData:
 
 
 def bounds_of(case: Case) -> tuple[int, int]:
-    """Of levels, or of 16 bits: somewhere in the steps of the level, the least where it is the zero point."""
+    """Of quantized values, or of 16 bits: somewhere in the steps of the quantized value, the least where it is the zero
+    point."""
     if not case.remainder:
         return case.bounds
     low, high = case.bounds
@@ -136,7 +137,7 @@ def bounds_of(case: Case) -> tuple[int, int]:
 
 
 def table_of(case: Case) -> np.ndarray:
-    """256 levels in no order."""
+    """256 quantized values in no order."""
     return np.random.default_rng(case.seed + 1).integers(0, 256, 256).astype(np.uint8)
 
 
@@ -156,7 +157,7 @@ def memory(role: str) -> Memory:
 
 @dataclass(frozen=True)
 class Result:
-    """What the kernels wrote: result in NCHW, levels of its halo, whether anything else changed."""
+    """What the kernels wrote: result in NCHW, quantized values of its halo, whether anything else changed."""
 
     values: np.ndarray
     halo: np.ndarray

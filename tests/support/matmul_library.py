@@ -21,7 +21,7 @@ from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 
 HAS_VBMI = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
-"""Whether this machine runs the kernels that look up levels."""
+"""Whether this machine runs the kernels that look up quantized values."""
 RUNNABLE_ISAS = [name for name in machine.isas() if name in ISAS]
 """Instruction sets this machine runs and the generator has kernels for."""
 BEST_ISA_PARAMS = [

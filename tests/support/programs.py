@@ -59,7 +59,7 @@ def pools(net: Net) -> tuple[str, ...]:
 
 
 def moves(net: Net) -> tuple[str, ...]:
-    """Slices, pads and reshapes, read with a halo and without; pointwise levels."""
+    """Slices, pads and reshapes, read with a halo and without; pointwise quantized values."""
     x = net.quantize(net.input(N, 10, 7, 9), 77)
     rows = net.same("slice", x, axis=2, start=1, stop=7, step=3)
     columns = net.same("slice", x, axis=3, start=2, stop=9, step=2)
@@ -91,7 +91,7 @@ def tokens(net: Net) -> tuple[str, ...]:
 
 
 def borders(net: Net) -> tuple[str, ...]:
-    """Planes of 1 to 5 channels, one pixel and many, straight to levels and back."""
+    """Planes of 1 to 5 channels, one pixel and many, straight to quantized values and back."""
     shapes = ((1, 50), (2, 65), (3, 33), (4, 31), (5, 40), (40, 1))
     images = [net.input(N, channels, 3, width) for channels, width in shapes]
     last = net.conv(net.quantize(images[2]), 3, 3, padding=1, f32=True)

@@ -12,7 +12,7 @@ def trainable(model: nn.Module, x: torch.Tensor, quantizer=None) -> PreparedQat:
 
 
 def assert_evaluates_alike(prepared: PreparedQat, *inputs: torch.Tensor) -> None:
-    """In evaluation: the bits of the reference, and within a level of the int8 model."""
+    """In evaluation: the bits of the reference, and within one step of the int8 model."""
     was = prepared.training
     prepared.eval()
     with torch.no_grad():

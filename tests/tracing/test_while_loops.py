@@ -158,10 +158,10 @@ def pairs(result) -> list[Tensor]:
 def test_loop_bodies_of_a_reference_follow_the_contract():
     _, x, reference, lowered = lowered_of("a count")
     body, inner = reference.bodies["while_loop"], lowered.bodies["while_loop"]
-    levels = largest_differences(body, inner, start(), x, torch.tensor(3))
+    differences = largest_differences(body, inner, start(), x, torch.tensor(3))
     kinds = {name: op.kind for op in inner.graph.ops for name in op.outputs}
-    assert levels.worst
-    assert not {name: worst for name, worst in levels.worst.items() if worst > OPS[kinds[name]].tolerance}
+    assert differences.worst
+    assert not {name: worst for name, worst in differences.worst.items() if worst > OPS[kinds[name]].tolerance}
 
 
 @pytest.mark.case("frontends C8")

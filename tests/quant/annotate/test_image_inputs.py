@@ -1,4 +1,5 @@
-"""Inputs declared images: bytes are levels, floats become the same bytes, convolutions absorb scale and offset."""
+"""Inputs declared images: bytes are quantized values, floats become the same bytes, convolutions absorb scale and
+offset."""
 
 from dataclasses import replace
 from functools import cache
@@ -66,7 +67,7 @@ def lowered(
     return reference, requantize(reference)
 
 
-def levels(graph: Lowered, x: Tensor) -> np.ndarray:
+def q_values(graph: Lowered, x: Tensor) -> np.ndarray:
     """What an input of the integer graph becomes."""
     seen: dict[str, np.ndarray] = {}
     interpret(graph.graph, [x.numpy()], OPS, watch=seen.setdefault)
@@ -91,8 +92,8 @@ def captured_conv() -> Captured:
 def test_every_byte_of_every_channel_survives_normalization(image):
     pixels = every_byte()
     _, graph = lowered(captured_conv(), image, image.normalize(pixels))
-    np.testing.assert_array_equal(levels(graph, image.normalize(pixels)), pixels.numpy())
-    np.testing.assert_array_equal(levels(graph, pixels), pixels.numpy())
+    np.testing.assert_array_equal(q_values(graph, image.normalize(pixels)), pixels.numpy())
+    np.testing.assert_array_equal(q_values(graph, pixels), pixels.numpy())
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(1e-3, 10)), min_size=1, max_size=5))
@@ -116,10 +117,10 @@ def test_values_between_bytes_go_to_the_nearest_and_those_outside_to_the_ends():
     pixels = every_byte()
     _, graph = lowered(captured_conv(), IMAGENET, IMAGENET.normalize(pixels))
     near = IMAGENET.normalize(pixels.float() + torch.rand(256).sub(0.5).mul(0.98).reshape(16, 16))
-    np.testing.assert_array_equal(levels(graph, near), pixels.numpy())
+    np.testing.assert_array_equal(q_values(graph, near), pixels.numpy())
     far = torch.full((1, 3, 16, 16), 100.0)
-    assert (levels(graph, far) == 255).all()
-    assert (levels(graph, -far) == 0).all()
+    assert (q_values(graph, far) == 255).all()
+    assert (q_values(graph, -far) == 0).all()
 
 
 def test_the_input_needs_no_statistics():
@@ -195,7 +196,7 @@ def test_byte_inputs_are_at_least_as_accurate_as_observed_ranges():
     for image in (IMAGENET, None):
         reference, graph = lowered(model, image, x)
         q = next(iter(reference.qparams.values()))
-        real = torch.from_numpy(levels(graph, x)) - torch.tensor(q.zeros).reshape(1, -1, 1, 1)
+        real = torch.from_numpy(q_values(graph, x)) - torch.tensor(q.zeros).reshape(1, -1, 1, 1)
         way = IMAGENET.pixels(3)
         exact = (real - way.shift.reshape(1, -1, 1, 1)) / way.gain.reshape(1, -1, 1, 1)
         inputs.append(sqnr(exact if image else real * q.step, x))

@@ -1,4 +1,4 @@
-"""Buffers that a model changes, kept as levels: what is stored, what is read, and what never drifts."""
+"""Buffers that a model changes, kept as quantized values: what is stored, what is read, and what never drifts."""
 
 import copy
 
@@ -88,7 +88,7 @@ def reference(net, int8_buffers=True, model=None):
 @pytest.mark.case("frontends C8")
 @NETS
 def test_an_int8_buffer_has_the_same_bytes_in_every_stage(net):
-    """C8: the opt-in; reference, interpreter and program agree on levels, in a quarter of the memory."""
+    """C8: the opt-in; reference, interpreter and program agree on quantized values, in a quarter of the memory."""
     model, found = reference(net)
     twin, lowered = copy.deepcopy(model), stages.requantize(found)
     native = stages.compile(lowered)
@@ -122,7 +122,7 @@ def test_buffer_entries_written_once_do_not_drift():
 
 @pytest.mark.case("frontends C8")
 def test_existing_buffer_rows_are_copied_as_bytes():
-    """Levels are made of the new row only: nothing is quantized that was levels before."""
+    """Quantized values are made of the new row only: nothing is quantized that was quantized values before."""
     _, found = reference(Window)
     lowered = stages.requantize(found)
     (buffer,) = lowered.signature.state
@@ -142,13 +142,14 @@ def test_a_cache_is_written_by_index_as_bytes():
 
 
 def test_requantizing_dequantized_values_returns_them():
-    """For every level, zero point and scale that a buffer can have: quantize of dequantize is the identity."""
-    levels = np.arange(256, dtype=np.float32)
+    """For every quantized value, zero point and scale that a buffer can have: quantize of dequantize is the
+    identity."""
+    quantized = np.arange(256, dtype=np.float32)
     rng = np.random.default_rng(0)
     for scale in np.exp2(rng.uniform(-100, 100, 400)).astype(np.float32):
         zero = np.float32(rng.integers(0, 256))
-        again = np.rint((levels - zero) * scale * (np.float32(1) / scale)) + zero
-        assert np.array_equal(again, levels)
+        again = np.rint((quantized - zero) * scale * (np.float32(1) / scale)) + zero
+        assert np.array_equal(again, quantized)
 
 
 @NETS
@@ -249,7 +250,7 @@ def test_state_dict_reset_and_files_keep_bytes(tmp_path):
 
 
 def test_recalibrated_ranges_requantize_stored_buffers(tmp_path):
-    """A state dictionary holds levels and what they stand for; a file of what took it is whole."""
+    """A state dictionary holds quantized values and what they stand for; a file of what took it is whole."""
     model, found = reference(Held)
     stage = prepare(stages.capture(model, CALLS[Held][0]), Quantizer(int8_buffers=True))
     stage(CALLS[Held][0][0] * 9, CALLS[Held][0][1])
@@ -274,7 +275,7 @@ def test_quantize_accepts_int8_buffers():
 
 
 class Everything:
-    """Levels on every edge and every result."""
+    """Quantized values on every edge and every result."""
 
     def annotate(self, module):
         for node in module.graph.nodes:

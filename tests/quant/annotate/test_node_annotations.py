@@ -58,8 +58,8 @@ def layer(node, x=U8, output=None, sharing=True) -> Annotation:
     return Annotation({node.args[0]: x, node.args[1]: WEIGHT}, output, sharing)
 
 
-def reads(levels=U8, output=None):
-    return lambda node: Annotation(dict.fromkeys(node.all_input_nodes, levels), output)
+def reads(quantized_as=U8, output=None):
+    return lambda node: Annotation(dict.fromkeys(node.all_input_nodes, quantized_as), output)
 
 
 def test_only_what_is_annotated_is_quantized():
@@ -101,7 +101,7 @@ def test_three_annotated_readers_have_a_dequantize_each_and_the_float_one_its_ow
 
 
 def test_quantized_values_around_a_float_operator_are_rounded():
-    """An operator without a kernel for it reads and gives dequantized levels."""
+    """An operator without a kernel for it reads and gives dequantized quantized values."""
     model = Body(lambda m, x: torch.softmax(m.a(x), 1), a=conv())
     found = reference(model, By(softmax=reads(U8, QuantizedAs(spec=Fixed(1 / 256, 0)))))
     assert counts(found) == "2:2:0"
@@ -149,7 +149,7 @@ def test_equal_fixed_parameters_on_both_sides_of_a_value_are_one():
 @pytest.mark.case("frontends B16")
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_a_cycle_of_shared_specs_with_one_owner_is_one_group(owner):
-    """B16: each shares with the next, around; whichever states levels has the parameters of all."""
+    """B16: each shares with the next, around; whichever states quantized values has the parameters of all."""
     model = Body(lambda m, x: torch.cat([m.a(x), m.b(x)], 1), a=conv(), b=conv())
 
     def cat(node):
@@ -185,19 +185,19 @@ def test_a_site_may_share_with_a_later_site():
 
 @pytest.mark.case("frontends B16")
 @pytest.mark.parametrize(
-    ("levels", "problem"),
+    ("quantized_as", "problem"),
     [(lambda n: SameAs(n.args[1]), "which has no annotation"), (lambda n: SameAs((n.args[0], n)), "none of them")],
 )
-def test_sharing_without_an_owner_is_refused(levels, problem):
+def test_sharing_without_an_owner_is_refused(quantized_as, problem):
     """B16, 2.10.7: an anchor that is missing, or that is oneself, is an error and not a recursion."""
     model = Body(lambda m, x: m.a(x) + x.sum(), a=conv())
     with pytest.raises(UnsupportedError, match=problem):
-        prepared(model, By(add=lambda n: Annotation({n.args[0]: levels(n)})))
+        prepared(model, By(add=lambda n: Annotation({n.args[0]: quantized_as(n)})))
 
 
 @pytest.mark.case("frontends B16")
 def test_without_implicit_sharing_a_reader_has_parameters_of_its_own():
-    """B16: the producer's levels and the reader's differ; with sharing they are one."""
+    """B16: the producer's quantized values and the reader's differ; with sharing they are one."""
     model = Body(lambda m, x: m.b(m.a(x)), a=conv(), b=conv(4))
 
     def rules(sharing):
@@ -408,16 +408,16 @@ class Grouped(nn.Module):
         module.register_buffer("weight_zeros", torch.zeros_like(self.peaks, dtype=torch.int64))
         with graph.inserting_before(node):
             given = (graph.get_attr("weight_scales"), graph.get_attr("weight_zeros"), -8, 7, torch.int8, 8)
-            levels = graph.call_function(ops.quantize_per_channel_group.default, (node.args[0], *given))
-            back = graph.call_function(ops.dequantize_per_channel_group.default, (levels, *given, torch.float32))
+            quantized_as = graph.call_function(ops.quantize_per_channel_group.default, (node.args[0], *given))
+            back = graph.call_function(ops.dequantize_per_channel_group.default, (quantized_as, *given, torch.float32))
         node.replace_all_uses_with(back)
         graph.erase_node(node)
 
 
 def four_bits(weight):
     scales = weight.reshape(len(weight), -1, 8).abs().amax(-1, keepdim=True) / 7
-    levels = (weight.reshape(len(weight), -1, 8) / scales).round().clamp(-8, 7)
-    return (levels * scales).reshape(weight.shape)
+    quantized_as = (weight.reshape(len(weight), -1, 8) / scales).round().clamp(-8, 7)
+    return (quantized_as * scales).reshape(weight.shape)
 
 
 @pytest.mark.case("frontends C10")
@@ -478,7 +478,7 @@ ROWS = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
 @pytest.mark.case("frontends C10")
 @pytest.mark.parametrize("activation", [CustomObserver(Shifted), *slow_params(U8, reason="levels of the type itself")])
 def test_a_model_converted_by_a_custom_observer_is_saved_and_loaded(activation, tmp_path):
-    """C10: in a process that has not imported torch's operators of levels either."""
+    """C10: in a process that has not imported torch's operators of quantized values either."""
     stage = with_own_levels(activation)
     found = convert(stage, calibrate(stage, [ROWS]))
     program = torch.export.export(found.module, (ROWS,))

@@ -31,7 +31,7 @@ IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 @pytest.mark.case("calibration 44")
 @pytest.mark.parametrize("change", [0.0, 0.5])
 def test_a_requantize_to_the_same_scale_vanishes_and_another_is_one_table(change):
-    """Case 44: levels of x quantized again under their own parameters, or others."""
+    """Case 44: quantized values of x quantized again under their own parameters, or others."""
     model = nets.randomize(Body(lambda m, x: m.c(x), c=nn.Conv2d(3, 4, 3, bias=False)))
     reference, plain = quantized(model, IMAGES)
     graph, ops = reference.module.graph, quantized_decomposed()
@@ -107,7 +107,8 @@ def test_a_double_model_is_not_downcast_in_silence():
 
 @pytest.mark.case("calibration 38")
 def test_scales_per_channel_end_at_the_requantize():
-    """Case 38: what moves values across the channel axis reads levels of one scale, whatever the weights have."""
+    """Case 38: what moves values across the channel axis reads quantized values of one scale, whatever the weights
+    have."""
 
     def body(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(m.c(x))

@@ -58,29 +58,29 @@ def test_a_range_holds_zero_and_stays_within_min_max(method, array):
 
 
 @pytest.mark.case("calibration 52")
-@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("bounds", LEVELS)
 @pytest.mark.parametrize("name", DRAWS)
-def test_mse_never_loses_more_than_min_max(name, levels):
+def test_mse_never_loses_more_than_min_max(name, bounds):
     x = DRAWS[name]
     made = of(x)
-    assert squared_error(x, *mse(made, *levels), *levels) <= 1.0001 * squared_error(x, *minmax(made), *levels)
+    assert squared_error(x, *mse(made, *bounds), *bounds) <= 1.0001 * squared_error(x, *minmax(made), *bounds)
 
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "student", "outlier"])
 def test_mse_gains_where_there_are_tails(name):
-    x, levels = DRAWS[name], (0, 15)
+    x, bounds = DRAWS[name], (0, 15)
     made = of(x)
-    assert squared_error(x, *mse(made, *levels), *levels) < 0.7 * squared_error(x, *minmax(made), *levels)
+    assert squared_error(x, *mse(made, *bounds), *bounds) < 0.7 * squared_error(x, *minmax(made), *bounds)
 
 
 @pytest.mark.parametrize("name", ["normal", "relu", "laplace", "lopsided"])
 def test_mse_is_near_the_best_of_an_exhaustive_search_over_the_data(name):
-    x, levels = DRAWS[name][:4000], (0, 15)
+    x, bounds = DRAWS[name][:4000], (0, 15)
     made = of(x)
     shrink = 0.5 ** np.arange(0, 6, 1 / 8)
     full = minmax(made)
-    best = min(squared_error(x, full[0] * a, full[1] * b, *levels) for a in shrink for b in shrink)
-    assert squared_error(x, *mse(made, *levels), *levels) < 1.05 * best
+    best = min(squared_error(x, full[0] * a, full[1] * b, *bounds) for a in shrink for b in shrink)
+    assert squared_error(x, *mse(made, *bounds), *bounds) < 1.05 * best
 
 
 @given(st.lists(FINITE, min_size=1, max_size=2), st.integers(1, 50))

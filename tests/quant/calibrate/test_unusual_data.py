@@ -251,14 +251,14 @@ def divergence(x: np.ndarray, low: float, high: float) -> float:
     unit = 2.0 ** of(x).exponent
     centres = np.clip((index - 4096) * unit, *ends) / 2 + np.clip((index - 4095) * unit, *ends) / 2
     scale, zero = numerics.affine_qparams(low, high, 0, 255)
-    levels = np.rint(centres / scale) + zero
-    inside = (levels >= 0) & (levels <= 255)
+    quantized = np.rint(centres / scale) + zero
+    inside = (quantized >= 0) & (quantized <= 255)
     shown, told = bins[index].astype(float), np.zeros(len(index))
-    for level in np.unique(levels[inside]):
-        chosen = levels == level
+    for level in np.unique(quantized[inside]):
+        chosen = quantized == level
         told[chosen] = shown[chosen].mean()
-    shown[np.flatnonzero(inside)[0]] += shown[levels < 0].sum()
-    shown[np.flatnonzero(inside)[-1]] += shown[levels > 255].sum()
+    shown[np.flatnonzero(inside)[0]] += shown[quantized < 0].sum()
+    shown[np.flatnonzero(inside)[-1]] += shown[quantized > 255].sum()
     p, q = shown[inside] / shown[inside].sum(), told[inside] / told[inside].sum()
     return float((p * np.log(p / q)).sum())
 

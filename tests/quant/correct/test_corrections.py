@@ -123,8 +123,8 @@ def test_normalized_bytes_are_represented_exactly_without_a_declaration():
     assert "3 of 3 without loss" in report(apply_equalization)
     (node,) = [node for node in apply_equalization.annotations.module.graph.nodes if info(node).zero_points is not None]
     shift, _, gain = (getattr(apply_equalization.annotations.module, str(a.target), None) for a in node.args)
-    levels = x * gain + shift + torch.tensor(info(node).zero_points).reshape(1, 3, 1, 1)
-    torch.testing.assert_close(levels, pixels.float(), rtol=0, atol=1e-3)
+    q_values = x * gain + shift + torch.tensor(info(node).zero_points).reshape(1, 3, 1, 1)
+    torch.testing.assert_close(q_values, pixels.float(), rtol=0, atol=1e-3)
 
 
 def test_an_input_that_something_else_reads_too_keeps_one_scale():
@@ -160,9 +160,9 @@ def region_of(layer, x):
     return region, reference.qparams[site.name]
 
 
-def written_out(layer, levels, zero):
-    """Sums over positions of x x^T and x by `F.unfold`, in float64, of levels less their zero point."""
-    difference = levels.double() - zero
+def written_out(layer, q_values, zero):
+    """Sums over positions of x x^T and x by `F.unfold`, in float64, of quantized values less their zero point."""
+    difference = q_values.double() - zero
     if isinstance(layer, nn.Linear):
         columns = difference.reshape(-1, difference.shape[-1]).t()[None]
         return columns @ columns.transpose(1, 2), columns.sum(2)
@@ -197,9 +197,9 @@ def model_positions(layer, x):
 def test_moments_are_the_sums_written_out(layer):
     x = torch.randn(5, 4, 9, 9)
     region, q = region_of(layer, x)
-    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
-    products, sums = written_out(layer, levels, q.zero)
-    found = moments(region, [levels[:2], levels[2:]], q)
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, q_values, q.zero)
+    found = moments(region, [q_values[:2], q_values[2:]], q)
     assert torch.equal(found.products.double(), products)
     assert torch.equal(found.sums.double(), sums)
     assert found.count == model_positions(layer, x)
@@ -209,13 +209,13 @@ def test_moments_are_the_sums_written_out(layer):
 def test_moments_of_one_position_are_exact(layer):
     x = torch.randn(4, layer.in_channels, 3, 3)
     region, q = region_of(layer, x)
-    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
-    products, sums = written_out(layer, levels[:1], q.zero)
-    found = moments(region, [levels[:1]], q)
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    products, sums = written_out(layer, q_values[:1], q.zero)
+    found = moments(region, [q_values[:1]], q)
     assert torch.equal(found.products.double(), products)
     assert torch.equal(found.sums.double(), sums)
-    parts = [moments(region, [image], q) for image in levels.split(1)]
-    assert torch.equal(sum(part.products for part in parts), moments(region, [levels], q).products)
+    parts = [moments(region, [image], q) for image in q_values.split(1)]
+    assert torch.equal(sum(part.products for part in parts), moments(region, [q_values], q).products)
 
 
 @pytest.mark.parametrize("positions", [1, 7, EXACT_POSITIONS, 3 * EXACT_POSITIONS + 5])
@@ -232,12 +232,12 @@ def test_both_ways_to_multiply_positions_are_exact(positions):
 def test_moments_add_up_whatever_the_split():
     layer, x = nn.Conv2d(4, 6, 3, padding=1), torch.randn(7, 4, 9, 9)
     region, q = region_of(layer, x)
-    levels = torch.randint(0, 256, x.shape, dtype=torch.uint8)
-    whole, parts = moments(region, [levels], q), [moments(region, [part], q) for part in (levels[4:], levels[:4])]
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    whole, parts = moments(region, [q_values], q), [moments(region, [part], q) for part in (q_values[4:], q_values[:4])]
     assert torch.equal(whole.products, parts[0].products + parts[1].products)
     assert torch.equal(whole.sums, parts[0].sums + parts[1].sums)
     assert whole.count == parts[0].count + parts[1].count
-    assert torch.equal(whole.products, moments(region, levels.split(1), q).products)
+    assert torch.equal(whole.products, moments(region, q_values.split(1), q).products)
 
 
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
@@ -274,12 +274,12 @@ def problems(draw):
 @settings(max_examples=2 * settings.default.max_examples)
 def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
     weight, step, found = problem
-    levels = ROUNDINGS[name](weight, step, found, -127, 127)
-    assert levels.eq(levels.round()).all()
-    assert levels.abs().le(127).all()
+    q_values = ROUNDINGS[name](weight, step, found, -127, 127)
+    assert q_values.eq(q_values.round()).all()
+    assert q_values.abs().le(127).all()
     matrix = found.products.double()
     plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
-    assert (loss(levels, weight, step, matrix) <= plain).all()
+    assert (loss(q_values, weight, step, matrix) <= plain).all()
 
 
 @pytest.mark.parametrize("name", ["gptq", "adaround"])
@@ -306,10 +306,10 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
     found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30)
     weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 127
-    levels = ROUNDINGS["gptq"](weight, step, found, -127, 127)
+    q_values = ROUNDINGS["gptq"](weight, step, found, -127, 127)
     matrix = found.products.double()
     plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
-    assert (loss(levels, weight, step, matrix) <= plain).all()
+    assert (loss(q_values, weight, step, matrix) <= plain).all()
 
 
 # -- correct ---------------------------------------------------------------------------------------------------------

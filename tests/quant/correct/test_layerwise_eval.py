@@ -38,8 +38,8 @@ def quantize_parameters(evaluation, region, reference):
     q = reference.qparams[by_value[weight.name, "weight"].name]
     scales = np.array(q.scales, np.float32)
     exact = getattr(module, weight.target).numpy()
-    levels = numerics.quantize(exact, scales.reshape(-1, *[1] * (exact.ndim - 1)), 0, q.qmin, q.qmax)
-    steps = levels.astype(np.float32) * scales.reshape(-1, *[1] * (exact.ndim - 1))
+    quantized = numerics.quantize(exact, scales.reshape(-1, *[1] * (exact.ndim - 1)), 0, q.qmin, q.qmax)
+    steps = quantized.astype(np.float32) * scales.reshape(-1, *[1] * (exact.ndim - 1))
     evaluation.weights[weight.name] = torch.from_numpy(steps)
     bias = by_value.get((region.anchor.name, "bias"))
     if bias is not None:

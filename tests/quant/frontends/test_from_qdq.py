@@ -34,7 +34,7 @@ def rounded(x, *parameters):
 
 
 class Weight(nn.Module):
-    """Levels behind a dequantize by channel, or floats behind both."""
+    """Quantized values behind a dequantize by channel, or floats behind both."""
 
     def __init__(self, shape, dtype=torch.int8, axis=0, zero=0, folded=True):
         super().__init__()

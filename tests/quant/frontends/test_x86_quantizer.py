@@ -69,7 +69,7 @@ def test_a_concatenation_of_two_inputs_and_a_convolution_has_six_quantizes():
 )
 def test_dynamic_linear_layers_quantize_a_shared_input_once(name, wanted):
     """As many as torchao's ``quantize`` and ``dequantize``; its ``choose_qparams`` is part of our quantize, which gives
-    the scales beside the levels."""
+    the scales beside the quantized values."""
     found = reference(MODELS[name][0], X86Quantizer().set_global(DYNAMIC))
     assert dynamic_counts(found) == wanted
     assert counts(found).startswith("0:0:")
@@ -334,9 +334,9 @@ def test_the_bias_scale_is_the_product_of_input_and_weight_scale(channels):
     x, weight, bias = (found.qparams[name] for name in ("#0/input.args_0", "a.weight", "a#0/conv2d.0:bias"))
     assert bias.scales == pytest.approx([x.step * scale for scale in weight.scales], rel=1e-6)
     assert set(bias.zeros) == {0}
-    (levels,) = [buffer for buffer in found.module.buffers() if buffer.dtype is torch.int32]
+    (quantized,) = [buffer for buffer in found.module.buffers() if buffer.dtype is torch.int32]
     steps = torch.tensor(bias.scales, dtype=torch.float64)
-    assert levels.tolist() == (model.a.bias.double() / steps).round().tolist()
+    assert quantized.tolist() == (model.a.bias.double() / steps).round().tolist()
 
 
 def test_seven_bits_and_per_tensor_scales_are_supported():

@@ -323,8 +323,8 @@ def test_fake_quantize_rounds_like_numerics_and_has_no_gradient_outside_the_rang
     x = (torch.randn(1000, generator=draw) * 3).requires_grad_()
     scale, zero = torch.tensor(0.0123), torch.tensor(97.0)
     y = FakeQuantizeFunction.apply(x, scale, zero, None, 0, 255, 1.0)
-    levels = numerics.quantize(x.detach().numpy(), scale.numpy(), 97, 0, 255)
-    assert np.array_equal(y.detach().numpy(), numerics.dequantize(levels, scale.numpy(), 97))
+    max_quantized = numerics.quantize(x.detach().numpy(), scale.numpy(), 97, 0, 255)
+    assert np.array_equal(y.detach().numpy(), numerics.dequantize(max_quantized, scale.numpy(), 97))
     y.sum().backward()
     v = x.detach() / scale + 97
     assert torch.equal(x.grad, ((v >= 0) & (v <= 255)).float())
@@ -333,7 +333,7 @@ def test_fake_quantize_rounds_like_numerics_and_has_no_gradient_outside_the_rang
 @pytest.mark.case("frontends C13")
 @pytest.mark.parametrize(("low", "high", "zero"), [(0, 255, 97.0), (0, 15, 0.0), (-8, 7, 0.0)])
 def test_gradients_of_scale_and_zero_point_are_those_of_the_papers(low, high, zero):
-    """C13: Esser et al. 2020, eq. 3, of the shifted levels; Bhalgat et al. 2020 for the zero point."""
+    """C13: Esser et al. 2020, eq. 3, of the shifted quantized values; Bhalgat et al. 2020 for the zero point."""
     draw = torch.Generator().manual_seed(1)
     x, upstream = 4 * torch.randn(4000, generator=draw), torch.randn(4000, generator=draw)
     scale, zero_point = torch.tensor(0.05, requires_grad=True), torch.tensor(zero, requires_grad=True)
@@ -352,7 +352,8 @@ def test_gradients_of_scale_and_zero_point_are_those_of_the_papers(low, high, ze
 
 @pytest.mark.case("frontends C13")
 def test_gradients_of_scales_are_normalized_by_the_number_of_values():
-    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * levels above zero)."""
+    """C13: values of one sample for an activation, of one channel for a weight; 1/sqrt(n * quantized values above
+    zero)."""
     x = example("conv", 2)
     prepared = trainable(normed("conv", 2, True, True), x)
     prepared(x)
@@ -374,10 +375,10 @@ def test_gradients_of_scales_are_normalized_by_the_number_of_values():
 
 @pytest.mark.case("frontends C13")
 @pytest.mark.parametrize(
-    ("low", "high", "ends", "levels"),
+    ("low", "high", "ends", "max_quantized"),
     [(0, 255, (0.0, 4.0), 255), (1, 255, (-4.0, 4.0), 127), (0, 15, (-1.0, 2.0), 10), (0, 255, (-4.0, 0.0), 255)],
 )
-def test_learned_scales_count_values_on_the_longer_side_of_the_zero_point(low, high, ends, levels):
+def test_learned_scales_count_values_on_the_longer_side_of_the_zero_point(low, high, ends, max_quantized):
     """C13: Esser et al. 2020, section 2.2; an unsigned type with its zero point in the middle is a signed one."""
     site = Site("x", "x", "activation", Observed("minmax", low == 1), DType.U8, low, high)
     rounding = FakeQuantize(site, 1, 2, FakeQuantizeMode())
@@ -387,7 +388,7 @@ def test_learned_scales_count_values_on_the_longer_side_of_the_zero_point(low, h
     x = torch.full((2, 50), 1e6 if ends[1] else -1e6)
     rounding(x).sum().backward()
     side = high if ends[1] else low
-    expected = 100 * (side - rounding.zero_point.item()) * (50 * levels) ** -0.5
+    expected = 100 * (side - rounding.zero_point.item()) * (50 * max_quantized) ** -0.5
     assert rounding.scale.grad.item() == pytest.approx(expected, rel=1e-5)
 
 

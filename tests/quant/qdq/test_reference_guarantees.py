@@ -281,7 +281,7 @@ def test_results_leave_as_integers_with_scale_and_zero_point(body, integers):
 def test_integer_results_are_the_quantized_values_of_the_reference():
     found = reference(backbone(), quantizer=Quantizer(outputs="int8"))
     q = found.qparams["4#0/linear.0"]
-    (levels,) = (n for n in quantizing(found) if operator(n.args[0]) == "aten.linear.default")
+    (quantized,) = (n for n in quantizing(found) if operator(n.args[0]) == "aten.linear.default")
     given = found(X)
     held = {}
 
@@ -291,7 +291,7 @@ def test_integer_results_are_the_quantized_values_of_the_reference():
             return held[node.name]
 
     Keep(found.module).run(X)
-    assert torch.equal(given.values, held[levels.name])
+    assert torch.equal(given.values, held[quantized.name])
     assert (given.scale, given.zero_point) == (q.step, q.zero)
 
 

@@ -99,19 +99,19 @@ def test_packing_pads_odd_counts_and_unpacking_removes_the_padding(bits, count, 
 @pytest.mark.case("calibration 45")
 @given(st.integers(1, 3), st.integers(1, 23), st.sampled_from([0, 1, 5, 8, 40]), st.data())
 def test_groups_survive_packing(outputs, inputs, group, data):
-    """Case 45: levels times multiples, with groups that do not divide the inputs."""
-    levels = data.draw(arrays.arrays(np.int8, (outputs, inputs), elements=st.integers(-8, 7)))
+    """Case 45: quantized values times multiples, with groups that do not divide the inputs."""
+    q_values = data.draw(arrays.arrays(np.int8, (outputs, inputs), elements=st.integers(-8, 7)))
     if group:
         each = data.draw(arrays.arrays(np.int8, (outputs, -(-inputs // group)), elements=st.integers(1, 15)))
-        levels = levels * np.repeat(each, group, axis=1)[:, :inputs]
+        q_values = q_values * np.repeat(each, group, axis=1)[:, :inputs]
     packing = Packing(4, -8, group)
-    packed = pack(levels, packing)
+    packed = pack(q_values, packing)
     assert packed is not None
-    np.testing.assert_array_equal(unpack(*packed, packing, levels.shape), levels)
+    np.testing.assert_array_equal(unpack(*packed, packing, q_values.shape), q_values)
 
 
 def test_values_that_do_not_fit_the_packing_are_not_packed():
-    """A state dict may put any levels into a model."""
+    """A state dict may put any quantized values into a model."""
     assert pack(np.array([[9]], np.int8), Packing(4, -8)) is None
     assert pack(np.array([[7, 11]], np.int8), Packing(2, -2, 2)) is None
 
@@ -126,7 +126,7 @@ ROWS = arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9))
 
 @given(ROWS)
 @settings(max_examples=2 * settings.default.max_examples)
-def test_least_squares_loses_no_more_than_the_largest_value_as_last_level(rows):
+def test_least_squares_loses_no_more_than_the_largest_value_as_last_step(rows):
     def error(scale):
         return np.square(rows - numerics.dequantize(numerics.quantize(rows, scale, 0, -8, 7), scale, 0)).sum(1)
 
@@ -161,8 +161,8 @@ def test_groups_follow_ranges_that_a_channel_mixes():
         setting = Setting(weights=kind, weights_dtype="s4")
         steps = weight_scales(weight, setting)
         assert np.broadcast_shapes(steps.shape, weight.shape) == weight.shape
-        levels = numerics.quantize(weight, steps, 0, -8, 7)
-        errors.append(np.square(weight - levels * steps)[:, 32:].sum())
+        q_values = numerics.quantize(weight, steps, 0, -8, 7)
+        errors.append(np.square(weight - q_values * steps)[:, 32:].sum())
     assert errors[1] < errors[0] / 10
 
 
@@ -173,10 +173,10 @@ def test_a_zero_weight_and_a_zero_group_stay_zero():
         model.a.weight[1, :32] = 0
     x = torch.randn(5, 64)
     reference, graph = quantized(model, x, recipe=all_of({"weights_dtype": "s4", "weights": "group:32"}))
-    levels = graph.graph.constants["a_weight"]
-    assert not levels[0].any()
-    assert not levels[1, :32].any()
-    assert levels[1, 32:].any()
+    q_values = graph.graph.constants["a_weight"]
+    assert not q_values[0].any()
+    assert not q_values[1, :32].any()
+    assert q_values[1, 32:].any()
     assert_equal_quantized(reference, graph, x)
 
 
@@ -240,8 +240,8 @@ def test_float8_saturates_and_is_never_nan(name, dtype, most):
     kind = DATATYPES[name]
     x = torch.tensor([0.0, 1.0, -1e9, 1e9, float("inf"), float("-inf"), float("nan"), most * 1.5, 0.3])
     ops = float8()
-    levels = ops.quantize_per_tensor(x, 1.0, 0, kind.qmin, kind.qmax, dtype)
-    real = ops.dequantize_per_tensor(levels, 1.0, 0, kind.qmin, kind.qmax, dtype)
+    q_values = ops.quantize_per_tensor(x, 1.0, 0, kind.qmin, kind.qmax, dtype)
+    real = ops.dequantize_per_tensor(q_values, 1.0, 0, kind.qmin, kind.qmax, dtype)
     assert torch.isfinite(real).all()
     assert real.tolist()[:8] == [0.0, 1.0, -most, most, most, -most, 0.0, most]
     assert real[8] == torch.tensor(0.3).to(dtype).float()

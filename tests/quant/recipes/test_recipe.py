@@ -167,8 +167,8 @@ def test_a_selector_given_twice_survives_toml(tmp_path):
 def test_only_one_operator_type_is_quantized():
     recipe = Recipe.of({"type:Linear": ON}, OFF)
     _, graph = lowered(CAPTURED, nets.example(MODEL), recipe=recipe)
-    levels = [op for op in graph.graph.ops if any(graph.graph.types[name].q is not None for name in op.outputs)]
-    assert [op.kind for op in levels if op.kind != "quantize"] == ["linear"]
+    quantized = [op for op in graph.graph.ops if any(graph.graph.types[name].q is not None for name in op.outputs)]
+    assert [op.kind for op in quantized if op.kind != "quantize"] == ["linear"]
     assert all("the recipe leaves it in float" in str(skip) for skip in graph.skipped)
 
 
