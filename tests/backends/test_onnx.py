@@ -349,7 +349,7 @@ def test_inputs_outputs_dimensions_and_nodes_have_the_models_names(tmp_path):
     written = Written(reference_of(model, *x), tmp_path)
     assert list(written.file.inputs.values()) == ["FLOAT[n,3,9,9]", "FLOAT[n1]"]
     assert written.file.outputs == {"features": "FLOAT[n,8,7,7]", "pair_0": "FLOAT[n,4]", "pair_1": "FLOAT[n1]"}
-    assert any("'pair_2' is left out: it is no tensor but 7" in note for note in written.file.notes)
+    assert any("'pair_2' is left out: it is not a tensor but 7" in note for note in written.file.notes)
     assert any("features, pair_0, pair_1" in note for note in written.file.notes)
     names = [node.name for node in written.model.graph.node]
     assert len(set(names)) == len(names)

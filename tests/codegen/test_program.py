@@ -145,7 +145,7 @@ def test_programs_access_only_the_arena_constants_and_tensors(program, isa):
 def test_buffers_alive_in_one_barrier_group_never_overlap(program, monkeypatch):
     """On a machine whose caches hold a whole batch: the buffers of batch tiles have places of their own."""
     monkeypatch.setattr(machine, "caches", lambda: machine.Caches(32 << 10, 64 << 20, 64 << 20))
-    lowered = replace(built(program)[1], about=ModelInfo(program.__name__))
+    lowered = replace(built(program)[1], model_info=ModelInfo(program.__name__))
     planned, artifact = plan_graph(lowered.graph), build.compile(lowered, isa=RUNNABLE_ISAS[0]).artifact
     for batch in (0, 1, 7):
         layout = artifact.plan(sizes(batch))

@@ -144,7 +144,7 @@ def test_operators_without_a_region_are_float_and_dropout_passes_values_on():
     model(X)
     infos = eager.convert(model)._auto_quant_state.seen_op_infos.values()
     told = {info.type: (info.before, info.instead) for info in infos}
-    assert told["Dropout"] == ("nothing", "handed on")
+    assert told["Dropout"] == ("nothing", "passed through")
     assert told["torch.special.zeta"][1] == "in float"
     assert {name for name, info in told.items() if "int8" in info[1]} >= {"Conv2d"}
 

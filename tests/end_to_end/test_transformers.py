@@ -160,7 +160,7 @@ def test_smoothing_gives_large_channels_to_the_weights(block):
     plain, smooth = (all_stages(block, smooth=smooth)[1] for smooth in (False, True))
     errors = [levels_apart(one(BATCHES[2]), block(BATCHES[2])) for one in (plain, smooth)]
     assert errors[1] < 0.8 * errors[0]
-    assert "smooth: " in smooth.about.texts["corrections"]
+    assert "smooth: " in smooth.model_info.texts["corrections"]
 
 
 def test_smoothing_changes_no_value(block):

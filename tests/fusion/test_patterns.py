@@ -159,7 +159,7 @@ def test_a_match_that_cannot_be_quantized_says_why(pattern, reason):
 def test_the_notes_list_taken_and_rejected_matches():
     model = nets.randomize(Body(two_convs, c=conv(), d=conv(8)))
     prepared = stages.prepare(stages.capture(model, X), Quantizer(patterns=[SHORT, STRONG]))
-    assert "patterns: strong x 2; 2 matches rejected, for the reasons in text('sites')" in prepared.about.notes
+    assert "patterns: strong x 2; 2 matches rejected, for the reasons in text('sites')" in prepared.model_info.notes
 
 
 def test_a_pattern_setting_overrides_the_default_but_not_entries_of_the_recipe():

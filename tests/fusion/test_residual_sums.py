@@ -188,7 +188,7 @@ def test_kernels_with_16_bit_shortcuts_are_bit_identical(name, isa):
     body, modules, count = SHORTCUTS[name]
     reference, lowered = quantized(randomize(Body(body, **modules)), image(), recipe=ACCURATE)
     assert not lowered.islands
-    assert not reference.about.notes
+    assert not reference.model_info.notes
     assert sum(site.role == "shortcut" for site in reference.annotations.sites) >= count
     sums = [op for op in lowered.graph.ops if op.kind == "add"]
     assert all(len(op.inputs) == 5 for op in sums)
@@ -212,7 +212,7 @@ def test_a_note_names_the_operator_without_16_bit_values():
     """A maximum is no move: quantized values and rests would have to go together."""
     body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
     reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
-    (note,) = reference.about.notes
+    (note,) = reference.model_info.notes
     assert "8 bits, because max_pool2d computes it" in note
     (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
     assert len(add.inputs) == 4

@@ -202,7 +202,7 @@ def test_a_table_that_is_not_finite_stays_in_float_and_says_why():
     model.words.weight.data[3, 1] = torch.inf
     _, lowered = quantized(model, torch.tensor([[0, 1, 2]]), recipe=INT8)
     assert "gather_levels" not in lowered.text()
-    assert any("table of words: float" in note and "not finite" in note for note in lowered.about.notes)
+    assert any("table of words: float" in note and "not finite" in note for note in lowered.model_info.notes)
     with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):
         stages.prepare(stages.capture(model.words, torch.tensor([0, 1])), stages.Quantizer(INT8))
 

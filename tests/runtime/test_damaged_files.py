@@ -331,12 +331,12 @@ def test_loading_during_saves_gives_one_complete_model(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         savers = [pool.submit(save) for _ in range(2)]
         try:
-            names = [intaglio.load(path).about.name for _ in range(20)]
+            names = [intaglio.load(path).model_info.name for _ in range(20)]
         finally:
             done.set()
         for saver in savers:
             saver.result()
-    assert set(names) <= {model.about.name for model in models}
+    assert set(names) <= {model.model_info.name for model in models}
     assert os.listdir(tmp_path) == ["m"]
 
 

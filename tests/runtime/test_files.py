@@ -85,7 +85,7 @@ def test_a_loaded_model_is_the_saved_one(net, tmp_path):
         assert_same(loaded(x), model(x))
     assert repr(loaded) == repr(model)
     assert loaded.coverage == model.coverage
-    assert loaded.about == model.about
+    assert loaded.model_info == model.model_info
     assert loaded.signature == model.signature
     loaded.verify()
     loaded.save(second)

@@ -198,7 +198,7 @@ def built(program: Callable[[Net], tuple[str, ...]]) -> tuple[Net, Lowered]:
 
 @cache
 def compiled(program: Callable[[Net], tuple[str, ...]], isa: str) -> QuantizedModel:
-    return build.compile(replace(built(program)[1], about=ModelInfo(program.__name__)), isa=isa)
+    return build.compile(replace(built(program)[1], model_info=ModelInfo(program.__name__)), isa=isa)
 
 
 @contextmanager

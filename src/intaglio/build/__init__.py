@@ -62,7 +62,7 @@ def compile(
         BuildError: An instruction set is not supported, or compilation fails.
     """
     here, *others = isas_to_build(isa)
-    general, name = plan_graph(lowered.graph), lowered.about.name
+    general, name = plan_graph(lowered.graph), lowered.model_info.name
     planned = Planned(lowered, _scheduled(general, here, schedules))
     artifact = build_artifact(_emit(planned.plan, name))
     libraries = {other: build_library(_emit(_scheduled(general, other), name)) for other in others}
@@ -75,7 +75,7 @@ def compile_planned(planned: Planned) -> QuantizedModel:
     Raises:
         BuildError: Compilation fails.
     """
-    return _compiled(planned, build_artifact(_emit(planned.plan, planned.lowered.about.name)), {}, planned.isa, {})
+    return _compiled(planned, build_artifact(_emit(planned.plan, planned.lowered.model_info.name)), {}, planned.isa, {})
 
 
 def plan_program(lowered: Lowered, *, isa: str | None = None) -> Planned:
@@ -98,7 +98,13 @@ def _compiled(
         for key, island in lowered.islands.items()
     }
     saved = SavedModel(
-        lowered.graph, lowered.signature, islands, _coverage(lowered), lowered.about, libraries, schedules=schedules
+        lowered.graph,
+        lowered.signature,
+        islands,
+        _coverage(lowered),
+        lowered.model_info,
+        libraries,
+        schedules=schedules,
     )
     return _model(saved, planned.plan, artifact, lowered.hosts)
 
@@ -162,7 +168,7 @@ def _opened(
                     remedy="pass their records again: load(path, operators=[...])",
                 )
             check_graph(saved.graph, given)
-            general, name, tuned = plan_graph(saved.graph), saved.about.name, saved.schedules
+            general, name, tuned = plan_graph(saved.graph), saved.model_info.name, saved.schedules
             check_schedules(tuned, general)
             own = library.schedules if library else tuned.get(chosen)
             planned = _scheduled(general, present[0] if library else chosen, own)
@@ -235,7 +241,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
     graph, islands = saved.graph, saved.islands
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
     text = graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
-    about = saved.about.after(integer=text, plan=planned.text(), program=artifact.program.source)
+    model_info = saved.model_info.after(integer=text, plan=planned.text(), program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
     size += sum(one.artifact.constants.nbytes for one in inner)
@@ -247,7 +253,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
         graph,
         islands,
         coverage,
-        about,
+        model_info,
         saved.example,
         others,
         recompile,
@@ -259,7 +265,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:
     """Return the model's program for another instruction set, with the schedules that it keeps for that one."""
-    return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.about.name)
+    return _emit(_scheduled(plan_graph(model.graph), isa, model.schedules.get(isa)), model.model_info.name)
 
 
 def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
@@ -269,18 +275,18 @@ def recompile(model: QuantizedModel, graph: Graph) -> QuantizedModel:
     """
     hosts = {name: record for name, record in model.hosts.items() if isinstance(record, OpDef)}
     check_graph(graph, hosts)
-    general, name = plan_graph(graph), model.about.name
+    general, name = plan_graph(graph), model.model_info.name
     isa = model.artifact.program.isa
     planned = _scheduled(general, isa, model.schedules.get(isa))
     artifact = build_artifact(_emit(planned, name))
     libraries = {
         one: build_library(_emit(_scheduled(general, one, model.schedules.get(one)), name)) for one in model.libraries
     }
-    texts = {stage: text for stage, text in model.about.texts.items() if stage != "reference"}
+    texts = {stage: text for stage, text in model.model_info.texts.items() if stage != "reference"}
     islands = {key: (module, model.island_dims[key]) for key, module in model.islands.items()}
-    about = replace(model.about, texts=texts)
+    model_info = replace(model.model_info, texts=texts)
     signature = with_state_parameters_of(model.signature, graph)
-    saved = SavedModel(graph, signature, islands, model.coverage, about, libraries, schedules=model.schedules)
+    saved = SavedModel(graph, signature, islands, model.coverage, model_info, libraries, schedules=model.schedules)
     return _model(saved, planned, artifact, hosts)
 
 
@@ -342,9 +348,9 @@ def _coverage(lowered: Lowered) -> Coverage:
         operators + len(floats) + len(loops),
         len(lowered.islands),
         floats,
-        lowered.about.bytes,
+        lowered.model_info.bytes,
         0,
-        lowered.about.notes,
+        lowered.model_info.notes,
         hosts,
         loops,
     )

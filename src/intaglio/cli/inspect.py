@@ -52,8 +52,8 @@ def run(
             problem = "a saved file is quantized already; selectors apply to the float model, MODULE:NAME"
             raise typer.BadParameter(problem, param_hint=option)
     if stage is not None:
-        return {"model": model.about.name, "stage": stage, "text": model.text(stage)}
-    return {"model": repr(model), "coverage": coverage_result(model.coverage), "stages": list(model.about.texts)}
+        return {"model": model.model_info.name, "stage": stage, "text": model.text(stage)}
+    return {"model": repr(model), "coverage": coverage_result(model.coverage), "stages": list(model.model_info.texts)}
 
 
 def _of_module(
@@ -67,7 +67,7 @@ def _of_module(
     """Capture and annotate a float model, and return a summary or the text of a stage."""
     (args, kwargs), batches = targets.call_and_batches(model, data, shapes)
     captured = stages.capture(model, args, example_kwargs=kwargs)
-    name = captured.about.name
+    name = captured.model_info.name
     if stage == "captured":
         return {"model": name, "stage": stage, "text": captured.text()}
     annotations = stages.annotate(captured, Quantizer(recipe))

@@ -114,7 +114,7 @@ def run_autotune(
 def _save(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
     quantized.save(out)
     return {
-        "model": quantized.about.name,
+        "model": quantized.model_info.name,
         "out": str(out),
         "file_bytes": out.stat().st_size,
         "seconds": time.perf_counter() - begin,

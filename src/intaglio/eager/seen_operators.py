@@ -41,7 +41,7 @@ class SeenOpInfo:
         input_tensor_infos: Tensors that the operator reads.
         output_tensor_infos: Tensors that the operator makes.
         before: Tensors that the converted model quantizes or dequantizes for the operator.
-        instead: Quantized region that replaces the operator, or "in float" or "handed on".
+        instead: Quantized region that replaces the operator, or "in float" or "passed through".
         after: Results that the converted model dequantizes for its caller.
     """
 
@@ -104,8 +104,8 @@ class SeenRecording:
 
     def _info(self, event: Event, results: set[int]) -> SeenOpInfo:
         read, made = event.inputs, [leaf.index for leaf in leaves(event.result) if isinstance(leaf, RecordedTensor)]
-        alone = "in float" if event.index in self.computing_operators else "handed on"
-        inside = alone == "handed on" or event.index in self.instead
+        default = "in float" if event.index in self.computing_operators else "passed through"
+        inside = default == "passed through" or event.index in self.instead
         quantized = [n for n in dict.fromkeys(read) if inside and n in self.sites and n not in self.quantized_dtypes]
         real = [n for n in dict.fromkeys(read) if not inside and n in self.quantized_dtypes]
         before = [f"quantize {self.id_offset + n}" for n in quantized] + [
@@ -119,7 +119,7 @@ class SeenRecording:
             self._tensors(read),
             self._tensors(made),
             ", ".join(before) or "nothing",
-            self.instead.get(event.index, alone),
+            self.instead.get(event.index, default),
             ", ".join(after) or "nothing",
         )
 

@@ -98,7 +98,7 @@ def lower_add(
         alphas = 1.0, alpha
     else:
         a, b, alphas = current, builder.values[left], (alpha, 1.0)
-    scale_y, names = (region.wide or result.qparams).step, []
+    scale_y, names = (region.result_16bit or result.qparams).step, []
     for value, weight, label in zip((a, *(rest or [b])), alphas, "ab", strict=True):
         unit = np.array(builder.types[value].qparams.scales, np.float64) * weight
         names.append(
@@ -139,6 +139,6 @@ def low_byte_qparams(region: IntegerRegion) -> QParams | None:
 
     A 16-bit result is `255 * q + rest`, see `numerics.widen_to_16bit`. The second result holds the rest.
     """
-    if region.wide is None:
+    if region.result_16bit is None:
         return None
-    return QParams(region.wide.scale, (numerics.QUANT_STEPS // 2,), 0, numerics.QUANT_STEPS - 1)
+    return QParams(region.result_16bit.scale, (numerics.QUANT_STEPS // 2,), 0, numerics.QUANT_STEPS - 1)

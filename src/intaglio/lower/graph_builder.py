@@ -49,8 +49,8 @@ class GraphBuilder:
         self.hosts: dict[str, OpDef] = {}
         self._reused: dict[str, str] = {}  # constants by the buffer of the reference
         self._floats: dict[str, str] = {}  # dequantized values by quantized value
-        self._outside: dict[str, str] = {}  # values in PyTorch's layout by value in kernel layout
-        self._inside: dict[str, str] = {}  # the reverse; "" until made
+        self._caller_layout: dict[str, str] = {}  # values in PyTorch's layout by value in kernel layout
+        self._kernel_layout: dict[str, str] = {}  # the reverse; "" until made
 
     def add_value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
         """Add a value with this type under an unused name, and return the name; `node` has this value."""
@@ -119,24 +119,24 @@ class GraphBuilder:
         kind = known_type(node)
         name = self.add_value(node.name, kind, node)
         if kind.q is not None:
-            self._inside[name] = ""
+            self._kernel_layout[name] = ""
         return name
 
     def quantized_value(self, node: fx.Node) -> str:
         """Return a node's quantized value in the layout of kernels."""
         name = self.values[node]
-        if self._inside.get(name) == "":
-            self._inside[name] = self._relayout(name, "levels", node)
-        return self._inside.get(name, name)
+        if self._kernel_layout.get(name) == "":
+            self._kernel_layout[name] = self._relayout(name, "levels", node)
+        return self._kernel_layout.get(name, name)
 
     def external_value(self, node: fx.Node) -> str:
         """Return the value of a node for callers and islands: quantized if it belongs to a buffer, otherwise float."""
         name, kind = self.values[node], tensor_type(node)
         if kind is None or kind.dtype is not DType.U8 or kind.q is None:
             return self.float_value(node)
-        if name not in self._inside and name not in self._outside:
-            self._outside[name] = self._relayout(name, "bytes", node)
-        return self._outside.get(name, name)
+        if name not in self._kernel_layout and name not in self._caller_layout:
+            self._caller_layout[name] = self._relayout(name, "bytes", node)
+        return self._caller_layout.get(name, name)
 
     def _relayout(self, name: str, stem: str, node: fx.Node) -> str:
         kind = self.types[name]

@@ -45,7 +45,7 @@ class Lowered:
         skipped: Operators that stay in float, with reasons.
         macs: Multiply-accumulates at batch 1: in int8, and in total.
         operators: Number of the model's operators in int8.
-        about: Information about the model, with the texts of earlier stages.
+        model_info: Information about the model, with the texts of earlier stages.
         hosts: Records of user-defined operators, by name.
         native: Nodes of float operators that the compiled program runs itself.
         bodies: Bodies of loops that islands run, by name. Their work is counted separately.
@@ -57,7 +57,7 @@ class Lowered:
     skipped: tuple[Skip, ...] = ()
     macs: tuple[int, int] = (0, 0)
     operators: int = 0
-    about: ModelInfo = field(default_factory=ModelInfo)
+    model_info: ModelInfo = field(default_factory=ModelInfo)
     hosts: Mapping[str, OpDef] = field(default_factory=dict)
     native: frozenset[str] = frozenset()
     bodies: Mapping[str, Lowered] = field(default_factory=dict)

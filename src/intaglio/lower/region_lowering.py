@@ -56,7 +56,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
             "dequantize", [current], f"{stem}_f32", TensorType(kind.shape, DType.F32), where
         )
         return
-    result, finest = TensorType(kind.shape, DType.U8, region.result), region.wide or region.result
+    result, finest = TensorType(kind.shape, DType.U8, region.result), region.result_16bit or region.result
     tail = {known_record(node).name: node for node in region.nodes}
     low, high = _bounds(builder, tail.get("clamp"), finest)
     if (total := next((node for node in region.nodes if known_record(node).adds), None)) is not None:
@@ -79,7 +79,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
         name = builder.add_op("clamp", [current], f"{stem}_clamp", result, where, low=low, high=high)
     else:
         name = lower_single(builder, region, current, stem, result)
-        if region.wide is not None:
+        if region.result_16bit is not None:
             moved = TensorType(kind.shape, DType.U8, low_byte_qparams(region))
             builder.low_bytes[name] = lower_single(builder, region, builder.low_bytes[current], f"{stem}_rest", moved)
     builder.values[region.root] = name

@@ -50,7 +50,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     _check(model)
     check_folder(folder)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
-    name, weights = _name(model.about.name), weights_file([program.constants for program in programs])
+    name, weights = _name(model.model_info.name), weights_file([program.constants for program in programs])
     kernels = {path: text for program in programs for path, text in _program_texts(program, name).items()}
     values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
     for path in EXPORTED_FILES:
@@ -69,7 +69,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
 def _check(model: CompiledModel) -> None:
     """Raise `UnsupportedError` for parts that only Python can run. The error names them and says how to make them
     native."""
-    name, signature, coverage = model.about.name, model.signature, model.coverage
+    name, signature, coverage = model.model_info.name, model.signature, model.coverage
     if model.islands:
         parts = [f"\n    {part}" for part in coverage.floats[:SHOWN_ISLANDS]] + ["\n    ..."] * (
             len(coverage.floats) > SHOWN_ISLANDS
@@ -166,7 +166,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
         if _isa_flags(path)
     ]
     return {
-        "TITLE": model.about.name,
+        "TITLE": model.model_info.name,
         "VERSION": config.VERSION,
         "ISAS": ", ".join(isas),
         "INPUTS": str(len(inputs)),

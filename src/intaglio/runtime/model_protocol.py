@@ -21,7 +21,7 @@ class CompiledModel(Protocol):
     signature: Signature
     graph: Graph
     coverage: Coverage
-    about: ModelInfo
+    model_info: ModelInfo
     islands: nn.ModuleDict
     hosts: dict[str, HostOperator]
 

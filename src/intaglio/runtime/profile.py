@@ -179,6 +179,6 @@ def profile_of(
     for step, *step_times in zip(program.steps, *(clock.step_times(program) for clock in clocks), strict=True):
         microseconds, macs = median(step_times) / 1e3, evaluate(step.cost.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
-        about = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
-        parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *about))
+        facts = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
+        parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *facts))
     return Profile(tuple(parts), threads, median(calls_ns) / 1e3, limit, program.isa)

@@ -49,7 +49,7 @@ class ProgramModule(nn.Module):
         graph: Graph,
         islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]],
         coverage: Coverage,
-        about: ModelInfo,
+        model_info: ModelInfo,
         example: Example | None = None,
         libraries: Mapping[str, Library] | None = None,
         recompile: Callable[[Any, Graph], Any] | None = None,
@@ -65,7 +65,7 @@ class ProgramModule(nn.Module):
             graph: the integer graph that the program was compiled from, which is saved in files.
             islands: module and size arguments of every float island, by key.
             coverage: share of the model that runs in int8.
-            about: name, notes and stage texts of the model.
+            model_info: name, notes and stage texts of the model.
             example: a call and the digest of its results.
             libraries: compiled programs for other instruction sets.
             recompile: compiles a model like this one for a graph with other weights and scales.
@@ -77,7 +77,7 @@ class ProgramModule(nn.Module):
         self._emit, self._recompile = emit, recompile
         self.schedules, self.hosts = dict(schedules or {}), dict(hosts or {})
         self.graph, self.example, self.libraries = graph, example, dict(libraries or {})
-        self.artifact, self.signature, self.coverage, self.about = artifact, signature, coverage, about
+        self.artifact, self.signature, self.coverage, self.model_info = artifact, signature, coverage, model_info
         self.islands = nn.ModuleDict({key: module for key, (module, _) in islands.items()})
         self.island_dims = {key: dims for key, (_, dims) in islands.items()}
         self._inputs, self._outputs = graph.inputs, graph.outputs
@@ -253,7 +253,7 @@ class ProgramModule(nn.Module):
             self._warned_of_fallback = True
             logger.warning(
                 "%s: a call has a shape without a plan and runs in the float model (on_new_shape='fallback')",
-                self.about.name,
+                self.model_info.name,
             )
         return key in self._planned_calls
 

@@ -65,7 +65,7 @@ class QuantizedModel(ProgramModule):
         Raises:
             InputError: the model has no such text; the error lists those it has.
         """
-        texts = self.about.texts
+        texts = self.model_info.texts
         if stage not in texts:
             raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
         return texts[stage]
@@ -155,7 +155,7 @@ class QuantizedModel(ProgramModule):
             self.signature,
             islands,
             self.coverage,
-            self.about,
+            self.model_info,
             libraries,
             example,
             self.schedules,
@@ -263,7 +263,7 @@ class QuantizedModel(ProgramModule):
         assert self._recompile is not None
         made = self._recompile(self, graph)
         self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
-        self.about, self.coverage, self.example, self._plans = made.about, made.coverage, None, OrderedDict()
+        self.model_info, self.coverage, self.example, self._plans = made.model_info, made.coverage, None, OrderedDict()
         self._frames, self._size_evaluator = [], None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
@@ -318,7 +318,7 @@ class QuantizedModel(ProgramModule):
         work = f"{100 * share.macs:.1f} % of MACs" if share.macs_total else operators
         sizes = f"{size_text(share.bytes_before)} -> {size_text(share.bytes_after)}"
         return (
-            f"QuantizedModel({self.about.name}: {work} in int8, {count} float island{'s' * (count != 1)}, "
+            f"QuantizedModel({self.model_info.name}: {work} in int8, {count} float island{'s' * (count != 1)}, "
             f"{callbacks}{sizes}, {self.artifact.program.isa}{others})"
         )
 

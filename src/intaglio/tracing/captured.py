@@ -24,7 +24,7 @@ class GraphStage:
 
     module: fx.GraphModule
     signature: Signature
-    about: ModelInfo
+    model_info: ModelInfo
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ class GraphStage:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the decisions and adjustments made so far, one line each."""
-        return self.about.notes
+        return self.model_info.notes
 
     def text(self) -> str:
         """Return the graph as text with one line per node: name, operator, operands, type and module path."""
@@ -105,14 +105,14 @@ class Captured(GraphStage):
         module: graph from the tensor leaves of a call to those of the result; its nodes have a `NodeInfo`.
         signature: inputs, outputs, state and ranges of dynamic dimensions.
         classes: module path -> class name.
-        about: model name, size, and notes, such as which dimensions stayed fixed and why.
+        model_info: model name, size, and notes, such as which dimensions stayed fixed and why.
         training: whether the model was captured in training mode.
     """
 
     module: fx.GraphModule
     signature: Signature
     classes: Mapping[str, str]
-    about: ModelInfo = field(default_factory=ModelInfo)
+    model_info: ModelInfo = field(default_factory=ModelInfo)
     training: bool = False
 
 

@@ -208,8 +208,8 @@ def _finished(
     upcast = run(module, CAPTURE_PASSES)["upcast_half_precision"]
     tensors = {id(one): one for part in (module, *loop_subgraphs(module)) for one in part.buffers()}.values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    about = ModelInfo(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
-    return Captured(module, signature, module_classes(model), about, training)
+    model_info = ModelInfo(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
+    return Captured(module, signature, module_classes(model), model_info, training)
 
 
 def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:

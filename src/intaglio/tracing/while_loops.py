@@ -120,10 +120,10 @@ def while_loop(
     if not all(isinstance(one, fx.Node) and isinstance(one.meta["val"], torch.Tensor) for one in operands):
         raise _capture_error(node, program, "it reads a number that is not a tensor")
     tensor_paths = [None] * len(carried) + [constants.get(one) for one in beside]
-    about, classes = ModelInfo(type(model).__name__), module_classes(model)
+    model_info, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
     first, second = (
-        Captured(*_part(node, graph, tensor_paths, program, names), classes, about, training) for graph in graphs
+        Captured(*_part(node, graph, tensor_paths, program, names), classes, model_info, training) for graph in graphs
     )
     given = [one for one, path in zip(operands, tensor_paths, strict=True) if path is None]
     return WhileLoop(node.name, len(carried), first, second, second.module), given

@@ -197,7 +197,7 @@ def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
 def _reference_from_texts(stage: GraphStage, quantized: Any) -> Reference | None:
     """Return the reference made from the float model and the texts stored in the int8 model, or ``None`` if it
     differs."""
-    texts = quantized.about.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
+    texts = quantized.model_info.texts if isinstance(quantized, (Lowered, QuantizedModel)) else {}
     if not isinstance(stage, (Captured, Prepared)) or not {"quantizer", "parameters", "integer"} <= texts.keys():
         return None
     try:
@@ -224,7 +224,7 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     """Return the float graph as `prepare` leaves it, whose nodes have the same names as those of the reference."""
     if isinstance(stage, Prepared):
         return stage.annotations.module
-    text = reference.about.texts.get("quantizer")
+    text = reference.model_info.texts.get("quantizer")
     if isinstance(stage, Captured) and text is not None:
         return annotate(stage, Quantizer.from_toml(text)).module
     module = copy_graph(stage.module)

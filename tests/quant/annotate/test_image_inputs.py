@@ -379,7 +379,7 @@ def test_float_readers_of_an_image_input_keep_the_observed_range(body, text):
     model, x = nets.randomize(Body(body, c=conv(3, 3))), IMAGENET.normalize(photos(height=12, width=12))
     captured = capture(model, x.clone())
     graph = lowered(captured, IMAGENET, x.clone())[1]
-    (note,) = [note for note in graph.about.notes if "is an Image" in note]
+    (note,) = [note for note in graph.model_info.notes if "is an Image" in note]
     assert note.startswith("input '")
     assert text in note
     assert graph.text() == lowered(captured, None, x.clone())[1].text()
@@ -390,7 +390,7 @@ def test_float_readers_of_an_image_input_keep_the_observed_range(body, text):
 def test_a_convolution_that_stays_in_float_reads_floats():
     model = nets.randomize(Body(lambda m, x: m.d(m.c(x)), c=conv(3, 3), d=conv(3, 3)))
     graph = lowered(model, IMAGENET, IMAGENET.normalize(photos()), recipe=Recipe().with_selection(skip=["c"]))[1]
-    assert any("the recipe leaves it in float" in note for note in graph.about.notes)
+    assert any("the recipe leaves it in float" in note for note in graph.model_info.notes)
     assert "pixels" not in kinds(graph)
 
 

@@ -48,7 +48,7 @@ NETS = {
 
 
 def report(stage):
-    return stage.about.texts.get("corrections", "")
+    return stage.model_info.texts.get("corrections", "")
 
 
 def noise(exact, found):

@@ -73,7 +73,7 @@ class InductorModel(nn.Module):
             example: tensors of a call to compile for (default: compile at the first call).
         """
         super().__init__()
-        self.signature, self.about = reference.signature, reference.about
+        self.signature, self.model_info = reference.signature, reference.model_info
         self._graphs = {frozenset[int](): graph_for_inductor(reference)}  # by the set of inputs that are bytes
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])
         self._programs: list[_CompiledGraph] = []
@@ -134,7 +134,7 @@ class InductorModel(nn.Module):
         own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
         for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             table.pop(product, None)  # would decompose small layers with one row before patterns match them
-        logger.info("%s: TorchInductor compiles for %s", self.about.name, [list(fake.shape) for fake in fakes])
+        logger.info("%s: TorchInductor compiles for %s", self.model_info.name, [list(fake.shape) for fake in fakes])
         with configured_inductor() as made:
             call: Any = compile_fx(own, fakes, decompositions=table)
         self.report = report_of(graph.graph, made, _notes())
@@ -241,7 +241,7 @@ class InductorModel(nn.Module):
         )
 
     def __repr__(self) -> str:
-        return f"InductorModel({self.about.name}: {self.report.summary if self.report else 'not compiled yet'})"
+        return f"InductorModel({self.model_info.name}: {self.report.summary if self.report else 'not compiled yet'})"
 
 
 @dataclass(frozen=True)

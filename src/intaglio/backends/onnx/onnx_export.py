@@ -129,7 +129,7 @@ def input_names(signature: Signature, inputs: Sequence[fx.Node], notes: list[str
         if known_type(node).dtype is not entry.type.dtype:
             notes.append(f"input '{entry.name}': u8, the bytes of its images")
     for path in (kept.path for kept in signature.state):
-        notes.append(f"buffer '{path}': an input, and '{path}_after' an output; hand it on from call to call")
+        notes.append(f"buffer '{path}': an input, and '{path}_after' an output; pass this output to the next call")
     return names
 
 
@@ -143,14 +143,14 @@ def output_names(signature: Signature, notes: list[str]) -> list[str]:
         keys = [str(getattr(key, "idx", getattr(key, "key", getattr(key, "name", key)))) for key in path]
         name = "_".join(keys if keys and not keys[0].isdigit() else ["output", *keys])
         if output.value is None:
-            notes.append(f"result '{name}' is left out: it is no tensor but {output.constant!r}")
+            notes.append(f"result '{name}' is left out: it is not a tensor but {output.constant!r}")
         else:
             names.append(name)
     if any(len(path) > 1 for path in paths):
         notes.append(f"the result is nested; its tensors in order: {', '.join(names)}")
     for leaf in signature.updated_inputs:
         names.append(f"{next(entry.name for entry in signature.inputs if entry.leaf == leaf)}_after")
-        notes.append(f"output '{names[-1]}': what the model writes into that input")
+        notes.append(f"output '{names[-1]}': the new contents of that input")
     return [*names, *[f"{entry.path}_after" for entry in signature.state]]
 
 

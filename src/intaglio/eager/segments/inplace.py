@@ -29,7 +29,7 @@ def is_private(tensor: Any, frames: Collection[TraceFrame]) -> bool:
     for number in own.segment.memory_groups.get(tensor.slot, ()):
         if not isinstance(number, int) or number in own.bound:
             return False
-        other = own.made.get(number)
+        other = own.deferred.get(number)
         if other is not None and other is not tensor and sys.getrefcount(other) > UNREFERENCED_COUNT:
             return False
     return not any(known is tensor for a in frames if a is not own for known in a.bound.values())
@@ -74,7 +74,7 @@ def detach_views(frame: TraceFrame, number: int) -> None:
     The tensors that the model holds become computed tensors with shared memory that belong to no recording. The frame
     keeps copies of them.
     """
-    segment, made = frame.segment, frame.made
+    segment, made = frame.segment, frame.deferred
     contents = _recomputed_views(frame, segment.memory_groups.get(number, (number,)))
     for slot in list(made):
         q = made[slot]
@@ -112,5 +112,5 @@ def _recomputed_views(frame: TraceFrame, group: Sequence[int | str]) -> dict[int
 def _is_shared(frame: TraceFrame, base: torch.Tensor, group: Sequence[int | str]) -> bool:
     """Return whether the base of these views shares memory with an unrelated value."""
     known = [plain(tensor) for tensor in frame.bound.values()]
-    known += [q.content for q in frame.made.values() if q.content is not None and q.slot not in group]
+    known += [q.content for q in frame.deferred.values() if q.content is not None and q.slot not in group]
     return storage_key(base) in {storage_key(tensor) for tensor in known}

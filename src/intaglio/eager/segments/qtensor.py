@@ -15,7 +15,7 @@ from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSub
 class DeferredValues(Protocol):
     """Protocol for the frame that a deferred tensor belongs to. `TraceFrame` implements it."""
 
-    made: dict[int, QTensor]
+    deferred: dict[int, QTensor]
 
     @property
     def segment(self) -> object:

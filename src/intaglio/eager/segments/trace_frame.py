@@ -40,7 +40,7 @@ class TraceFrame:
     Attributes:
         next: Index of the operator that is expected next.
         bound: Tensors of values that were made outside this frame, by value number.
-        made: Tensors of values made by this frame, deferred or computed.
+        deferred: Tensors of values computed by this frame, some of them not yet.
         symbols: Dynamic sizes that operands have determined.
         replaced: For values written in place to a tensor, the value that the tensor first represented.
         sizes: Shape of each value, or None while unknown.
@@ -55,7 +55,7 @@ class TraceFrame:
         self.events: Sequence[Event] = segment.events
         self.count = len(segment.events)
         self.bound: dict[int, torch.Tensor] = {}
-        self.made: dict[int, QTensor] = {}
+        self.deferred: dict[int, QTensor] = {}
         self.symbols: dict[str, int] = {}
         self.replaced: dict[int, int] = {}
         self.sizes: list[torch.Size | None] = []
@@ -151,7 +151,7 @@ class TraceFrame:
     def _matches_value(self, number: int, value: torch.Tensor, trial: dict[int, torch.Tensor]) -> bool:
         if type(value) is QTensor and value.frame is self:
             return value.slot == number
-        if number in self.made or number in self.replaced or number in self.replaced.values():
+        if number in self.deferred or number in self.replaced or number in self.replaced.values():
             return False
         known = self.bound.get(number, trial.get(number))
         if known is None:
@@ -182,7 +182,7 @@ class TraceFrame:
         Raises:
             LookupError: The value is not known, and its shape does not follow from known ones.
         """
-        known = self.bound.get(number, trial.get(number, self.made.get(number)))
+        known = self.bound.get(number, trial.get(number, self.deferred.get(number)))
         found = known.shape if known is not None else self.sizes[number] if self.sizes else None
         if found is None:
             raise LookupError
@@ -210,17 +210,17 @@ class TraceFrame:
         if tensor.frame is self and tensor.content is None:
             old = tensor.slot
             self.replaced[number] = self.replaced.get(old, old)
-            del self.made[old]
-            tensor.slot, self.made[number] = number, tensor
+            del self.deferred[old]
+            tensor.slot, self.deferred[number] = number, tensor
             return
         places = [at for at, known in self.bound.items() if known is tensor]
         before, slot = tensor.frame, tensor.slot
         assert before is not None
         replacement = deferred_tensor(tensor.shape, tensor.dtype, before, slot)
         replacement.content = tensor.content
-        if before.made.get(slot) is tensor:
-            before.made[slot] = replacement
-        self.made[number] = tensor
+        if before.deferred.get(slot) is tensor:
+            before.deferred[slot] = replacement
+        self.deferred[number] = tensor
         tensor.frame, tensor.slot, tensor.content = self, number, None
         self.bound.update(dict.fromkeys(places, replacement))
 
@@ -230,7 +230,7 @@ class TraceFrame:
         return self.session.model_tensors[leaf.path] if type(leaf) is ModelTensor else leaf
 
     def _pending(self, number: int) -> Any:
-        known: torch.Tensor | None = self.made.get(number)
+        known: torch.Tensor | None = self.deferred.get(number)
         if known is None:
             known = self.bound.get(number)
         if known is not None:
@@ -238,12 +238,12 @@ class TraceFrame:
         recycled = self.reusable.pop(number, None)
         if recycled is not None:
             recycled.frame, recycled.slot = self, number
-            self.made[number] = recycled
+            self.deferred[number] = recycled
             return recycled
         size = self.sizes[number] if self.sizes else None
         if size is None:
             size = self._computed_shape(number)
-        made = self.made[number] = deferred_tensor(size, self.segment.recording.types[number], self, number)
+        made = self.deferred[number] = deferred_tensor(size, self.segment.recording.types[number], self, number)
         return made
 
     def _computed_shape(self, number: int) -> torch.Size:
@@ -266,7 +266,7 @@ class TraceFrame:
         if not self.sizes:
             return
         recyclable, changed, first = {}, self.segment.changed, self.replaced
-        for q in self.made.values():
+        for q in self.deferred.values():
             if (
                 getrefcount(q) == UNREFERENCED_COUNT
                 and len(q.__dict__) == QTENSOR_ATTRIBUTES
@@ -277,7 +277,7 @@ class TraceFrame:
                     recyclable[slot] = q
             elif q.content is None:
                 return  # the caller may still read its contents
-        self.made.clear()
+        self.deferred.clear()
         for q in recyclable.values():
             q.content = None
             del q.frame
@@ -289,7 +289,7 @@ class TraceFrame:
 
     def compute_referenced(self) -> None:
         """Compute every deferred value that is still referenced."""
-        wanted = [q for q in self.made.values() if q.content is None and getrefcount(q) > UNREFERENCED_COUNT]
+        wanted = [q for q in self.deferred.values() if q.content is None and getrefcount(q) > UNREFERENCED_COUNT]
         if wanted:
             self.compute(wanted)
 
@@ -298,7 +298,7 @@ class TraceFrame:
         with DisableTorchFunction(), torch.no_grad(), torch.autocast("cpu", enabled=False):
             chosen = {q.slot: q for q in wanted if q.content is None}
             later = self.segment.last_reads
-            for q in self.made.values():
+            for q in self.deferred.values():
                 if q.content is None and later.get(q.slot, -1) >= self.next and getrefcount(q) > UNREFERENCED_COUNT:
                     chosen[q.slot] = q
             order = tuple(sorted(chosen))
@@ -327,7 +327,7 @@ class TraceFrame:
 
     def _computed(self, number: int) -> torch.Tensor:
         found = self.bound.get(number)
-        return plain(self.made[number] if found is None else found)
+        return plain(self.deferred[number] if found is None else found)
 
     def _float_value(self, number: int) -> torch.Tensor:
         """Return a value, computed by its float operator if necessary."""
@@ -346,9 +346,9 @@ class TraceFrame:
         known = self.bound.get(number)
         if known is not None:
             return plain(known)
-        made = self.made[number] if number in self.made else deferred_tensor((0,), torch.float32, self, number)
+        made = self.deferred[number] if number in self.deferred else deferred_tensor((0,), torch.float32, self, number)
         if made.content is None:
             self._compute_single(number, made)
-        if number not in self.made:
+        if number not in self.deferred:
             self.bound[number] = plain(made)
         return plain(made)

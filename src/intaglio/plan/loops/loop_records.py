@@ -81,7 +81,7 @@ class LoopSchedule:
         tile: Operand that an epilogue reads from its product's tiles, in which a row is the channels of one pixel.
         row_values: Values with one number per row; all others have one per element.
         producers: Operator that computes each value.
-        same: For each result without the axis of reductions, the value with this axis that it equals.
+        value_with_axis: For each result without the axis of reductions, the value with this axis that it equals.
         variants: Passes; if there are two variants, the first is for short rows.
         streamed: Results that are written past the caches.
         nonpositive: Values less the largest of their row, which are at most 0.
@@ -95,7 +95,7 @@ class LoopSchedule:
     tile: EpilogueTile | None
     row_values: frozenset[str]
     producers: Mapping[str, Op]
-    same: Mapping[str, str]
+    value_with_axis: Mapping[str, str]
     variants: tuple[LoopVariant, ...] = ()
     streamed: frozenset[str] = frozenset()
     nonpositive: frozenset[str] = frozenset()
@@ -118,7 +118,7 @@ class LoopSchedule:
 
     def at(self, output: str) -> str:
         """Return the value that an output equals, possibly with an axis less."""
-        return self.same.get(output, output)
+        return self.value_with_axis.get(output, output)
 
     def along(self, output: str) -> bool:
         """Return whether a result is stored per element instead of once per row."""

@@ -63,7 +63,7 @@ def schedule_loop(op: Op, plan: Plan, tile: EpilogueTile | None = None) -> LoopS
     single = {name for name, steps in rows.strides.items() if steps[-1] == 0 and name not in body.outputs}
     values = RowValues(body, single | set(body.constants))
     found = LoopSchedule(
-        op, operands, rows, row_axis(body), tile, frozenset(values.row), values.producers, values.same,
+        op, operands, rows, row_axis(body), tile, frozenset(values.row), values.producers, values.value_with_axis,
         nonpositive=frozenset(name for name in values.producers if _is_nonpositive(name, values.producers)),
         convertible=_convertible(body),
     )  # fmt: skip
@@ -92,7 +92,9 @@ def _variants(loop: LoopSchedule, values: RowValues) -> tuple[LoopVariant, ...]:
 
 def _arranged(stage: LoopStage, loop: LoopSchedule) -> LoopStage:
     """Find results that are written as they are computed, and whether vectors may process elements in any order."""
-    read = {name for op in stage.ops for name in op.inputs} | {loop.same.get(name, "") for name in stage.stored}
+    read = {name for op in stage.ops for name in op.inputs} | {
+        loop.value_with_axis.get(name, "") for name in stage.stored
+    }
     direct = {op.output for op in stage.ops if primitive(op).quantizes and op.output in stage.stored} - read
     return replace(stage, direct=frozenset(direct), any_order=_takes_any_order(stage, loop, direct))
 

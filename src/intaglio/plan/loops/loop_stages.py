@@ -59,7 +59,7 @@ class RowValues:
         """
         self.body = body
         self.producers = {op.output: op for op in body.ops if not _is_read_only(op)}
-        self.same = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
+        self.value_with_axis = {op.output: op.inputs[0] for op in body.ops if primitive(op).drops_axis}
         self.row, self.stage = set(single), dict[str, int]()
         for op in self.producers.values():
             stages = [self.stage.get(name, 0) for name in op.inputs]
@@ -97,7 +97,7 @@ class RowValues:
 
     def at(self, output: str) -> str:
         """Return the value that an output equals, possibly with an axis less."""
-        return self.same.get(output, output)
+        return self.value_with_axis.get(output, output)
 
     def _needs(self, wanted: Collection[str], index: int, keep: bool) -> tuple[list[str], list[str], set[str]]:
         """Return the values that one pass loads, restores and computes to obtain the wanted ones."""

@@ -129,7 +129,7 @@ def _fake_dequantize_rows(quantized: torch.Tensor, scales: torch.Tensor) -> torc
 
 OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "quantize_rows": ("(Tensor x, str mode) -> (Tensor, Tensor)", _quantize_rows, _fake_quantize_rows),
-    "dequantize_rows": ("(Tensor levels, Tensor scales) -> Tensor", _dequantize_rows, _fake_dequantize_rows),
+    "dequantize_rows": ("(Tensor quantized, Tensor scales) -> Tensor", _dequantize_rows, _fake_dequantize_rows),
 }
 """Name -> schema, implementation, and implementation for fake tensors."""
 

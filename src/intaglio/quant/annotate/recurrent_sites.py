@@ -173,7 +173,7 @@ def _values(node: fx.Node) -> np.ndarray:
 
 
 SCHEMA = (
-    "recurrent(str kind, Tensor levels, Tensor? scales, float scale, int zero_point, Tensor[] constants, "
+    "recurrent(str kind, Tensor quantized, Tensor? scales, float scale, int zero_point, Tensor[] constants, "
     "Tensor[] states, int layers, int directions, bool batch_first, bool cell) -> Tensor[]"
 )
 

@@ -132,7 +132,7 @@ class Site:
 
 def _spec(spec: Spec) -> str:
     if isinstance(spec, Observed):
-        how = spec.method if spec.observer is None else "an observer of its own"
+        how = spec.method if spec.observer is None else "custom observer"
         return f"observed ({how}{', symmetric' if spec.symmetric else ''})"
     if isinstance(spec, Fixed):
         return f"fixed ({spec.scale:.6g}, {spec.zero_point})"

@@ -93,7 +93,7 @@ class Binder:
         """
         self.names, self.required, self.keywords, self.nested = names, required, keywords, nested
         self.open_ended = open_ended
-        self._said = False
+        self._warned = False
 
     @staticmethod
     def of(signature: Signature) -> Binder:
@@ -132,7 +132,7 @@ class Binder:
             problem = f"a batch has keys {sorted(item)}; forward takes {sorted(known)}"
             raise CalibrationError("data", None, problem, remedy="name the keys after the parameters of forward")
         left_out = sorted(set(item) - set(used))
-        if self.open_ended and not self._said and not LABELS.issuperset(left_out):
+        if self.open_ended and not self._warned and not LABELS.issuperset(left_out):
             warnings.warn(
                 f"forward takes **kwargs, but does not name {', '.join(left_out)}, so these are left out; "
                 "to pass them, name them in capture(..., example_kwargs=...)",
@@ -150,7 +150,7 @@ class Binder:
         if len(item) > self.required + len(self.keywords):
             others = [f"element {index}" for index in range(self.required, len(item))]
             optional = self.names[self.required : len(item)]
-            if optional and not self._said:
+            if optional and not self._warned:
                 warnings.warn(
                     f"the first {self.required} of {len(item)} elements of a batch go to forward, and the others are "
                     f"left out as labels; if they are {', '.join(optional)}, pass dictionaries or example_inputs",
@@ -163,9 +163,9 @@ class Binder:
 
     def _say(self, decision: str, left_out: list[str]) -> None:
         """Log once which parts of batches are left out."""
-        if self._said or not left_out:
+        if self._warned or not left_out:
             return
-        self._said = True
+        self._warned = True
         message, logged = f"{decision}; left out: {', '.join(left_out)}", _LOGGED.get()
         if logged is None or message not in logged:
             logger.info("%s", message)

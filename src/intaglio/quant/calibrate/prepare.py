@@ -42,7 +42,7 @@ class Prepared(GraphStage):
         signature: inputs and outputs of the captured model.
         annotations: all decisions about quantization, and the graph without observers.
         observers: site name -> observer, those of loop bodies included.
-        about: notes and texts for reports.
+        model_info: notes and texts for reports.
         passes: the passes that rewrote the captured graph.
         quantizer: the options by which it was annotated.
         classes: module path -> class name.
@@ -55,7 +55,7 @@ class Prepared(GraphStage):
     signature: Signature
     annotations: Annotations
     observers: Mapping[str, Observer]
-    about: ModelInfo = field(default_factory=ModelInfo)
+    model_info: ModelInfo = field(default_factory=ModelInfo)
     passes: tuple[Pass, ...] = ()
     quantizer: Quantizer = field(default_factory=Quantizer)
     classes: Mapping[str, str] = field(default_factory=dict)
@@ -201,14 +201,14 @@ def _prepared(
     texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": sites}
     if not quantizer.has_text:
         del texts["quantizer"]
-    about = captured.about.after(notes, **texts)
+    model_info = captured.model_info.after(notes, **texts)
     observed, observers = _insert_observers(annotations, captured.signature, observer_state, bodies)
     return Prepared(
         observed,
         captured.signature,
         annotations,
         observers,
-        about,
+        model_info,
         steps,
         quantizer,
         captured.classes,
@@ -276,13 +276,13 @@ def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     observer_state = ObserverState()
     bodies = {name: _reprepare_body(body, observer_state) for name, body in prepared.bodies.items()}
     observed, observers = _insert_observers(annotations, prepared.signature, observer_state, bodies)
-    about = prepared.about.after(sites=annotations.text())
+    model_info = prepared.model_info.after(sites=annotations.text())
     return replace(
         prepared,
         module=observed,
         annotations=annotations,
         observers=observers,
-        about=about,
+        model_info=model_info,
         observer_state=observer_state,
         bodies=bodies,
     )

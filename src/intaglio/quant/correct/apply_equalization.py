@@ -82,7 +82,9 @@ def apply_equalization(
 
 
 def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
-    return replace(made, equalization=found, about=made.about.after(corrections=report) if report else made.about)
+    return replace(
+        made, equalization=found, model_info=made.model_info.after(corrections=report) if report else made.model_info
+    )
 
 
 SAME_MODEL_AND_RECIPE = "use it with the model and the recipe that it was made for"

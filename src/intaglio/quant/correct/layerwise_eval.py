@@ -63,7 +63,7 @@ class LayerwiseEvaluation:
         self.weights: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
         self.sites = {site.value: site for site in annotations.sites if site.role == Role.ACTIVATION}
-        self._wide = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}
+        self._shortcut_sites = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}
         self._shortcuts = find_shortcuts(annotations.regions)
         self._regions = {region.root.name: region for region in annotations.regions}
         self._inside = {n.name for region in annotations.regions for n in region.nodes}
@@ -205,7 +205,7 @@ class LayerwiseEvaluation:
         if site is None or q is None or (not inside and node.name not in self._regions):
             return kept.real
         region = self._member.get(user) if user is not None else None
-        if kept.wide and region is not None and reads_shortcut(region, user, node, self._shortcuts):
+        if kept.is_16bit and region is not None and reads_shortcut(region, user, node, self._shortcuts):
             return self._dequantized_16bit(node, kept)
         return _dequantized(self._quantized_8bit(node, kept, q), q, site)
 
@@ -214,11 +214,11 @@ class LayerwiseEvaluation:
         site = self.sites[node.name]
         if kept.quantized is None:
             return _quantize(kept.real, q, site)
-        return _quantize(self._dequantized_16bit(node, kept), q, site) if kept.wide else kept.quantized
+        return _quantize(self._dequantized_16bit(node, kept), q, site) if kept.is_16bit else kept.quantized
 
     def _dequantized_16bit(self, node: fx.Node, kept: _StoredValue) -> torch.Tensor:
         """Return a value dequantized from 16 bits."""
-        site = self._wide[node.name]
+        site = self._shortcut_sites[node.name]
         return _dequantized(kept.quantized, self.qparams[site.name], site)
 
     def _to_store(self, node: fx.Node, value: Any, produced: bool) -> _StoredValue:
@@ -226,7 +226,7 @@ class LayerwiseEvaluation:
         site = self.sites.get(node.name)
         if site is None or site.name not in self.qparams:
             return _StoredValue(real=value)
-        wide = self._wide.get(node.name)
+        wide = self._shortcut_sites.get(node.name)
         wide = wide if wide is not None and wide.name in self.qparams else None
         kind = site if wide is None else wide
         quantized = _quantize(value, self.qparams[kind.name], kind)
@@ -283,11 +283,11 @@ def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[
 
 @dataclass
 class _StoredValue:
-    """A stored value of the second track, in float, quantized, or both; ``wide`` marks 16-bit quantized values."""
+    """A stored value of the second track, in float, quantized, or both; ``is_16bit`` marks 16-bit quantized values."""
 
     real: Any = None
     quantized: Any = None
-    wide: bool = False
+    is_16bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -374,4 +374,4 @@ class _Track:
 
 
 def _fields(value: Any) -> Any:
-    return (value.real, value.quantized, value.wide) if type(value) is _StoredValue else value
+    return (value.real, value.quantized, value.is_16bit) if type(value) is _StoredValue else value

@@ -71,4 +71,4 @@ def as_trained(trained: PreparedQat) -> Prepared:
             "training changed the weights so that other values are quantized than those that were prepared",
             remedy="prepare again, and leave operators whose results became constant in float",
         )
-    return replace(found, about=prepared.about)
+    return replace(found, model_info=prepared.model_info)

@@ -217,8 +217,8 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
     compute = tree.constants(prepared.annotations.module, training.names, tape)
     if lost := _unread(root, run, compute):
         notes = (f"not trained, because the graph contains their values as constants: {', '.join(lost)}",)
-        prepared = replace(prepared, about=prepared.about.after(notes))
-    name = f"{prepared.about.name}, prepared for training"
+        prepared = replace(prepared, model_info=prepared.model_info.after(notes))
+    name = f"{prepared.model_info.name}, prepared for training"
     root._plan = TrainingPlan(
         prepared, tuple(training.names), _function(compute, f"constants of {name}"), _function(run, name)
     )

@@ -77,13 +77,13 @@ class _OperatorInserter:
     """Inserts float operators in front of `node` and collects them in `made`."""
 
     def __init__(self, node: fx.Node) -> None:
-        self.node, self.made = node, list[fx.Node]()
+        self.node, self.inserted = node, list[fx.Node]()
 
     def __call__(self, target: Any, args: tuple[Any, ...], shape: Shape, kind: TensorType | None = None) -> fx.Node:
         with self.node.graph.inserting_before(self.node):
             made = self.node.graph.call_function(target, args)
         inherit_info(made, self.node, type=kind or TensorType(shape, DType.F32))
-        self.made.append(made)
+        self.inserted.append(made)
         return made
 
     def causal(self, scores: fx.Node) -> fx.Node:
@@ -94,7 +94,7 @@ class _OperatorInserter:
             sizes = [self.node.graph.call_function(aten.sym_size.int, (scores, axis)) for axis in (2, 3)]
         for size, dim in zip(sizes, (queries, keys), strict=True):
             inherit_info(size, self.node, dim=dim)
-            self.made.append(size)
+            self.inserted.append(size)
         rows, columns = (
             self(aten.arange.default, (size,), (dim,), TensorType((dim,), DType.I64))
             for size, dim in zip(sizes, (queries, keys), strict=True)
@@ -106,12 +106,12 @@ class _OperatorInserter:
     def first_readers(self, values: list[fx.Node]) -> tuple[tuple[str, int], ...]:
         """Return for each value the first new node that reads it, by name, and the value's index among its inputs."""
         places: dict[fx.Node, tuple[str, int]] = {}
-        for made in self.made:
+        for made in self.inserted:
             for place, value in enumerate(made.all_input_nodes):
                 places.setdefault(value, (made.name, place))
         return tuple(places[value] for value in values)
 
     def mark(self, composite: CompositeMatch) -> None:
         """Mark all new nodes as operators of one composite."""
-        for made in self.made:
+        for made in self.inserted:
             update_info(made, composite=composite)

@@ -51,7 +51,7 @@ class Reference(GraphStage):
         annotations: sites and regions of the prepared graph.
         parameters: parameters of the sites that own theirs, and all corrections; `convert` accepts it in place of
             ranges.
-        about: stage texts, and in `about.notes` the adjustments made on the way.
+        model_info: stage texts, and in `model_info.notes` the adjustments made on the way.
         passes: passes that rewrote the captured graph.
         bodies: references of loop bodies by name.
     """
@@ -61,7 +61,7 @@ class Reference(GraphStage):
     qparams: Mapping[str, QParams]
     annotations: Annotations
     parameters: Parameters
-    about: ModelInfo = field(default_factory=ModelInfo)
+    model_info: ModelInfo = field(default_factory=ModelInfo)
     passes: tuple[Pass, ...] = ()
     bodies: Mapping[str, Reference] = field(default_factory=dict)
 
@@ -126,11 +126,11 @@ def convert(
     for body in bodies.values():
         qparams |= body.qparams
     texts = {"reference": text, "parameters": parameters.without_weights().to_json()}
-    if report := prepared.about.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
+    if report := prepared.model_info.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
-    about = prepared.about.after(tuple(remarks), **texts)
+    model_info = prepared.model_info.after(tuple(remarks), **texts)
     signature = _quantized_outputs(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, about, prepared.passes, bodies)
+    return Reference(module, signature, qparams, prepared.annotations, parameters, model_info, prepared.passes, bodies)
 
 
 def _chosen_qparams(

@@ -43,11 +43,11 @@ class IntegerRegion(Chain):
 
     Attributes:
         result: parameters of the quantized result; ``None`` if the region returns float.
-        wide: parameters of the 16-bit result that the 8-bit one is derived from, if there is one.
+        result_16bit: parameters of the 16-bit result that the 8-bit one is derived from, if there is one.
     """
 
     result: QParams | None
-    wide: QParams | None = None
+    result_16bit: QParams | None = None
 
 
 def dequantized_qparams(node: fx.Node | None, dtype: DType = DType.U8) -> QParams | None:

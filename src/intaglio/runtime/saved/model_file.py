@@ -83,7 +83,7 @@ class SavedModel:
         signature: arguments and results of a call.
         islands: module and size arguments of every float island, by key.
         coverage: the coverage, without ``bytes_after``, which depends on the instruction set.
-        about: name, notes and stage texts.
+        model_info: name, notes and stage texts.
         libraries: compiled programs by instruction set.
         example: a call and the digest of its results.
         schedules: schedules that a search chose, by instruction set and output value.
@@ -95,7 +95,7 @@ class SavedModel:
     signature: Signature
     islands: Mapping[str, tuple[nn.Module, tuple[Dim, ...]]]
     coverage: Coverage
-    about: ModelInfo
+    model_info: ModelInfo
     libraries: Mapping[str, Library] = field(default_factory=dict)
     example: Example | None = None
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
         "weights.safetensors": _safetensors(path, safetensors.numpy.save, arrays),
         "islands.json": to_json(islands),
         "islands.safetensors": _safetensors(path, safetensors.torch.save, tensors),
-        "texts.json": to_json({key: text for key, text in saved.about.texts.items() if key not in REBUILT_STAGES}),
+        "texts.json": to_json({key: text for key, text in saved.model_info.texts.items() if key not in REBUILT_STAGES}),
     }
     if saved.example is not None:
         inputs = {f"input{i}": _plain_tensor(tensor) for i, tensor in enumerate(saved.example.tensors)}
@@ -143,9 +143,9 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
     manifest = {
         "intaglio": version,
         "torch": str(torch.__version__),
-        "name": saved.about.name,
-        "bytes": saved.about.bytes,
-        "notes": list(saved.about.notes),
+        "name": saved.model_info.name,
+        "bytes": saved.model_info.bytes,
+        "notes": list(saved.model_info.notes),
         "on_new_shape": saved.on_new_shape,
         "isa": list(saved.libraries),
         "libraries": {isa: _library_entry(library) for isa, library in saved.libraries.items()},
@@ -249,7 +249,7 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
         from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
     )
     texts = {_text(stage): _text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
-    about = ModelInfo(
+    model_info = ModelInfo(
         _text(manifest["name"]), checked_integer(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts
     )
     example = None
@@ -269,13 +269,13 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
     loops = {name for module, _ in islands.values() for name in loops_in(module)}
     if loops != set(bodies):
         raise ValueError(f"the float parts have loops {sorted(loops)}, but the file has bodies of {sorted(bodies)}")
-    coverage = _coverage(manifest["coverage"], about.notes)
+    coverage = _coverage(manifest["coverage"], model_info.notes)
     return SavedModel(
         graph,
         signature,
         islands,
         coverage,
-        about,
+        model_info,
         libraries,
         example,
         chosen,
