@@ -12,7 +12,7 @@ from intaglio.codegen import emit
 from intaglio.ir import Dim
 from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
-from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable
+from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable_groups
 from intaglio.runtime import QuantizedModel, build_artifact
 from support.integer_graphs import N, Net, sizes
 from support.matmul_library import RUNNABLE_ISAS
@@ -43,7 +43,7 @@ def with_tiling(lowered: Lowered, model: QuantizedModel, tiling: BatchTiling) ->
 
 def most(lowered: Lowered) -> int:
     """Barrier groups that can run on sub-batches."""
-    return len(list(separable(plan_graph(lowered.graph))))
+    return len(list(separable_groups(plan_graph(lowered.graph))))
 
 
 OTHER_TILINGS = pytest.mark.slow(reason="as many images a sub-batch, and instruction sets, as other programs have here")
@@ -139,7 +139,7 @@ def test_batch_tiling_ends_at_weights_larger_than_activations():
     x = net.conv(net.quantize(net.input(N, 8, 22, 22)), 8, 3, padding=1)
     x = net.conv(net.conv(x, 64, 3, padding=1), 144, 5, padding=2)
     planned = plan_graph(net.graph(net.conv(x, 8, 1, f32=True)))
-    assert len(list(separable(planned))) == 4
+    assert len(list(separable_groups(planned))) == 4
     assert analytic_batch_tiling(planned, CacheSizes(l2=1 << 14))[0] == BatchTiling("n", 3, 1)
 
 

@@ -26,7 +26,7 @@ def test_an_operator_without_a_kernel_is_named_with_module_operator_and_line():
     line = inspect.getsourcelines(nets.ConvThenUnsupported.forward)[1] + 1
     assert (part.operator, part.reason) == ("aten.erf.default", "no int8 kernel for this operator")
     assert part.source.endswith(f"nets.py:{line}, in forward")
-    assert part.place in str(model.coverage)
+    assert part.location in str(model.coverage)
 
 
 @pytest.mark.case("problem 20")

@@ -241,7 +241,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
     graph, islands = saved.graph, saved.islands
     bodies = {name: loop.body for module, _ in islands.values() for name, loop in loops_in(module).items()}
     text = graph_text(graph) + "".join(f"body of {name}:\n{one.text('integer')}" for name, one in bodies.items())
-    model_info = saved.model_info.after(integer=text, plan=planned.text(), program=artifact.program.source)
+    model_info = saved.model_info.with_stage(integer=text, plan=planned.text(), program=artifact.program.source)
     size = artifact.constants.nbytes + sum(b.nbytes for module, _ in islands.values() for b in module.buffers())
     inner = (one for module, _ in islands.values() for one in module.modules() if isinstance(one, QuantizedModel))
     size += sum(one.artifact.constants.nbytes for one in inner)

@@ -202,7 +202,7 @@ class Context:
         """Return a C pointer to the strides of a tensor of the caller."""
         return f"r->strides + {5 * self.plan.external.index(value)}"
 
-    def given(self, value: str) -> bool:
+    def is_program_input(self, value: str) -> bool:
         """Return whether the program only reads a tensor of the caller: a graph input or a result of an island."""
         producers = [op for op in self.graph.ops if value in op.outputs]
         return not producers or producers[0].is_island
@@ -231,7 +231,7 @@ class Context:
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
 
 
-def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bool = False) -> np.ndarray:
+def limits(zero_point: int, low: int, high: int, other_zero_point: int, has_remainder: bool = False) -> np.ndarray:
     """Return the bytes of `struct Limits` (native/products/tile.h).
 
     Args:
@@ -239,12 +239,12 @@ def limits(zero_point: int, low: int, high: int, other_zero_point: int, rest: bo
         low: Smallest quantized value.
         high: Largest quantized value.
         other_zero_point: Zero point of the second operand, if there is one.
-        rest: Whether zero point and bounds are those of 16-bit values.
+        has_remainder: Whether zero point and bounds are those of 16-bit values.
     """
     parts = (
         np.full(32, zero_point, np.uint16),
-        np.full(64, 0 if rest else low, np.uint8),
-        np.full(64, 255 if rest else high, np.uint8),
+        np.full(64, 0 if has_remainder else low, np.uint8),
+        np.full(64, 255 if has_remainder else high, np.uint8),
         np.full(32, low, np.uint16),
         np.full(32, high, np.uint16),
         np.array([zero_point, low, high, other_zero_point], np.int32),

@@ -55,25 +55,25 @@ class LoggedRun(InterceptedRun):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Log the start of the call unless the called module logs it itself."""
         if not self.leaves_alone:
-            self._say(self.entry, None, "start")
+            self._log(self.entry, None, "start")
         super().begin(args, kwargs)
 
     def end(self, result: Any) -> Any:
         """Finish the run, and log the end of the call unless the called module logs it itself."""
         found = super().end(result)
         if not self.leaves_alone:
-            self._say(self.entry, None, "end")
+            self._log(self.entry, None, "end")
         return found
 
     def enter(self, path: str) -> None:
         """Log the start of a module's call, then enter the module."""
-        self._say(path, None, "start")
+        self._log(path, None, "start")
         super().enter(path)
 
     def leave(self, path: str) -> None:
         """Leave the module, then log the end of its call."""
         super().leave(path)
-        self._say(path, None, "end")
+        self._log(path, None, "end")
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,17 +81,17 @@ class LoggedRun(InterceptedRun):
         if func in METADATA_FUNCTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         path, name = self.path, plain_name(func)
-        self._say(path, name, "start")
+        self._log(path, name, "start")
         result = super().__torch_function__(func, types, args, kwargs)
-        self._say(path, name, "end")
+        self._log(path, name, "end")
         return result
 
     def run_leaf(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Log the start and the end of a leaf module's call."""
-        self._say(path, None, "start")
+        self._log(path, None, "start")
         result = super().run_leaf(module, path, args, kwargs)
-        self._say(path, None, "end")
+        self._log(path, None, "end")
         return result
 
-    def _say(self, path: str, operator: str | None, moment: str) -> None:
+    def _log(self, path: str, operator: str | None, moment: str) -> None:
         self.log.append(Intercepted(path, operator, moment))

@@ -65,7 +65,7 @@ class IntegerGraphView(ValueView):
         """Return the operator that computes a value."""
         return self.ops[self._place[node]]
 
-    def between(self, first: str, last: str) -> Sequence[Op]:
+    def ops_between(self, first: str, last: str) -> Sequence[Op]:
         """Return the operators after the one that computes ``first`` and before the one that computes ``last``."""
         return self.ops[self._place[first] + 1 : self._place[last]]
 

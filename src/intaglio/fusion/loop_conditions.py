@@ -103,7 +103,7 @@ def _third_between(found: Match[str], view: IntegerGraphView) -> bool:
     """Return whether a third operator depends on the producer and is read by the consumer."""
     producer, reader = view.op(found.anchor), view.op(found.root)
     reached = set(producer.outputs)
-    for op in view.between(found.anchor, found.root):
+    for op in view.ops_between(found.anchor, found.root):
         if reached.intersection(op.inputs):
             reached.update(op.outputs)
     return any(name in reached and name not in producer.outputs for name in reader.inputs)

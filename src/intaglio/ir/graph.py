@@ -239,7 +239,7 @@ class ModelInfo:
     notes: tuple[str, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
 
-    def after(self, notes: tuple[str, ...] = (), **texts: str) -> ModelInfo:
+    def with_stage(self, notes: tuple[str, ...] = (), **texts: str) -> ModelInfo:
         """Return a copy with the notes and texts of one more stage."""
         return ModelInfo(self.name, self.bytes, (*self.notes, *notes), {**self.texts, **texts})
 

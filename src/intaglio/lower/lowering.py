@@ -75,7 +75,7 @@ def requantize(reference: Reference) -> Lowered:
     notes = tuple(
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
-    return replace(lowered, model_info=reference.model_info.after(notes, integer=lowered.text()))
+    return replace(lowered, model_info=reference.model_info.with_stage(notes, integer=lowered.text()))
 
 
 def _islands_without_reason(islands: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:

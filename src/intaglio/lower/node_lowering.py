@@ -159,7 +159,7 @@ def _region_unit(region: IntegerRegion) -> Unit:
     """Return the unit of a region with the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
     needs = [n for n in needs if dequantized_qparams(n) or dequantized_qparams(n, DType.U16) or dynamic_operands(n)]
-    if region.record.attends:
+    if region.record.is_attention:
         needs = [value for value in region.operands() if value is not None and not is_constant(value)]
     return Unit(region.nodes, tuple(needs), True, region)
 

@@ -40,7 +40,7 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     if is_host(region.record):
         builder.values[region.root] = lower_host(builder, region, stem, TensorType(kind.shape, DType.U8, region.result))
         return
-    if region.record.attends:
+    if region.record.is_attention:
         builder.values[region.root] = lower_attention(
             builder, region, stem, TensorType(kind.shape, DType.U8, region.result)
         )

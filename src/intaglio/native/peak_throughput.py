@@ -158,7 +158,10 @@ def measure(cores: int) -> dict[str, Any]:
     result: dict[str, Any] = {"int8": None, "fp32": None}
     for kind, probe in probes.items():
         count = _rate_counter(library, probe)
-        result[kind] = {"with": probe.instruction, **_rates(lambda *_, count=count: _best(count, PEAK_SECONDS), cores)}
+        result[kind] = {
+            "with": probe.instruction,
+            **_rates(lambda *_, count=count: _best_rate(count, PEAK_SECONDS), cores),
+        }
     result["memory"] = {"with": "one stream a core", **_rates(_read_rate(library, cores), cores)}
     return result
 
@@ -173,7 +176,7 @@ def int8_rates(isa: str, threads: int, seconds: float = PEAK_SECONDS) -> list[fl
     if count is None:
         return []
     with ThreadPoolExecutor(threads) as pool:  # the calls release the interpreter's lock
-        return list(pool.map(lambda _: _best(count, seconds), range(threads)))
+        return list(pool.map(lambda _: _best_rate(count, seconds), range(threads)))
 
 
 @cache
@@ -203,7 +206,7 @@ def _rate_counter(library: Any, probe: Probe) -> Counter:
     return count
 
 
-def _best(count: Counter, seconds: float) -> float:
+def _best_rate(count: Counter, seconds: float) -> float:
     """Return the best rate of some repeats."""
     return max(count(seconds) for _ in range(REPEATS))
 

@@ -268,7 +268,7 @@ class OpDef:
         return self.kernel == "border" and not self.dequantizes
 
     @property
-    def attends(self) -> bool:
+    def is_attention(self) -> bool:
         """Return whether it is attention, whose mask stays float or bool."""
         return self.kernel == "attention" and not self.accumulates
 

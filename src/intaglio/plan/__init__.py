@@ -19,7 +19,7 @@ from intaglio.plan.plan_records import (
 )
 from intaglio.plan.plan_verifier import verify_plan
 from intaglio.plan.planning import PLAN_PASSES, plan_graph
-from intaglio.plan.scheduling.batch_tiling import analytic_batch_tiling, separable
+from intaglio.plan.scheduling.batch_tiling import analytic_batch_tiling, separable_groups
 from intaglio.plan.scheduling.schedules import (
     GENERATOR,
     GemmProblem,
@@ -58,7 +58,7 @@ __all__ = [
     "order_candidates",
     "plan_graph",
     "schedule_plan",
-    "separable",
+    "separable_groups",
     "tile_candidates",
     "unsupported_reason",
     "verify_plan",

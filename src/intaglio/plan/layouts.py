@@ -146,7 +146,7 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
     axes or a free second axis are row-major, too.
     """
     groups = _components(graph)
-    near_images = _groups_beside_row_major_permutes(graph, groups.same_layout, groups.decided)
+    near_images = _groups_beside_row_major_permutes(graph, groups.same_layout, groups.with_layout)
     free = _free_channels(graph, groups.same_layout)
 
     def layout(kind: TensorType, group: str) -> tuple[bool, str]:
@@ -261,11 +261,11 @@ class _Groups:
     linear: dict[str, str]
 
     @property
-    def decided(self) -> set[str]:
+    def with_layout(self) -> set[str]:
         """Return the sets for which some operator requires a layout."""
         return {*self.image, *self.linear}
 
-    def wanted(self, layout: Layout) -> dict[str, str]:
+    def required(self, layout: Layout) -> dict[str, str]:
         """Return the sets that must have this layout, with the operators that require it."""
         return self.image if layout is Layout.CHANNELS_LAST else self.linear
 
@@ -290,7 +290,7 @@ def _components(graph: Graph) -> _Groups:
             touched += [(wanted, name, op) for name in (*read, *made)]
     groups = _Groups(same_layout, {}, {})
     for wanted, name, op in touched:
-        groups.wanted(wanted).setdefault(same_layout.find(name), _op_text(op))
+        groups.required(wanted).setdefault(same_layout.find(name), _op_text(op))
     for op in graph.ops:
         preferred = _preferred_layout(op) if op.is_loop else None
         if preferred is not None:
@@ -299,7 +299,7 @@ def _components(graph: Graph) -> _Groups:
                 same_layout.find(name) for name in (*op.inputs, *op.outputs) if _layout_is_free(graph.types[name])
             }:
                 if group not in other:
-                    groups.wanted(preferred).setdefault(group, f"rows of {_op_text(op)}")
+                    groups.required(preferred).setdefault(group, f"rows of {_op_text(op)}")
     return groups
 
 

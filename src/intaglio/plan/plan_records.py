@@ -47,7 +47,7 @@ class Partition:
         return self.ops[self.has_head + 1 :]
 
     @property
-    def table(self) -> Op | None:
+    def lut(self) -> Op | None:
         """Return the lookup table of the tail, or ``None``."""
         return next((op for op in self.tail[1:] if not op.is_loop), None)
 

@@ -29,12 +29,12 @@ def step_lines(
     result = ", ".join(f"%{name}: {graph.types[name]}" for name in results)
     place = f"barrier group {step.barrier_group}, segment {step.segment}"
     yield f"p{index:02d} {partition.name}: {kinds} -> {result}; {place}"
-    yield from _because(Choice.FUSION, results[0], reasons)
-    yield from _because(Choice.BARRIER, results[0], reasons)
+    yield from _reason_lines(Choice.FUSION, results[0], reasons)
+    yield from _reason_lines(Choice.BARRIER, results[0], reasons)
     for choice, texts in decided.items():
         if results[0] in texts:
             yield f"    {texts[results[0]]}"
-            yield from _because(choice, results[0], reasons)
+            yield from _reason_lines(choice, results[0], reasons)
 
 
 def decided_texts(
@@ -86,14 +86,14 @@ def buffer_lines(buffer: Buffer, place: str | None, reasons: Reasons) -> Iterato
         )
     yield f"buffer %{buffer.value} {buffer.dtype}[{shape}] {layout}{halo}: {where}"
     for choice in (Choice.LAYOUT, Choice.HALO, Choice.ALIAS, Choice.MEMORY):
-        yield from _because(choice, buffer.value, reasons)
+        yield from _reason_lines(choice, buffer.value, reasons)
 
 
 def view_lines(views: Mapping[str, TensorView], reasons: Reasons) -> Iterator[str]:
     """Yield all views, then all results of data movement that are copied although they could be views."""
     for name, view in views.items():
         yield f"view %{name} in %{view.root} from {view.start}, strides ({', '.join(map(str, view.strides))})"
-        yield from _because(Choice.VIEW, name, reasons)
+        yield from _reason_lines(Choice.VIEW, name, reasons)
     for (choice, name), reason in reasons.items():
         if choice is Choice.VIEW and name not in views:
             yield f"copy %{name}: {reason}"
@@ -109,7 +109,7 @@ def batch_tiling_lines(tiling: BatchTiling | None, reasons: Reasons) -> Iterator
         yield f"no batch tiling: {reason}"
 
 
-def _because(choice: Choice, name: str, reasons: Reasons) -> Iterator[str]:
+def _reason_lines(choice: Choice, name: str, reasons: Reasons) -> Iterator[str]:
     if (reason := reasons.get((choice, name))) is not None:
         yield f"    {choice.value}: {reason}"
 

@@ -57,7 +57,7 @@ class Frame:
         self.run = RunArguments(None, None, None, constants, self.external, self.strides, None, self.bytes)
         self.run.outside = ctypes.pointer(self.out_of_range)
 
-    def fit(self, layout: CallLayout) -> None:
+    def apply_layout(self, layout: CallLayout) -> None:
         """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""
         size = layout.bytes + 64
         if self.arena.numel() < size:

@@ -30,12 +30,12 @@ class FloatPart:
     source: str = ""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return the module path or, outside of any submodule, the line of the source code."""
         return self.path or self.source or "model"
 
     def __str__(self) -> str:
-        return f"{self.place} ({self.operator}): {self.reason}"
+        return f"{self.location} ({self.operator}): {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
     ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
     lines = []
     for (operator, reason), parts in ordered:
-        places = ", ".join(dict.fromkeys(part.place for part in parts[:SHOWN_ISLANDS])) + ", ..." * (
+        places = ", ".join(dict.fromkeys(part.location for part in parts[:SHOWN_ISLANDS])) + ", ..." * (
             len(parts) > SHOWN_ISLANDS
         )
         work = sum(part.macs for part in parts)

@@ -228,7 +228,7 @@ class ProgramModule(nn.Module):
             leaves = self._leaves_of_call(call)
             plan = self._plan_for(leaves)
             plan.thread_counts(torch.get_num_threads())
-            frame.fit(plan.layout)
+            frame.apply_layout(plan.layout)
             self._planned_calls.add(_call_key(leaves))
         self._frames.append(frame)
 
@@ -284,7 +284,7 @@ class ProgramModule(nn.Module):
         except IndexError:
             frame = Frame(plan.artifact)
         if frame.layout is not plan.layout:
-            frame.fit(plan.layout)
+            frame.apply_layout(plan.layout)
         frame.run.times = clock.steps if clock else None
         alive, thread_counts = [], plan.thread_counts(allowed)
         for segment, calls in self._calls.items():

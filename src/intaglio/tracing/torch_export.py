@@ -177,7 +177,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             raise _control_flow(next(iter(node.users)), program)
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     module = fx.GraphModule(root, graph)
-    return _finished(module, signature, example_sizes(program, names, inputs), model, notes, training)
+    return _after_passes(module, signature, example_sizes(program, names, inputs), model, notes, training)
 
 
 def _copied_state(
@@ -193,7 +193,7 @@ def _copied_state(
     return copies
 
 
-def _finished(
+def _after_passes(
     module: fx.GraphModule,
     signature: Signature,
     sizes: Mapping[str, int],

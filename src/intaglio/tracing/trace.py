@@ -62,7 +62,7 @@ def _with_padding(captured: Captured, model_copy: nn.Module, args: tuple[Any, ..
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that nested tensors are a prototype
         differs = disagreement(captured, model_copy, args, kwargs) is not None
-    return replace(captured, model_info=captured.model_info.after((PADDING_SKIPPED,))) if differs else captured
+    return replace(captured, model_info=captured.model_info.with_stage((PADDING_SKIPPED,))) if differs else captured
 
 
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def _capture(
         captured, reason = _with_free_axes(model_copy, args, kwargs, _free(args, kwargs, sequences, free), train)
         if captured is not None:
             notes += _fixed_lengths(captured, model_copy, args, kwargs) if sequences else ()
-            return replace(captured, model_info=captured.model_info.after(notes))
+            return replace(captured, model_info=captured.model_info.with_stage(notes))
         if sequences:
             notes = (f"sequence lengths are fixed to those of the example: {reason}",)
     note = f"the batch size is fixed to that of the example: {reason}"

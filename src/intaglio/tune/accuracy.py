@@ -204,7 +204,7 @@ def autotuned(start: SearchStart, criterion: Criterion, exact: nn.Module, isa: s
         return metric
 
     search = FloatSearch(measure, floor, criterion.evaluations - 1)
-    if not search.holds(()):
+    if not search.reaches_metric(()):
         search.run(start.ranked())
     assert best is not None
     chosen, reference, model = best

@@ -27,7 +27,7 @@ from intaglio.torch_private import buffers_of, pytree
 from intaglio.tracing import Captured, capture
 from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
-from intaglio.tune.comparison import Comparison, told_apart
+from intaglio.tune.comparison import Comparison, number_repeated_calls
 from intaglio.tune.op_error import ErrorSums, GraphComparison
 from intaglio.tune.verdict import ResultTotals, classifies
 
@@ -100,7 +100,7 @@ def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any
         seen += sizes[0] if sizes else 1
         if samples is not None and seen >= samples:
             break
-    rows = told_apart([row for comparison in compared.comparisons for row in comparison.rows()])
+    rows = number_repeated_calls([row for comparison in compared.comparisons for row in comparison.rows()])
     rows.sort(key=lambda row: (row.alone, row.so_far))
     results = tuple(total.decibels(key) for key in total.signal)
     agreement = outcome.agreement if logits else None

@@ -197,7 +197,7 @@ class Comparison:
 NEEDS_REFERENCE = "compare(model, reference, data) shows them, for the reference that stages.convert returns"
 
 
-def told_apart(rows: Sequence[Row]) -> list[Row]:
+def number_repeated_calls(rows: Sequence[Row]) -> list[Row]:
     """Return rows, given in execution order, with the number of the call in ``detail`` where a module calls an operator
     more than once."""
     calls, seen, found = Counter(row.name for row in rows), Counter[str](), []

@@ -48,7 +48,7 @@ class FloatSearch:
             ranked: selectors, the most harmful operator first.
         """
         try:
-            if not self.holds(()) and (found := self._prefix(tuple(ranked))):
+            if not self.reaches_metric(()) and (found := self._prefix(tuple(ranked))):
                 self._requantized_again(found)
         except BudgetSpentError:
             pass
@@ -59,7 +59,7 @@ class FloatSearch:
         """Return the operators that the best trial left in float."""
         return max(self.trials, key=lambda left: preference(left, self.trials[left], self.floor))
 
-    def holds(self, left: Left) -> bool:
+    def reaches_metric(self, left: Left) -> bool:
         """Return whether the metric is reached with these operators in float. Raise `BudgetSpentError` if no trial is
         left."""
         if left not in self.trials:
@@ -78,12 +78,12 @@ class FloatSearch:
         while count:
             if len(self.trials) + 1 == self.budget:
                 count = len(ranked)
-            if self.holds(ranked[:count]):
+            if self.reaches_metric(ranked[:count]):
                 break
             failing, count = count, min(2 * count, len(ranked)) if count < len(ranked) else 0
         while count - failing > 1:
             middle = (failing + count) // 2
-            failing, count = (failing, middle) if self.holds(ranked[:middle]) else (middle, count)
+            failing, count = (failing, middle) if self.reaches_metric(ranked[:middle]) else (middle, count)
         return ranked[:count]
 
     def _requantized_again(self, left: Left) -> Left:
@@ -95,6 +95,6 @@ class FloatSearch:
             while end > 0:
                 rest = left[: max(end - size, 0)] + left[end:]
                 end -= size
-                left = rest if self.holds(rest) else left
+                left = rest if self.reaches_metric(rest) else left
             size //= 2
         return left

@@ -124,7 +124,7 @@ class GraphComparison:
                     cosine[1],
                     uses.low,
                     uses.high,
-                    uses.use(),
+                    uses.range_use(),
                     selectors.get(name, ""),
                     self.recording,
                     tuple(part for part in info(self.named[name]).folded if part),
@@ -333,7 +333,7 @@ class _RangeObserver:
         if len(self.seen):
             self.seen[steps.nan_to_num().clamp(q.qmin, q.qmax).long().flatten() - q.qmin] = True
 
-    def use(self) -> RangeUse | None:
+    def range_use(self) -> RangeUse | None:
         if self.quantization is None or not self.count:
             return None
         in_use = self.seen.sum().item() / len(self.seen) if len(self.seen) else None

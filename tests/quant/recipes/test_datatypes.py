@@ -293,10 +293,10 @@ def test_a_type_that_an_operator_cannot_have_is_refused_when_prepared(module, se
 
 def test_bits_and_activation_data_type_agree():
     """The stronger setting answers it, in either key."""
-    eight = Setting(bits=8).over(Setting(activations_dtype="s16"))
+    eight = Setting(bits=8).with_defaults(Setting(activations_dtype="s16"))
     assert eight.activation.name == "u8"
-    assert Setting(activations_dtype="s16").over(Setting(bits=7)).activation.name == "s16"
-    assert Setting(bits=7).over(Setting(method="mse")).activation.name == "u7"
+    assert Setting(activations_dtype="s16").with_defaults(Setting(bits=7)).activation.name == "s16"
+    assert Setting(bits=7).with_defaults(Setting(method="mse")).activation.name == "u7"
 
 
 def test_a_transposed_convolution_of_groups_takes_four_bits():

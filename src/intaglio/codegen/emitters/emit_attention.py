@@ -71,8 +71,8 @@ def emit_bmm(code: Code, partition: Partition, context: Context) -> None:
         factor = context.graph.constants[tail.inputs[1]]
         code(f"p.limits = {context.limits(tail)};")
     code(f"p.factor = *{context.constant(factor, 'float', 'factor')};")
-    if partition.table is not None:
-        table = context.graph.constants[partition.table.inputs[1]]
+    if partition.lut is not None:
+        table = context.graph.constants[partition.lut.inputs[1]]
         code(f"p.table = {context.result_table(table)};")
     _kernels(code, "p", tiles, context)
     _scratch(code, "p", partition.output, context)

@@ -155,13 +155,13 @@ def _pointers(code: Code, loop: Loop) -> None:
 def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
     """Declare a pointer to the embedding row of an id. An id out of range sets `outside` and selects row 0."""
     table, rows = step.inputs[0], loop.names[name]
-    pointer, count = loop.pointers[loop.outer(table)], loop.context.dim(loop.body.types[table].shape[0])
+    pointer, count = loop.pointers[loop.graph_value(table)], loop.context.dim(loop.body.types[table].shape[0])
     code(f"int64_t {rows}_id = *{loop.names[step.inputs[1]]}_row;")
     code(f"if ({rows}_id < 0 || {rows}_id >= {count}) *r->outside = 1, {rows}_id = 0;")
     element = LOOP_ELEMENT[loop.body.types[table].dtype]
     code(f"const {element}* const {rows}_found = (const {element}*){pointer} + {rows}_id * {loop.row_stride(table)};")
     for label, parameters in zip(("scale", "zero"), step.inputs[2:], strict=False):
-        values = loop.pointers[loop.outer(parameters)]
+        values = loop.pointers[loop.graph_value(parameters)]
         code(f"const float {rows}_{label} = ((const float*){values})[{rows}_id];")
 
 
@@ -229,7 +229,7 @@ def _store_rows(code: Code, loop: Loop) -> None:
     """Print the stores of results that have one value per row."""
     for name in loop.body.outputs:
         if not loop.schedule.along(name):
-            value = _operand(loop.schedule.at(name), loop)
+            value = _operand(loop.schedule.equal_value(name), loop)
             code(f"write_{loop.schedule.operands[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
 
 
@@ -249,7 +249,7 @@ def _load_interleaved(op: Op, loop: Loop) -> str:
 
 
 def _store(name: str, loop: Loop) -> str:
-    source = loop.schedule.at(name)
+    source = loop.schedule.equal_value(name)
     if name in loop.schedule.streamed and source not in loop.schedule.row_values:
         row = f"{loop.names[name]}_row"
         return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"

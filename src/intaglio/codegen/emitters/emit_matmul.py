@@ -140,11 +140,11 @@ def _table(partition: Partition, context: Context) -> str:
 
     Entries outside the bounds of the results are replaced by those of the nearest bound.
     """
-    if partition.table is None:
+    if partition.lut is None:
         return "{}"
     low, high = result_bounds(partition.tail[0], context.graph)
     inside = np.clip(np.arange(256), low, high)
-    return context.result_table(context.graph.constants[partition.table.inputs[1]][inside])
+    return context.result_table(context.graph.constants[partition.lut.inputs[1]][inside])
 
 
 def _activation(tail: Op, context: Context) -> str:
@@ -230,7 +230,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]
     code(f"m.tile.factor = {context.constant(pack_columns(factors[0], plan), 'float', 'factor')};")
     code(f"m.tile.limits = {context.limits(tail)};")
-    if partition.table is not None:
+    if partition.lut is not None:
         code(f"m.table = {_table(partition, context)};")
     code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 1;")
     if op_def(tail).tail is Tail.ACTIVATE:

@@ -54,7 +54,7 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
 def _states(name: str, cell: bool, context: Context) -> str:
     """Return the `struct States` of a state tensor with any strides. The state of a cell has no layer axis."""
     base, dense = context.strided(name)
-    if name in context.plan.external and context.given(name):
+    if name in context.plan.external and context.is_program_input(name):
         start = 5 * context.plan.external.index(name)
         steps = [f"r->strides[{start + axis}]" for axis in range(len(dense))]
     else:

@@ -187,7 +187,7 @@ def source_strides(code: Code, value: str, context: Context) -> str:
 
     A tensor of the caller has its actual strides. For one that the program wrote, declare its dense strides.
     """
-    if context.given(value):
+    if context.is_program_input(value):
         return context.strides(value)
     steps = ", ".join(map(context.dim, context.strided(value)[1][-5:]))
     code(f"const int64_t dense[] = {{{steps}}};")

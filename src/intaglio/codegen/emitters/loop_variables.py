@@ -30,13 +30,13 @@ class Loop:
             return self.context.strided(value)[0]
         return f"({self.context.constant(array, 'uint8_t', 'values')})"
 
-    def outer(self, name: str) -> str:
+    def graph_value(self, name: str) -> str:
         """Return the value of the graph that the loop's input `name` refers to."""
         return self.schedule.op.inputs[self.body.inputs.index(name)]
 
     def row_stride(self, name: str) -> str:
         """Return the stride between the rows of an embedding table, in elements."""
-        return self.context.dim(operand_strides(self.outer(name), self.context.plan)[0])
+        return self.context.dim(operand_strides(self.graph_value(name), self.context.plan)[0])
 
     def is_result(self, operand: LoopOperand) -> bool:
         """Return whether an operand is a result of the loop."""

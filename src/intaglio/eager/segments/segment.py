@@ -175,7 +175,7 @@ class Segment:
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
-    def fits(self, number: int, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
+    def accepts(self, number: int, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
         """Return whether a tensor can replace this value, and add the dynamic sizes it determines to `symbols`."""
         if tensor.dtype is not self.recording.types[number] or tensor.device.type != "cpu":
             return False

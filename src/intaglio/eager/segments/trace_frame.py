@@ -111,7 +111,7 @@ class TraceFrame:
         symbols = dict(self.symbols)
         with DisableTorchFunction():
             segment = self.segment
-            if segment.refused is None and not all(segment.fits(n, t, symbols) for n, t in trial.items()):
+            if segment.refused is None and not all(segment.accepts(n, t, symbols) for n, t in trial.items()):
                 self.mismatched_axes = {n: axes for n, t in trial.items() if (axes := segment.size_mismatch(n, t))}
                 return False
         self.bound.update(trial)

@@ -151,7 +151,7 @@ def _repeated(node: fx.Node) -> tuple[int, int] | None:
 
 def decompose_roll(module: fx.GraphModule) -> int:
     """Decompose roll along static axes into slices and concatenations."""
-    hits = [(node, found) for node in module.graph.nodes if (found := _rolls(node)) is not None]
+    hits = [(node, found) for node in module.graph.nodes if (found := _rolled_axes(node)) is not None]
     for node, moves in hits:
         value, shape = node.args[0], known_type(node).shape
         for axis, cut in moves:
@@ -164,7 +164,7 @@ def decompose_roll(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def _rolls(node: fx.Node) -> list[tuple[int, int]] | None:
+def _rolled_axes(node: fx.Node) -> list[tuple[int, int]] | None:
     """Return the axes that roll and the index that becomes first; ``None`` for dynamic sizes or a flattened roll."""
     if operator(node) != "aten.roll.default":
         return None

@@ -105,7 +105,7 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
         behind = ", among its products the results of the columns before" if done else ""
         lines += [f"# input column {column}{behind}", *_spread_evenly(step, done), "add %rbx,%rdx"]
         x, rest = divmod(column - spec.taps[1] + 1, spec.stride[1])
-        done = _finished(spec, x) if x >= 0 and not rest else []
+        done = _column_epilogue(spec, x) if x >= 0 and not rest else []
         if spec.result == "f32":  # the epilogue needs the registers that interleave the next column
             lines, done = lines + done, []
     return lines + done
@@ -149,7 +149,7 @@ def _products(spec: DepthwiseSpec, column: int, quad: int) -> list[str]:
     return lines
 
 
-def _finished(spec: DepthwiseSpec, x: int) -> list[str]:
+def _column_epilogue(spec: DepthwiseSpec, x: int) -> list[str]:
     """Return the epilogue of an output column: float32(acc) * factor, rounded, packed, stored row by row."""
     rows = software_pipelined(_pixel(spec, row, x) for row in range(spec.rows))
     return ["mov %r13,%r14", *rows, f"add {_field('out_pixel')},%r13"]

@@ -171,7 +171,7 @@ def adaptive_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[Tenso
     """Compute adaptive average pooling."""
     axes = [adaptive_windows(*one) for one in zip(args[0].shape[2:], op.attrs["size"], strict=True)]
     factors = args[1]
-    if grows(types[0].shape):
+    if has_free_windows(types[0].shape):
         most = prod(max(one.count for one in axis) for axis in axes)
         factors = numerics.pool_multipliers(types[0].qparams.step, out.qparams.step, range(1, most + 1))
     return mean_over(args[0], factors, types[0].qparams, out, axes)
@@ -192,7 +192,7 @@ def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
 
     If windows grow with a free size, this is only 1, whose factor is then divided by the count in each call.
     """
-    if grows(shape):
+    if has_free_windows(shape):
         return [1]
     sizes = [evaluate(size, {}) for size in shape[2:]]
     most = [max(w.count for w in adaptive_windows(*one)) for one in zip(sizes, attrs["size"], strict=True)]
@@ -213,7 +213,7 @@ def adaptive_factors(
     return {"factors": numerics.pool_multipliers(scale_x, scale_y, adaptive_counts(attrs, shape))}, attrs
 
 
-def grows(shape: Shape) -> bool:
+def has_free_windows(shape: Shape) -> bool:
     """Return whether the windows of adaptive pooling depend on free sizes."""
     return not all(isinstance(size, int) for size in shape[2:])
 

@@ -41,7 +41,7 @@ def require_bounded_accumulator(call: Call) -> str | None:
     return f"an output sums {products} products; at most {MAX_ACCUMULATED_PRODUCTS} fit an int32 accumulator"
 
 
-def sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
+def padding_sides(padding: object, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
     """Return the padding before and after each axis, alternating; ``"same"`` puts odd padding at the end."""
     if padding == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -56,7 +56,7 @@ def bind_conv(call: Call) -> Attrs:
     dilation = numbers(given.get("dilation", 1), len(kernel))
     return {
         "stride": numbers(given.get("stride", 1), len(kernel)),
-        "padding": sides(given.get("padding", 0), kernel, dilation),
+        "padding": padding_sides(given.get("padding", 0), kernel, dilation),
         "dilation": dilation,
         "groups": int(given.get("groups", 1)),
     }

@@ -19,7 +19,7 @@ def merge_loops(graph: Graph) -> tuple[Graph, int]:
     rows are merged unless a path through a third operator connects them. A dequantize is recomputed for each reader.
     """
     merging = _Merging(list(graph.ops), graph)
-    count = merging.take_dequantizes()
+    count = merging.read_quantized_values()
     while pair := merging.next_pair():
         merging.merge(*pair)
         count += 1
@@ -37,7 +37,7 @@ class _Merging:
         self.types = self.graph.types
         self.first = 0  # earlier operators cannot be merged with a producer
 
-    def take_dequantizes(self) -> int:
+    def read_quantized_values(self) -> int:
         """Make loops that read dequantized values read the quantized values instead; return the number of changes."""
         view, count = IntegerGraphView(self.graph), 0
         for index, op in enumerate(self.ops):
@@ -83,7 +83,7 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
     types = {**one.types, **{name: two.types[name] for name in names}}
     constants, steps = dict(one.constants), list(one.ops)
     for name, array in two.constants.items():
-        names[name] = _room(name, one, taken)
+        names[name] = _unused_name(name, one, taken)
         constants[names[name]], types[names[name]] = array, two.types[name]
     for op in two.ops:
         inputs, (output,) = tuple(names[name] for name in op.inputs), op.outputs
@@ -91,7 +91,7 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
         if same is not None and output not in two.outputs and types[same.output] == two.types[output]:
             names[output] = same.output
             continue
-        names[output] = output if output in two.outputs else _room(output, one, taken)
+        names[output] = output if output in two.outputs else _unused_name(output, one, taken)
         types[names[output]] = two.types[output]
         steps.append(Op(op.kind, inputs, (names[output],), op.attrs))
     known = {step.output for step in one.ops}
@@ -101,7 +101,7 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
     return Op("loop", read, outputs, {}, Graph(read, outputs, types, tuple(steps), constants), second.origin)
 
 
-def _room(name: str, one: Graph, taken: dict[str, TensorType]) -> str:
+def _unused_name(name: str, one: Graph, taken: dict[str, TensorType]) -> str:
     """Return a name for a value of the second body that is unused in the first."""
     if name not in one.types:
         return name

@@ -116,13 +116,15 @@ class LoopSchedule:
         """Return the name in the body of the operand that is read from a tile, or ``None``."""
         return None if self.tile is None else self.tile.name_in(self.op)
 
-    def at(self, output: str) -> str:
+    def equal_value(self, output: str) -> str:
         """Return the value that an output equals, possibly with an axis less."""
         return self.value_with_axis.get(output, output)
 
     def along(self, output: str) -> bool:
         """Return whether a result is stored per element instead of once per row."""
-        return self.axis is None or self.at(output) not in self.row_values or self.rows.strides[output][-1] != 0
+        return (
+            self.axis is None or self.equal_value(output) not in self.row_values or self.rows.strides[output][-1] != 0
+        )
 
     def text(self) -> str:
         """Return rows, passes and the values they keep."""

@@ -31,10 +31,10 @@ STREAMED_BYTES = 1 << 24
 def schedule_loops(plan: Plan) -> Plan:
     """Schedule every loop, including epilogues, by its first result."""
     found = {op.outputs[0]: schedule_loop(op, plan, tile) for op, tile in _loops(plan)}
-    return replace(plan, loops=found).with_reasons(Choice.LOOP, {name: _why(loop) for name, loop in found.items()})
+    return replace(plan, loops=found).with_reasons(Choice.LOOP, {name: _reason(loop) for name, loop in found.items()})
 
 
-def _why(loop: LoopSchedule) -> str:
+def _reason(loop: LoopSchedule) -> str:
     """Return the reason for the rows and for the number of passes."""
     if loop.tile is not None:
         return f"a row has the channels of one pixel and runs while a tile of %{loop.tile.value} is in cache"

@@ -81,8 +81,10 @@ class RowValues:
             reductions = [
                 op for op in self.producers.values() if primitive(op).reduces and self.stage[op.output] == index + 1
             ]
-            stored = [name for name, along in outputs.items() if along and self.stage.get(self.at(name), 0) == index]
-            wanted = [*(op.inputs[0] for op in reductions), *map(self.at, stored), *kept[index]]
+            stored = [
+                name for name, along in outputs.items() if along and self.stage.get(self.equal_value(name), 0) == index
+            ]
+            wanted = [*(op.inputs[0] for op in reductions), *map(self.equal_value, stored), *kept[index]]
             loads, restored, needed = self._needs(wanted, index, keep)
             for name in restored:
                 kept[self.stage[name]].add(name)
@@ -95,7 +97,7 @@ class RowValues:
             )
         return tuple(reversed(found))
 
-    def at(self, output: str) -> str:
+    def equal_value(self, output: str) -> str:
         """Return the value that an output equals, possibly with an axis less."""
         return self.value_with_axis.get(output, output)
 

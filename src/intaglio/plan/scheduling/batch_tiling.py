@@ -34,7 +34,7 @@ def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling |
     """
     batch = batch_symbol(plan.graph)
     kept = best = groups = most = largest = 0
-    for steps in separable(plan):
+    for steps in separable_groups(plan):
         activations = [_activation_bytes(step.partition, plan.graph) for step in steps]
         kept += sum(activations) - sum(_weight_bytes(step.partition, plan.graph) for step in steps)
         most = max(most, *activations)
@@ -48,7 +48,7 @@ def analytic_batch_tiling(plan: Plan, caches: CacheSizes) -> tuple[BatchTiling |
     return BatchTiling(batch, groups, images), f"the largest step has {largest} bytes of activations per image"
 
 
-def separable(plan: Plan) -> Iterator[list[Step]]:
+def separable_groups(plan: Plan) -> Iterator[list[Step]]:
     """Yield the leading barrier groups whose steps process images separately and write buffers, not the caller's
     tensors.
     """

@@ -84,10 +84,10 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
     reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
     if reason is None:
-        looks_up = bool(isa.lookup_condition) and partition.table is not None
+        looks_up = bool(isa.lookup_condition) and partition.lut is not None
         saturates = result != "f32" and saturates_to_bounds(tail, plan.graph)
         return depthwise_kernel(piece, result, saturates, clamps_float, looks_up, isa)
-    looks_up = bool(isa.lookup_condition) and partition.table is not None and kind is Tail.REQUANTIZE
+    looks_up = bool(isa.lookup_condition) and partition.lut is not None and kind is Tail.REQUANTIZE
     schedule, permuted = plan.schedules[partition.output], isa.packs and result != "f32"
     tile = TileSpec(
         schedule.tile_rows,

@@ -57,11 +57,11 @@ def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) 
         if partition.output in timed:
             reasons[partition.output] = "a timed search found it to be faster"
         elif partition.output in found:
-            reasons[partition.output] = _why(gemm_problem(partition, plan), found[partition.output], target)
+            reasons[partition.output] = _reason(gemm_problem(partition, plan), found[partition.output], target)
     return replace(plan, schedules={**found, **timed}).with_reasons(Choice.SCHEDULE, reasons)
 
 
-def _why(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
+def _reason(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
     """Return the reason for an analytic schedule."""
     fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
     shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"

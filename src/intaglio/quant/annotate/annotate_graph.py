@@ -163,7 +163,7 @@ def _apply_patterns(
                 reasons[node] = "no pattern matches it"
             continue
         if found.pattern.setting is not None:
-            own = replace(recipe, default=found.pattern.setting.over(recipe.default))
+            own = replace(recipe, default=found.pattern.setting.with_defaults(recipe.default))
             settings[node] = own.setting(origin(node), classes)
         reasons[node] = None if settings[node].quantize else f"the pattern {found.pattern.name} leaves it in float"
 
@@ -189,7 +189,7 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
     found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
     notes += [f"weights: {found} in saved files; kernels compute with them as int8"] if found else []
-    moved = {region.root for region in regions if region.moves}
+    moved = {region.root for region in regions if region.is_data_movement}
     short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
     notes += [f"shortcut {origin(node).path or node.name}: 8 bits, because {reason}" for node, reason in short.items()]
     return tuple(notes)

@@ -60,7 +60,7 @@ def reads_shortcut(region: Region, node: fx.Node, value: fx.Node, shortcuts: Map
     """
     if value not in shortcuts or shortcuts[value] is not None:
         return False
-    return region.root in shortcuts if region.moves else region.adds_shortcut and node is not region.anchor
+    return region.root in shortcuts if region.is_data_movement else region.adds_shortcut and node is not region.anchor
 
 
 def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
@@ -78,7 +78,7 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
         reason: str | None
         if region is None:
             reason = "no quantized operator computes it"
-        elif region.moves:
+        elif region.is_data_movement:
             reason = want(region.activations()[0])
         elif region.setting.activation.storage is not DType.U8:
             reason = f"its quantized values are {region.setting.activation.name}"
@@ -126,7 +126,7 @@ def find_regions(
             return None
         if row.precise and settings[chain[-1]].functions != FunctionForm.PRECISE:
             return None
-        if not (_same_setting(chain, settings) if resolved is None else resolved.fits(chain)):
+        if not (_same_setting(chain, settings) if resolved is None else resolved.accepts(chain)):
             return None
         setting = settings[chain[-1] if resolved is None else chain[0]]
         return Region(chain, row.name, setting, _pattern_of(chain, owners))
@@ -135,7 +135,8 @@ def find_regions(
     found += [
         Region((node,), known_record(node).name, settings[node], _pattern_of((node,), owners))
         for node in nodes
-        if node not in taken and (resolved.fits((node,)) if resolved else not _only_after_product(node, settings[node]))
+        if node not in taken
+        and (resolved.accepts((node,)) if resolved else not _only_after_product(node, settings[node]))
     ]
     return sorted(found, key=lambda region: view.position(region.root))
 
@@ -195,7 +196,7 @@ def _propagate_quantization(regions: Iterable[Region]) -> set[Region]:
     active = {
         region for region in regions if region.record.anchor or (region.pattern and region.pattern.quantize_always)
     }
-    roots = {region.root for region in active if not region.gives_float}
+    roots = {region.root for region in active if not region.returns_float}
     changed = True
     while changed:
         before = len(active)

@@ -234,7 +234,7 @@ class ResolvedAnnotations:
         """Return whether the weight of a layer is annotated, but none of its activations."""
         return node in self.weights and not any((value, node) in self.edges for value in activations(node))
 
-    def fits(self, nodes: Sequence[fx.Node]) -> bool:
+    def accepts(self, nodes: Sequence[fx.Node]) -> bool:
         """Return whether a chain reads only quantized values, contains none, and returns what the annotation wants."""
         anchor, root, record = nodes[0], nodes[-1], known_record(nodes[0])
         outside = [(value, node) for node in nodes for value in activations(node) if value not in nodes]

@@ -96,7 +96,7 @@ class Region(Chain):
         return len(self.nodes) == 1 and self.record.shares_qparams
 
     @property
-    def moves(self) -> bool:
+    def is_data_movement(self) -> bool:
         """Return whether the region is a single data movement of one quantized value."""
         return len(self.nodes) == 1 and self.record.moves_data and not self.record.variadic
 
@@ -118,7 +118,7 @@ class Region(Chain):
         return Role.TOKEN if self.record.recurrent else Role(mode)
 
     @property
-    def gives_float(self) -> bool:
+    def returns_float(self) -> bool:
         """Return whether its result is always float, as those of dynamically quantized and of recurrent layers are."""
         return self.dynamic or self.record.recurrent
 

@@ -138,14 +138,14 @@ class Binder:
                 "to pass them, name them in capture(..., example_kwargs=...)",
                 stacklevel=3,
             )
-        self._say(f"batches are dictionaries: {sorted(used)} go to forward", left_out)
+        self._log_left_out(f"batches are dictionaries: {sorted(used)} go to forward", left_out)
         args = tuple(used.pop(name) for name in self.names[: self.required] if name in used)
         return args, used
 
     def _sequence(self, item: tuple[Any, ...]) -> Call:
         """Return the call for a sequence; what follows the arguments of forward is left out, as labels."""
         if self.nested is None and len(item) == 2 and isinstance(item[0], (tuple, list, Mapping)):
-            self._say("batches are pairs: the first part goes to forward", ["the second part"])
+            self._log_left_out("batches are pairs: the first part goes to forward", ["the second part"])
             return self(item[0])
         if len(item) > self.required + len(self.keywords):
             others = [f"element {index}" for index in range(self.required, len(item))]
@@ -156,12 +156,12 @@ class Binder:
                     f"left out as labels; if they are {', '.join(optional)}, pass dictionaries or example_inputs",
                     stacklevel=2,
                 )
-            self._say(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
+            self._log_left_out(f"the first {self.required} of {len(item)} elements of a batch go to forward", others)
             return item[: self.required], {}
         positional, rest = item[: self.required], item[self.required :]
         return positional, dict(zip(self.keywords, rest, strict=False))
 
-    def _say(self, decision: str, left_out: list[str]) -> None:
+    def _log_left_out(self, decision: str, left_out: list[str]) -> None:
         """Log once which parts of batches are left out."""
         if self._warned or not left_out:
             return

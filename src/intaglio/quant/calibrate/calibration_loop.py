@@ -161,13 +161,13 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     binder, seen, observer_state = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.observer_state
     first, count, size = observer_state.batch - group.rank, 0, 0
     items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
-    for item in _bar(items, _length(data), progress):
+    for item in _with_progress(items, _length(data), progress):
         args, kwargs = binder(item)
         index, size = observer_state.batch, size or batch_size(args, kwargs)
         if samples is not None and group.size > 1 and (index - first) * size >= samples:
             break
         try:
-            found = _look(prepared.signature, args, kwargs)
+            found = _summary_of_inputs(prepared.signature, args, kwargs)
             prepared(*args, **kwargs)
         except InputError as error:
             where = f"batch {index - first}, {error.where}"
@@ -184,7 +184,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     return seen
 
 
-def _look(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenBatch:
+def _summary_of_inputs(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenBatch:
     """Check the inputs of a call and return a summary of them."""
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
@@ -223,7 +223,7 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def _bar(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
+def _with_progress(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
     """Yield the items, with a progress bar if `show`."""
     if not show:
         yield from items

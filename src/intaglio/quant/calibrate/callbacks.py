@@ -196,13 +196,13 @@ class Calibrator:
                 remedy="pass an iterable of batches",
             )
         binder = Binder.of(self.prepared.signature)
-        batches = list(_until(peek(self.data)[1], binder, self.options.get("samples")))
+        batches = list(_batches_until(peek(self.data)[1], binder, self.options.get("samples")))
         ranges = calibrate(self.prepared, batches, **self.options)
         calls = [bind(self.prepared.signature, *binder(batch)) for batch in batches]
         return replace(ranges, parameters=_CallbackRunner(self.prepared, ranges, calls, self.cache).run())
 
 
-def _until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
+def _batches_until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
     """Yield batches until there are this many samples, as `calibrate` does."""
     seen = 0
     for item in items:

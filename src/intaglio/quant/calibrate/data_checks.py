@@ -89,7 +89,7 @@ def pixels_as_bytes(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             )
 
 
-def never_hit(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
+def never_executed(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
     """Report sites that were never executed."""
     empty = [name for name, statistics in ranges.statistics.items() if not statistics.count]
     if empty:
@@ -175,7 +175,7 @@ CHECKS: tuple[Check, ...] = (
     constant_batches,
     duplicate_batches,
     pixels_as_bytes,
-    never_hit,
+    never_executed,
     not_finite,
     masks,
     outliers,

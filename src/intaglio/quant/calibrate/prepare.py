@@ -201,7 +201,7 @@ def _prepared(
     texts = {"captured": captured.text(), "quantizer": quantizer.to_toml(), "sites": sites}
     if not quantizer.has_text:
         del texts["quantizer"]
-    model_info = captured.model_info.after(notes, **texts)
+    model_info = captured.model_info.with_stage(notes, **texts)
     observed, observers = _insert_observers(annotations, captured.signature, observer_state, bodies)
     return Prepared(
         observed,
@@ -220,7 +220,7 @@ def _prepared(
 def _body_quantizer(quantizer: Quantizer, body: Captured) -> Quantizer:
     """Return the quantizer for a loop body, to which the model's input and output options do not apply."""
     origins = [origin(node) for node in nodes_with_loop_bodies(body.module) if node.op == "call_function"]
-    recipe = quantizer.recipe.within(origins, body.classes)
+    recipe = quantizer.recipe.for_part(origins, body.classes)
     return replace(
         quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
     )
@@ -236,8 +236,8 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
 def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """Return the quantizer with all open options of its recipe decided for this graph."""
     records = (record_of(node) for node in module.graph.nodes)
-    attention = any(record is not None and record.attends for record in records)
-    return replace(quantizer, recipe=quantizer.recipe.decided(attention))
+    attention = any(record is not None and record.is_attention for record in records)
+    return replace(quantizer, recipe=quantizer.recipe.with_defaults(attention))
 
 
 def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:
@@ -263,7 +263,7 @@ def annotate_everything(prepared: Prepared) -> Annotations:
     ends = quantizer.skip_first or quantizer.skip_last
     if quantizer.patterns or quantizer.annotator or not (ends or quantizer.recipe.leaves_float):
         return prepared.annotations
-    everything = replace(quantizer, recipe=quantizer.recipe.of_everything(), skip_first=False, skip_last=False)
+    everything = replace(quantizer, recipe=quantizer.recipe.without_skips(), skip_first=False, skip_last=False)
     return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
 
 
@@ -276,7 +276,7 @@ def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     observer_state = ObserverState()
     bodies = {name: _reprepare_body(body, observer_state) for name, body in prepared.bodies.items()}
     observed, observers = _insert_observers(annotations, prepared.signature, observer_state, bodies)
-    model_info = prepared.model_info.after(sites=annotations.text())
+    model_info = prepared.model_info.with_stage(sites=annotations.text())
     return replace(
         prepared,
         module=observed,

@@ -241,7 +241,7 @@ class _Histogram:
     def of(cls, statistics: Statistics) -> _Histogram:
         """Return a histogram of the dyadic bins, or of the sketch if outliers make the dyadic bins too wide."""
         if statistics.largest_magnitude > OUTLIER_RATIO * statistics.typical_magnitude:
-            return cls.of_sketch(statistics)
+            return cls.from_sketch(statistics)
         occupied = np.flatnonzero(statistics.bins)
         left = (occupied - HALF_BINS).astype(np.float64)
         full = minmax(statistics)
@@ -251,7 +251,7 @@ class _Histogram:
         return cls(centres, counts, np.ones(len(occupied)), statistics.exponent, full)
 
     @classmethod
-    def of_sketch(cls, statistics: Statistics) -> _Histogram:
+    def from_sketch(cls, statistics: Statistics) -> _Histogram:
         """Return a histogram of all values except outliers, from the sketch."""
         counts = statistics.sketch.reshape(2, -1).copy()
         limit = OUTLIER_RATIO * statistics.typical_magnitude

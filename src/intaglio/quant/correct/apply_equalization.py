@@ -83,7 +83,9 @@ def apply_equalization(
 
 def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
     return replace(
-        made, equalization=found, model_info=made.model_info.after(corrections=report) if report else made.model_info
+        made,
+        equalization=found,
+        model_info=made.model_info.with_stage(corrections=report) if report else made.model_info,
     )
 
 

@@ -88,7 +88,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     chosen |= {name: one.factors for name, one in smooth.items() if name in rows}
     by_site = {site: tuple(chosen[name].tolist()) for name, site in sites.items() if name in chosen}
     plain = {name: factors for name, factors in chosen.items() if name not in smooth}
-    steps = _gain(module, plain, calls[0]) if plain and calls else ()
+    steps = _snr_before_and_after(module, plain, calls[0]) if plain and calls else ()
     if smooth:
         sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
         ends = (decibels(len(smooth), each) for each in sums)
@@ -174,7 +174,7 @@ class _ValueRecorder(fx.Interpreter):
         return value
 
 
-def _gain(
+def _snr_before_and_after(
     module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]
 ) -> tuple[CorrectionStep, ...]:
     """Return the signal-to-noise ratios of the values in 8 bits with min-max ranges, before and after equalization."""

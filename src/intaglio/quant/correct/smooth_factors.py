@@ -44,7 +44,7 @@ class SampledRows:
         samples = torch.arange(first, first + len(tokens)).repeat_interleave(chosen.shape[1])
         return SampledRows(chosen.reshape(-1, value.shape[-1]).float(), samples)
 
-    def few(self) -> SampledRows:
+    def evenly_spaced(self) -> SampledRows:
         """Return at most `SAMPLED_ROW_COUNT` of the tokens, evenly spaced."""
         step = -(-len(self.values) // SAMPLED_ROW_COUNT)
         return SampledRows(self.values[::step], self.samples[::step])
@@ -82,7 +82,7 @@ def smoothing(rows: SampledRows, weights: Sequence[torch.Tensor], largest: torch
         weights: weights of the readers, f32[o, c].
         largest: largest magnitude of each channel over all data.
     """
-    weight, rows = torch.cat(list(weights)), rows.few()
+    weight, rows = torch.cat(list(weights)), rows.evenly_spaced()
     signal = (rows.values @ weight.t()).double().square().sum().item()
     plain = _error(rows, weight, None)
     errors = {strength: _error(rows, weight, strength) for strength in STRENGTHS}

@@ -50,7 +50,7 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
     free, steps = permute(weight, order, 2), permute(step.expand_as(weight), order, 2)
     quantized, _ = _spread(free, steps, factor, low, high)
     chosen = torch.zeros_like(quantized).scatter(2, order[:, None].expand_as(quantized), quantized)
-    return _better(chosen, plain, weight, step, found.matrix)
+    return _better_rounding(chosen, plain, weight, step, found.matrix)
 
 
 def _spread(
@@ -102,7 +102,7 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
             loss.backward()
             optimizer.step()
     chosen = (floor + (logits.detach() >= 0)).clamp(low, high)
-    return _better(chosen, plain, weight, step, moments)
+    return _better_rounding(chosen, plain, weight, step, moments)
 
 
 ROUNDINGS: dict[str, Round] = {Rounding.NEAREST: nearest, Rounding.GPTQ: gptq, Rounding.ADAROUND: adaround}
@@ -115,7 +115,7 @@ def loss(quantized: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matr
     return ((error @ matrix) * error).sum(2)
 
 
-def _better(
+def _better_rounding(
     chosen: torch.Tensor, plain: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
     """Return the chosen rounding in rows where its error is less, and the plain one in all other rows."""

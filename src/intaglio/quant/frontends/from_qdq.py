@@ -50,7 +50,7 @@ def from_qdq(captured: Captured) -> Reference:
     leaders = {site.name: site.name for site in sites}
     annotations = Annotations(module, sites, (), skipped((), (), reasons), leaders)
     note = f"quantized by another tool: {len(sites)} activations as given, {weights} weights and biases"
-    model_info = captured.model_info.after((note,), captured=captured.text(), reference=fx_text(module.graph))
+    model_info = captured.model_info.with_stage((note,), captured=captured.text(), reference=fx_text(module.graph))
     qparams = {site.name: fixed_qparams(site, site.spec) for site in sites if isinstance(site.spec, Fixed)}
     return Reference(module, captured.signature, qparams, annotations, Parameters({}), model_info)
 

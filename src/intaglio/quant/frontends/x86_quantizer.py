@@ -245,7 +245,7 @@ def _operand_annotations(
             found[one] = _activation_annotation(config)
     weight = known_record(anchor).roles.weight
     if weight is not None and operands(anchor)[weight] is not None:
-        effective = config.over(DEFAULT)
+        effective = config.with_defaults(DEFAULT)
         found[operands(anchor)[weight]] = QuantizedAs(
             effective.weight.name, Observed("absmax", True), channels=effective.weights != WeightScales.TENSOR
         )
@@ -256,7 +256,7 @@ def _activation_annotation(config: Setting | None) -> QuantizedAs | None:
     """Return the annotation of activations under a setting; ``None`` if they stay in float."""
     if config is None or config.activations == ActivationMode.FLOAT:
         return None
-    effective = config.over(DEFAULT)
+    effective = config.with_defaults(DEFAULT)
     if effective.activations in (ActivationMode.TOKEN, ActivationMode.TENSOR):
         return QuantizedAs(spec=Dynamic(effective.activations))
     return QuantizedAs(effective.activation.name, Observed(effective.method or "mse"))

@@ -47,27 +47,27 @@ class ParameterTree:
         for path in dict.fromkeys([*captured.classes, *self.norms]):  # keeps the order of the float model
             if path in self.norms:
                 norm = self.norms[path]
-                self.place(path, StatisticsNorm(mode, norm.momentum, norm.eps))
+                self.register(path, StatisticsNorm(mode, norm.momentum, norm.eps))
             elif path and any(known.startswith(f"{path}.") for known in leaves):
-                self.place(path, nn.Module())
+                self.register(path, nn.Module())
         for node in constants:
             self._leaf(node, getattr(evaluation.module, str(node.target)))
         for state in captured.signature.state:
             owner, _, name = state.path.rpartition(".")
             if state.type.dtype is DType.I64 and name == BATCH_NORM_COUNTERS[2]:
                 self.counters[owner] = state.path
-                self.place(state.path, torch.from_numpy(state.initial.copy()))
+                self.register(state.path, torch.from_numpy(state.initial.copy()))
 
         self.quantizers = self.unused_name("quantizers")
 
     def _leaf(self, node: fx.Node, tensor: torch.Tensor) -> None:
         path, requires_grad = info(node).path or str(node.target), info(node).requires_grad
         self.paths[str(node.target)] = path
-        self.place(
+        self.register(
             path, tensor.clone() if requires_grad is None else nn.Parameter(tensor.clone(), requires_grad=requires_grad)
         )
 
-    def place(self, path: str, value: nn.Module | torch.Tensor, persistent: bool = True) -> None:
+    def register(self, path: str, value: nn.Module | torch.Tensor, persistent: bool = True) -> None:
         """Register a module, parameter or buffer at a dotted path, and add the containers on the way."""
         owner, _, name = path.rpartition(".")
         module = self.root
@@ -86,7 +86,7 @@ class ParameterTree:
         """Register a fake-quantize module under a unique name, and return its path."""
         if (placed := getattr(self.root, self.quantizers, None)) is not None:
             name = unique_name(placed, name)
-        self.place(f"{self.quantizers}.{name}", module)
+        self.register(f"{self.quantizers}.{name}", module)
         return f"{self.quantizers}.{name}"
 
     def unused_name(self, name: str) -> str:
@@ -109,7 +109,7 @@ class ParameterTree:
         def fixed(tensor: torch.Tensor) -> fx.Node:
             nonlocal number
             name, number = self.unused_name(f"{FIXED}{number}"), number + 1
-            self.place(name, tensor.clone(), persistent=False)
+            self.register(name, tensor.clone(), persistent=False)
             return graph.get_attr(name)
 
         known.update({id(getattr(self.module, name)): leaf for name, leaf in leaves.items()})

@@ -217,7 +217,7 @@ def prepare_qat(captured: Captured, quantizer: Quantizer | Annotator | None = No
     compute = tree.constants(prepared.annotations.module, training.names, tape)
     if lost := _unread(root, run, compute):
         notes = (f"not trained, because the graph contains their values as constants: {', '.join(lost)}",)
-        prepared = replace(prepared, model_info=prepared.model_info.after(notes))
+        prepared = replace(prepared, model_info=prepared.model_info.with_stage(notes))
     name = f"{prepared.model_info.name}, prepared for training"
     root._plan = TrainingPlan(
         prepared, tuple(training.names), _function(compute, f"constants of {name}"), _function(run, name)

@@ -226,7 +226,7 @@ class TrainingGraph:
             path = f"{path}.dropout".lstrip(".") if not path or _taken(self.tree.root, path) else path
             while _taken(self.tree.root, path):
                 path += "_"
-            self.tree.place(path, module)
+            self.tree.register(path, module)
             self.dropouts[key] = path
         return self.dropouts[key]
 

@@ -128,7 +128,7 @@ def convert(
     texts = {"reference": text, "parameters": parameters.without_weights().to_json()}
     if report := prepared.model_info.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
         texts["corrections"] = report
-    model_info = prepared.model_info.after(tuple(remarks), **texts)
+    model_info = prepared.model_info.with_stage(tuple(remarks), **texts)
     signature = _quantized_outputs(signature, prepared, qparams) if prepared.quantizer.integers else signature
     return Reference(module, signature, qparams, prepared.annotations, parameters, model_info, prepared.passes, bodies)
 

@@ -192,7 +192,7 @@ def decompose_unsupported_rhs(module: fx.GraphModule) -> int:
         values = operands(node)
         for value in [value for i in record.roles.x[1:] if (value := values[i]) is not None]:
             q = dequantized_u8_qparams(value)
-            if q is None or (not record.attends and (q.zero, q.qmin + q.qmax) == (128, 256)):
+            if q is None or (not record.is_attention and (q.zero, q.qmin + q.qmax) == (128, 256)):
                 continue
             found = f"{q.qmin}..{q.qmax} with zero point {q.zero}"
             update_info(

@@ -83,7 +83,7 @@ class Rewriter:
                 self._rewrite_anchor(region)
             elif region.record.recurrent:
                 quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
-            elif region.record.attends:
+            elif region.record.is_attention:
                 self._attention(self.nodes[region.anchor.name])
         for table in (table for table in self.annotations.tables if table.reason is None):
             quantize_table(self.nodes[table.node.name], self._get)

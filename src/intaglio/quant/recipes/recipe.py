@@ -99,14 +99,14 @@ class Recipe:
         """Return whether any setting leaves operators in float."""
         return any(setting.quantize is False for setting in (self.default, *(s for _, s in self.entries)))
 
-    def of_everything(self) -> Recipe:
+    def without_skips(self) -> Recipe:
         """Return a copy in which no setting leaves operators in float."""
         entries = tuple((selector, _unskipped(setting)) for selector, setting in self.entries)
         return replace(self, entries=entries, default=_unskipped(self.default))
 
-    def decided(self, attention: bool) -> Recipe:
+    def with_defaults(self, attention: bool) -> Recipe:
         """Return a copy whose default leaves nothing open, for a model with or without attention."""
-        return replace(self, default=self.default.over(TRANSFORMER if attention else DEFAULT))
+        return replace(self, default=self.default.with_defaults(TRANSFORMER if attention else DEFAULT))
 
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
         """Return the setting of one operator.
@@ -115,7 +115,7 @@ class Recipe:
             origin: path and operator.
             classes: module path -> class name.
         """
-        result = self.default.over(DEFAULT)
+        result = self.default.with_defaults(DEFAULT)
         for level in PREFIXES:
             hits = [
                 (depth, index, setting)
@@ -123,7 +123,7 @@ class Recipe:
                 if prefix_of(selector) == level and (depth := matches(selector, origin, classes)) is not None
             ]
             for _, _, setting in sorted(hits, key=lambda hit: hit[:2]):
-                result = setting.over(result)
+                result = setting.with_defaults(result)
         return result
 
     def check(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> None:
@@ -142,7 +142,7 @@ class Recipe:
                     remedy=nearest(selector, origins, classes),
                 )
 
-    def within(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> Recipe:
+    def for_part(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> Recipe:
         """Return a copy without the selectors that match none of these operators, for a part of a model."""
         origins = list(origins)
         entries = [
@@ -156,7 +156,7 @@ class Recipe:
         """Return TOML text that `from_toml` reads back to an equal recipe."""
         merged: dict[str, Setting] = {}
         for selector, setting in self.entries:  # TOML allows a table once: the later entry wins
-            merged[selector] = setting.over(merged.pop(selector, Setting()))
+            merged[selector] = setting.with_defaults(merged.pop(selector, Setting()))
         tables = [
             toml_table("default", _keys(self.default)),
             *(toml_table(toml_text(s), _keys(v)) for s, v in merged.items()),

@@ -117,7 +117,7 @@ class Setting:
         found = GROUPS.fullmatch(self.weights or "")
         return int(found[1]) if found else 0
 
-    def over(self, other: Setting) -> Setting:
+    def with_defaults(self, other: Setting) -> Setting:
         """Return this setting with its open fields filled from a weaker one."""
         both = {key: vars(other)[key] if value is None else value for key, value in vars(self).items()}
         if self.bits is not None or self.activations_dtype is not None:  # the two keys answer one question
