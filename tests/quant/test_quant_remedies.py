@@ -46,6 +46,15 @@ def conv(inputs: int = 3, outputs: int = 3) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
+class Requested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = conv()
+
+    def forward(self, request):
+        return self.a(request["pixels"])
+
+
 # Models that several rows use are captured once.
 
 
@@ -191,6 +200,11 @@ CALIBRATION = {
         lambda: calibrated([{"pixels": torch.ones(2, 8)}], "vectors"),
         "name the keys after the parameters of forward",
         lambda: calibrated([{"input": torch.ones(2, 8)}], "vectors"),
+    ),
+    "a dictionary that forward takes itself": (
+        lambda: intaglio.quantize(Requested(), [{"pixels": X}]),
+        "is the dictionary itself, make the batch a tuple with it: (batch,)",
+        lambda: intaglio.quantize(Requested(), [({"pixels": X},)]),
     ),
     "empty batches": (
         lambda: calibrated([X[:0]]),

@@ -117,7 +117,7 @@ MODELS = {
     ),
     "a branch of Python on values": (
         lambda: stages.capture(body(lambda m, x: m.l(x) if x.sum() > 0 else x), X),
-        "quantize the submodules that do not depend on data one by one",
+        "quantize the submodules that do not depend on data one by one, or use intaglio.eager",
         lambda: stages.capture(body(lambda m, x: m.l(x) if x.sum() > 0 else x).l, X),
     ),
     "a branch of torch": (

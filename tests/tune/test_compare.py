@@ -15,7 +15,9 @@ import intaglio
 from intaglio import stages
 from intaglio.annotation import X86Quantizer, get_symmetric_quantization_config
 from intaglio.errors import InputError
-from intaglio.tune.verdict import verdict
+from intaglio.tune.comparison import Comparison
+from intaglio.tune.op_error import ErrorSums
+from intaglio.tune.verdict import ResultTotals, verdict
 from support import nets
 from support.int8_models import compiled
 from support.lowering import captured_net, lowered, quantized, sqnr
@@ -146,7 +148,7 @@ def test_the_comparison_table_begins_with_the_result_and_the_worst_operator():
     x = nets.example(model, 4)
     report = intaglio.compare(model, lowered(captured, x)[0], [x], samples=2)
     first, heading, *lines = str(report).splitlines()
-    lines = lines[: len(report.rows)]
+    lines = lines[: len(report.listed)]
     assert first == f"result: {report.results[0]:.1f} dB over 4 samples"
     assert heading.split() == ["alone", "so", "far", "clipped", "in", "use", "operator"]
     alone = [math.inf if "exact" in line[:10] else float(line.split()[0]) for line in lines]
@@ -394,3 +396,52 @@ def test_attention_with_four_axes_is_compared_by_operator_in_every_setting(name,
     report = intaglio.compare(model, stages.convert(prepared, stages.calibrate(prepared, [x])), [x])
     assert {"q", "k", "v", "o"} <= {row.path for row in report.rows}
     assert 20 < report.results[0] < math.inf
+
+
+@torch.no_grad()
+def test_the_projections_of_attention_are_named_and_exact_operators_are_not_listed():
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    body = Body(lambda m, x: m.attention(x, x, x, need_weights=False)[0], attention=model).eval()
+    x = torch.randn(4, 5, 8)
+    captured = stages.capture(body, x)
+    report = intaglio.compare(captured, lowered(captured, x)[0], [x])
+    found = {row.detail for row in report.rows if row.operator == "aten.linear.default"}
+    assert found == {"query", "key", "value", "output projection"}
+    assert f"not listed: {len(report.rows) - len(report.listed)} exact operators" in str(report)
+    assert len(report.listed) < len(report.rows)
+    assert not any(line.lstrip().startswith("exact") for line in str(report).splitlines())
+
+
+def test_elements_that_a_mask_sets_to_infinity_are_left_out_of_errors():
+    sums = ErrorSums()
+    exact = torch.tensor([1.0, -math.inf, 2.0])
+    sums.add("x", exact, exact)
+    assert sums.decibels("x") == math.inf
+    sums.add("x", exact, torch.tensor([1.0, -math.inf, 2.1]))
+    assert math.isfinite(sums.decibels("x"))
+
+
+def test_results_that_are_classes_in_some_calls_only_have_no_agreement():
+    outcome = ResultTotals()
+    outcome.add(torch.eye(4), torch.eye(4), logits=True)
+    assert outcome.agreement == 1
+    outcome.add(torch.ones(4, 1), torch.ones(4, 1), logits=False)
+    assert outcome.agreement is None
+
+
+def test_a_comparison_without_operators_has_no_skip_list():
+    with pytest.raises(InputError, match=r"no operator was compared\n  remedy: compare"):
+        Comparison((), (20.0,), 4).skip_list(2)
+
+
+def test_the_reference_of_a_smoothed_model_is_made_again_in_the_order_of_the_graph():
+    """A file sorts sites by name: that of the model's own operators, which run last, comes first."""
+
+    def forward(m, x):
+        return m.c(m.b(m.n(m.a(x))) / 2.0)
+
+    parts = {"a": nn.Linear(16, 16), "n": nn.LayerNorm(16), "b": nn.Linear(16, 16), "c": nn.Linear(16, 4)}
+    model = nets.randomize(Body(forward, **parts)).eval()
+    data = [torch.randn(32, 16) * torch.linspace(0.1, 8, 16) for _ in range(4)]
+    int8 = intaglio.quantize(model, data)
+    assert intaglio.compare(model, int8, data).rows

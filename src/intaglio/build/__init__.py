@@ -306,6 +306,9 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
         return (able[0],)
     requested = (isa,) if isinstance(isa, str) else tuple(isa)
     where = f"isa={isa!r}" if isinstance(isa, str) else f"isa={requested}"
+    if unknown := [one for one in requested if one not in ISAS]:
+        problem = f"there are no kernels for {', '.join(map(str, unknown))}; allowed are {', '.join(ISAS)}"
+        raise BuildError(where, None, problem, remedy="leave isa out for the best one of this machine")
     supported = [one for one in able if one in requested]
     if not supported:
         raise BuildError(
@@ -314,8 +317,6 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
             f"this machine supports none of these; it runs {', '.join(able)}",
             remedy="add one of those; the file of a model can hold libraries for several instruction sets",
         )
-    if unknown := [one for one in requested if one not in ISAS]:
-        raise BuildError(where, None, f"there are no kernels for {', '.join(unknown)}; allowed are {', '.join(ISAS)}")
     return (supported[0], *[one for one in ISAS if one in requested and one != supported[0]])
 
 

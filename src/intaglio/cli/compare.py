@@ -17,7 +17,7 @@ def run(target: Path, float_model: str, data: str, samples: int | None, worst: i
     """Compare the models and return the result for JSON."""
     model, batches = targets.float_model(float_model, "--float"), targets.batches(data)
     found = intaglio.compare(model, intaglio.load(target), batches, samples=samples)
-    skip = found.skip_list(worst)
+    skip = found.skip_list(worst) if found.rows else []
     stands_for = {selector: [row.name for row in found.skipped_by(selector)] for selector in skip}
     return {**found.to_dict(), "skip": skip, "skipped": stands_for}
 

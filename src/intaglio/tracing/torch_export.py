@@ -103,7 +103,7 @@ def _remedy(error: Exception, shapes: Any) -> str:
         return "call torch.export.register_dataclass(YourClass) once before"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
         return "pass dynamic_shapes that fit the model"
-    return "quantize the submodules that do not depend on data one by one"
+    return "quantize the submodules that do not depend on data one by one, or use intaglio.eager"
 
 
 LOOKS_AT_MASK = "_detect_is_causal_mask"

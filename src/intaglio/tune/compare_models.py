@@ -88,7 +88,7 @@ def compare_results(exact: nn.Module, quantized: QuantizedModel, data: Any, *, s
 
 def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any], samples: int | None) -> Comparison:
     """Run both models on all batches and return their comparison."""
-    total, outcome, seen, logits = ErrorSums(), ResultTotals(), 0, False
+    total, outcome, seen = ErrorSums(), ResultTotals(), 0
     for item in items:
         args, kwargs = compared.binder(item)
         for index, both in enumerate(compared(args, kwargs)):
@@ -103,8 +103,7 @@ def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any
     rows = number_repeated_calls([row for comparison in compared.comparisons for row in comparison.rows()])
     rows.sort(key=lambda row: (row.alone, row.so_far))
     results = tuple(total.decibels(key) for key in total.signal)
-    agreement = outcome.agreement if logits else None
-    return Comparison(tuple(rows), results, seen, compared.parted, agreement, outcome.cosine)
+    return Comparison(tuple(rows), results, seen, compared.parted, outcome.agreement, outcome.cosine)
 
 
 def is_batch(leaf: Any) -> bool:

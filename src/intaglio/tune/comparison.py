@@ -129,7 +129,9 @@ class Comparison:
 
     def skip_list(self, count: int) -> list[str]:
         """Return selectors of the ``count`` operators with the largest errors of their own. Exact operators are left
-        out."""
+        out. Raise `InputError` if no operators were compared."""
+        if not self.rows:
+            raise InputError("compare", None, "no operator was compared", remedy=NEEDS_REFERENCE)
         return _selectors(row for row in self.rows if row.alone < math.inf)[:count]
 
     def skipped_by(self, selector: str) -> tuple[Row, ...]:
@@ -141,7 +143,7 @@ class Comparison:
         """Return a line for each of the ``count`` worst selectors, with the rows that it leaves in float."""
         return [
             f"skip={selector!r} leaves in float: {', '.join(row.name for row in self.skipped_by(selector))}"
-            for selector in self.skip_list(count)
+            for selector in (self.skip_list(count) if self.rows else ())
         ]
 
     def __str__(self) -> str:
@@ -149,9 +151,20 @@ class Comparison:
         verdict."""
         end = f"verdict: {self.verdict}"
         if not self.rows:
-            return f"{self._heading()}\noperators: {NEEDS_REFERENCE}\n{end}"
+            reason = "not compared, because the reference cannot be made again"
+            return f"{self._heading()}\noperators: {reason}; {NEEDS_REFERENCE}\n{end}"
         names = f"{'alone':>10} {'so far':>10} {'clipped':>8} {'in use':>7}  operator"
-        return "\n".join([self._heading(), names, *map(str, self.rows), *self.advice(), end])
+        return "\n".join([self._heading(), names, *map(str, self.listed), *self._unlisted(), *self.advice(), end])
+
+    @property
+    def listed(self) -> tuple[Row, ...]:
+        """Return the rows with an error of their own, which texts and tables list."""
+        return tuple(row for row in self.rows if row.alone < math.inf)
+
+    def _unlisted(self) -> list[str]:
+        """Return a line with the number of operators that are not listed, or an empty list."""
+        exact = len(self.rows) - len(self.listed)
+        return [f"not listed: {exact} exact operator{'s' * (exact != 1)}, such as data movement"] if exact else []
 
     def _heading(self) -> str:
         found = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
@@ -163,12 +176,12 @@ class Comparison:
         from rich.text import Text
 
         end = [] if self.rows else [NEEDS_REFERENCE]
-        caption = "\n".join([*end, *self.advice(), f"verdict: {self.verdict}"])
+        caption = "\n".join([*end, *self._unlisted(), *self.advice(), f"verdict: {self.verdict}"])
         table = Table(title=self._heading(), title_justify="left", caption=Text(caption), caption_justify="left")
         table.add_column("operator", overflow="fold")
         for name in ("alone", "so far", "cosine", "values", "clipped", "in use"):
             table.add_column(name, justify="right")
-        for row in self.rows:
+        for row in self.listed:
             noise = (_decibels(row.alone).strip(), _decibels(row.so_far).strip(), f"{row.so_far_cosine:.5f}")
             cut = f"{100 * row.use.below:.2f} + {100 * row.use.above:.2f} %" if row.use else ""
             name = row.name + (f"\n{row.source}" if row.source else "")

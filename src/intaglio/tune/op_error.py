@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -105,6 +106,7 @@ class GraphComparison:
             if self._replaced_by_rounded_copy(name):
                 continue
             path, kind, detail = self._owner(name)
+            detail = ", ".join(filter(None, (detail, self._projection(name))))
             decibels, cosine = (
                 tuple(measure(f"{key} {name}") for key in ("alone", "so far"))
                 for measure in (total.decibels, total.cosine)
@@ -151,6 +153,12 @@ class GraphComparison:
             return where.path, where.operator, ""
         return where.path, operator(node), f"part of {where.operator}"
 
+    def _projection(self, name: str) -> str:
+        """Return which projection of an `nn.MultiheadAttention` a linear operator computes, or ""."""
+        node = self.named[name]
+        weight = node.args[1] if operator(node) == "aten.linear.default" else None
+        return projection_of(str(weight.target)) if isinstance(weight, fx.Node) else ""
+
     def _replaced_by_rounded_copy(self, name: str) -> bool:
         """Return whether equalization scales the value before anything reads it, so that its own row says nothing."""
         node = self.named[name]
@@ -168,6 +176,32 @@ class GraphComparison:
             alone = path and not any(other.startswith(f"{path}.") for other in paths)
             found.update({node.name: path if alone else f"op:{where.operator}" for node in region.nodes})
         return found
+
+
+def projection_of(weight: str) -> str:
+    """Return the projection of an `nn.MultiheadAttention` that a weight belongs to, by its name, or "".
+
+    `in_proj_weight` has the rows of query, key and value, in this order. ``in_proj_weight_64_128`` are its rows from 64
+    to 127, those of the key: as many rows come before them.
+    """
+    for end, projection in PROJECTIONS.items():
+        if weight.endswith(end):
+            return projection
+    rows = re.search(r"in_proj_weight_(\d+)_(\d+)$", weight)
+    if rows is None:
+        return ""
+    start, stop = int(rows[1]), int(rows[2])
+    part, rest = divmod(start, stop - start)
+    return "" if rest or part > 2 else ("query", "key", "value")[part]
+
+
+PROJECTIONS = {
+    "q_proj_weight": "query",
+    "k_proj_weight": "key",
+    "v_proj_weight": "value",
+    "out_proj_weight": "output projection",
+}
+"""Projections by the end of the name of a weight of `nn.MultiheadAttention`."""
 
 
 def _scales_a_value(node: fx.Node) -> bool:
@@ -287,6 +321,9 @@ class ErrorSums:
     def add(self, key: str, exact: torch.Tensor, found: torch.Tensor) -> None:
         """Add the sums of squares of two tensors and of their difference to those of a key."""
         exact, found = exact.detach().double(), found.detach().double()
+        finite = exact.isfinite()  # a mask of -inf is equal in both models, and has no error
+        if not finite.all():
+            exact, found = exact[finite], found[finite]
         self.signal[key] = self.signal.get(key, 0.0) + exact.square().sum().item()
         self.noise[key] = self.noise.get(key, 0.0) + (exact - found).square().sum().item()
         self.found[key] = self.found.get(key, 0.0) + found.square().sum().item()

@@ -38,7 +38,7 @@ class ResultTotals:
     """Running sums over the samples of one result tensor. Memory does not depend on the number of samples."""
 
     def __init__(self) -> None:
-        self.samples = self.agreeing = 0
+        self.samples = self.agreeing = self.classified = 0
         self.cosines = 0.0
 
     def add(self, exact: torch.Tensor, found: torch.Tensor, logits: bool) -> None:
@@ -52,6 +52,7 @@ class ResultTotals:
         both_zero = (exact == 0).all(1) & (found == 0).all(1)
         self.cosines += similar.masked_fill(both_zero, 1.0).sum().item()
         if logits:
+            self.classified += exact.shape[0]
             self.agreeing += int((exact.argmax(1) == found.argmax(1)).sum())
 
     @property
@@ -61,8 +62,8 @@ class ResultTotals:
 
     @property
     def agreement(self) -> float | None:
-        """Return the share of samples with the same top-1 class, or ``None`` without samples."""
-        return self.agreeing / self.samples if self.samples else None
+        """Return the share of samples with the same top-1 class, or ``None`` if not all batches are logits."""
+        return self.agreeing / self.samples if self.samples and self.classified == self.samples else None
 
 
 def classifies(module: fx.GraphModule | None) -> bool:

@@ -146,6 +146,19 @@ def test_a_name_that_no_recipe_and_no_file_has_names_the_nearest():
         Recipe.named("acurate")
 
 
+def test_a_recipe_file_that_cannot_be_read_names_the_file_and_the_nearest(tmp_path):
+    Recipe().save(tmp_path / "mine.toml")
+    for path, nearest in (("mime.toml", "mine.toml"), ("acurate.toml", "accurate")):
+        for read in (Recipe.load, Recipe.given):
+            with pytest.raises(SelectorError, match=f"'{tmp_path / path}' cannot be read: No such file") as raised:
+                read(tmp_path / path)
+            assert nearest in raised.value.remedy
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    for path, problem in ((tmp_path, "Is a directory"), (tmp_path / "bytes.toml", "it is not UTF-8 text")):
+        with pytest.raises(SelectorError, match=problem):
+            Recipe.load(path)
+
+
 @pytest.mark.case("frontends B13")
 @given(st.dictionaries(SELECTORS, SETTINGS), SETTINGS)
 def test_a_recipe_survives_toml(entries, default):

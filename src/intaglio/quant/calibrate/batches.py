@@ -130,7 +130,10 @@ class Binder:
             return (item,), {}
         if not used:
             problem = f"a batch has keys {sorted(item)}; forward takes {sorted(known)}"
-            raise CalibrationError("data", None, problem, remedy="name the keys after the parameters of forward")
+            remedy = "name the keys after the parameters of forward"
+            if len(self.names) == 1:
+                remedy += f"; if {self.names[0]!r} is the dictionary itself, make the batch a tuple with it: (batch,)"
+            raise CalibrationError("data", None, problem, remedy=remedy)
         left_out = sorted(set(item) - set(used))
         if self.open_ended and not self._warned and not LABELS.issuperset(left_out):
             warnings.warn(

@@ -95,9 +95,10 @@ def calibrate(
         observer_state.stride, observer_state.ignore = earlier.stride, earlier.ignore
     observer_state.batch = ended
     _reset(prepared, {name: mine.merge(before[name]) for name, mine in ranges.statistics.items()})
-    if samples is not None and 0 < ranges.samples < samples:
+    if samples is not None and 0 < ranges.samples < samples and group.rank == 0:
         text = (
-            f"calibrated on {ranges.samples} samples in {ranges.batches} batches, which is all data; samples={samples}"
+            f"calibrated on {ranges.samples} samples in {ranges.batches} batches, which is all data; samples={samples} "
+            "asks for more"
         )
         warnings.warn(text, stacklevel=2)
     for finding in ranges.findings if group.rank == 0 else ():

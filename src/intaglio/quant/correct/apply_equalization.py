@@ -73,7 +73,8 @@ def apply_equalization(
             f"the model has no values that can be scaled at {', '.join(unknown[:5])}",
             remedy=SAME_MODEL_AND_RECIPE,
         )
-    factors = {site: torch.tensor(numbers, dtype=torch.float64) for site, numbers in found.factors.items()}
+    in_graph_order = [site for site in (*values, *smoothed) if site in found.factors]  # files have another order
+    factors = {site: torch.tensor(found.factors[site], dtype=torch.float64) for site in in_graph_order}
     own = {smoothed[site].name: tensor for site, tensor in factors.items() if site in smoothed}
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
     _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)

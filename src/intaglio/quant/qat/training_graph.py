@@ -174,7 +174,7 @@ class TrainingGraph:
                 mark.path,
                 where.operator,
                 "this batch norm is not folded into an operator of its own and cannot be trained",
-                remedy="freeze it: evaluate it while the model is captured",
+                remedy="replace it by a module with constant statistics, such as torchvision.ops.FrozenBatchNorm2d",
             )
         paths = [None if name is None else self.tree.paths[name] for name in mark.constants]
         paths.append(self.tree.counters.get(mark.path))

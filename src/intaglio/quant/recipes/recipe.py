@@ -186,8 +186,19 @@ class Recipe:
 
     @staticmethod
     def load(path: str | Path) -> Recipe:
-        """Read a TOML file that `save` wrote."""
-        return Recipe.from_toml(Path(path).read_text(encoding="utf-8"))
+        """Read a TOML file, as `save` writes it.
+
+        Raises:
+            SelectorError: the file cannot be read, is not valid TOML or has an unknown key.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            names = f"names of built-in recipes are {', '.join(NAMED)}"
+            problem = f"the file {str(path)!r} cannot be read: {reason}; {names}"
+            raise SelectorError("recipe", None, problem, remedy=_file_remedy(Path(path))) from error
+        return Recipe.from_toml(text)
 
     def save(self, path: str | Path) -> None:
         """Write the text of `to_toml` to a file."""
@@ -202,6 +213,14 @@ def _nearest_name(name: str) -> str | None:
     """Return the names of recipes that are similar, as a remedy."""
     close = difflib.get_close_matches(name, NAMED)
     return f"nearest: {', '.join(close)}" if close else None
+
+
+def _file_remedy(path: Path) -> str:
+    """Return what to do about a recipe file that cannot be read: take a file or a recipe of a similar name."""
+    parent = path.parent
+    files = [str(file) for file in sorted(parent.glob("*.toml"))] if parent.is_dir() else []
+    close = difflib.get_close_matches(str(path), files) + difflib.get_close_matches(path.stem, NAMED)
+    return f"nearest: {', '.join(close)}" if close else "check the path, or pass the name of a recipe"
 
 
 def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Setting:
