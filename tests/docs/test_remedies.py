@@ -286,6 +286,11 @@ FAST = [
         lambda _: stages.plan(lowered(), isa="portable"),
     ),
     Case(
+        "leave isa out for the best one of this machine",
+        lambda _: stages.compile(lowered(), isa="sse9"),
+        lambda _: stages.compile(lowered()),
+    ),
+    Case(
         "add one of those; the file of a model can hold libraries for several instruction sets",
         lambda _: isas_on_a_plain_machine("avx2"),
         lambda _: isas_on_a_plain_machine("avx2", "portable"),

@@ -101,9 +101,7 @@ def test_the_least_recently_used_plans_are_dropped():
 
 
 def test_an_unknown_instruction_set_is_refused():
-    with pytest.raises(
-        BuildError, match=r"isa='sse9': there are no kernels for sse9; .*\n  remedy: this machine runs .*portable"
-    ):
+    with pytest.raises(BuildError, match=r"isa='sse9': there are no kernels for sse9; allowed are .*portable"):
         stages.compile(compiled(nets.Linears)[1], isa="sse9")
 
 
