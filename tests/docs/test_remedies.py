@@ -28,6 +28,8 @@ TESTED_ELSEWHERE = ("quant", "tracing", "tune")
 """Packages whose remedies have cases in `test_quant_remedies`, `test_capture_remedies` and `test_tune_remedies`."""
 FOLLOWED_ELSEWHERE = {
     "copy the file again from its source, or save the model again": "runtime/test_damaged_files.py",
+    "save the model with model.save(path) and load it": "runtime/test_files.py",
+    "call the model outside of torch.func and of fake tensors": "runtime/test_traced_calls.py",
     "use a loop with a fixed number of iterations": "tracing/test_unroll_scans.py",
     "pass their records again: load(path, operators=[...])": "ops/test_host_operators.py",
     "return quantized values, quantize(...).astype(np.uint8)": "ops/test_host_operators.py",
