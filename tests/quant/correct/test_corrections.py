@@ -266,7 +266,7 @@ def problems(draw):
     x[:, torch.rand(k, generator=make) < 0.2] = 0  # inputs that are never anything but zero
     weight = torch.randn(groups, rows, k, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / draw(st.sampled_from([1, 7, 127]))
-    return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank)
+    return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank, rank)
 
 
 @pytest.mark.parametrize("name", ["nearest", "gptq"])
@@ -292,7 +292,7 @@ def test_gptq_uses_correlations_of_inputs(name, monkeypatch):
     x = common + torch.randint(-10, 10, (1, 24, 400), generator=make)
     weight = torch.randn(1, 8, 24, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 7
-    found = Moments(x @ x.transpose(1, 2), x.sum(2), 400)
+    found = Moments(x @ x.transpose(1, 2), x.sum(2), 400, 400)
     matrix = found.products.double()
     errors = [loss(ROUNDINGS[n](weight, step, found, -7, 7), weight, step, matrix).sum() for n in (name, "nearest")]
     assert errors[0] < 0.3 * errors[1]
@@ -303,7 +303,7 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
     make = torch.Generator().manual_seed(0)
     x = torch.randint(-1, 2, (1, 40, 30), generator=make)
     x[:, :2] = 255
-    found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30)
+    found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30, 30)
     weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 127
     q_values = ROUNDINGS["gptq"](weight, step, found, -127, 127)

@@ -70,13 +70,12 @@ static inline __attribute__((always_inline)) void float_tile(const struct FloatL
         const int64_t first = output + v * FLOATS, left = q->outputs - first,
                       count = left < FLOATS ? left : (int64_t)FLOATS;
         if (count <= 0) break;
+        // Multiplying by 1 and adding -0 change no bit.
+        const Reals scale = q->scales ? read_f32(q->scales + first, 1, count) : all_lanes(1.0f);
+        const Reals bias = q->bias ? read_f32(q->bias + first, 1, count) : all_lanes(-0.0f);
 #pragma GCC unroll 8
-        for (int i = 0; i < ROWS; ++i) {
-            Reals y = sums[i][v];
-            if (q->scales) y = y * read_f32(q->scales + first, 1, count);
-            if (q->bias) y = y + read_f32(q->bias + first, 1, count);
-            write_f32(q->y + (row + i) * q->outputs + first, 1, count, y);
-        }
+        for (int i = 0; i < ROWS; ++i)
+            write_f32(q->y + (row + i) * q->outputs + first, 1, count, sums[i][v] * scale + bias);
     }
 }
 

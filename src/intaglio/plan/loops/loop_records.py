@@ -117,7 +117,7 @@ class LoopSchedule:
         return None if self.tile is None else self.tile.name_in(self.op)
 
     def equal_value(self, output: str) -> str:
-        """Return the value that an output equals, possibly with an axis less."""
+        """Return the value that an output equals: with the axis of reductions, if the output lacks it."""
         return self.value_with_axis.get(output, output)
 
     def along(self, output: str) -> bool:

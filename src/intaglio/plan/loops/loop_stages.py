@@ -98,7 +98,7 @@ class RowValues:
         return tuple(reversed(found))
 
     def equal_value(self, output: str) -> str:
-        """Return the value that an output equals, possibly with an axis less."""
+        """Return the value that an output equals: with the axis of reductions, if the output lacks it."""
         return self.value_with_axis.get(output, output)
 
     def _needs(self, wanted: Collection[str], index: int, keep: bool) -> tuple[list[str], list[str], set[str]]:

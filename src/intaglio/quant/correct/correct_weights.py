@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.nodes import call_of, layer_operands
+from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
@@ -23,8 +23,16 @@ from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
+from intaglio.quant.correct.rounding_fit import (
+    RoundingFit,
+    by_group,
+    in_first_half,
+    may_overfit,
+    mean_generalizes,
+    rest_of,
+)
 from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
-from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
+from intaglio.quant.correct.weight_rounding import loss, nearest
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
@@ -113,33 +121,38 @@ class _WeightCorrector:
             self._set_weight(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
-        rows, step = (_by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        halves = self._halves(region, x, found) if may_overfit(found) else ()
+        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
-            if site.record.squares and not site.group and len(q.scales) == len(weight):
-                q = _rescale(q, rows, step, found, grid)
-                grid = weight_grid(weight, np.array(q.scales), site.record, 0, record.roles.outputs)
-                step = _by_group(region, np.broadcast_to(grid.steps, weight.shape))
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
-            quantized = ROUNDINGS[setting.rounding](rows, step, found, grid.low, grid.high)
+            fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
+            q, grid, step, quantized = fit.validated(found, halves)
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._record_noise(setting.rounding, rows, step, plain, quantized, found)
             self.quantized_weights[site.name] = quantized.reshape(weight.shape).numpy().astype(np.int32)
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
-        levels_now = self.quantized_weights.get(site.name, grid.nearest(weight))
-        self._set_weight(weight_node, grid, levels_now)
+        quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
+        self._set_weight(weight_node, grid, quantized_now)
         if setting.bias != BiasCorrection.NONE:
-            self._correct_bias(region, rows, rows - _by_group(region, levels_now) * step, found)
+            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, found, halves)
 
     def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on."""
         self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
 
-    def _moments(self, region: Region, x: fx.Node) -> Moments:
-        """Return the second moments of a region's quantized input over all ranks."""
+    def _moments(self, region: Region, x: fx.Node, halve: bool = False) -> Moments:
+        """Return the second moments of a region's quantized input, or of half of its samples, over all ranks."""
         site = self.evaluation.sites[x.name]
         batches = (self.evaluation.quantized_values(x, batch) for batch in range(len(self.evaluation.calls)))
+        if halve:
+            batches = (batch[half] for batch in batches if (half := in_first_half(batch)).any())
         q = self.evaluation.qparams[site.name]
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
+
+    def _halves(self, region: Region, x: fx.Node, found: Moments) -> tuple[Moments, Moments]:
+        """Return the moments of each half of the samples, which together have the moments ``found``."""
+        half = self._moments(region, x, halve=True)
+        return half, rest_of(found, half)
 
     def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, quantized: Any, found: Moments) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
@@ -150,18 +163,32 @@ class _WeightCorrector:
         if signal > 0:
             self.noise_ratios.setdefault(name, []).append((plain / signal, chosen / signal))
 
-    def _correct_bias(self, region: Region, rows: torch.Tensor, error: torch.Tensor, found: Moments) -> None:
+    def _correct_bias(
+        self,
+        region: Region,
+        rows: torch.Tensor,
+        error: torch.Tensor,
+        found: Moments,
+        halves: tuple[Moments, ...],
+    ) -> None:
         """Add to the bias the mean error of each output channel.
 
         By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
-        concerns more than the weights, and may even increase their error.
+        concerns more than the weights, and may even increase their error. The bias stays as it is if the error has
+        another mean in one half of few positions than in the other.
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
-            moved = self._mean_output_error(region)
+            sums, counts = self._output_errors(region, split=bool(halves))
+            if halves and not mean_generalizes(sums, counts):
+                return
+            moved = sum(sums) / max(sum(counts), 1)
         else:
             x = layer_operands(region.anchor).x
+            sums = tuple((error @ half.sums.double()[..., None])[..., 0] for half in halves)
+            if halves and not mean_generalizes(sums, tuple(half.count for half in halves)):
+                return
             mean = found.sums.double() / max(found.count, 1)
             lost = (error @ mean[..., None])[..., 0]
             moved = lost.reshape(-1) * self.evaluation.qparams[self.evaluation.sites[x.name].name].step
@@ -172,28 +199,38 @@ class _WeightCorrector:
                 self.noise_ratios.setdefault("bias of weights", []).append((before / signal, after / signal))
         self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
-    def _mean_output_error(self, region: Region) -> torch.Tensor:
-        """Return the mean of the float anchor's results minus the quantized anchor's, for each output channel.
+    def _output_errors(self, region: Region, split: bool) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        """Return sums of the float anchor's results minus the quantized anchor's, and the numbers of addends.
 
         The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly.
+
+        Args:
+            region: the region of the anchor.
+            split: whether to return sums over each half of the samples instead of all.
         """
         x_site, w_site, _ = anchor_sites(self.evaluation.annotations, region)
         outputs = len(parameters_of(self.evaluation.module, region)[0])
         step = numerics.accumulator_scale(self.evaluation.qparams[x_site.name].step, self.units[w_site.name].scales)
         unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
         axis = -1 if region.record.is_linear_layer else 1
-        total = torch.zeros(outputs + 1, dtype=torch.int64)
+        total = torch.zeros(2 if split else 1, outputs + 1, dtype=torch.int64)
 
         def add_up() -> None:
             for batch in range(len(self.evaluation.calls)):
                 exact, found = self.evaluation.anchor_outputs(region, batch)
-                difference = (exact.double() - found.double()).movedim(axis, 0).flatten(1)
-                total[:-1] += (difference.sum(1) / unit).round().to(torch.int64)
-                total[-1] += difference.shape[1]
+                difference = (exact.double() - found.double()).movedim(axis, 0)
+                parts: tuple[Any, ...] = (slice(None),)
+                if split:
+                    half = in_first_half(self.evaluation.quantized_values(layer_operands(region.anchor).x, batch))
+                    parts = (half, ~half)
+                for sums, part in zip(total, parts, strict=True):
+                    values = difference[:, part].flatten(1)
+                    sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
+                    sums[-1] += values.shape[1]
 
         self.group.run_on_all_ranks(add_up)
-        sums = torch.from_numpy(self.group.total(total.numpy()))
-        return sums[:-1].double() * unit / max(int(sums[-1]), 1)
+        found = torch.from_numpy(self.group.total(total.numpy()))
+        return tuple(sums[:-1].double() * unit for sums in found), tuple(int(sums[-1]) for sums in found)
 
     def steps(self) -> Iterator[CorrectionStep]:
         """Yield the mean signal-to-noise ratios before and after each correction."""
@@ -201,34 +238,6 @@ class _WeightCorrector:
             means = (sum(part) / len(pairs) for part in zip(*pairs, strict=True))
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
             yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
-
-
-FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
-"""Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
-
-
-def _rescale(q: QParams, rows: torch.Tensor, step: torch.Tensor, found: Moments, grid: WeightGrid) -> QParams:
-    """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
-
-    They are used for AdaRound too, which is too slow to run for each ratio.
-    """
-    matrix = found.matrix
-
-    def error(factor: float) -> torch.Tensor:
-        return loss(gptq(rows, step * factor, found, grid.low, grid.high), rows, step * factor, matrix)
-
-    least, best = error(1.0), torch.ones(rows.shape[:2], dtype=torch.float64)
-    for factor in FACTORS:
-        now = error(factor)
-        best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
-    scales = (torch.tensor(q.scales, dtype=torch.float64) * best.reshape(-1)).float()
-    return replace(q, scale=tuple(scales.tolist()))
-
-
-def _by_group(region: Region, weight: np.ndarray) -> torch.Tensor:
-    """Reshape a weight of any rank to float64 [groups, rows, k]."""
-    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-    return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
 
 
 def _annotations_with_biases(prepared: Prepared) -> Annotations:

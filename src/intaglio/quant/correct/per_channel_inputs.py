@@ -21,6 +21,11 @@ from intaglio.quant.correct.corrections import PerChannelBytes
 BYTE_LEVELS = 256
 SPACING_TOLERANCE = 1e-3
 """Largest distance from a multiple of the step, in steps, of values that count as equally spaced."""
+SPACED_VALUES = 8
+"""Number of distinct values that are not equally spaced by chance."""
+ELEMENTS_PER_VALUE = 16
+"""Number of elements per distinct value from which fewer values count as all there are. Two samples of any data have
+two values, which are always equally spaced."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,21 @@ class ChannelStatistics:
         low: smallest value.
         high: largest value.
         values: sorted distinct values, float64, or ``None`` if there are more than 256.
+        count: number of elements.
     """
 
     low: float
     high: float
     values: np.ndarray | None
+    count: int
 
     def merge(self, other: ChannelStatistics) -> ChannelStatistics:
         """Return the statistics of both parts of a channel."""
         distinct = None
         if self.values is not None and other.values is not None:
             distinct = _distinct_values(np.concatenate([self.values, other.values]))
-        return ChannelStatistics(min(self.low, other.low), max(self.high, other.high), distinct)
+        count = self.count + other.count
+        return ChannelStatistics(min(self.low, other.low), max(self.high, other.high), distinct, count)
 
 
 def quantize_inputs_per_channel(
@@ -81,9 +89,8 @@ def _channels(images: torch.Tensor) -> list[ChannelStatistics]:
     """Return the channels of images [n, c, h, w]."""
     found = []
     for channel in images.detach().transpose(0, 1).flatten(1).float().numpy():
-        found.append(
-            ChannelStatistics(float(channel.min()), float(channel.max()), _distinct_values(channel.astype(np.float64)))
-        )
+        values = _distinct_values(channel.astype(np.float64))
+        found.append(ChannelStatistics(float(channel.min()), float(channel.max()), values, channel.size))
     return found
 
 
@@ -125,11 +132,13 @@ def _fit_range(channel: ChannelStatistics) -> tuple[float, float]:
 def _fit_equally_spaced(channel: ChannelStatistics) -> tuple[float, float] | None:
     """Return the gain and zero point that represent equally spaced values exactly, such as those of normalized bytes.
 
-    Unused quantized values are divided between both ends. The result is ``None`` for other values, and if zero would
-    not have a quantized value.
+    Unused quantized values are divided between both ends. The result is ``None`` for other values, for few elements,
+    and if padding with zeros would lose more than one step of the scale that `_fit_range` gives.
     """
     values = channel.values
     if values is None or values.size < 2:
+        return None
+    if values.size < SPACED_VALUES and channel.count < ELEMENTS_PER_VALUE * values.size:
         return None
     step = np.diff(values).min()
     places = (values - values[0]) / step
@@ -141,4 +150,6 @@ def _fit_equally_spaced(channel: ChannelStatistics) -> tuple[float, float] | Non
     if np.abs(places - np.rint(places)).max() > SPACING_TOLERANCE:
         return None
     zero = -values[0] / step + (BYTE_LEVELS - 1 - count) // 2
-    return (float(1 / step), float(zero)) if -0.5 <= zero <= BYTE_LEVELS - 0.5 else None
+    lost = abs(zero - np.rint(zero)) * step
+    exact = -0.5 <= zero <= BYTE_LEVELS - 0.5 and lost <= 1 / _fit_range(channel)[0]
+    return (float(1 / step), float(zero)) if exact else None

@@ -41,11 +41,13 @@ class Moments:
         products: sum of x x^T, int64 [groups, k, k].
         sums: sum of x, int64 [groups, k].
         count: number of positions.
+        samples: number of samples that they are from.
     """
 
     products: torch.Tensor
     sums: torch.Tensor
     count: int
+    samples: int
 
     @cached_property
     def matrix(self) -> torch.Tensor:
@@ -78,25 +80,32 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
     """
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     k = int(np.prod(_weight_sizes(region)[1:]))
-    parts = (part for batch in quantized for part in _columns(region, batch, q))
+    samples = 0
+
+    def columns_of_batches() -> Iterator[torch.Tensor]:
+        nonlocal samples
+        for batch in quantized:
+            samples += len(batch)
+            yield from _columns(region, batch, q)
+
     products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
     count = 0
-    for columns in _gathered(parts):
+    for columns in _gathered(columns_of_batches()):
         signed = (columns.to(torch.int16) - BYTE_OFFSET).to(torch.int8)
         _add_products(products, signed)
         sums += signed.sum(2, dtype=torch.int64)
         count += signed.shape[2]
-    return _shifted(Moments(products, sums, count), BYTE_OFFSET - _operand_zero_points(region, q, groups, k))
+    return _shifted(Moments(products, sums, count, samples), BYTE_OFFSET - _operand_zero_points(region, q, groups, k))
 
 
 def sum_over_ranks(found: Moments, group: Group) -> Moments:
     """Return the moments over the batches of all ranks."""
     if group.size == 1:
         return found
-    parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count]))
+    parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count, found.samples]))
     flat = torch.from_numpy(group.total(torch.cat(parts).numpy()))
-    products, sums, count = flat.split([part.numel() for part in parts])
-    return Moments(products.view_as(found.products), sums.view_as(found.sums), int(count))
+    products, sums, counts = flat.split([part.numel() for part in parts])
+    return Moments(products.view_as(found.products), sums.view_as(found.sums), *map(int, counts))
 
 
 def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -150,7 +159,7 @@ def _shifted(total: Moments, offset: torch.Tensor) -> Moments:
     cross = offset[:, :, None] * total.sums[:, None, :]
     squares = total.count * offset[:, :, None] * offset[:, None, :]
     products = total.products + cross + cross.transpose(1, 2) + squares
-    return Moments(products, total.sums + total.count * offset, total.count)
+    return Moments(products, total.sums + total.count * offset, total.count, total.samples)
 
 
 def _operand_zero_points(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""Corrections fitted to few samples: never worse than rounding to nearest on samples that they were not fitted to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import intaglio
+from intaglio.quant.correct.per_channel_inputs import ChannelStatistics
+from intaglio.quant.correct.rounding_fit import in_first_half, mean_generalizes
+from support.lowering import sqnr
+
+
+def net(seed: int) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 32)).eval()
+
+
+def correlated(count: int, seed: int) -> Tensor:
+    """Samples [count, 64] whose elements are correlated, as activations are."""
+    draw = torch.Generator().manual_seed(7)
+    mixing = torch.randn(64, 64, generator=draw) * torch.linspace(0.05, 1, 64)
+    return torch.randn(count, 64, generator=draw.manual_seed(seed)) @ mixing
+
+
+@pytest.mark.parametrize("samples", [1, 8, 16])
+@pytest.mark.parametrize("bias", ["none", "weights"])
+def test_weights_are_not_fitted_to_few_samples(samples, bias):
+    """With 8 samples of 64 elements GPTQ lost 1.4 dB on other samples, with 16 samples 2.5 dB."""
+    model, data, others = net(0), correlated(samples, 1), correlated(500, 2)
+    found = {}
+    for rounding in ("nearest", "gptq"):
+        recipe = {"*": {"rounding": rounding, "bias": "none" if rounding == "nearest" else bias, "weights_dtype": "s4"}}
+        quantized = intaglio.quantize(model, [data], recipe=recipe, progress=False)
+        found[rounding] = sqnr(quantized(others), model(others).detach())
+    assert found["gptq"] >= found["nearest"] - 0.1
+
+
+def test_weights_are_fitted_to_enough_samples():
+    model, data, others = net(0), correlated(64, 1), correlated(500, 2)
+    found = [
+        sqnr(
+            intaglio.quantize(model, [data], recipe={"*": {"rounding": r, "weights_dtype": "s4"}}, progress=False)(
+                others
+            ),
+            model(others).detach(),
+        )
+        for r in ("nearest", "gptq")
+    ]
+    assert found[1] > found[0] + 0.3
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_two_images_of_one_pixel_are_not_taken_for_bytes(seed):
+    """Two values are always equally spaced. The step between them lost up to 1.5 times the largest result."""
+    torch.manual_seed(seed)
+    model, images = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).eval(), torch.randn(2, 3, 1, 1)
+    exact = model(images).detach()
+    error = (intaglio.quantize(model, [images], progress=False)(images) - exact).abs().max() / exact.max()
+    assert error < 0.03
+
+
+def test_a_channel_of_few_elements_is_not_discrete():
+    from intaglio.quant.correct import per_channel_inputs as module
+
+    values = torch.arange(4.0).double().numpy()
+    fitted = [module._fit_equally_spaced(ChannelStatistics(0.0, 3.0, values, count)) for count in (63, 64)]
+    assert fitted[0] is None
+    assert fitted[1] is not None
+
+
+def test_a_grid_without_zero_needs_small_steps():
+    from intaglio.quant.correct import per_channel_inputs as module
+
+    values = torch.tensor([-0.25, 0.5, 1.25]).double().numpy()
+    assert module._fit_equally_spaced(ChannelStatistics(-0.25, 1.25, values, 10_000)) is None
+
+
+def test_halves_depend_on_contents_only():
+    batch = torch.randint(0, 256, (64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    half = in_first_half(batch)
+    assert 16 < half.sum() < 48
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(in_first_half(batch[order]), half[order])
+
+
+def test_a_mean_that_is_noise_does_not_generalize():
+    assert mean_generalizes((torch.tensor([10.0]), torch.tensor([12.0])), (5, 5))
+    assert not mean_generalizes((torch.tensor([10.0]), torch.tensor([-12.0])), (5, 5))
+    assert not mean_generalizes((torch.tensor([10.0]), torch.tensor([0.0])), (5, 0))
