@@ -244,6 +244,27 @@ def updated_state(signature: Signature, results: Sequence[torch.Tensor]) -> list
     return [value.clone() for value in results[len(results) - len(signature.state) :]]
 
 
+def clone_tensors(value: Any) -> Any:
+    """Return nested arguments with a copy of every tensor, for a model that may write into its inputs."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def update_inputs(signature: Signature, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    """Copy to the input tensors of a call, in place, what the model writes to them.
+
+    Args:
+        signature: the signature of the captured model.
+        leaves: the input tensors, in the order of the signature's inputs.
+        results: the graph's output tensors: the result, new values of inputs, and new values of mutable buffers.
+    """
+    if not signature.updated_inputs:
+        return
+    written = results[sum(output.value is not None for output in signature.outputs) :]
+    position = {entry.leaf: index for index, entry in enumerate(signature.inputs)}
+    for leaf, value in zip(signature.updated_inputs, written, strict=False):
+        leaves[position[leaf]].copy_(value)
+
+
 class Integers(NamedTuple):
     """An output tensor of quantized values, ``real = (values - zero_point) * scale``.
 

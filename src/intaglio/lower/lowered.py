@@ -14,7 +14,7 @@ from torch import fx
 from intaglio.ir import Dim, DType, Graph, ModelInfo, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.annotate.sites import Skip
-from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class Lowered:
         found = interpret(self.graph, arrays, records, self.runner(symbols))
         results = tuple(map(self._tensor, self.graph.outputs, found))
         self.state[:] = updated_state(self.signature, results)
+        with torch.no_grad():
+            update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, results, symbols)
 
     @cached_property

@@ -30,6 +30,7 @@ from intaglio.signature import (
     dims_of,
     initial_state,
     unflatten_result,
+    update_inputs,
     updated_state,
 )
 from intaglio.torch_private import is_in_jit_trace, is_traced
@@ -83,9 +84,6 @@ class ProgramModule(nn.Module):
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self._byte_inputs = graph.byte_inputs()
         self._results = sum(output.value is not None for output in signature.outputs)
-        self._updated_inputs = [
-            [entry.leaf for entry in signature.inputs].index(leaf) for leaf in signature.updated_inputs
-        ]
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.is_output}
@@ -126,8 +124,7 @@ class ProgramModule(nn.Module):
             results = [self._in_memory_format(values[name], leaves) for name in self._outputs]
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
-            for position, result in zip(self._updated_inputs, results[self._results :], strict=False):
-                leaves[position].copy_(result)
+            update_inputs(self.signature, leaves, results)
         if self._positional_inputs and self._returns_tensor:
             return results[0]
         return unflatten_result(self.signature, tuple(results[: self._results]), plan.symbols)

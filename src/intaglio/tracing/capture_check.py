@@ -13,7 +13,7 @@ from torch import nn
 from intaglio.errors import InputError
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
-from intaglio.signature import bind, dims_of
+from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.detached_copy import copy_model
@@ -159,11 +159,6 @@ def _stretch(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
     times = [1] * tensor.dim()
     times[axis] = -(-size // max(tensor.shape[axis], 1))
     return tensor.repeat(times).narrow(axis, 0, size).clone()
-
-
-def clone_tensors(value: Any) -> Any:
-    """Return nested arguments with a copy of every tensor, for a model that may write into its inputs."""
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str | None:

@@ -16,7 +16,7 @@ from intaglio.errors import ArtifactError, InputError
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import ModelInfo, Signature
-from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 
 
 class GraphStage:
@@ -30,6 +30,8 @@ class GraphStage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph in PyTorch with the arguments of the original model, and update the model's state.
 
+        Arguments that the model updates in place are updated.
+
         Raises:
             InputError: the arguments do not match the graph.
         """
@@ -38,6 +40,7 @@ class GraphStage:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self.module(*leaves, *self.state)
             self.state[:] = updated_state(self.signature, results)
+            update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, results, symbols)
 
     def as_module(self) -> nn.Module:
@@ -94,7 +97,9 @@ class _StageModule(nn.Module):
         traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
         symbols = {} if traced else dims_of(self.signature, leaves)
         with torch.no_grad():
-            return unflatten_result(self.signature, self.operators(*leaves), symbols)
+            results = self.operators(*leaves)
+            update_inputs(self.signature, leaves, results)
+            return unflatten_result(self.signature, results, symbols)
 
 
 @dataclass(frozen=True)

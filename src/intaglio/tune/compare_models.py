@@ -22,10 +22,9 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
-from intaglio.signature import Integers, bind, dims_of
+from intaglio.signature import Integers, bind, clone_tensors, dims_of
 from intaglio.torch_private import buffers_of, pytree
 from intaglio.tracing import Captured, capture
-from intaglio.tracing.capture_check import clone_tensors
 from intaglio.tracing.captured import GraphStage
 from intaglio.tune.comparison import Comparison, number_repeated_calls
 from intaglio.tune.op_error import ErrorSums, GraphComparison

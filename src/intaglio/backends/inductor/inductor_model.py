@@ -35,7 +35,7 @@ from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.output_paths import check_file
 from intaglio.quant.annotate.per_token import decompositions
 from intaglio.quant.qdq.convert import Reference
-from intaglio.signature import bind, dims_of, initial_state, unflatten_result, updated_state
+from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 from intaglio.torch_private import FakeTensorMode, pytree
 
 SETTINGS = {
@@ -95,9 +95,7 @@ class InductorModel(nn.Module):
             results = self._program(inputs).call(*inputs)
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
-            written = results[sum(output.value is not None for output in self.signature.outputs) :]
-            for leaf, value in zip(self.signature.updated_inputs, written, strict=False):
-                leaves[[entry.leaf for entry in self.signature.inputs].index(leaf)].copy_(value)
+            update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, tuple(results), symbols)
 
     def _state(self) -> list[torch.Tensor]:

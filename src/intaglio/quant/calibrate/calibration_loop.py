@@ -24,7 +24,7 @@ from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.qparams import activation_ranges
-from intaglio.signature import bind, dims_of
+from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.tracing.captured import expect
 
 logger = logging.getLogger("intaglio.lint")
@@ -169,6 +169,8 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
             break
         try:
             found = _summary_of_inputs(prepared.signature, args, kwargs)
+            if prepared.signature.updated_inputs:
+                args, kwargs = clone_tensors((args, kwargs))
             prepared(*args, **kwargs)
         except InputError as error:
             where = f"batch {index - first}, {error.where}"

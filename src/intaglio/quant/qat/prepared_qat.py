@@ -25,7 +25,7 @@ from intaglio.quant.qat.training_graph import TrainingGraph
 from intaglio.quant.qdq.prepare_passes import QAT_PASSES
 from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.signature import bind, dims_of, unflatten_result
+from intaglio.signature import bind, dims_of, unflatten_result, update_inputs
 from intaglio.tracing.captured import Captured, expect
 from intaglio.tracing.while_loops import refuse_loops
 
@@ -76,6 +76,8 @@ class PreparedQat(nn.Module):
         symbols = dims_of(signature, leaves)
         with torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self._plan.run(self, *leaves, *self._plan.compute(self))
+        with torch.no_grad():
+            update_inputs(signature, leaves, results)
         return unflatten_result(signature, tuple(results), symbols)
 
     def observe_ranges(self, on: bool = True) -> PreparedQat:
