@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import shutil
 import tempfile
 import threading
@@ -27,6 +26,7 @@ from intaglio.errors import ArtifactError, BuildError
 from intaglio.native.compile import build
 from intaglio.runtime import QuantizedModel
 from support import nets
+from support.file_limits import files_no_larger_than
 from support.int8_models import assert_same, compiled
 
 NET = nets.ConvThenUnsupported
@@ -212,17 +212,6 @@ def test_a_malicious_library_runs_only_with_trust(good, fresh_programs, tmp_path
 
 
 # ---- caches
-
-
-@contextlib.contextmanager
-def files_no_larger_than(size: int) -> Iterator[None]:
-    """The kernel refuses to write past ``size`` bytes, here and in children, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def entries(cache: Path) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from intaglio import config
@@ -18,9 +18,10 @@ from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
-from intaglio.output_paths import FOLDER_REMEDY, check_folder, unwritable_error
+from intaglio.output_paths import check_folder, expanded
 from intaglio.runtime.coverage import SHOWN_ISLANDS
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
+from intaglio.runtime.export_files import write_export
 from intaglio.runtime.export_weights import weights_file
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
@@ -39,7 +40,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
 
     Args:
         model: the compiled model.
-        folder: the folder, which is created if it does not exist.
+        folder: the folder, which is created if it does not exist. A leading "~" is the home folder.
         isas: instruction sets (default: the model's own).
 
     Raises:
@@ -48,6 +49,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
         ArtifactError: the folder cannot be written.
     """
     _check(model)
+    folder = expanded(folder)
     check_folder(folder)
     programs = [model.program_for(isa) for isa in _ordered(model, isas)]
     name, weights = _name(model.model_info.name), weights_file([program.constants for program in programs])
@@ -60,7 +62,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
     for path, text in {**kernels, **native}.items():
         texts[f"kernels/{Path(path).name}"] = re.sub(r'(#include ")\w+/', r"\1", text)
-    _write(Path(folder), {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
+    write_export(folder, {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
 
 
 # ---- supported models -----------------------------------------------------------------------------------------------
@@ -206,13 +208,3 @@ def _commands(sources: Sequence[str], name: str) -> str:
     lines += [" ".join(["gcc $FLAGS", *_isa_flags(path), f"-c kernels/{path}"]) for path in sources]
     objects = " ".join(f"{Path(path).stem}.o" for path in sources)
     return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])
-
-
-def _write(folder: Path, members: Mapping[str, bytes]) -> None:
-    """Write the files of an export. Raise `ArtifactError` if one cannot be written."""
-    try:
-        (folder / "kernels").mkdir(parents=True, exist_ok=True)
-        for path, content in members.items():
-            (folder / path).write_bytes(content)
-    except OSError as error:
-        raise unwritable_error(folder, error, FOLDER_REMEDY) from error

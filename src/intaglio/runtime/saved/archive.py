@@ -7,15 +7,16 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shutil
+import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from intaglio.drafts import draft_file
 from intaglio.errors import ArtifactError
-from intaglio.output_paths import FILE_REMEDY, unwritable_error
+from intaglio.output_paths import FILE_REMEDY, check_file, unwritable_error
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
@@ -41,23 +42,19 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     digests = {name: digest(members[name]) for name in sorted(members)}
     first = to_json({"format": FORMAT, "version": ARCHIVE_VERSION, **manifest, "digests": digests})
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        try:
-            with temporary.open("xb") as file:
-                with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                    for name, content in sorted({MANIFEST: first, **members}.items()):
-                        entry = zipfile.ZipInfo(name, EPOCH)
-                        entry.create_system, entry.external_attr = 3, 0o644 << 16
-                        archive.writestr(entry, content)
-                file.flush()
-                os.fsync(file.fileno())
+        with draft_file(target.parent) as (draft, file):
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                for name, content in sorted({MANIFEST: first, **members}.items()):
+                    entry = zipfile.ZipInfo(name, EPOCH)
+                    entry.create_system, entry.external_attr = 3, 0o644 << 16
+                    archive.writestr(entry, content)
+            file.flush()
+            os.fsync(file.fileno())
+            check_file(path)  # again: time has passed since the model's save method did
             if target.exists():
-                shutil.copymode(target, temporary)
-            os.replace(temporary, target)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
+                shutil.copymode(target, draft)
+            os.replace(draft, target)
     except OSError as error:
         raise unwritable_error(path, error, FILE_REMEDY) from error
 
@@ -69,12 +66,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         ArtifactError: the file cannot be read, is damaged, or has another format or version.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ArtifactError(str(path), None, "this is not a regular file", remedy=OTHER_FILE)
             members = _unzip(path, file)
-    except OSError as error:
-        raise ArtifactError(
-            str(path), None, f"cannot be read: {error.strerror or error}", remedy="check the path and its permissions"
-        ) from error
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        problem = f"cannot be read: {said}"
+        raise ArtifactError(str(path), None, problem, remedy="check the path and its permissions") from error
     manifest = _manifest(path, members)
     digests = manifest["digests"]
     for name in sorted({*members, *digests}):
@@ -92,6 +91,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                 remedy=SAVE_AGAIN,
             )
     return manifest, members
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Open a file for reading. A named pipe opens at once, too, instead of waiting for a process that writes."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
