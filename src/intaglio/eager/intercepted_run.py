@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from intaglio.eager.interception import InterceptionMode, without_interception
-from intaglio.eager.recording.events import Event, RecordedSize, fill, tensors
+from intaglio.eager.recording.events import Event, RecordedSize, fill, place_of, tensors
+from intaglio.eager.recording.random_operators import watched_generator
 from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line
-from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, plain_name, works_in_place
+from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame
@@ -276,10 +277,20 @@ class InterceptedRun(InterceptionMode):
             if not known_float and tensors(result):
                 session.report_unrecorded(func, path, self.frame, (args, kwargs))
             return result
+        given = recorder.arguments(real, options)
+        with watched_generator(options) as drew_numbers:
+            result = compute(*real, **options)
+        unrecorded = is_uninitialized(func) and place_of(path, func, source_line()) in session.unrecorded
+        if unrecorded and self.recorder is None:
+            return result
+        if drew_numbers():
+            session.report_unrecorded(func, path, self.frame, (args, kwargs))
+            filled = recorder.exclude(tensors((real, options)), real[0] if in_place else None)
+            if filled is not None:
+                session.unrecorded.add(filled.place)
+            return result
         if self.recorder is None:
             self.last_operator, self.frame, self.recorder = self.last_recorded, None, recorder
-        given = recorder.arguments(real, options)
-        result = compute(*real, **options)
         if not tensors(result) and not in_place:
             recorder.note_read(tensors((real, options)))
             return result

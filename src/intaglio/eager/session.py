@@ -15,7 +15,7 @@ from torch import nn
 
 from intaglio.eager.interception import without_interception
 from intaglio.eager.model_copies import plain_copy
-from intaglio.eager.recording.events import Event, operator_name, tensors
+from intaglio.eager.recording.events import Event, operator_name, place_of, tensors
 from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.eager.segments.segment import Segment
@@ -297,7 +297,7 @@ class Session:
 
         A converted model warns once per source line, or raises `UnsupportedError` if it is strict.
         """
-        place = path, operator_name(func), source_line().rpartition(", in ")[2]
+        place = place_of(path, func, source_line())
         if self.is_recording:
             self.unrecorded.add(place)
         elif place not in self.unrecorded and tensors(given):

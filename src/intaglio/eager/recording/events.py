@@ -157,6 +157,11 @@ class Event:
         return self.path, self.function
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        """Return path, name and calling function, which identify an operator that is not part of a recording."""
+        return place_of(self.path, self.function, self.source)
+
+    @property
     def inputs(self) -> list[int]:
         """Return the value numbers of all tensors among the arguments."""
         return [leaf.index for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, RecordedTensor)]
@@ -219,6 +224,11 @@ def operator_name(function: Any) -> str:
     if isinstance(function, torch.ScriptMethod):
         return str(function.name)
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
+
+
+def place_of(path: str, function: Any, source: str) -> tuple[str, str, str]:
+    """Return path, name and calling function of an operator; `source` is its line as in `Event`."""
+    return path, operator_name(function), source.rpartition(", in ")[2]
 
 
 def model_tensor(model: nn.Module, path: str) -> torch.Tensor:

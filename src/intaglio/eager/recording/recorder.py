@@ -20,6 +20,7 @@ from intaglio.eager.recording.events import (
     fill,
     tensors,
 )
+from intaglio.eager.recording.torch_functions import is_uninitialized
 from intaglio.torch_private import pytree, storage_key
 
 MAX_UNROLLED = 64
@@ -138,6 +139,27 @@ class Recorder:
         read = {number for event in self.recording.events for number in event.inputs}
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
         self.read_values.update(dict.fromkeys(map(RecordedTensor, made)))
+
+    def exclude(self, read: list[torch.Tensor], changed: torch.Tensor | None) -> Event | None:
+        """Note that an operator ran which no recording can contain, and keep recording.
+
+        Args:
+            read: Tensors that it read. The recording must compute them.
+            changed: Tensor that it wrote to, or None. From now on it is an input of the recording.
+
+        Returns:
+            The operator before it if that only allocated the tensor. It does not belong to the recording any more.
+        """
+        made = {number for event in self.recording.events for number in event.outputs}
+        values = [self.slots[id(tensor)] for tensor in read if self.slots.get(id(tensor)) in made]
+        self.read_values.update(dict.fromkeys(map(RecordedTensor, values)))
+        if changed is None:
+            return None
+        number, events = self.slots.pop(id(changed), None), self.recording.events
+        if events and is_uninitialized(events[-1].function) and number in events[-1].outputs:
+            self.read_values.pop(RecordedTensor(number), None)
+            return events.pop()
+        return None
 
     def _new_value(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)

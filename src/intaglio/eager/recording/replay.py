@@ -20,6 +20,7 @@ from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, 
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.node_info import known_type, origin, update_info
+from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE, before_cast
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.ir.names import sanitized
@@ -241,6 +242,8 @@ def without_recorded_outputs(
     first, results = sum(entry.value is not None for entry in own), list(output.args[0])
     name_by_number = {number: entry.value for number, entry in zip(made, extra, strict=True) if entry.value is not None}
     nodes = dict(zip(name_by_number, results[first : first + len(name_by_number)], strict=True))
+    if UPCAST_NOTE in captured.notes:  # the casts to the recorded types disappear with these outputs
+        nodes = {number: before_cast(node) for number, node in nodes.items()}
     output.args = ((*results[:first], *results[first + len(name_by_number) :]),)
     nodes.update(_placeholders(captured, recording))
     shapes = {number: known_type(node).shape for number, node in nodes.items()}

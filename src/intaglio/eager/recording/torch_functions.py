@@ -90,6 +90,11 @@ def is_factory(function: Callable[..., Any] | None) -> bool:
     return name.endswith("_like") or (name.startswith("new_") and name != "new_tensor")
 
 
+def is_uninitialized(function: Callable[..., Any] | None) -> bool:
+    """Return whether a function allocates a tensor without writing to it."""
+    return function is not None and plain_name(function).removeprefix("new_").startswith("empty")
+
+
 def out_of_place(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """Return the function of the usual name that computes the same out of place, or None if PyTorch lacks it."""
     name = plain_name(function)

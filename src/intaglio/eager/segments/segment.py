@@ -31,6 +31,7 @@ from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, ext
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.node_info import known_type
+from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.prepare import Prepared, prepare
@@ -39,7 +40,7 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.signature import match_size
+from intaglio.signature import TORCH_DTYPES, match_size
 from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
@@ -321,11 +322,25 @@ class Segment:
         part = extract_part((self.reference or self.prepared).module, list(names), ends, seen)
         reads = [names[name] for name in part.inputs]
         if self.reference is None or not has_integers(part.module):
-            return reads, lambda tensors: part.module(*tensors)
+            return self._in_recorded_types(part, wanted, (reads, lambda tensors: part.module(*tensors)))
         key = (tuple(reads), wanted)
         if key not in self.programs:
-            self.programs[key] = self._compiled(part, reads)
+            self.programs[key] = self._in_recorded_types(part, wanted, self._compiled(part, reads))
         return self.programs[key]
+
+    def _in_recorded_types(self, part: GraphPart, wanted: tuple[int, ...], computation: Computation) -> Computation:
+        """Add casts to a computation, whose graph has float32 values where the model has half precision."""
+        if UPCAST_NOTE not in self.captured.notes:
+            return computation
+        reads, run = computation
+        given = [TORCH_DTYPES[known_type(node).dtype] for node in part.module.graph.nodes if node.op == "placeholder"]
+        types = [self.recording.types[number] for number in wanted]
+
+        def cast(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            results = run([tensor.to(dtype) for tensor, dtype in zip(tensors, given, strict=True)])
+            return [tensor.to(dtype) for tensor, dtype in zip(results, types, strict=True)]
+
+        return reads, cast
 
     def _compiled(self, part: GraphPart, reads: list[int]) -> Computation:
         assert self.reference is not None

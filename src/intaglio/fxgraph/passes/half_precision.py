@@ -43,6 +43,14 @@ def upcast_half_precision(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+def before_cast(node: fx.Node) -> fx.Node:
+    """Return the float32 node that a node casts to half precision, or any other node unchanged."""
+    source = node.args[0] if operator(node) == "aten._to_copy.default" else None
+    if not isinstance(source, fx.Node) or _half_dtype(node) is None or known_type(source).dtype is not DType.F32:
+        return node
+    return source
+
+
 def _half_dtype(node: fx.Node) -> DType | None:
     kind = tensor_type(node)
     return kind.dtype if kind is not None and kind.dtype in HALF_DTYPES else None
