@@ -275,7 +275,7 @@ def test_weights_in_memory_must_be_aligned_to_64_bytes(residual):
 def test_null_pointers_and_missing_indices_are_errors(residual):
     found = opened(residual)
     library, handle = found.library, found.handle
-    assert library.open(None, ctypes.byref(handle)) == library.open(b"x", None) == c.ARGUMENT
+    assert library.open(None, ctypes.byref(c.P())) == library.open(b"x", None) == c.ARGUMENT
     assert {library.resize(*given) for given in ((None, None), (handle, None), (handle, (c.P * 1)()))} == {c.ARGUMENT}
     assert not any((library.input(1), library.input(-1), library.output(7)))
     assert library.run(handle, None, None, 1) == library.read_as(handle, 0, 9, None) == c.UNPLANNED

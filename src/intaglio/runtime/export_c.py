@@ -27,7 +27,15 @@ from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
 TEMPLATES = HEADER_FOLDER / "exported"
-EXPORTED_FILES = ("net.h", "net.cpp", "kernels/tensor_copies.h", "main.c", "CMakeLists.txt", "README.txt")
+EXPORTED_FILES = (
+    "net.h",
+    "net.cpp",
+    "kernels/blake2b.h",
+    "kernels/tensor_copies.h",
+    "main.c",
+    "CMakeLists.txt",
+    "README.txt",
+)
 THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
 """Library headers that net.cpp includes."""
 

@@ -9,7 +9,7 @@ from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import needs
 from intaglio.runtime import threads
 from intaglio.runtime.call_plans import is_image
-from intaglio.runtime.export_weights import HEADER, WEIGHTS_VERSION, array_offsets
+from intaglio.runtime.export_weights import HEADER, PADDING_BYTES, WEIGHTS_VERSION, array_offsets, weights_digest
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
@@ -73,7 +73,9 @@ def description(model: CompiledModel, programs: Sequence[Program], weights: byte
     blocks = [
         f"// What {name}.cpp must know of the network.",
         "\n".join(f"constexpr int32_t {field} = {value};" for field, value in numbers.items()),
-        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};",
+        f"constexpr uint64_t kWeightsVersion = {WEIGHTS_VERSION}, kWeightsKey = {key:#018x};\n"
+        f"constexpr size_t kWeightsBytes = {len(weights)};",
+        _digest_constant(weights),
         "// Seconds, and what a thread does in one.\n"
         + "\n".join(f"constexpr double {field} = {value!r};" for field, value in constants.items()),
         _value_table("input", inputs, name),
@@ -91,6 +93,11 @@ def description(model: CompiledModel, programs: Sequence[Program], weights: byte
         _program_table(programs, name),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _digest_constant(weights: bytes) -> str:
+    digest = ", ".join(f"0x{byte:02x}" for byte in weights_digest(weights))
+    return f"// BLAKE2b of the whole file.\nconstexpr uint8_t kWeightsDigest[32] = {{{digest}}};"
 
 
 def _value_table(kind: str, values: Sequence[tuple[str, Shape, DType]], prefix: str) -> str:
@@ -223,4 +230,6 @@ def _program_table(programs: Sequence[Program], name: str) -> str:
         barriers, rate = max(len(groups) - 1, 0), threads.MACS_PER_SECOND[isa]
         numbers = f"{len(program.steps)}, {barriers}, {rate!r}, {start}, {program.constants.nbytes}"
         rows.append(f'    {{"{isa}", {functions}, {numbers}}},')
+        end = start + program.constants.nbytes + PADDING_BYTES
+        declared.append(f'static_assert({end} <= kWeightsBytes, "the constants are inside of the weights");')
     return "\n".join([*declared, "", "// Best first.", "const Program programs[] = {", *rows, "};"])

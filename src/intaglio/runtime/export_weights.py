@@ -1,4 +1,8 @@
-"""The weights file of exported C: a header, then the constants for every instruction set."""
+"""The weights file of exported C: a header, then the constants for every instruction set.
+
+The exported program contains the size and the digest of the file, so it takes exactly the bytes that were exported with
+it: neither damaged nor forged weights are opened.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from itertools import accumulate
 
 import numpy as np
 
-WEIGHTS_VERSION = 1
+WEIGHTS_VERSION = 2
 BLOB_ALIGNMENT = 64
-HEADER = struct.Struct("<8s4Q24x")
-"""``Header`` in net.cpp: magic, version, key of the export, size of the file in bytes, checksum of the rest."""
+HEADER = struct.Struct("<8s3Q32x")
+"""``Header`` in net.cpp: magic, version, key of the export, size of the file in bytes."""
 
 PADDING_BYTES = 64
 """Bytes after the last constant that vector loads may read."""
@@ -28,13 +32,16 @@ def _aligned_size(size: int) -> int:
 
 
 def weights_file(arrays: Sequence[np.ndarray]) -> bytes:
-    """Return the contents of weights.bin: the header with key and checksum, then the arrays at aligned offsets."""
+    """Return the contents of weights.bin: the header, then the arrays at aligned offsets."""
     starts = array_offsets(arrays)
     content = bytearray(starts[-1] + PADDING_BYTES)
     for start, array in zip(starts, arrays, strict=False):
         content[start : start + array.nbytes] = array.tobytes()
-    words = np.frombuffer(content, "<u8")[HEADER.size // 8 :]
-    total = int((words * (2 * np.arange(len(words), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
-    key = int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
-    HEADER.pack_into(content, 0, b"intaglio", WEIGHTS_VERSION, key, len(content), total)
+    key = int.from_bytes(weights_digest(content)[:8], "little")
+    HEADER.pack_into(content, 0, b"intaglio", WEIGHTS_VERSION, key, len(content))
     return bytes(content)
+
+
+def weights_digest(content: bytes | bytearray) -> bytes:
+    """Return the digest of a weights file, header included: 32 bytes of BLAKE2b."""
+    return hashlib.blake2b(content, digest_size=32).digest()

@@ -67,11 +67,13 @@ const net_value* net_input(int32_t index);
 const net_value* net_output(int32_t index);
 
 // Open a file of weights and set *opened to a new handle. The file is memory-mapped, so all handles and processes that
-// open it share one copy in memory. If the weights cannot be opened, *opened is NULL.
+// open it share one copy in memory. If the weights cannot be opened, *opened is NULL. Only the bytes that were exported
+// with this library are opened: their BLAKE2b digest is checked, which takes about 2 ms per MB. The file must not be
+// changed or shortened while it is open.
 int32_t net_open(const char* path, net_model** opened);
 
 // Open the contents of a file of weights, at an address that is a multiple of 64, and set *opened to a new handle. They
-// are not copied: the caller keeps them unchanged until the handle is closed.
+// are checked but not copied: the caller keeps them unchanged until the handle is closed.
 int32_t net_open_memory(const void* weights, size_t bytes, net_model** opened);
 
 // Close a handle and free its memory. NULL is allowed.
