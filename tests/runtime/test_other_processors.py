@@ -1,0 +1,140 @@
+"""Exported programs on other processors, under qemu-user: the same bits as on this machine (`make isa`)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import intaglio
+from intaglio.native.compile import COMPILE_FLAGS
+from intaglio.runtime import QuantizedModel
+from support import nets
+from support.nets import Body, randomize
+
+pytestmark = pytest.mark.slow(reason="cross compilers build five networks, and an emulator runs them")
+DRIVER = Path(__file__).with_name("run_exported.c")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A processor: prefix of its compilers, and command that runs its programs."""
+
+    prefix: str
+    emulator: tuple[str, ...]
+
+
+MACHINES = {
+    "aarch64": Machine("aarch64-linux-gnu-", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")),
+    "riscv64": Machine("riscv64-linux-gnu-", ("qemu-riscv64", "-L", "/usr/riscv64-linux-gnu")),
+    "x86-64 without AVX": Machine("", ("qemu-x86_64", "-cpu", "Nehalem")),
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def transformer(m: nn.Module, ids: Tensor) -> Tensor:
+    x = m.table(ids)
+    q, k, v = (layer(m.norm(x)).unflatten(-1, (2, 8)).transpose(1, 2) for layer in (m.q, m.k, m.v))
+    x = x + m.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    return x + m.narrow(F.gelu(m.wide(x)))
+
+
+def block() -> nn.Module:
+    parts = {name: nn.Linear(16, 16) for name in ("q", "k", "v", "out")}
+    return Body(
+        transformer,
+        **parts,
+        norm=nn.LayerNorm(16),
+        wide=nn.Linear(16, 32),
+        narrow=nn.Linear(32, 16),
+        table=nn.Embedding(50, 16),
+    )
+
+
+def images(m: nn.Module, x: Tensor) -> Tensor:
+    y = F.hardswish(m.point(m.depth(F.max_pool2d(torch.relu(m.stem(x)), 2))))
+    return F.interpolate(y, scale_factor=2, mode="bilinear") * torch.sigmoid(m.gate(y.mean((2, 3), keepdim=True)))
+
+
+def mobile() -> nn.Module:
+    return Body(
+        images,
+        stem=nn.Conv2d(3, 16, 3, padding=1),
+        depth=nn.Conv2d(16, 16, 3, padding=1, groups=16),
+        point=nn.Conv2d(16, 24, 1),
+        gate=nn.Conv2d(24, 24, 1),
+    )
+
+
+def pictures() -> Tensor:
+    return torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+NETWORKS = {
+    "residual": (nets.Residual, pictures),
+    "mobile": (mobile, pictures),
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 10), nn.Softmax(-1)),
+        lambda: torch.randn(3, 24, generator=torch.Generator().manual_seed(2)),
+    ),
+    "recurrent": (Recurrent, lambda: torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(3))),
+    "transformer": (block, lambda: torch.randint(0, 50, (3, 12), generator=torch.Generator().manual_seed(4))),
+}
+
+
+@cache
+def quantized(name: str) -> tuple[QuantizedModel, Tensor]:
+    network, example = NETWORKS[name]
+    return intaglio.quantize(randomize(network()).eval(), [example()], progress=False), example()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_exported_programs_have_the_same_bits_on_other_processors(machine, name, tmp_path):
+    processor = MACHINES[machine]
+    for program in (f"{processor.prefix}gcc", f"{processor.prefix}g++", processor.emulator[0]):
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}: apt install qemu-user g++-aarch64-linux-gnu g++-riscv64-linux-gnu")
+    model, example = quantized(name)
+    folder = tmp_path / "exported"
+    model.export_c(folder, isa="portable")
+    run = built(folder, processor.prefix, tmp_path)
+    (tmp_path / "input").write_bytes(example.numpy().tobytes())
+    command = [
+        *processor.emulator,
+        str(run),
+        str(folder / "weights.bin"),
+        str(tmp_path / "input"),
+        *map(str, example.shape),
+    ]
+    found = subprocess.run(command, capture_output=True, check=False)
+    assert found.returncode == 0, found.stderr.decode()
+    assert found.stdout == model(example).contiguous().numpy().tobytes()
+
+
+def built(folder: Path, prefix: str, scratch: Path) -> Path:
+    """Compile an exported program and `run_exported.c` with cross compilers."""
+    name = next(folder.glob("*.h")).stem
+    run = scratch / "run"
+    flags = [*(flag for flag in COMPILE_FLAGS if flag != "-shared"), "-Wno-psabi"]
+    sources = [str(path) for path in sorted(folder.rglob("*.cpp"))]
+    driver = scratch / "driver.o"
+    names = [f'-DHEADER="{name}.h"', f"-DNET(name)={name}_##name", f"-I{folder}"]
+    subprocess.run([f"{prefix}gcc", "-O2", "-std=c11", *names, "-c", str(DRIVER), "-o", str(driver)], check=True)
+    subprocess.run([f"{prefix}g++", *flags, f"-I{folder}", *sources, str(driver), "-o", str(run)], check=True)
+    return run
