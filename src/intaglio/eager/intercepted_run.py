@@ -64,6 +64,8 @@ def call_intercepted(
             run.begin(args, kwargs)
             result = forward(*args, **kwargs)
             result = run.end(result)
+            for frame in list(run.frames):
+                frame.release_tensors()
             if run.frame is not None:
                 run.frame.recycle_tensors()
             return result
@@ -99,6 +101,9 @@ class InterceptedRun(InterceptionMode):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start to follow the first segment, or to record if there is none."""
         session = self.session
+        if self.entry == "":
+            with DisableTorchFunction():
+                session.note_call(args, kwargs)
         if session.is_recording and not session.segments:
             self.recorder = Recorder(session.path_of_id)
             with DisableTorchFunction():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio.eager.recording.call_structure import CallStructure
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.replay import text_of
 from intaglio.eager.segments.segment import Segment
@@ -41,8 +42,8 @@ class SerializedSession:
         entries: One entry per recording, under its index as text, and one under `FLOW_ENTRY`. The entry of a recording
             has "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with
             the index of the next "batch", or "parameters" (JSON). The `FLOW_ENTRY` entry has "runs", "follows"
-            (transitions by index), and for strict models "turns" (pairs of consecutive operators) and "outside"
-            (operators outside recordings).
+            (transitions by index), and for strict models "turns" (pairs of consecutive operators), "outside"
+            (operators outside recordings) and "calls" (structures of arguments).
     """
 
     recordings: tuple[Recording, ...]
@@ -68,6 +69,7 @@ def store(session: RecordedState) -> SerializedSession:
         "follows": follows,
         "turns": sorted(session.transitions, key=str),
         "outside": sorted(session.unrecorded),
+        "calls": sorted(session.call_structures),
     }
     return SerializedSession(tuple(segment.recording for segment in session.segments), entries)
 
@@ -132,6 +134,7 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
     turns = stored.entries[FLOW_ENTRY]["turns"]
     session.transitions = {(first and tuple(first), second and tuple(second)) for first, second in turns}
     session.unrecorded = {(path, name, function) for path, name, function in stored.entries[FLOW_ENTRY]["outside"]}
+    session.call_structures = {CallStructure(*known) for known in stored.entries[FLOW_ENTRY].get("calls", ())}
     for start, index, end, event in stored.entries[FLOW_ENTRY]["follows"]:
         place = None if start < 0 else (session.segments[start], index)
         session.successors.setdefault(place, []).append((session.segments[end], event))

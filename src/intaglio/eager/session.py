@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,16 +14,17 @@ from torch import nn
 
 from intaglio.eager.interception import without_interception
 from intaglio.eager.model_copies import plain_copy
+from intaglio.eager.recording.call_structure import CallStructure, call_structure
 from intaglio.eager.recording.events import Event, operator_name, place_of, tensors
 from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
-from intaglio.eager.segments.qtensor import QTensor
+from intaglio.eager.segments.qtensor import plain_results
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.serialization import SerializedSession, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.recipes.quantizer import Quantizer
-from intaglio.torch_private import buffers_of, parameters_of, pytree, storage_key, submodules_of
+from intaglio.torch_private import buffers_of, parameters_of, storage_key, submodules_of
 
 logger = logging.getLogger("intaglio")
 
@@ -64,6 +64,8 @@ class Session:
         """Source lines that an operator was recorded on, by its path and name."""
         self.unrecorded: set[tuple[str, str, str]] = set()
         """Path, name and calling function of operators that were seen but cannot be part of a recording."""
+        self.call_structures: set[CallStructure] = set()
+        """How the arguments of the calls in preparation and calibration were nested."""
         self.modules = dict(self.model.named_modules())
         self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()
@@ -106,6 +108,26 @@ class Session:
             except BaseException:
                 snapshot()
                 raise
+
+    def note_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how the arguments of a call are nested, or check it if the session is strict and converted.
+
+        Raises:
+            InputError: Calibration has not seen a call with arguments nested like these.
+        """
+        if not self.is_recording and not (self.strict and self.call_structures):
+            return
+        found = call_structure(type(self.model).forward, args, kwargs)
+        if self.is_recording:
+            self.call_structures.add(found)
+        elif all(found.key != known.key for known in self.call_structures):
+            known_words = " or ".join(sorted(known.words for known in self.call_structures))
+            raise InputError(
+                "arguments",
+                None,
+                f"they are nested as {found.words}, but in calibration as {known_words}",
+                remedy="call the model as in calibration, or convert without strict=True",
+            )
 
     # -- recordings -----------------------------------------------------------------------------------------------
 
@@ -202,6 +224,7 @@ class Session:
         """
         self.is_recording = False
         self.transitions, self.unrecorded = set(before.transitions), set(before.unrecorded)
+        self.call_structures = set(before.call_structures)
         self.source_lines = {key: list(lines) for key, lines in before.source_lines.items()}
         pairs = dict(zip(before.segments, made, strict=True))
         for segment in made:
@@ -216,21 +239,10 @@ class Session:
             self.index.setdefault(event.key, []).append((segment, event))
 
     def start_frame(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceFrame:
-        """Return a frame at the beginning of the first segment, with the arguments of the model bound.
-
-        Raises:
-            InputError: The session is strict, and the arguments are nested differently than in calibration.
-        """
+        """Return a frame at the beginning of the first segment, with the arguments of the model bound."""
         first = self.segments[0]
         made = TraceFrame(self, first)
-        if not made.begin(args, kwargs) and self.strict:
-            nested = pytree.tree_structure((args, kwargs))
-            raise InputError(
-                "arguments",
-                None,
-                f"they are nested as {nested}, but in calibration as {first.argument_tree}",
-                remedy="call the model as in calibration, or convert without strict=True",
-            )
+        made.begin(args, kwargs)
         if made.mismatched_axes and self.is_recording and self._make_dynamic(first, made):
             made = TraceFrame(self, first)
             made.begin(args, kwargs)
@@ -356,34 +368,3 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         prefix = f"{path}." if path else ""
         found += [(prefix + name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
     return found
-
-
-def plain_results(result: Any) -> Any:
-    """Replace deferred tensors in the result of a model by computed ones, in all containers and objects."""
-    if type(result) is QTensor:
-        return result.compute()
-    if isinstance(result, torch.Tensor):
-        return result
-    return pytree.tree_map(lambda leaf: leaf.compute() if type(leaf) is QTensor else _plain_object(leaf, {}), result)
-
-
-def _plain_object(value: Any, known: dict[int, Any]) -> Any:
-    """Replace deferred tensors in attributes and entries of an object that is not a pytree container, in place."""
-    if type(value) is QTensor:
-        return value.compute()
-    if id(value) in known or isinstance(value, (torch.Tensor, nn.Module, type, types.ModuleType)) or callable(value):
-        return value
-    known[id(value)] = value
-    if type(value) is tuple:
-        return tuple(_plain_object(entry, known) for entry in value)
-    if isinstance(value, dict):
-        for key, entry in list(dict.items(value)):
-            if (found := _plain_object(entry, known)) is not entry:
-                dict.__setitem__(value, key, found)
-    elif isinstance(value, list):
-        value[:] = [_plain_object(entry, known) for entry in value]
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict):
-        for key, entry in list(attributes.items()):
-            attributes[key] = _plain_object(entry, known)
-    return value

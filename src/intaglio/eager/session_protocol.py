@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from intaglio.eager.recording.call_structure import CallStructure
 from intaglio.eager.recording.events import Event
 from intaglio.eager.segments.segment import Segment
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -25,6 +26,7 @@ class RecordedState(Protocol):
     transitions: set[tuple[Any, Any]]
     unrecorded: set[tuple[str, str, str]]
     float_operators: set[Any]
+    call_structures: set[CallStructure]
 
     def add(self, segment: Segment) -> None:
         """Append a segment and index its operators."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from intaglio.eager.session_protocol import RecordedState
 
 
@@ -18,8 +20,9 @@ class Snapshot:
         self.index = {key: list(entries) for key, entries in session.index.items()}
         self.successors = {place: list(ends) for place, ends in session.successors.items()}
         self.source_lines = {key: list(lines) for key, lines in session.source_lines.items()}
-        self.sets = [
-            (found, set(found)) for found in (session.transitions, session.unrecorded, session.float_operators)
+        self.sets: list[tuple[set[Any], set[Any]]] = [
+            (found, set(found))
+            for found in (session.transitions, session.unrecorded, session.float_operators, session.call_structures)
         ]
         prepared = [(segment, segment.prepared) for segment in self.segments if segment.prepared is not None]
         self.batches = {segment: one.observer_state.batch for segment, one in prepared}

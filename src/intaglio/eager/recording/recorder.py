@@ -20,6 +20,7 @@ from intaglio.eager.recording.events import (
     fill,
     tensors,
 )
+from intaglio.eager.recording.plain_objects import iterator_inside, object_with_tensors, tensors_inside
 from intaglio.eager.recording.torch_functions import is_uninitialized
 from intaglio.torch_private import pytree, storage_key
 
@@ -83,14 +84,21 @@ class Recorder:
         )
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Store the arguments of the model, for a recording that begins with the call."""
-        self.recording.call = fill((args, kwargs), self._leaf)
+        """Store the arguments of the model, for a recording that begins with the call.
+
+        Arguments with objects that `torch.export` does not take are not stored: the recording then begins at the first
+        operator, and tensors from the arguments are inputs like those from elsewhere.
+        """
+        if object_with_tensors((args, kwargs)) is None:
+            self.recording.call = fill((args, kwargs), self._leaf)
 
     def end(self, result: Any) -> None:
         """Store the model's result, for a recording that reaches the end of the call."""
         entries, tree = pytree.tree_flatten(result)
         if not all(isinstance(entry, (torch.Tensor, int, float, str, type(None))) for entry in entries):
-            entries, tree = pytree.tree_flatten(tuple(tensors(entries)))
+            if iterator_inside(result) is not None:
+                return  # every value that is still referenced is a result
+            entries, tree = pytree.tree_flatten(tuple(tensors_inside(result)))
         made = {**self.slots, **dict.fromkeys(self.known, 0)}
         if self.recording.call is None:
             entries, tree = pytree.tree_flatten(tuple(e for e in entries if id(e) in self.slots))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from intaglio.eager.recording.events import fill
+from intaglio.eager.recording.plain_objects import replace_inside
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS
-from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, make_wrapper_subclass
+from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
 
 class DeferredValues(Protocol):
@@ -84,6 +86,25 @@ def set_shape(tensor: QTensor, size: tuple[int, ...]) -> None:
         tensor.data = make_wrapper_subclass(QTensor, size, dtype=tensor.dtype)
 
 
+def become_plain(tensor: QTensor) -> None:
+    """Turn a computed deferred tensor into a plain tensor, for everything that references it.
+
+    Tensors with weak references cannot change their class and stay as they are.
+    """
+    assert tensor.content is not None
+    with DisableTorchFunction(), contextlib.suppress(RuntimeError):
+        torch.utils.swap_tensors(tensor, tensor.content.detach())
+
+
 def plain(value: Any) -> Any:
     """Return the computed tensor of a `QTensor`, and any other value unchanged."""
     return value.compute() if type(value) is QTensor else value
+
+
+def plain_results(result: Any) -> Any:
+    """Replace deferred tensors in the result of a model by computed ones, in all containers and objects."""
+    if type(result) is QTensor:
+        return result.compute()
+    if isinstance(result, torch.Tensor):
+        return result
+    return pytree.tree_map(lambda leaf: replace_inside(leaf, plain, {}), result)

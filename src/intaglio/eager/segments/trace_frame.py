@@ -12,7 +12,7 @@ import torch
 
 from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, fill, leaves
 from intaglio.eager.segments.graph_parts import UnavailableError
-from intaglio.eager.segments.qtensor import QTensor, deferred_tensor, plain, set_shape
+from intaglio.eager.segments.qtensor import QTensor, become_plain, deferred_tensor, plain, set_shape
 from intaglio.eager.segments.segment import Segment
 from intaglio.torch_private import DisableTorchFunction, pytree
 
@@ -257,6 +257,16 @@ class TraceFrame:
         self.next = event.index + 1
         assert event.changed is not None
         self.bound[event.changed] = changed
+
+    def release_tensors(self) -> None:
+        """Turn the computed tensors that are still referenced into plain ones, at the end of a call.
+
+        The model may have stored them on itself, in a list of the caller, or passed them to a hook.
+        """
+        held = [q for q in self.deferred.values() if q.content is not None and getrefcount(q) > UNREFERENCED_COUNT]
+        for q in held:
+            self.deferred.pop(q.slot, None)
+            become_plain(q)
 
     def recycle_tensors(self) -> None:
         """Keep deferred tensors without other references for the next call with the same sizes.

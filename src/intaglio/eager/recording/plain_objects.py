@@ -1,0 +1,91 @@
+"""Visit the values inside results and arguments: containers, and objects with attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.torch_private import pytree
+
+
+def tensors_inside(value: Any, known: dict[int, Any] | None = None) -> list[torch.Tensor]:
+    """Return all tensors in containers and in attributes of plain objects, in order."""
+    known = {} if known is None else known
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if id(value) in known or _has_no_values(value):
+        return []
+    known[id(value)] = value
+    return [tensor for entry in _entries(value) for tensor in tensors_inside(entry, known)]
+
+
+def object_with_tensors(value: Any) -> Any:
+    """Return an object in nested containers that pytree does not flatten but that has tensors inside, or None."""
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor) and tensors_inside(leaf):
+            return leaf
+    return None
+
+
+def iterator_inside(value: Any) -> Any:
+    """Return an iterator in a result, whose values the model computes after its call ended, or None."""
+    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Iterator)), None)
+
+
+def replace_inside(value: Any, leaf: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
+    """Replace the tensors in containers and in attributes of plain objects.
+
+    Lists, dictionaries and objects keep their identity; tuples are made again.
+
+    Args:
+        value: Value to visit.
+        leaf: Function that returns the replacement of a tensor.
+        known: Values that were visited, by id. It keeps them alive.
+    """
+    if isinstance(value, torch.Tensor):
+        return leaf(value)
+    if id(value) in known or _has_no_values(value):
+        return value
+    known[id(value)] = value
+    if isinstance(value, tuple):
+        entries = [replace_inside(entry, leaf, known) for entry in value]
+        if all(new is old for new, old in zip(entries, value, strict=True)):
+            return value
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if isinstance(value, dict):
+        for key, entry in list(dict.items(value)):
+            if (found := replace_inside(entry, leaf, known)) is not entry:
+                dict.__setitem__(value, key, found)
+    elif isinstance(value, list):
+        for index, entry in enumerate(list.copy(value)):
+            if (found := replace_inside(entry, leaf, known)) is not entry:
+                list.__setitem__(value, index, found)
+    for name, entry in list(_attributes(value).items()):
+        if (found := replace_inside(entry, leaf, known)) is not entry:
+            object.__setattr__(value, name, found)
+    return value
+
+
+def _has_no_values(value: Any) -> bool:
+    simple = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator)
+    return isinstance(value, (*simple, nn.Module, type, types.ModuleType)) or callable(value)
+
+
+def _entries(value: Any) -> list[Any]:
+    own = list(dict.values(value)) if isinstance(value, dict) else []
+    own += list(value) if isinstance(value, (list, tuple)) else []
+    return own + list(_attributes(value).values())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those of a dataclass with slots."""
+    found = dict(getattr(value, "__dict__", None) or {})
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.name not in found]
+        found.update({name: getattr(value, name) for name in names if hasattr(value, name)})
+    return found

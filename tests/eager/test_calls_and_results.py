@@ -1,0 +1,152 @@
+"""Define-by-run: objects as arguments and results, calls of strict models, tensors that a call leaves behind."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from intaglio import eager
+from intaglio.errors import InputError
+from support.eager_models import integers
+from support.lowering import sqnr
+from support.nets import Body
+
+
+@dataclasses.dataclass
+class Scores:
+    logits: Tensor
+    classes: int = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedScores:
+    logits: Tensor
+
+
+class Nested:
+    def __init__(self, logits: Tensor) -> None:
+        self.entries = [{"logits": logits}]
+
+    @property
+    def logits(self) -> Tensor:
+        return self.entries[0]["logits"]
+
+
+KINDS = {
+    "dataclass": Scores,
+    "dataclass with slots": SlottedScores,
+    "namespace": lambda y: SimpleNamespace(logits=y),
+    "own class": Nested,
+}
+
+
+def rows(seed: int = 0, count: int = 4) -> Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def layers(forward: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Body(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 4)).eval()
+
+
+def converted(model: nn.Module, *calls: Any, **options: Any) -> nn.Module:
+    prepared = eager.prepare(model, calls[0])
+    for call in calls:
+        prepared(*call)
+    return eager.convert(prepared, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_a_result_may_be_an_object(kind):
+    model = layers(lambda m, x: kind(m.b(torch.relu(m.a(x)))))
+    found = converted(model, (rows(),), (rows(1),), strict=True)
+    assert integers(found).count("aten.linear.default") == 2
+    result, expected = found(rows(1)), model(rows(1))
+    assert type(result) is type(expected)
+    assert type(result.logits) is Tensor
+    assert 20 < sqnr(result.logits, expected.logits) < 100
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_an_argument_may_be_an_object(kind):
+    model = layers(lambda m, x: m.b(torch.relu(m.a(x.logits))))
+    found = converted(model, (kind(rows()),), (kind(rows(1, 3)),), strict=True)
+    assert integers(found).count("aten.linear.default") == 2
+    assert 20 < sqnr(found(kind(rows())), model(kind(rows()))) < 100
+
+
+def test_a_result_may_be_an_iterator():
+    model = layers(lambda m, x: iter([m.b(torch.relu(m.a(x)))]))
+    found = converted(model, (rows(),))
+    assert integers(found).count("aten.linear.default") == 2
+    (result,), (expected,) = found(rows()), model(rows())
+    assert type(result) is Tensor
+    assert 20 < sqnr(result, expected) < 100
+
+
+def masked(m: Any, x: Tensor, mask: Any = None, *, more: Any = None) -> Tensor:
+    y = torch.relu(m.a(x))
+    y = y if mask is None else y * mask
+    return m.b(y if more is None else y + sum(more.values()))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, mask: Any = None, *, more: Any = None) -> Tensor:
+        return masked(self, x, mask, more=more)
+
+
+def test_strict_accepts_every_call_that_calibration_had():
+    model, mask = Masked().eval(), torch.ones(16)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        ((rows(), mask), {}),
+        ((rows(),), {}),
+        ((rows(),), {"more": {"a": mask, "b": mask}}),
+        ((rows(),), {"more": {"b": mask}}),
+    ]
+    prepared = eager.prepare(model, calls[0][0])
+    for args, kwargs in calls:
+        prepared(*args, **kwargs)
+    found = eager.convert(prepared, strict=True)
+    spelled = [((), {"x": rows()}), ((rows(),), {"mask": mask}), ((rows(), None), {"more": None})]
+    for args, kwargs in [*calls, *spelled]:
+        assert 20 < sqnr(found(*args, **kwargs), model(*args, **kwargs)) < 100
+    restored = eager.convert(prepared, strict=True)
+    restored.load_state_dict(found.state_dict())
+    restored(rows())
+
+
+def test_strict_names_a_call_that_calibration_did_not_have():
+    mask = torch.ones(16)
+    prepared = eager.prepare(Masked().eval(), (rows(), mask))
+    prepared(rows(), mask)
+    found = eager.convert(prepared, strict=True)
+    words = (
+        r"nested as \(x: tensor, mask: None, more: \{'b': tensor\}\), but in calibration as \(x: tensor, mask: tensor"
+    )
+    with pytest.raises(InputError, match=words):
+        found(rows(), more={"b": mask})
+
+
+def test_tensors_that_a_call_leaves_behind_are_plain():
+    def body(m: Any, x: Tensor, given: list[Tensor]) -> Tensor:
+        m.last = torch.relu(m.a(x))
+        given.append(m.last + 1)
+        return m.b(m.last)
+
+    model, seen = layers(body), list[Tensor]()
+    model.b.register_forward_hook(lambda module, inputs, output: seen.extend(inputs))
+    found = converted(model, (rows(), []))
+    left = list[Tensor]()
+    found(rows(), left)
+    expected = torch.relu(model.a(rows()))
+    for kept, wanted in ((found.last, expected), (left[0], expected + 1), (seen[-1], expected)):
+        assert type(kept) is Tensor
+        assert 20 < sqnr(kept, wanted) < 100
