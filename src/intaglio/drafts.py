@@ -43,16 +43,17 @@ def draft_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 @contextlib.contextmanager
-def draft_folder(parent: Path, mode: int = 0o777) -> Iterator[Path]:
-    """Create a folder in ``parent`` and yield its path. It is deleted at the end unless it was moved.
+def draft_folder(parent: Path, prefix: str = PREFIX) -> Iterator[Path]:
+    """Create a folder in ``parent``, whose name begins with ``prefix``, and yield its path. It is deleted at the end
+    unless it was moved.
 
     Raises:
         OSError: the parent folder cannot be written.
     """
-    remove_abandoned(parent)
+    remove_abandoned(parent, prefix)
     while True:
-        path = _new_path(parent)
-        path.mkdir(mode)
+        path = _new_path(parent, prefix)
+        path.mkdir()
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         if _locked(handle):
             break
@@ -64,17 +65,17 @@ def draft_folder(parent: Path, mode: int = 0o777) -> Iterator[Path]:
         os.close(handle)
 
 
-def remove_abandoned(folder: Path) -> None:
+def remove_abandoned(folder: Path, prefix: str = PREFIX) -> None:
     """Remove drafts in ``folder`` that belong to no running process. Drafts that cannot be removed are kept."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
+            if entry.name.startswith(prefix) and entry.name.endswith(SUFFIX):
                 with contextlib.suppress(OSError):
                     _remove_unlocked(entry.path)
 
 
-def _new_path(folder: Path) -> Path:
-    return folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
+def _new_path(folder: Path, prefix: str = PREFIX) -> Path:
+    return folder / f"{prefix}{secrets.token_hex(8)}{SUFFIX}"
 
 
 def _locked(handle: int) -> bool:

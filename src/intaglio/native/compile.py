@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -25,8 +24,10 @@ from functools import cache
 from pathlib import Path
 
 from intaglio import config
+from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
 from intaglio.native import units as library
+from intaglio.native.cache_folder import MOVE_CACHE, kernel_folder, make_folder, read_entry
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import TranslationUnit, included, library_units
 
@@ -37,6 +38,9 @@ GRACE_SECONDS = 60
 """Entries built or used this recently are not evicted, because a process may not have called `load` on them yet."""
 ABANDONED_SECONDS = 3600
 ERROR_LINES = 20
+BUILD_PREFIX = ".build-"
+FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
+"""Messages of compilers and linkers that cannot write their results."""
 
 # g++ contracts a*b+c into one rounding, even written as intrinsics, unless told not to; AVX-512 flags imply FMA.
 COMPILE_FLAGS = (
@@ -76,21 +80,21 @@ def build(
         BuildError: No compiler was found, it rejects the text, or the cache folder cannot be written.
     """
     command = (_compiler(name), *COMPILE_FLAGS, *ISA_FLAGS[isa])
-    folder = config.cache_dir() / "kernels"
+    folder = kernel_folder()
     objects = {_unit_path(unit, command, isa, folder): unit for unit in (*units, *library_units(source))}
     key = _key(source, command, isa, headers, [path.name for path in objects])
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
     with _locks.setdefault(path, threading.Lock()):
         try:
             if force or not is_intact(path):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 _compile(source, command, name, path, objects)
                 _evict(folder)
             for entry in (path, *objects):
                 _touch(entry)
         except OSError as error:
             raise BuildError(
-                name, None, f"the kernel cache {folder} cannot be used: {error}", remedy=_MOVE_CACHE
+                name, None, f"the kernel cache {folder} cannot be used: {error}", remedy=MOVE_CACHE
             ) from error
     return path
 
@@ -113,20 +117,21 @@ def install(content: bytes, *, name: str) -> Path:
     Raises:
         BuildError: The cache folder cannot be written.
     """
-    folder = config.cache_dir() / "kernels"
+    folder = kernel_folder()
     path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
     try:
-        if not path.is_file() or path.read_bytes() != content:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-                draft = Path(scratch, "library.so")
+        if read_entry(path) != content:
+            make_folder(folder)
+            with draft_folder(folder, BUILD_PREFIX) as scratch:
+                draft = scratch / "library.so"
                 draft.write_bytes(content)
+                draft.chmod(0o755)
                 os.replace(draft, path)
             _evict(folder)
         _touch(path)
     except OSError as error:
         problem = f"the kernel cache {folder} cannot be used: {error}"
-        raise BuildError(name, None, problem, remedy=_MOVE_CACHE) from error
+        raise BuildError(name, None, problem, remedy=MOVE_CACHE) from error
     return path
 
 
@@ -137,21 +142,18 @@ def load(path: Path) -> ctypes.CDLL:
             _loaded.setdefault(path, ctypes.CDLL(str(path)))
         except OSError as error:
             raise BuildError(
-                str(path), None, f"the compiled library cannot be loaded: {error}", remedy=_MOVE_CACHE
+                str(path), None, f"the compiled library cannot be loaded: {error}", remedy=MOVE_CACHE
             ) from error
     return _loaded[path]
 
 
 def is_intact(path: Path) -> bool:
-    """Return whether ``path`` is a complete entry: the file exists and its seal matches its bytes."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
+    """Return whether ``path`` is a complete entry: a trusted file whose seal matches its bytes."""
+    content = read_entry(path)
+    return content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
 
 
-_MOVE_CACHE = "set INTAGLIO_CACHE_DIR to a folder that you can write to and that allows execution"
+_FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
 _NO_COMPILER = "install g++ (Debian, Ubuntu: apt install g++), or set CXX to the path of a C++ compiler"
 
 
@@ -202,20 +204,20 @@ def _compile(
     Temporary files, including those of the compiler, are in a folder that is deleted before the function returns.
     """
     text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as scratch:
-        draft = Path(scratch, "kernel.cpp")
+    with draft_folder(path.parent, BUILD_PREFIX) as scratch:
+        draft = scratch / "kernel.cpp"
         draft.write_text(source, encoding="utf-8")
         os.replace(draft, text)
-        made, program = Path(scratch, "kernel.so"), text
+        made, program = scratch / "kernel.so", text
         if missing:
-            program = Path(scratch, f"{path.stem}.o")
+            program = scratch / f"{path.stem}.o"
             commands = [
-                *_unit_commands(missing, command, Path(scratch)),
+                *_unit_commands(missing, command, scratch),
                 [*command, "-c", _headers(), str(text), "-o", str(program)],
             ]
             _run_together([[part for part in line if part != "-shared"] for line in commands], name, scratch)
             for entry in missing:
-                _seal_as(Path(scratch, entry.name), entry)
+                _seal_as(scratch / entry.name, entry)
         arguments = [
             *command,
             _headers(),
@@ -255,15 +257,16 @@ def _seal_as(made: Path, path: Path) -> None:
     with made.open("r+b") as file:
         seal = _seal(file.read())
         file.write(seal)
+    made.chmod(0o755)  # whatever the umask is: others must not be able to write to it
     os.replace(made, path)
 
 
-def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> None:
+def _run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> None:
     """Run commands in parallel in a folder; raise `BuildError` with the output of the first that fails.
 
     If the wait is interrupted, the compilers and their child processes are killed.
     """
-    environment, running = {**os.environ, "TMPDIR": folder, "LC_ALL": "C"}, list[subprocess.Popen[str]]()
+    environment, running = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}, list[subprocess.Popen[str]]()
     try:
         for command in commands:
             with _deferred_interrupt():
@@ -284,6 +287,9 @@ def _run_together(commands: Sequence[Sequence[str]], name: str, folder: str) -> 
             output, _ = process.communicate()
             if process.returncode != 0:
                 shown = "\n    ".join(output.splitlines()[:ERROR_LINES])
+                if (full := next((text for text in FULL_DISK if text in output), None)) is not None:
+                    problem = f"the disk of the kernel cache {folder.parent} is full: {full}"
+                    raise BuildError(name, None, problem, remedy=_FREE_SPACE)
                 texts = [part for part in command if part.endswith((".cpp", ".s"))] or ["the linking"]
                 raise BuildError(
                     name, None, f"{command[0]} fails to compile {texts[0]} (status {process.returncode})\n    {shown}"

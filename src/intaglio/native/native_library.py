@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
+from intaglio.errors import BuildError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 
@@ -38,9 +39,13 @@ SIGNATURES = {
 
 def open_library(isa: str) -> ctypes.CDLL:
     """Build thread pool and counting kernels for ``isa`` and load them with their argument types set."""
-    library = compiler.load(compiler.build(SOURCE, name="runtime", isa=isa))
+    path = compiler.build(SOURCE, name="runtime", isa=isa)
+    library = compiler.load(path)
     for name, types in SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            problem = f"this library of the kernel cache has no function {name}, so intaglio did not write it"
+            raise BuildError(str(path), None, problem, remedy="delete the file and run the program again")
         function.argtypes, function.restype = types, None
     return library
 

@@ -56,6 +56,9 @@ class ScheduleCache:
     def load(self, geometry: Geometry) -> Schedule | None:
         """Return the stored schedule of this geometry, or ``None``."""
         path = self.path(geometry)
+        if path.exists() and not path.is_file():
+            logger.warning("%s is not a regular file, so the layer is timed again", path)
+            return None
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
             schedule = Schedule(**{name: checked_integer(value) for name, value in entry["schedule"].items()})

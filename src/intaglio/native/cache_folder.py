@@ -1,0 +1,116 @@
+"""The folder of the kernel cache. Its files are loaded into the process, so only what this user or root has written is
+used: regular files without permissions for others to write, in a folder without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+from pathlib import Path
+
+from intaglio import config
+from intaglio.errors import BuildError
+
+MOVE_CACHE = "set INTAGLIO_CACHE_DIR to a folder that you can write to and that allows execution"
+OWN_CACHE = "remove it if it is not yours, or set INTAGLIO_CACHE_DIR to a folder that only you can write to"
+STICKY_CACHE = "run chmod go-w on it, or chmod +t, or set INTAGLIO_CACHE_DIR to a folder that only you can write to"
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+logger = logging.getLogger("intaglio")
+
+
+def kernel_folder() -> Path:
+    """Return the folder of compiled kernels, which need not exist.
+
+    In a cache folder that others can write, each user has a folder of their own, ``u`` and the number of the user.
+
+    Raises:
+        BuildError: others can replace what the folder contains.
+    """
+    base = config.cache_dir()
+    if not _is_shared(base):
+        return _checked_folder(base / "kernels")
+    own = _checked_folder(base / f"u{os.geteuid()}")
+    return _checked_folder(own / "kernels")
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder of compiled kernels for this user only. Other users can read what root creates, because the
+    cache of a container is often written by root and read by another user.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    mode, missing = 0o755 if os.geteuid() == 0 else 0o700, []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process has made it
+            path.mkdir(mode)
+
+
+def read_entry(path: Path) -> bytes | None:
+    """Return the contents of a file of the cache, or ``None`` if it does not exist or is not to be trusted."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        if path.is_symlink():
+            _warn(path, "it is a symbolic link")
+        elif path.exists():
+            raise
+        return None
+    info = os.fstat(handle)
+    reason = _distrust(info) if stat.S_ISREG(info.st_mode) else "it is not a regular file"
+    if reason is not None:
+        os.close(handle)
+        _warn(path, reason)
+        return None
+    with os.fdopen(handle, "rb") as file:
+        return file.read()
+
+
+def _is_shared(base: Path) -> bool:
+    """Return whether others can write into the cache folder. Raise `BuildError` if they can replace folders of other
+    users there."""
+    try:
+        info = base.stat()
+    except OSError:  # it does not exist, or the caller will fail to write
+        return False
+    reason = _distrust(info)
+    if reason is None:
+        return False
+    if info.st_uid not in (os.geteuid(), 0) or not info.st_mode & stat.S_ISVTX:
+        raise BuildError(
+            str(base), None, f"others can replace what this folder contains: {reason}", remedy=STICKY_CACHE
+        )
+    return True
+
+
+def _checked_folder(folder: Path) -> Path:
+    """Return ``folder``. Raise `BuildError` if it exists and others can write into it."""
+    try:
+        info = folder.lstat()
+    except OSError:
+        return folder
+    reason = _distrust(info)
+    if stat.S_ISLNK(info.st_mode):
+        reason = "it is a symbolic link"
+    if reason is not None:
+        raise BuildError(str(folder), None, f"kernels of this folder are not used, because {reason}", remedy=OWN_CACHE)
+    return folder
+
+
+def _distrust(info: os.stat_result) -> str | None:
+    """Return why a file or folder may have been written by another user, or ``None``."""
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {info.st_uid}, not to this user ({os.geteuid()}) or root"
+    if info.st_mode & WRITABLE_BY_OTHERS:
+        return f"its mode {stat.S_IMODE(info.st_mode):o} lets others write to it"
+    return None
+
+
+def _warn(path: Path, reason: str) -> None:
+    logger.warning("%s in the kernel cache is not used and is built again: %s", path, reason)
