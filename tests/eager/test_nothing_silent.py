@@ -1,5 +1,6 @@
 """Define-by-run: what stays in float is as little as possible, and is reported."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import intaglio
 from intaglio import eager
+from intaglio.errors import InputError, UnsupportedError
 from support.eager_models import integers, warnings_of
 from support.lowering import sqnr
 
@@ -93,3 +95,90 @@ def test_half_precision_between_two_recordings():
     found = eager.convert(prepared, strict=True)
     assert found(x).dtype is torch.bfloat16
     assert 20 < sqnr(found(x).float(), model(x).float()) < 100
+
+
+def test_coverage_is_that_of_the_exported_model():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    model, images = nn.Sequential(*layers).eval(), torch.randn(4, 3, 9, 9)
+    prepared = eager.prepare(model, images)
+    prepared(images)
+    found = eager.coverage(eager.convert(prepared))
+    expected = intaglio.quantize(model, [images]).coverage
+    assert str(found).splitlines()[0] == str(expected).splitlines()[0]
+    assert (found.macs_int8, found.macs_total) == (expected.macs_int8, expected.macs_total) == (10_624, 10_624)
+    assert found.operators_int8 == found.operators_total == expected.operators_total
+    assert found.bytes_before == expected.bytes_before
+    eager.assert_int8(eager.convert(prepared))
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Mixed(nn.Module):
+    """Two recordings, and operators that no recording takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        self.scaled, self.own = Scaled(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scaled(torch.relu(self.a(x)) + 0 * torch.rand(4, 16))
+        with torch.autocast("cpu"):
+            x = self.own(x).float()
+        return self.b(x) if x.sum().item() > 0 else self.c(x)
+
+
+def test_coverage_lists_what_no_recording_takes():
+    torch.manual_seed(0)
+    model = converted(Mixed().eval())
+    found = eager.coverage(model)
+    reasons = {part.operator: (part.reason, part.path, part.macs) for part in found.floats}
+    assert reasons["torch.rand"] == ("it draws random numbers", "", 0)
+    assert reasons["Scaled"] == ("its class overrides the forward of a class of torch.nn", "scaled", 256)
+    assert reasons["Linear"] == ("torch.autocast is on", "own", 256)
+    assert all(part.path or "test_nothing_silent.py:" in part.source for part in found.floats)
+    assert found.macs_total - found.macs_int8 == 512
+    with pytest.raises(AssertionError, match=r"asked for 100.00 %\n(.|\n)*it draws random numbers"):
+        eager.assert_int8(model)
+    assert eager.coverage(pickle.loads(pickle.dumps(model))) == found
+
+
+def test_coverage_lists_leaf_classes_and_unseen_operators(caplog):
+    def body(m: Any, x: Tensor) -> Tensor:
+        return x.erf() if x.shape[0] == 3 else x
+
+    torch.manual_seed(0)
+    x = rows()
+    prepared = eager.prepare(nn.Sequential(Head(body), Scaled(4, 4)).eval(), x, leaf_classes=(Scaled,))
+    prepared(x)
+    model = eager.convert(prepared)
+    assert [part.reason for part in eager.coverage(model).floats] == ["its class is one of leaf_classes"]
+    model(x[:3])
+    assert "torch.Tensor.erf" in {part.operator for part in eager.coverage(model).floats}
+    assert warnings_of(caplog)
+
+
+def test_coverage_of_a_prepared_model_is_an_error():
+    with pytest.raises(InputError, match=r"call eager\.convert"):
+        eager.coverage(eager.prepare(Head(lambda m, x: x).eval(), rows()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Linear(16, 4)).double(), "its result is not a float32 tensor but f64"),
+        (nn.Sequential(nn.Softmax(-1)), "no int8 kernel for this operator"),
+    ],
+    ids=["float64", "no layers"],
+)
+def test_a_model_that_stays_in_float_is_an_error(model, reason, strict):
+    x = rows().to(next((p.dtype for p in model.parameters()), torch.float32))
+    prepared = eager.prepare(model.eval(), x)
+    prepared(x)
+    with pytest.raises(UnsupportedError, match=f"nothing in it can be quantized: .*{reason}"):
+        eager.convert(prepared, strict=strict)

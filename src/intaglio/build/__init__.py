@@ -101,7 +101,7 @@ def _compiled(
         lowered.graph,
         lowered.signature,
         islands,
-        _coverage(lowered),
+        coverage_of(lowered),
         lowered.model_info,
         libraries,
         schedules=schedules,
@@ -320,7 +320,7 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     return (supported[0], *[one for one in ISAS if one in requested and one != supported[0]])
 
 
-def _coverage(lowered: Lowered) -> Coverage:
+def coverage_of(lowered: Lowered) -> Coverage:
     """Return the coverage of a lowered model. `bytes_after` is 0 until the program is known."""
     floats, loops = (
         tuple(
@@ -356,5 +356,5 @@ def _coverage(lowered: Lowered) -> Coverage:
         loops,
     )
     for body in lowered.bodies.values():
-        own = own.with_body(_coverage(body))
+        own = own.with_body(coverage_of(body))
     return own

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from intaglio.eager.call_log import Intercepted, calls
+from intaglio.eager.coverage_report import assert_int8, coverage
 from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, session_of
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
@@ -27,8 +28,10 @@ __all__ = [
     "Intercepted",
     "QTensorInfo",
     "SeenOpInfo",
+    "assert_int8",
     "calls",
     "convert",
+    "coverage",
     "fusions",
     "parameters",
     "prepare",
@@ -85,6 +88,8 @@ def convert(
 
     Raises:
         CalibrationError: The model has neither statistics nor parameters.
+        UnsupportedError: No operator can be quantized, or the model is strict and a recording stays in float because it
+            cannot be captured.
         InputError: The number of parameter sets differs from the number of recordings.
     """
     before = session_of(prepared)
@@ -93,6 +98,7 @@ def convert(
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
     made = [segment.converted(own, session.origin) for segment, own in zip(before.segments, given, strict=True)]
     session.take_over(before, made)
+    session.check_quantized()
     attach(session)
     return converted
 

@@ -12,9 +12,17 @@ import torch
 from torch import nn
 
 from intaglio.eager.interception import InterceptionMode, without_interception
-from intaglio.eager.recording.events import Event, RecordedSize, fill, place_of, tensors
+from intaglio.eager.recording.events import (
+    Event,
+    RecordedSize,
+    fill,
+    operator_or_class,
+    place_of,
+    tensors,
+)
+from intaglio.eager.recording.float_calls import batch_of, counted
 from intaglio.eager.recording.random_operators import watched_generator
-from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line
+from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_line, without_folder
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
@@ -95,6 +103,7 @@ class InterceptedRun(InterceptionMode):
         self.tracks_modules = session.is_recording
         self.calls: dict[str, int] = {path: 1}
         self.module_stack: list[str] = [path]
+        self.batch = 1
 
     # -- begin and end --------------------------------------------------------------------------------------------
 
@@ -104,6 +113,8 @@ class InterceptedRun(InterceptionMode):
         if self.entry == "":
             with DisableTorchFunction():
                 session.note_call(args, kwargs)
+        if session.is_recording:
+            self.batch = batch_of((args, kwargs))
         if session.is_recording and not session.segments:
             self.recorder = Recorder(session.path_of_id)
             with DisableTorchFunction():
@@ -184,12 +195,31 @@ class InterceptedRun(InterceptionMode):
                 return self._run_in_place(at, event, args, kwargs, type(module).forward.__get__(module))
         return self._find_or_record(None, path, args, kwargs, type(module).forward.__get__(module))
 
-    def run_opaque(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module that stays in float, with computed tensors and without interception."""
+    def run_opaque(
+        self, path: str, reason: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module that stays in float for this reason, with computed tensors and without interception."""
         with DisableTorchFunction():
             self.close()
             self.compute_referenced()
-            return forward(*fill(args, plain), **fill(kwargs, plain))
+            return self._reporting(None, path, reason, forward)(*fill(args, plain), **fill(kwargs, plain))
+
+    def _reporting(self, func: Any, path: str, reason: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that computes an operator in float and adds it to the report when it is new there."""
+        known = self.session.float_calls
+        place = path, operator_or_class(self.session.model, path, func), without_folder(source_line())
+        if func is None:
+            place = (*place[:2], "")
+        if not reason or place in known:
+            return compute
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with counted(self.batch) as work:
+                result = compute(*args, **kwargs)
+            known[place] = reason, work.macs
+            return result
+
+        return run
 
     # -- other operators ------------------------------------------------------------------------------------------
 
@@ -272,8 +302,14 @@ class InterceptedRun(InterceptionMode):
         if session.is_recording and not known_float and recorder is None:
             recorder = Recorder(session.path_of_id)
         if recorder is None or known_float or not recorder.can_record(real, kwargs, in_place):
+            reason = self._reason_for_float(
+                func, path, known_float, in_place or "out" in kwargs, tensors((args, kwargs))
+            )
+            compute = self._reporting(func, path, reason, compute)
             if in_place or "out" in kwargs:
                 session.report_unrecorded(func, path, self.frame, (args, kwargs))
+                for tensor in written_tensors(args, kwargs):
+                    self._exclude([], tensor, self.recorder)
                 return self._run_write(args, kwargs, compute)
             if self.recorder is not None:
                 self.recorder.note_read(tensors((real, options)))
@@ -290,9 +326,8 @@ class InterceptedRun(InterceptionMode):
             return result
         if drew_numbers():
             session.report_unrecorded(func, path, self.frame, (args, kwargs))
-            filled = recorder.exclude(tensors((real, options)), real[0] if in_place else None)
-            if filled is not None:
-                session.unrecorded.add(filled.place)
+            self._reporting(func, path, "it draws random numbers", lambda: None)()
+            self._exclude(tensors((real, options)), real[0] if in_place else None, recorder)
             return result
         if self.recorder is None:
             self.last_operator, self.frame, self.recorder = self.last_recorded, None, recorder
@@ -304,6 +339,24 @@ class InterceptedRun(InterceptionMode):
         if event.index == 0:
             self._note_transition(self.last_operator, event, None)
         return result
+
+    def _exclude(self, read: list[torch.Tensor], changed: torch.Tensor | None, recorder: Recorder | None) -> None:
+        """Keep an operator out of the recording, and the one that allocated its result."""
+        filled = None if recorder is None else recorder.exclude(read, changed)
+        if filled is not None:
+            self.session.unrecorded.add(filled.place)
+
+    def _reason_for_float(self, func: Any, path: str, known_float: bool, writes: bool, given: Any) -> str:
+        """Return why an operator runs in float outside of recordings, for the report; empty if it is not listed."""
+        if not given or (path, func) in self.session.float_operators:  # the report lists the recording of the latter
+            return ""
+        if isinstance(func, torch.ScriptMethod):
+            return "it is TorchScript, which is not intercepted"
+        if torch.is_autocast_enabled("cpu"):
+            return "torch.autocast is on"
+        if writes:
+            return "it writes to memory that the recording does not own"
+        return "" if self.session.is_recording else "calibration has not seen it here"
 
     def _is_in_place_leaf(self, path: str) -> bool:
         module = self.session.model.get_submodule(path)

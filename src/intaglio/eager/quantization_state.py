@@ -135,7 +135,15 @@ class OpaqueCall(InterceptedCall):
         run = current.run
         if run is None or run.session is not self.session:
             return self._forward(*args, **kwargs)
-        return run.run_opaque(self._forward, args, kwargs)
+        return run.run_opaque(self.path, self._reason(), self._forward, args, kwargs)
+
+    def _reason(self) -> str:
+        """Return why the module stays in float; empty for a compiled model, which does not."""
+        if isinstance(self.module, QuantizedModel):
+            return ""
+        if isinstance(self.module, self.session.leaf_classes):
+            return "its class is one of leaf_classes"
+        return "its class overrides the forward of a class of torch.nn"
 
 
 def attach(session: Session) -> None:

@@ -43,7 +43,8 @@ class SerializedSession:
             has "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with
             the index of the next "batch", or "parameters" (JSON). The `FLOW_ENTRY` entry has "runs", "follows"
             (transitions by index), and for strict models "turns" (pairs of consecutive operators), "outside"
-            (operators outside recordings) and "calls" (structures of arguments).
+            (operators outside recordings) and "calls" (structures of arguments). "floats" lists what runs in float
+            outside of recordings.
     """
 
     recordings: tuple[Recording, ...]
@@ -70,6 +71,7 @@ def store(session: RecordedState) -> SerializedSession:
         "turns": sorted(session.transitions, key=str),
         "outside": sorted(session.unrecorded),
         "calls": sorted(session.call_structures),
+        "floats": [[*place, *found] for place, found in session.float_calls.items()],
     }
     return SerializedSession(tuple(segment.recording for segment in session.segments), entries)
 
@@ -135,6 +137,8 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
     session.transitions = {(first and tuple(first), second and tuple(second)) for first, second in turns}
     session.unrecorded = {(path, name, function) for path, name, function in stored.entries[FLOW_ENTRY]["outside"]}
     session.call_structures = {CallStructure(*known) for known in stored.entries[FLOW_ENTRY].get("calls", ())}
+    for path, name, line, reason, macs in stored.entries[FLOW_ENTRY].get("floats", ()):
+        session.float_calls[path, name, line] = reason, macs
     for start, index, end, event in stored.entries[FLOW_ENTRY]["follows"]:
         place = None if start < 0 else (session.segments[start], index)
         session.successors.setdefault(place, []).append((session.segments[end], event))

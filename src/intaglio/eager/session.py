@@ -66,6 +66,8 @@ class Session:
         """Path, name and calling function of operators that were seen but cannot be part of a recording."""
         self.call_structures: set[CallStructure] = set()
         """How the arguments of the calls in preparation and calibration were nested."""
+        self.float_calls: dict[tuple[str, str, str], tuple[str, int]] = {}
+        """Path, name and line of what runs in float outside of recordings, with the reason and the MACs."""
         self.modules = dict(self.model.named_modules())
         self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()
@@ -224,7 +226,7 @@ class Session:
         """
         self.is_recording = False
         self.transitions, self.unrecorded = set(before.transitions), set(before.unrecorded)
-        self.call_structures = set(before.call_structures)
+        self.call_structures, self.float_calls = set(before.call_structures), dict(before.float_calls)
         self.source_lines = {key: list(lines) for key, lines in before.source_lines.items()}
         pairs = dict(zip(before.segments, made, strict=True))
         for segment in made:
@@ -232,6 +234,26 @@ class Session:
         for place, ends in before.successors.items():
             key = None if place is None else (pairs[place[0]], place[1])
             self.successors[key] = [(pairs[segment], index) for segment, index in ends]
+
+    def check_quantized(self) -> None:
+        """Log which recordings stay in float because they cannot be captured.
+
+        Raises:
+            UnsupportedError: No recording is quantized, or the session is strict and one cannot be captured.
+        """
+        for number, segment in enumerate(self.segments):
+            if isinstance(segment.error, CaptureError):
+                first, count = segment.events[0], len(segment.events)
+                what = f"recording {number} ({count} operators from {first}) stays in float: {segment.error.problem}"
+                if self.strict:
+                    raise UnsupportedError(first.path, first.name, what, source=first.source, remedy=NOT_STRICT)
+                logger.info("%s\n  at %s", what, first.source)
+        in_float = all(segment.reference is None or segment.refused is not None for segment in self.segments)
+        if in_float and (not self.segments or any(segment.computes for segment in self.segments)):
+            reasons = "; ".join(dict.fromkeys(s.error.problem if s.error else str(s.refused) for s in self.segments))
+            problem = "nothing in it can be quantized" if self.segments else "no operator was recorded"
+            text = reasons if reasons.startswith(problem) else ": ".join(filter(None, (problem, reasons)))
+            raise UnsupportedError("model", None, text, remedy=NOTHING_QUANTIZED)
 
     def index_operators(self, segment: Segment) -> None:
         """Index the operators of a segment by path and function."""
@@ -329,6 +351,8 @@ class Session:
         logger.warning("%s, %s (%s): %s; it runs in float", path or type(self.model).__name__, name, line, what)
 
 
+NOT_STRICT = "convert without strict=True to run these operators in float"
+NOTHING_QUANTIZED = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
 CALIBRATE_PATH = "calibrate with data for which the model runs these operators, or convert without strict=True"
 
 

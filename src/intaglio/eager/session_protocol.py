@@ -27,6 +27,7 @@ class RecordedState(Protocol):
     unrecorded: set[tuple[str, str, str]]
     float_operators: set[Any]
     call_structures: set[CallStructure]
+    float_calls: dict[tuple[str, str, str], tuple[str, int]]
 
     def add(self, segment: Segment) -> None:
         """Append a segment and index its operators."""

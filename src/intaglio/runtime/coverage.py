@@ -82,6 +82,16 @@ class Coverage:
             loops=self.loops + body.loops,
         )
 
+    def with_sizes(self, before: int, after: int, notes: tuple[str, ...]) -> Coverage:
+        """Return the coverage with these sizes in bytes and notes."""
+        return replace(self, bytes_before=before, bytes_after=after, notes=notes)
+
+    def assert_int8(self, macs: float = 1.0) -> None:
+        """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
+        if self.macs < macs:
+            share = f"{100 * self.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
+            raise AssertionError(f"{share}\n{self}")
+
     @property
     def macs(self) -> float:
         """Return the share of multiply-accumulates of convolutions, linear layers and matrix products in int8, from 0

@@ -117,9 +117,7 @@ class QuantizedModel(ProgramModule):
 
     def assert_int8(self, macs: float = 1.0) -> None:
         """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
-        if self.coverage.macs < macs:
-            share = f"{100 * self.coverage.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
-            raise AssertionError(f"{share}\n{self.coverage}")
+        self.coverage.assert_int8(macs)
 
     def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
         """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is

@@ -226,6 +226,11 @@ def operator_name(function: Any) -> str:
     return torch.overrides.resolve_name(function) or getattr(function, "__name__", str(function))
 
 
+def operator_or_class(model: nn.Module, path: str, function: Any) -> str:
+    """Return the name of a function, or of the class of the leaf module at `path` if it is None, for reports."""
+    return type(model.get_submodule(path)).__name__ if function is None else operator_name(function)
+
+
 def place_of(path: str, function: Any, source: str) -> tuple[str, str, str]:
     """Return path, name and calling function of an operator; `source` is its line as in `Event`."""
     return path, operator_name(function), source.rpartition(", in ")[2]

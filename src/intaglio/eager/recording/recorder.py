@@ -156,18 +156,23 @@ class Recorder:
             changed: Tensor that it wrote to, or None. From now on it is an input of the recording.
 
         Returns:
-            The operator before it if that only allocated the tensor. It does not belong to the recording any more.
+            The operator that allocated the tensor without writing to it, if nothing has read it since. It leaves
+            the recording.
         """
         made = {number for event in self.recording.events for number in event.outputs}
         values = [self.slots[id(tensor)] for tensor in read if self.slots.get(id(tensor)) in made]
         self.read_values.update(dict.fromkeys(map(RecordedTensor, values)))
-        if changed is None:
+        number = None if changed is None else self.slots.pop(id(changed), None)
+        events = self.recording.events
+        filled = next((e for e in events if is_uninitialized(e.function) and number in e.outputs), None)
+        if filled is None or any(number in event.inputs for event in events):
             return None
-        number, events = self.slots.pop(id(changed), None), self.recording.events
-        if events and is_uninitialized(events[-1].function) and number in events[-1].outputs:
-            self.read_values.pop(RecordedTensor(number), None)
-            return events.pop()
-        return None
+        self.read_values.pop(RecordedTensor(filled.outputs[0]), None)
+        events.remove(filled)
+        for index, event in enumerate(events):
+            event.index = index
+        self.last_read = min(self.last_read, len(events))
+        return filled
 
     def _new_value(self, tensor: torch.Tensor) -> int:
         number = len(self.recording.types)

@@ -29,7 +29,7 @@ from intaglio.eager.recording.torch_functions import is_factory
 from intaglio.eager.recording.value_mapping import map_values
 from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, extract_part, has_integers
 from intaglio.eager.segments.qtensor import QTensor
-from intaglio.errors import CaptureError, UnsupportedError
+from intaglio.errors import CaptureError, IntaglioError, UnsupportedError
 from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import Input, Output, evaluate
@@ -53,6 +53,7 @@ class Segment:
 
     Attributes:
         refused: Reason why it cannot be quantized, or None. Its operators then run unchanged.
+        error: Error that gave this reason, or None.
         given: Parameters loaded from a state dictionary, for a model without statistics.
         reference: Quantized graph, once converted.
         parts: Computations by given and wanted values.
@@ -64,6 +65,7 @@ class Segment:
         self.recording, self.events, self.model = recording, recording.events, model
         self.quantizer = quantizer
         self.refused: str | None = None
+        self.error: IntaglioError | None = None
         self.given: Parameters | None = None
         self.prepared: Prepared | None = None
         self.reference: Reference | None = None
@@ -83,7 +85,7 @@ class Segment:
             self.captured, nodes, self.shapes = without_recorded_outputs(replay(recording, self.model), recording)
             self.prepared = prepare(self.captured, self.quantizer)
         except (CaptureError, UnsupportedError) as error:
-            self.refused = str(error)
+            self.refused, self.error = str(error), error
             return
         given = pytree.tree_leaves(example_of(recording))
         inputs = [given[entry.leaf] for entry in self.captured.signature.inputs]
@@ -111,6 +113,12 @@ class Segment:
             kept.clear()
         self._sizes.clear()
         return self.refused is None
+
+    @property
+    def computes(self) -> bool:
+        """Return whether the results depend on any operator; False for a model whose result is a constant."""
+        nodes = () if isinstance(self.error, CaptureError) else self.captured.module.graph.nodes
+        return not nodes or any(node.op == "call_function" for node in nodes)
 
     @cached_property
     def argument_leaves(self) -> list[Any] | None:

@@ -1,0 +1,114 @@
+"""Coverage of a converted model: how much of its recordings runs in int8, and what runs in float for which reason."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from intaglio import build
+from intaglio.eager.quantization_state import session_of
+from intaglio.eager.recording.events import RecordedTensor, leaves, operator_or_class
+from intaglio.eager.recording.float_calls import FloatWork, batch_of, counted
+from intaglio.eager.segments.segment import Segment
+from intaglio.eager.session import Session
+from intaglio.errors import InputError, UnsupportedError
+from intaglio.lower import requantize
+from intaglio.quant.calibrate.prepare import annotate
+from intaglio.runtime import Coverage, FloatPart
+
+
+def coverage(converted: nn.Module) -> Coverage:
+    """Return how much of a converted model runs in int8, and why the rest does not, over all recordings.
+
+    Operators that several recordings contain count once for each. What runs in float outside of recordings is listed
+    too; after calls with operators that calibration has not seen, these are included.
+
+    Args:
+        converted: Model from `convert`.
+
+    Returns:
+        The report that a `QuantizedModel` has as its attribute ``coverage``.
+
+    Raises:
+        InputError: The model is not converted.
+    """
+    session = session_of(converted)
+    if session.is_recording:
+        raise InputError(
+            "coverage", None, "the model is prepared, not converted", remedy="call eager.convert(model) first"
+        )
+    found = Coverage(0, 0, 0, 0, 0, (), _bytes_of(session), 0)
+    notes: dict[str, None] = {}
+    for segment in session.segments:
+        part = _of_segment(segment)
+        found = found.with_body(part)
+        notes.update(dict.fromkeys(part.notes))
+    found = found.with_body(_outside_recordings(session))
+    size = sum(_constant_bytes(segment) for segment in session.segments)
+    return found.with_sizes(found.bytes_before, size, tuple(notes))
+
+
+def assert_int8(converted: nn.Module, macs: float = 1.0) -> None:
+    """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8.
+
+    Args:
+        converted: Model from `convert`.
+        macs: Share of the multiply-accumulates of all recordings, from 0 to 1.
+    """
+    coverage(converted).assert_int8(macs)
+
+
+def _of_segment(segment: Segment) -> Coverage:
+    """Return the coverage of one recording."""
+    if segment.reference is not None and segment.refused is None:
+        return build.coverage_of(requantize(segment.reference))
+    if isinstance(segment.error, UnsupportedError):
+        skips = annotate(segment.captured, segment.quantizer).skipped
+        found = tuple(FloatPart(s.origin.path, s.origin.operator, s.reason, s.macs, s.origin.source) for s in skips)
+    else:
+        reason = str(segment.refused) if segment.error is None else segment.error.problem
+        found = tuple(
+            FloatPart(
+                event.path, operator_or_class(segment.model, event.path, event.function), reason, macs, event.source
+            )
+            for event, macs in zip(segment.events, _macs_of_operators(segment), strict=True)
+        )
+    return _in_float(found, 1)
+
+
+def _macs_of_operators(segment: Segment) -> list[int]:
+    """Return the multiply-accumulates of each operator for a batch of one, by running them on the recorded tensors."""
+    values, found = dict(segment.recording.inputs), []
+    batch = batch_of(list(values.values()))
+    for event in segment.events:
+        work = FloatWork()
+        with contextlib.suppress(RuntimeError, LookupError, TypeError, ValueError), torch.no_grad():
+            with counted(batch) as work:
+                spec, result = segment.run_event(event, values.__getitem__, lambda n, axis: values[n].shape[axis])
+            pairs = zip(leaves(spec), leaves(result), strict=True)
+            values.update({leaf.index: tensor for leaf, tensor in pairs if isinstance(leaf, RecordedTensor)})
+        found.append(work.macs)
+    return found
+
+
+def _outside_recordings(session: Session) -> Coverage:
+    calls = session.float_calls.items()
+    found = tuple(FloatPart(path, name, reason, macs, line) for (path, name, line), (reason, macs) in calls)
+    return _in_float(found, len(found))
+
+
+def _in_float(found: tuple[FloatPart, ...], islands: int) -> Coverage:
+    return Coverage(0, sum(part.macs for part in found), 0, len(found), islands, found, 0, 0)
+
+
+def _bytes_of(session: Session) -> int:
+    tensors: list[torch.Tensor] = [*session.model.parameters(), *session.model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point())
+
+
+def _constant_bytes(segment: Segment) -> int:
+    if segment.reference is None or segment.refused is not None:
+        return 0
+    return sum(array.nbytes for array in requantize(segment.reference).graph.constants.values())
