@@ -152,8 +152,9 @@ def digest(content: bytes) -> str:
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as compact JSON, always the same bytes for the same value. Infinities and NaN are not allowed."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Return a value as compact JSON, always the same bytes for the same value. Infinities and NaN are not allowed.
+    Surrogates, which Python puts into paths whose bytes are not UTF-8, are kept."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="surrogatepass")
 
 
 def from_json(content: bytes) -> Any:

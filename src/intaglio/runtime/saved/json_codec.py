@@ -1,9 +1,9 @@
 """JSON encoding of values, dimensions, types and graphs; `signature_codec` has the rest. Decoding creates only the
 types listed here.
 
-Decoded names and texts are printed into names and comments of C++ source, so identifiers are checked and texts must be
-a single line. A malformed entry raises `ValueError`, `TypeError`, `KeyError` or `IndexError`, which callers turn into
-`ArtifactError`.
+Decoded names and attributes are printed into C++ source, so names are checked and attributes must be a single line of
+text. What is saved can be loaded: other attributes are refused when they are written. A malformed entry raises
+`ValueError`, `TypeError`, `KeyError` or `IndexError`, which callers turn into `ArtifactError`.
 """
 
 from __future__ import annotations
@@ -133,6 +133,21 @@ def checked_line(text: Any) -> str:
     if not isinstance(text, str) or not text.isprintable() or "\\" in text:
         raise ValueError(f"{text!r:.60} is not a single line of text")
     return text
+
+
+def encode_line(text: str) -> Any:
+    """Return a text as JSON: itself if `checked_line` accepts it, else the hexadecimal digits of its UTF-8 bytes."""
+    try:
+        return checked_line(text)
+    except ValueError:
+        return {"hex": text.encode(errors="surrogatepass").hex()}
+
+
+def decode_line(entry: Any) -> str:
+    """Return the text that `encode_line` wrote. Comments of generated C++ escape it again."""
+    if isinstance(entry, dict):
+        return bytes.fromhex(entry["hex"]).decode(errors="surrogatepass")
+    return checked_line(entry)
 
 
 def checked_integer(value: Any) -> int:
@@ -321,11 +336,11 @@ def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray
 def _encode_op(op: Op, parameters: ParameterTable, arrays: dict[str, np.ndarray], prefix: str) -> Any:
     entry: dict[str, Any] = {"kind": op.kind, "inputs": list(op.inputs), "outputs": list(op.outputs)}
     if op.attrs:
-        entry["attrs"] = {key: encode(value) for key, value in op.attrs.items()}
+        entry["attrs"] = {key: encode(_storable_attr(op, value)) for key, value in op.attrs.items()}
     if op.body is not None:
         entry["body"] = encode_graph(op.body, parameters, arrays, prefix)
     if op.origin != Origin():
-        entry["origin"] = [op.origin.path, op.origin.operator, op.origin.source]
+        entry["origin"] = [encode_line(text) for text in (op.origin.path, op.origin.operator, op.origin.source)]
     return entry
 
 
@@ -343,7 +358,7 @@ def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np
 def _decode_op(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray], prefix: str) -> Op:
     attrs = {checked_identifier(key): _plain_attr(decode(value)) for key, value in entry.get("attrs", {}).items()}
     body = decode_graph(entry["body"], parameters, arrays, prefix) if "body" in entry else None
-    path, operator, source = map(checked_line, entry.get("origin", ("", "", "")))
+    path, operator, source = map(decode_line, entry.get("origin", ("", "", "")))
     kind = checked_identifier(entry["kind"])
     return Op(kind, _names(entry["inputs"]), _names(entry["outputs"]), attrs, body, Origin(path, operator, source))
 
@@ -352,6 +367,14 @@ def _plain_attr(value: Any) -> Any:
     """Return an attribute value whose text is a single line, because attributes are printed into C++ comments."""
     checked_line(str(value))
     return value
+
+
+def _storable_attr(op: Op, value: Any) -> Any:
+    """Return an attribute value. Raise `NotStorableError` if decoding would refuse its text."""
+    try:
+        return _plain_attr(value)
+    except ValueError as error:
+        raise NotStorableError(f"attribute of {op.kind} {str(op.origin)!r}: {error}") from None
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -17,11 +17,12 @@ from intaglio.runtime.saved.json_codec import (
     ParameterTable,
     checked_identifier,
     checked_integer,
-    checked_line,
     checked_value_name,
     decode,
+    decode_line,
     decode_type,
     encode,
+    encode_line,
     encode_type,
 )
 from intaglio.torch_private import pytree
@@ -56,7 +57,8 @@ def encode_signature(signature: Signature, parameters: ParameterTable, arrays: d
         "written": [[leaf, name] for leaf, name in signature.updated_inputs.items()],
         "names": list(signature.names),
         "state": [
-            [entry.name, entry.value, entry.path, encode_type(entry.type, parameters)] for entry in signature.state
+            [entry.name, entry.value, encode_line(entry.path), encode_type(entry.type, parameters)]
+            for entry in signature.state
         ],
         "ranges": [[name, low, high] for name, (low, high) in signature.ranges.items()],
     }
@@ -91,7 +93,7 @@ def _decode_state(entry: Any, parameters: ParameterTable, arrays: Mapping[str, n
     found = State(
         checked_value_name(name),
         checked_value_name(value),
-        checked_line(path),
+        decode_line(path),
         decode_type(kind, parameters),
         arrays[STATE + name],
     )
