@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import intaglio
-from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.runtime import QuantizedModel
 from support import nets
+from support.exported_program import arguments, executable, expected
 from support.nets import Body, randomize
 
 pytestmark = pytest.mark.slow(reason="cross compilers build five networks, and an emulator runs them")
-DRIVER = Path(__file__).with_name("run_exported.c")
 
 
 @dataclass(frozen=True)
@@ -113,28 +111,8 @@ def test_exported_programs_have_the_same_bits_on_other_processors(machine, name,
     model, example = quantized(name)
     folder = tmp_path / "exported"
     model.export_c(folder, isa="portable")
-    run = built(folder, processor.prefix, tmp_path)
-    (tmp_path / "input").write_bytes(example.numpy().tobytes())
-    command = [
-        *processor.emulator,
-        str(run),
-        str(folder / "weights.bin"),
-        str(tmp_path / "input"),
-        *map(str, example.shape),
-    ]
+    run = executable(folder, "portable", processor.prefix)
+    command = [*processor.emulator, str(run), *arguments(folder, [example], tmp_path)]
     found = subprocess.run(command, capture_output=True, check=False)
     assert found.returncode == 0, found.stderr.decode()
-    assert found.stdout == model(example).contiguous().numpy().tobytes()
-
-
-def built(folder: Path, prefix: str, scratch: Path) -> Path:
-    """Compile an exported program and `run_exported.c` with cross compilers."""
-    name = next(folder.glob("*.h")).stem
-    run = scratch / "run"
-    flags = [*(flag for flag in COMPILE_FLAGS if flag != "-shared"), "-Wno-psabi"]
-    sources = [str(path) for path in sorted(folder.rglob("*.cpp"))]
-    driver = scratch / "driver.o"
-    names = [f'-DHEADER="{name}.h"', f"-DNET(name)={name}_##name", f"-I{folder}"]
-    subprocess.run([f"{prefix}gcc", "-O2", "-std=c11", *names, "-c", str(DRIVER), "-o", str(driver)], check=True)
-    subprocess.run([f"{prefix}g++", *flags, f"-I{folder}", *sources, str(driver), "-o", str(run)], check=True)
-    return run
+    assert found.stdout == expected(model, [example])

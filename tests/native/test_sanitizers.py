@@ -1,0 +1,65 @@
+"""Exported programs under AddressSanitizer and UndefinedBehaviorSanitizer (`make sanitize` runs all networks)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+import intaglio
+from intaglio.errors import UnsupportedError
+from support.exported_program import arguments, executable, expected
+from support.matmul_library import RUNNABLE_ISAS
+from support.nets import randomize
+from support.project_files import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from bits import api
+from bits.cases import CASES, Case
+
+FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+FAST = ("first_steps",)
+SLOW = pytest.mark.slow(reason="three builds with sanitizers; make sanitize runs them")
+
+
+@cache
+def has_sanitizers() -> bool:
+    """Return whether the compiler links and runs a program with sanitizers."""
+    if shutil.which("g++") is None:
+        return False
+    command = ["g++", *FLAGS, "-x", "c++", "-", "-o", "/dev/null"]
+    return subprocess.run(command, input="int main() {}", text=True, capture_output=True).returncode == 0
+
+
+def quantized(case: Case) -> intaglio.QuantizedModel:
+    torch.manual_seed(0)
+    model, batches = randomize(case.net()).eval(), [case.inputs(call) for call in case.calibration]
+    if case.flow == "dynamic":
+        return api.quantize(model, None, example_inputs=batches[0], **(case.options() or {"recipe": "int8_dynamic"}))
+    return api.quantize(model, batches, **case.options())
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else SLOW) for name in CASES])
+def test_programs_read_and_write_their_own_memory_only(name, tmp_path):
+    if not has_sanitizers():
+        pytest.skip("needs g++ with AddressSanitizer")
+    case = CASES[name]
+    model = quantized(case)
+    for isa in RUNNABLE_ISAS[:1] if name in FAST else RUNNABLE_ISAS:
+        folder = tmp_path / isa
+        try:
+            model.export_c(folder, isa=isa)
+        except UnsupportedError as error:
+            pytest.skip(str(error))
+        run = executable(folder, isa, flags=FLAGS)
+        for call in case.calls:
+            inputs = case.inputs(call)
+            for threads in (1, 2):
+                command = [str(run), *arguments(folder, inputs, tmp_path, threads)]
+                found = subprocess.run(command, capture_output=True, check=False)
+                assert (found.returncode, found.stderr.decode()[:4000]) == (0, ""), (isa, call, threads)
+                assert found.stdout == expected(model, inputs), (isa, call, threads)
