@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/bytecode
 
-.PHONY: demo bench test tests slow isa lint format types docs clean check check-torch
+.PHONY: demo bench test tests slow sanitize isa lint format types docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -33,6 +33,10 @@ tests: $(STAMP)
 # What is slow and rarely breaks, with ten times the examples of properties, and the pages of the site.
 slow: $(STAMP) $(DOCS)
 	INTAGLIO_HYPOTHESIS=thorough .venv/bin/python -m pytest -q -n auto --dist worksteal -m "slow or examples"
+
+# Exported programs of some fifty networks under AddressSanitizer and UndefinedBehaviorSanitizer, the pool under TSan.
+sanitize: $(STAMP)
+	.venv/bin/python -m pytest -q -n auto -m "slow or not slow" -rs tests/native/test_sanitizers.py tests/native/test_thread_sanitizer.py
 
 # Exported programs on aarch64, riscv64 and an old x86-64, under emulators, where cross compilers are installed.
 isa: $(STAMP)

@@ -22,8 +22,7 @@ from bits import api
 from bits.cases import CASES, Case
 
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-FAST = ("first_steps",)
-SLOW = pytest.mark.slow(reason="three builds with sanitizers; make sanitize runs them")
+pytestmark = pytest.mark.slow(reason="a build with sanitizers takes ten seconds; make sanitize runs them")
 
 
 @cache
@@ -43,13 +42,13 @@ def quantized(case: Case) -> intaglio.QuantizedModel:
     return api.quantize(model, batches, **case.options())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else SLOW) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_programs_read_and_write_their_own_memory_only(name, tmp_path):
     if not has_sanitizers():
         pytest.skip("needs g++ with AddressSanitizer")
     case = CASES[name]
     model = quantized(case)
-    for isa in RUNNABLE_ISAS[:1] if name in FAST else RUNNABLE_ISAS:
+    for isa in RUNNABLE_ISAS:
         folder = tmp_path / isa
         try:
             model.export_c(folder, isa=isa)
