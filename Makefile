@@ -40,7 +40,7 @@ sanitize: $(STAMP)
 
 # Exported programs on aarch64, riscv64 and an old x86-64, under emulators, where cross compilers are installed.
 isa: $(STAMP)
-	.venv/bin/python -m pytest -q -n auto -m slow -rs tests/runtime/test_other_processors.py
+	.venv/bin/python -m pytest -q -n auto -m slow -rs tests/runtime/export/test_other_processors.py
 
 lint: format types
 

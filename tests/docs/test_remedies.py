@@ -34,7 +34,9 @@ FOLLOWED_ELSEWHERE = {
     "pass their records again: load(path, operators=[...])": "ops/test_host_operators.py",
     "return quantized values, quantize(...).astype(np.uint8)": "ops/test_host_operators.py",
     "install g++ (Debian, Ubuntu: apt install g++)": "native/test_compile_cache.py",
-    "set INTAGLIO_CACHE_DIR to a folder": "native/test_compile_cache.py",
+    "run chmod go-w on it": "native/test_cache_trust.py",
+    "remove it if it is not yours": "native/test_cache_trust.py",
+    "delete the file and run the program again": "native/test_cache_trust.py",
     "load the file without trust=True": "runtime/test_files.py",
     "pass larger inputs": "runtime/test_free_sizes.py",
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
@@ -43,6 +45,7 @@ FOLLOWED_ELSEWHERE = {
 }
 """Beginnings of remedies that a test of the behaviour follows, with the file of that test."""
 NOT_FOLLOWED = {
+    "free some space": "needs a disk that is full",
     "save the model again with the installed version": "needs two versions of intaglio",
     "quantize the float model again with the installed version and save it": "needs two versions of intaglio",
     "load it with the version that saved it, or calibrate again": "needs two versions of intaglio",
@@ -81,6 +84,28 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         return self.linear(x) * factor
+
+
+class FirstOf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+        return self.linear(x[0] if isinstance(x, list) else x)
+
+
+class ReadsData(nn.Module):
+    """``.data`` of an activation cannot be exported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return self.second(torch.relu(self.first(x)))
+        return self.second(self.first(x).data * 2)
 
 
 class Identity(nn.Module):
@@ -324,11 +349,21 @@ FAST = [
     ),
     Case(
         "call the model as in calibration, or convert without strict=True",
-        lambda _: eager.convert(prepared_eagerly(Scaled()), strict=True)(x=X),
+        lambda _: eager.convert(prepared_eagerly(FirstOf()), strict=True)([X]),
         lambda _: (
-            eager.convert(prepared_eagerly(Scaled()), strict=True)(X),
-            eager.convert(prepared_eagerly(Scaled()))(x=X),
+            eager.convert(prepared_eagerly(FirstOf()), strict=True)(X),
+            eager.convert(prepared_eagerly(FirstOf()))([X]),
         ),
+    ),
+    Case(
+        "convert without strict=True to run these operators in float",
+        lambda _: eager.convert(prepared_eagerly(ReadsData(), inputs=(ONES, -ONES)), strict=True),
+        lambda _: eager.convert(prepared_eagerly(ReadsData(), inputs=(ONES, -ONES)))(-ONES),
+    ),
+    Case(
+        "check the recipe, and that the model has convolutions or linear layers with float32 weights",
+        lambda _: eager.convert(prepared_eagerly(nn.Sequential(nn.Linear(4, 4)).double(), inputs=(X.double(),))),
+        lambda _: eager.convert(prepared_eagerly(linears())),
     ),
     Case(
         "load the state into a prepared model, and convert that",

@@ -144,10 +144,10 @@ def test_an_input_the_model_writes_is_written():
         return y
 
     model, lowered = built(body, picture())
-    x = picture(2, 3)
-    expected = lowered(x)
-    assert_same(model(x), expected)
+    x, other = picture(2, 3), picture(2, 3)
+    assert_same(model(x), lowered(other))
     assert_same(x, picture(2, 3) + 1)
+    assert_same(other, x)
 
 
 def test_a_model_that_only_writes_returns_none():

@@ -21,7 +21,7 @@ from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.output_paths import check_folder, expanded
 from intaglio.runtime.coverage import SHOWN_ISLANDS
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
-from intaglio.runtime.export_files import write_export
+from intaglio.runtime.export_files import write_exported_files
 from intaglio.runtime.export_weights import weights_file
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
@@ -70,7 +70,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
     for path, text in {**kernels, **native}.items():
         texts[f"kernels/{Path(path).name}"] = re.sub(r'(#include ")\w+/', r"\1", text)
-    write_export(folder, {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
+    write_exported_files(folder, {**{path: text.encode() for path, text in texts.items()}, "weights.bin": weights})
 
 
 # ---- supported models -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from intaglio.drafts import draft_folder
 from intaglio.output_paths import FOLDER_REMEDY, special_file_reason, unwritable_error
 
 
-def write_export(folder: str | Path, members: Mapping[str, bytes]) -> None:
+def write_exported_files(folder: str | Path, members: Mapping[str, bytes]) -> None:
     """Write the files of an export, which may be in subfolders.
 
     All files are written to a draft first. A new folder is moved to its path as a whole. In an existing folder, which
