@@ -161,13 +161,17 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
             raise InputError(where, None, problem, remedy=TO_DENSE_ON_CPU)
 
 
-def check_memory(inputs: Mapping[str, torch.Tensor]) -> None:
+def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
     """Raise `InputError` unless all elements of all inputs are in memory that their storages own.
 
     Tensors of transforms (``torch.func``), fake tensors and wrapper subclasses have no memory of their own, and a
     storage may have been resized after the tensor was made.
+
+    Args:
+        signature: the signature of the model.
+        leaves: the tensors of a call, followed by the buffers that the model updates.
     """
-    for name, tensor in inputs.items():
+    for index, tensor in enumerate(leaves):
         try:
             end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
             held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
@@ -178,7 +182,9 @@ def check_memory(inputs: Mapping[str, torch.Tensor]) -> None:
             problem = "it has no memory"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             problem += f" ({type(tensor).__name__})"
-        raise InputError(f"input '{name}'", None, problem, remedy=PLAIN_TENSORS)
+        names = [f"input '{entry.name}'" for entry in signature.inputs]
+        names += [f"buffer '{entry.path}'" for entry in signature.state]
+        raise InputError(names[index], None, problem, remedy=PLAIN_TENSORS)
 
 
 def _bytes_spanned(tensor: torch.Tensor) -> int:

@@ -206,11 +206,12 @@ class InterceptedRun(InterceptionMode):
 
     def _reporting(self, func: Any, path: str, reason: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that computes an operator in float and adds it to the report when it is new there."""
+        if not reason:
+            return compute
         known = self.session.float_calls
-        place = path, operator_or_class(self.session.model, path, func), without_folder(source_line())
-        if func is None:
-            place = (*place[:2], "")
-        if not reason or place in known:
+        line = without_folder(source_line()) if func is not None else ""
+        place = path, operator_or_class(self.session.model, path, func), line
+        if place in known:
             return compute
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -275,7 +275,7 @@ class ProgramModule(nn.Module):
             Every external value by name.
         """
         values = dict(zip(self._inputs, leaves, strict=True))
-        check_memory(values)
+        check_memory(self.signature, leaves)
         try:
             frame = self._frames.pop()
         except IndexError:
