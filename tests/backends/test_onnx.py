@@ -76,8 +76,10 @@ class Written:
         return {entry.name: entry for entry in self.model.graph.initializer}
 
     def assert_close(self, *x: Tensor, max_steps: float = 1, given: tuple[Tensor, ...] | None = None) -> None:
-        """Every result at most ``max_steps`` steps of its last site away, and the same class; without
-        optimisations most values are equal but for the order of sums in float32."""
+        """Assert that every result is at most ``max_steps`` steps of its last site away, and of the same class.
+
+        Without optimizations, most values are equal except for the order of sums in float32.
+        """
         wanted = [t.detach().numpy() for t in tensors(self.reference(*x))]
         steps = [last_step(node) for node in tensors_of_output(self.reference)]
         for running in (self.plain, self.fast) if HAS_VNNI else (self.plain,):
@@ -135,7 +137,10 @@ def test_a_convolutional_network_matches_at_any_batch(net, tmp_path):
     ids=["default", "sums_apart"],
 )
 def test_every_convolution_and_layer_runs_in_int8(how, tmp_path):
-    """Where the file rounds in front of its two sums and the reference does not, each adds a step."""
+    """Check that all convolutions and the linear layer run in int8.
+
+    By default the file rounds the operands of two sums, which the reference does not round; each can add a step.
+    """
     model = randomize(nets.Residual())
     written = Written(reference_of(model, nets.example(model), **how), tmp_path, sums="uint8")
     assert any("results of 2 convolutions are rounded to u8" in note for note in written.file.notes) is not bool(how)

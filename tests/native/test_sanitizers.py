@@ -59,7 +59,7 @@ def test_programs_read_and_write_their_own_memory_only(name, tmp_path):
             model.export_c(folder, isa=isa)
         except UnsupportedError as error:
             pytest.skip(str(error))
-        run = executable(folder, isa, flags=FLAGS)
+        run = executable(folder, flags=FLAGS)
         calls = [inputs for inputs in map(case.inputs, case.calls) if _fits(model, inputs)]
         for call, inputs in enumerate(calls or [case.inputs(case.calibration[0])]):
             for threads in (1, 2):

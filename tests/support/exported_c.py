@@ -39,13 +39,24 @@ def commands(folder: Path) -> list[str]:
 
 
 def build(folder: Path, compiler: str | None = None) -> Path:
-    """A shared library, by the commands of README.txt but for the last, which links."""
+    """Build a shared library by the commands of README.txt, except for the last one, which links."""
     name = next(folder.glob("*.h")).stem
-    compiler = compiler or "gcc"
-    lines = [line.replace("gcc", compiler) for line in commands(folder)[:-1]]
-    link = f"{compiler} -shared -pthread -Wl,--no-undefined *.o -o lib{name}.so"
-    subprocess.run(["sh", "-ec", "\n".join([*lines, "rm -f main.o", link])], cwd=folder, check=True)
+    link(folder, compiler or "gcc", f"-shared -Wl,--no-undefined -o lib{name}.so")
     return folder / f"lib{name}.so"
+
+
+def link(folder: Path, compiler: str, flags: str, further: str = "") -> None:
+    """Compile the sources of an export by the commands of README.txt, and link the objects without ``main.c``.
+
+    Args:
+        folder: folder that `export_c` wrote.
+        compiler: command that replaces ``gcc``.
+        flags: flags of the command that links, with ``-o``.
+        further: flags of all commands, which follow those of README.txt.
+    """
+    usual, *lines = [line.replace("gcc", compiler, 1) for line in commands(folder)[:-1]]
+    lines = [usual, f'FLAGS="$FLAGS {further}"', *lines, "rm -f main.o", f"{compiler} -pthread {further} *.o {flags}"]
+    subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=folder, check=True)
 
 
 class Library:

@@ -10,40 +10,25 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from intaglio.native.compile import COMPILE_FLAGS
-from intaglio.native.cpu import ISA_FLAGS
 from intaglio.runtime import QuantizedModel
+from support.exported_c import link
 
 DRIVER = Path(__file__).with_name("run_exported.c")
 
 
-def executable(folder: Path, isa: str, prefix: str = "", flags: Sequence[str] = ()) -> Path:
+def executable(folder: Path, prefix: str = "", flags: Sequence[str] = ()) -> Path:
     """Compile an exported program and `run_exported.c`.
 
     Args:
-        folder: folder that `export_c` wrote, for one instruction set.
-        isa: the instruction set.
+        folder: folder that `export_c` wrote.
         prefix: prefix of the compilers, such as "aarch64-linux-gnu-".
-        flags: further flags, which follow the usual ones.
+        flags: further flags, which follow those of README.txt.
     """
     name = next(folder.glob("*.h")).stem
-    driver, run = folder / "driver.o", folder / "run_exported"
-    names = [f'-DHEADER="{name}.h"', f"-DNET(name)={name}_##name", f"-I{folder}"]
-    usual = [flag for flag in COMPILE_FLAGS if flag != "-shared"]
-    commands = [
-        [f"{prefix}gcc", "-O2", "-std=c11", *names, *flags, "-c", str(DRIVER), "-o", str(driver)],
-        [f"{prefix}g++", *usual, "-w", *flags, f"-I{folder}", "-c", str(folder / f"{name}.cpp")],
-    ]
-    objects = [str(driver), str(folder / f"{name}.o")]
-    for source in sorted(path for path in (folder / "kernels").iterdir() if path.suffix in (".cpp", ".s", ".S")):
-        made = folder / f"kernels_{source.stem}.o"
-        for_isa = ISA_FLAGS[isa] if source.stem.startswith(isa) else ()
-        commands.append([f"{prefix}g++", *usual, "-w", *for_isa, *flags, "-c", str(source), "-o", str(made)])
-        objects.append(str(made))
-    commands.append([f"{prefix}g++", "-pthread", *flags, *objects, "-o", str(run)])
-    for command in commands:
-        subprocess.run(command, cwd=folder, check=True)
-    return run
+    driver = [f"{prefix}gcc", "-O2", "-std=c11", f'-DHEADER="{name}.h"', f"-DNET(name)={name}_##name", f"-I{folder}"]
+    subprocess.run([*driver, *flags, "-c", str(DRIVER), "-o", "driver.o"], cwd=folder, check=True)
+    link(folder, f"{prefix}gcc", "-o run_exported", " ".join(flags))
+    return folder / "run_exported"
 
 
 def arguments(folder: Path, inputs: Sequence[Tensor], scratch: Path, threads: int = 0) -> list[str]:

@@ -125,8 +125,11 @@ def case_data(case: Case) -> CaseData:
 
 
 def bounds_of(case: Case) -> tuple[int, int]:
-    """Of quantized values, or of 16 bits: somewhere in the steps of the quantized value, the least where it is the zero
-    point."""
+    """Return the bounds of the results: of the quantized values, or of results of 16 bits.
+
+    Bounds of 16 bits are drawn from the steps between two quantized values. The lowest is in the middle of the steps of
+    a zero point of 0, which kernels that saturate need.
+    """
     if not case.remainder:
         return case.bounds
     low, high = case.bounds
@@ -157,7 +160,14 @@ def memory(role: str) -> Memory:
 
 @dataclass(frozen=True)
 class Result:
-    """What the kernels wrote: result in NCHW, quantized values of its halo, whether anything else changed."""
+    """Results of the kernels.
+
+    Attributes:
+        values: Result in NCHW.
+        halo: Quantized values of the halo of the result.
+        stray: Whether memory outside of the result changed.
+        remainder: Lower bytes of results of 16 bits, in NCHW.
+    """
 
     values: np.ndarray
     halo: np.ndarray

@@ -111,7 +111,7 @@ def test_exported_programs_have_the_same_bits_on_other_processors(machine, name,
     model, example = quantized(name)
     folder = tmp_path / "exported"
     model.export_c(folder, isa="portable")
-    run = executable(folder, "portable", processor.prefix)
+    run = executable(folder, processor.prefix)
     command = [*processor.emulator, str(run), *arguments(folder, [example], tmp_path)]
     found = subprocess.run(command, capture_output=True, check=False)
     assert found.returncode == 0, found.stderr.decode()
