@@ -34,7 +34,7 @@ tests: $(STAMP)
 slow: $(STAMP) $(DOCS)
 	INTAGLIO_HYPOTHESIS=thorough .venv/bin/python -m pytest -q -n auto --dist worksteal -m "slow or examples"
 
-# Exported programs of some fifty networks under AddressSanitizer and UndefinedBehaviorSanitizer, the pool under TSan.
+# Exported programs of the networks that can be exported, under AddressSanitizer and UndefinedBehaviorSanitizer, the pool under TSan.
 sanitize: $(STAMP)
 	.venv/bin/python -m pytest -q -n auto -m "slow or not slow" -rs tests/native/test_sanitizers.py tests/native/test_thread_sanitizer.py
 
