@@ -252,3 +252,20 @@ def test_other_spellings_of_an_operator_are_decomposed(name):
     constants = {"channels": nn.Parameter(torch.ones(6, 1, 1)), "columns": nn.Parameter(torch.ones(9))}
     _, counts = passed(Body(body, c=conv(), **constants), X)
     assert counts[step] == count
+
+
+def test_factors_and_offsets_of_a_group_norm_are_one_operator():
+    norm = nn.GroupNorm(2, 6)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    graph, _ = passed(Body(lambda m, x: m.norm(m.c(x)), c=conv(), norm=norm), X)
+    assert [operator(node) for node in graph.graph.nodes].count("aten.addcmul.default") == 1
+
+
+def test_factors_and_offsets_of_two_modules_stay_apart():
+    """A selector of one module leaves the other one in int8."""
+    scaled = Body(lambda m, x: x * m.channels, channels=nn.Parameter(torch.ones(6, 1, 1) + 1))
+    shifted = Body(lambda m, x: x + m.channels, channels=nn.Parameter(torch.ones(6, 1, 1) + 2))
+    graph, counts = passed(Body(lambda m, x: m.b(m.a(m.c(x))), c=conv(), a=scaled, b=shifted), X)
+    assert counts["channel_constants_to_affine"] == 2
+    assert [operator(node) for node in graph.graph.nodes].count("aten.addcmul.default") == 2

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from intaglio import eager
+from intaglio.eager.recording.plain_objects import named_tensors
 from intaglio.eager.run_trace import binder_of, captured_by_number, float_copy, float_counterpart, run_traced
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
@@ -90,11 +91,10 @@ def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any
     total, outcome, seen = ErrorSums(), ResultTotals(), 0
     for item in items:
         args, kwargs = compared.binder(item)
-        for index, both in enumerate(compared(args, kwargs)):
-            total.add(f"result {index}", *both)
+        for index, (name, expected, found) in enumerate(compared(args, kwargs)):
+            total.add(name, expected, found)
             if index == 0:
-                logits = both[0].dim() == 2 and compared.classifies
-                outcome.add(*both, logits)
+                outcome.add(expected, found, logits=expected.dim() == 2 and compared.classifies)
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if is_batch(leaf)]
         seen += sizes[0] if sizes else 1
         if samples is not None and seen >= samples:
@@ -102,7 +102,9 @@ def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any
     rows = number_repeated_calls([row for comparison in compared.comparisons for row in comparison.rows()])
     rows.sort(key=lambda row: (row.alone, row.so_far))
     results = tuple(total.decibels(key) for key in total.signal)
-    return Comparison(tuple(rows), results, seen, compared.parted, outcome.agreement, outcome.cosine)
+    return Comparison(
+        tuple(rows), results, seen, compared.parted, outcome.agreement, outcome.cosine, tuple(total.signal)
+    )
 
 
 def is_batch(leaf: Any) -> bool:
@@ -110,8 +112,8 @@ def is_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-Results = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors of a call's result: the float model's, and the quantized model's."""
+Results = list[tuple[str, torch.Tensor, torch.Tensor]]
+"""Tensors of a call's result: name, tensor of the float model, and tensor of the quantized model."""
 
 
 class StageComparison:
@@ -138,7 +140,7 @@ class StageComparison:
             names = [node.name for node in comparison.module.graph.nodes if node.op == "placeholder"]
             given = dict(zip(names, values, strict=True))
             comparison.add(given, given)
-        return list(zip(_tensors(expected), _tensors(found), strict=True))
+        return _pairs(expected, found)
 
 
 class SegmentComparison:
@@ -175,8 +177,8 @@ class SegmentComparison:
         self.classifies = last is not None and classifies(last.module)
         parted = [s.bounds for s in exact_spans] != [s.bounds for s in quantized_spans]
         self.parted += parted
-        results = list(zip(_tensors(expected), _tensors(found), strict=not parted))
-        return results if all(a.shape == b.shape for a, b in results) else []
+        results = _pairs(expected, found, strict=not parted)
+        return results if all(a.shape == b.shape for _, a, b in results) else []
 
 
 def _captured(model: nn.Module, item: Any) -> Captured:
@@ -230,8 +232,17 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     return module
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """Return the floating-point tensors of a result, with quantized tensors dequantized."""
-    leaves = pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, Integers))
-    leaves = [leaf.dequantize() if isinstance(leaf, Integers) else leaf for leaf in leaves]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+def _pairs(expected: Any, found: Any, strict: bool = True) -> Results:
+    """Return the tensors of two results side by side, with their names in the first."""
+    both = zip(_tensors(expected), _tensors(found), strict=strict)
+    return [(name, exact, quantized) for (name, exact), (_, quantized) in both]
+
+
+def _tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the floating-point tensors of a result and their names, with quantized tensors dequantized."""
+    value = pytree.tree_map(
+        lambda part: part.dequantize() if isinstance(part, Integers) else part,
+        value,
+        is_leaf=lambda part: isinstance(part, Integers),
+    )
+    return [(name, tensor) for name, tensor in named_tensors(value) if tensor.is_floating_point()]

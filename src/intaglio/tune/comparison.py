@@ -99,6 +99,7 @@ class Comparison:
             does not look like logits: a tensor f[n, classes], with at least two classes, that comes from a linear
             layer or a convolution, directly or through a softmax or a reshape.
         cosine: cosine similarity of the first tensor of the result, as the mean of its samples.
+        names: names of the tensors in ``results``, such as ``logits`` or ``boxes.1``; "" if the result is one tensor.
     """
 
     rows: tuple[Row, ...]
@@ -107,6 +108,7 @@ class Comparison:
     parted: int = 0
     agreement: float | None = None
     cosine: float = 1.0
+    names: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -142,14 +144,14 @@ class Comparison:
     def advice(self, count: int = 3) -> list[str]:
         """Return a line for each of the ``count`` worst selectors, with the rows that it leaves in float."""
         return [
-            f"skip={selector!r} leaves in float: {', '.join(row.name for row in self.skipped_by(selector))}"
+            f"skip={selector!r} leaves in float: {_listed(self.skipped_by(selector))}"
             for selector in (self.skip_list(count) if self.rows else ())
         ]
 
     def __str__(self) -> str:
         """Format one line for the result, one for each operator, the worst first, then what to skip, and the
         verdict."""
-        end = f"verdict: {self.verdict}"
+        end = self._verdict_line()
         if not self.rows:
             reason = "not compared, because the reference cannot be made again"
             return f"{self._heading()}\noperators: {reason}; {NEEDS_REFERENCE}\n{end}"
@@ -164,11 +166,18 @@ class Comparison:
     def _unlisted(self) -> list[str]:
         """Return a line with the number of operators that are not listed, or an empty list."""
         exact = len(self.rows) - len(self.listed)
-        return [f"not listed: {exact} exact operator{'s' * (exact != 1)}, such as data movement"] if exact else []
+        return [f"not listed: {_exact_operators(exact)}, such as data movement"] if exact else []
 
     def _heading(self) -> str:
-        found = f"result: {', '.join(_decibels(r).strip() for r in self.results)} over {self.samples} samples"
+        names = self.names or ("",) * len(self.results)
+        errors = [f"{name} {_decibels(sqnr).strip()}".strip() for name, sqnr in zip(names, self.results, strict=True)]
+        found = f"result{'s' * (len(errors) > 1)}: {', '.join(errors)} over {self.samples} samples"
         return found + (f"; {self.parted} calls took another path in int8" if self.parted else "")
+
+    def _verdict_line(self) -> str:
+        """Return the verdict, with the name of the tensor that it is about if there are several."""
+        subject = f" for {self.names[0]}" if len(self.results) > 1 and self.names else ""
+        return f"verdict{subject}: {self.verdict}"
 
     def __rich__(self) -> Table:
         """Return all columns as a table for `rich`."""
@@ -176,7 +185,7 @@ class Comparison:
         from rich.text import Text
 
         end = [] if self.rows else [NEEDS_REFERENCE]
-        caption = "\n".join([*end, *self._unlisted(), *self.advice(), f"verdict: {self.verdict}"])
+        caption = "\n".join([*end, *self._unlisted(), *self.advice(), self._verdict_line()])
         table = Table(title=self._heading(), title_justify="left", caption=Text(caption), caption_justify="left")
         table.add_column("operator", overflow="fold")
         for name in ("alone", "so far", "cosine", "values", "clipped", "in use"):
@@ -194,6 +203,7 @@ class Comparison:
         rows = [{"name": row.name, **{key: _finite(value) for key, value in asdict(row).items()}} for row in self.rows]
         return {
             "results": [_finite(value) for value in self.results],
+            "names": list(self.names),
             "samples": self.samples,
             "parted": self.parted,
             "agreement": self.agreement,
@@ -221,6 +231,17 @@ def number_repeated_calls(rows: Sequence[Row]) -> list[Row]:
             row = replace(row, detail=", ".join(filter(None, (row.detail, call))))
         found.append(row)
     return found
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    """Return the names of operators with an error of their own, and the number of the others."""
+    names = [row.name for row in rows if row.alone < math.inf]
+    exact = len(rows) - len(names)
+    return ", ".join(names) + (f" and {_exact_operators(exact)}" if exact else "")
+
+
+def _exact_operators(count: int) -> str:
+    return f"{count} exact operator{'s' * (count != 1)}"
 
 
 def _without_calls(path: str) -> str:

@@ -13,15 +13,28 @@ from torch import nn
 from intaglio.torch_private import pytree
 
 
-def tensors_inside(value: Any, known: dict[int, Any] | None = None) -> list[torch.Tensor]:
+def tensors_inside(value: Any) -> list[torch.Tensor]:
     """Return all tensors in containers and in attributes of plain objects, in order."""
+    return [tensor for _, tensor in named_tensors(value)]
+
+
+def named_tensors(
+    value: Any, name: str = "", known: dict[int, Any] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors in containers and in attributes of plain objects, in order, with names such as ``boxes.1``.
+
+    Args:
+        value: Value to visit.
+        name: Name of the value.
+        known: Values that were visited, by id. It keeps them alive.
+    """
     known = {} if known is None else known
     if isinstance(value, torch.Tensor):
-        return [value]
-    if id(value) in known or _has_no_values(value):
-        return []
-    known[id(value)] = value
-    return [tensor for entry in _entries(value) for tensor in tensors_inside(entry, known)]
+        yield name, value
+    elif id(value) not in known and not _has_no_values(value):
+        known[id(value)] = value
+        for key, entry in _entries(value):
+            yield from named_tensors(entry, f"{name}.{key}" if name else key, known)
 
 
 def object_with_tensors(value: Any) -> Any:
@@ -76,10 +89,18 @@ def _has_no_values(value: Any) -> bool:
     return isinstance(value, (*simple, nn.Module, type, types.ModuleType)) or callable(value)
 
 
-def _entries(value: Any) -> list[Any]:
-    own = list(dict.values(value)) if isinstance(value, dict) else []
-    own += list(value) if isinstance(value, (list, tuple)) else []
-    return own + list(_attributes(value).values())
+def _entries(value: Any) -> list[tuple[str, Any]]:
+    """Return the values in a container and in attributes, with their keys, positions and names.
+
+    An attribute that is an entry too, as in the results of Transformers models, is returned once.
+    """
+    own = [(str(key), entry) for key, entry in dict.items(value)] if isinstance(value, dict) else []
+    if hasattr(value, "_fields"):  # a named tuple
+        own += zip(value._fields, value, strict=False)
+    elif isinstance(value, (list, tuple)):
+        own += [(str(index), entry) for index, entry in enumerate(value)]
+    seen = {id(entry) for _, entry in own}
+    return own + [(name, entry) for name, entry in _attributes(value).items() if id(entry) not in seen]
 
 
 def _attributes(value: Any) -> dict[str, Any]:

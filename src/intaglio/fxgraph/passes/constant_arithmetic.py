@@ -13,22 +13,48 @@ from intaglio.ops.channels import channel_axis
 
 
 def channel_constants_to_affine(module: fx.GraphModule) -> int:
-    """Replace arithmetic with a constant per channel by ``shift + x * scale`` (addcmul)."""
+    """Replace arithmetic with a constant per channel by ``shift + x * scale`` (addcmul).
+
+    A product and a sum of one operator, such as the factors and offsets of a group norm, become one addcmul.
+    """
     hits = [
         node for node in module.graph.nodes if operator(node) in ARITHMETIC_TARGETS and _with_channels(module, node)
     ]
-    for index, node in enumerate(hits):
+    affine: dict[fx.Node, tuple[fx.Node, torch.Tensor, torch.Tensor]] = {}
+    for node in hits:
         x, scale, shift = _as_affine(module, node)
+        if x in affine and _are_one_operator(x, node):
+            x, scale, shift = _composed(affine.pop(x), scale, shift)
+        affine[node] = x, scale, shift
+    results: dict[fx.Node, fx.Node] = {}
+    for index, (node, (x, scale, shift)) in enumerate(affine.items()):
         names = []
         for label, tensor in (("scale", scale), ("shift", shift)):
             names.append(add_constant(module, f"channels{index}_{label}", tensor.float()))
         with module.graph.inserting_before(node):
             factor, offset = (constant_node(module, name, f"{origin(node).path}.{name}") for name in names)
-            result = module.graph.call_function(torch.ops.aten.addcmul.default, (offset, x, factor))
-        inherit_info(result, node, type=tensor_type(node))
-        node.replace_all_uses_with(result)
+            operands = offset, results.get(x, x), factor
+            results[node] = module.graph.call_function(torch.ops.aten.addcmul.default, operands)
+        inherit_info(results[node], node, type=tensor_type(node))
+        node.replace_all_uses_with(results[node])
+    for node in reversed(hits):
         module.graph.erase_node(node)
     return len(hits)
+
+
+def _are_one_operator(first: fx.Node, second: fx.Node) -> bool:
+    """Return whether two nodes were decomposed from one call of an operator, and only the second reads the first."""
+    same = all(getattr(origin(first), key) == getattr(origin(second), key) for key in ("path", "operator", "source"))
+    composite = origin(second).operator not in ("", operator(second))
+    return same and composite and len(first.users) == 1
+
+
+def _composed(
+    inner: tuple[fx.Node, torch.Tensor, torch.Tensor], scale: torch.Tensor, shift: torch.Tensor
+) -> tuple[fx.Node, torch.Tensor, torch.Tensor]:
+    """Return operand, scale and shift of two functions ``shift + x * scale``, applied one after the other."""
+    x, inner_scale, inner_shift = inner
+    return x, inner_scale * scale, inner_shift * scale + shift
 
 
 def _with_channels(module: fx.GraphModule, node: fx.Node) -> bool:
