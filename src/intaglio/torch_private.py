@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
@@ -35,6 +36,7 @@ __all__ = [
     "call_replace_hook",
     "current_function_mode",
     "decompose_used_composites",
+    "decomposition_of",
     "forget_compiled_loops",
     "int8_matmul",
     "is_in_jit_trace",
@@ -245,6 +247,15 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
             )
     except (ImportError, TypeError):
         return program.run_decompositions({})
+
+
+def decomposition_of(target: OpOverload) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by other operators, from PyTorch itself. Without it, operators that
+    PyTorch implements as another one (`torch.multiply`) stay in float."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+        return target.decompose
+    found: Callable[..., Any] | None = decomposition_table.get(target)
+    return found
 
 
 def _is_left_alone(target: Any) -> bool:

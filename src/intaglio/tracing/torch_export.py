@@ -39,13 +39,12 @@ from intaglio.tracing.detached_copy import copy_model
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import decompose_single_operators
+from intaglio.tracing.operator_aliases import resolve_aliases
 from intaglio.tracing.recurrent_layers import RecurrentCapture, restore_torch_operators
 from intaglio.tracing.unroll_scans import unroll_loops
 from intaglio.tracing.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 
 CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-
-
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
 
@@ -61,6 +60,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
             forget_compiled_loops()
             with RecurrentCapture():
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            resolve_aliases(program)
             decompose_single_operators(program)
             return restore_torch_operators(decompose_used_composites(program))
     except Exception as error:

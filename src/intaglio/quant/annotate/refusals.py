@@ -35,8 +35,8 @@ FLOAT_ACTIVATIONS = "the recipe leaves activations in float"
 def refusal(node: fx.Node, setting: Setting) -> str | None:
     """Return why an operator stays in float under a setting; ``None`` if it can be quantized."""
     record = record_of(node)
-    if operator(node) == BATCH_NORM:
-        return f"{UNFOLDED_NORM}; its parameters are computed while the model runs"
+    if operator(node) == BATCH_NORM or operator(node).startswith(BATCH_STATISTICS):
+        return "the statistics or parameters of this batch norm are computed while the model runs"
     if operator(node) in EMBEDDING_BAG_TARGETS:
         return bag_refusal(node) or "its table stays in float"
     if isinstance(node.target, WhileLoop):
@@ -131,6 +131,9 @@ def _skip(node: fx.Node, reason: str | None) -> Skip:
     default = UNFOLDED_NORM if "batch_norm" in origin(node).operator else "no operator next to it is quantized"
     return Skip(node.name, reason or default, origin(node), macs(node))
 
+
+BATCH_STATISTICS = "aten._native_batch_norm_legit."
+"""Prefix of the operators that normalize with statistics of the batch."""
 
 UNFOLDED_NORM = (
     "this batch norm cannot be folded: no convolution is next to it, or the convolution pads or has other readers"
