@@ -18,13 +18,24 @@ author = "The intaglio authors"
 project_copyright = author
 release = version = VERSION
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "parameter_tables"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "parameter_tables",
+]
 exclude_patterns = ["_static"]
 smartquotes = False
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 
-TOP = ("Tutorial <tutorial>", "How-to guides <howto>", "Explanation <explanation>", "Reference <reference/index>")
+TOP = (
+    "Tutorial <tutorial>",
+    "How-to guides <howto>",
+    "Explanation <explanation>",
+    "Reference <reference/index>",
+)
 """The parts of the site, in the navigation bar. Each lists its own pages."""
 
 # Headings can be linked by the names that code hosts give them, so that links work there too.
@@ -63,13 +74,21 @@ REPOSITORY = os.environ.get("INTAGLIO_REPOSITORY")
 """Shown in the header where it is given: ``INTAGLIO_REPOSITORY=address make docs``."""
 html_theme_options = {
     "logo": {"text": html_title},
-    "icon_links": [{"name": "Repository", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}] if REPOSITORY else [],
+    "icon_links": [
+        {"name": "Repository", "url": REPOSITORY, "icon": "fa-solid fa-code-branch"}
+    ]
+    if REPOSITORY
+    else [],
     "navbar_align": "left",
     "show_toc_level": 2,
     "navigation_depth": 2,
     "show_prev_next": True,
     # Wide tables take the room of the table of contents.
-    "secondary_sidebar_items": {"**": ["page-toc"], "reference/operators": [], "reference/fusions": []},
+    "secondary_sidebar_items": {
+        "**": ["page-toc"],
+        "reference/operators": [],
+        "reference/fusions": [],
+    },
     "footer_start": [],
     "footer_end": [],
     "pygments_light_style": "a11y-high-contrast-light",
@@ -84,7 +103,9 @@ def on_source_read(app: Sphinx, page: str, source: list[str]) -> None:
 
     Code hosts show index.md as it is, so the navigation is not in it.
     """
-    source[0] = tables.benchmarks_page() if page == "benchmarks" else tables.fill(source[0])
+    source[0] = (
+        tables.benchmarks_page() if page == "benchmarks" else tables.fill(source[0])
+    )
     if page == "index":
         source[0] += "\n".join(["", "```{toctree}", ":hidden:", "", *TOP, "```", ""])
 

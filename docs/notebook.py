@@ -19,7 +19,9 @@ def notebook(page: str) -> str:
     cells: list[dict[str, Any]] = []
     for kind, body in parts(page):
         if kind == "text":
-            cells[-1]["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines(body)}]
+            cells[-1]["outputs"] = [
+                {"name": "stdout", "output_type": "stream", "text": lines(body)}
+            ]
         elif body.strip():
             cells.append(cell(kind, body, len(cells) + 1))
     python = {"display_name": "Python 3", "language": "python", "name": "python3"}

@@ -24,7 +24,11 @@ def documented(content: addnodes.desc_content) -> Any:
     signature = content.parent[0]
     found: Any = importlib.import_module(signature["module"])
     for name in signature["fullname"].split("."):
-        found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
+        found = (
+            inspect.getattr_static(found, name)
+            if inspect.isclass(found)
+            else getattr(found, name)
+        )
     if isinstance(found, (classmethod, staticmethod)):
         return found.__func__
     return found
@@ -35,8 +39,15 @@ def types_and_defaults(thing: Any) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     if inspect.isclass(thing):
         for base in reversed(thing.__mro__):
-            found |= {name: (text_of(kind), "") for name, kind in vars(base).get("__annotations__", {}).items()}
-            found |= {name: (returned(value), "") for name, value in vars(base).items() if returned(value)}
+            found |= {
+                name: (text_of(kind), "")
+                for name, kind in vars(base).get("__annotations__", {}).items()
+            }
+            found |= {
+                name: (returned(value), "")
+                for name, value in vars(base).items()
+                if returned(value)
+            }
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):
@@ -49,14 +60,24 @@ def types_and_defaults(thing: Any) -> dict[str, tuple[str, str]]:
 
 def returned(value: Any) -> str:
     """Return the type of a property."""
-    getter = value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
+    getter = (
+        value.fget
+        if isinstance(value, property)
+        else value.func
+        if isinstance(value, cached_property)
+        else None
+    )
     return text_of(inspect.signature(getter).return_annotation) if getter else ""
 
 
 def text_of(annotation: Any) -> str:
     if annotation is EMPTY:
         return ""
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return (
+        annotation
+        if isinstance(annotation, str)
+        else inspect.formatannotation(annotation)
+    )
 
 
 def default_of(value: Any) -> str:
@@ -68,7 +89,9 @@ def default_of(value: Any) -> str:
     return "computed" if text.startswith("<") else text
 
 
-def make_tables(app: Sphinx, domain: str, kind: str, content: addnodes.desc_content) -> None:
+def make_tables(
+    app: Sphinx, domain: str, kind: str, content: addnodes.desc_content
+) -> None:
     """Replace the fields of parameters, and those of attributes, by a table each."""
     if domain != "py":
         return
@@ -77,8 +100,13 @@ def make_tables(app: Sphinx, domain: str, kind: str, content: addnodes.desc_cont
             rows = [field for field in fields if words(field)[0] == prefix]
             if rows:
                 known = types_and_defaults(documented(content))
-                body = nodes.field_body("", table([row(field, known) for field in rows], title[:-1]))
-                fields.insert(fields.index(rows[0]), nodes.field("", nodes.field_name("", title), body))
+                body = nodes.field_body(
+                    "", table([row(field, known) for field in rows], title[:-1])
+                )
+                fields.insert(
+                    fields.index(rows[0]),
+                    nodes.field("", nodes.field_name("", title), body),
+                )
                 for field in rows:
                     fields.remove(field)
 
@@ -87,20 +115,28 @@ def words(field: nodes.field) -> list[str]:
     return field[0].astext().split(maxsplit=1)
 
 
-def row(field: nodes.field, known: dict[str, tuple[str, str]]) -> list[list[nodes.Node]]:
+def row(
+    field: nodes.field, known: dict[str, tuple[str, str]]
+) -> list[list[nodes.Node]]:
     """Return the cells of a parameter: name with type and default below it, and meaning."""
     name = words(field)[1].replace("\\", "")
     kind, default = known.get(name.lstrip("*"), ("", ""))
     first = [nodes.paragraph("", "", nodes.literal(name, name, classes=["name"]))]
     written = " = ".join(text for text in (kind, default) if text)
     if written:
-        first.append(nodes.paragraph("", "", nodes.literal(written, written), classes=["type"]))
+        first.append(
+            nodes.paragraph("", "", nodes.literal(written, written), classes=["type"])
+        )
     return [first, list(field[1].children)]
 
 
 def table(rows: list[list[list[nodes.Node]]], first: str) -> nodes.table:
-    group = nodes.tgroup("", nodes.colspec(colwidth=35), nodes.colspec(colwidth=65), cols=2)
-    group += nodes.thead("", line([[nodes.paragraph("", text)] for text in (first, "Meaning")]))
+    group = nodes.tgroup(
+        "", nodes.colspec(colwidth=35), nodes.colspec(colwidth=65), cols=2
+    )
+    group += nodes.thead(
+        "", line([[nodes.paragraph("", text)] for text in (first, "Meaning")])
+    )
     group += nodes.tbody("", *map(line, rows))
     return nodes.table("", group, classes=["parameters"])
 
@@ -109,7 +145,9 @@ def line(cells: list[list[nodes.Node]]) -> nodes.row:
     return nodes.row("", *(nodes.entry("", *cell) for cell in cells))
 
 
-def link_by_last_name(app: Sphinx, env: Any, node: addnodes.pending_xref, text: nodes.Element) -> nodes.Node | None:
+def link_by_last_name(
+    app: Sphinx, env: Any, node: addnodes.pending_xref, text: nodes.Element
+) -> nodes.Node | None:
     """Link a name in a docstring that is documented in another module, if exactly one has it."""
     if node.get("refdomain") != "py":
         return None
@@ -124,7 +162,9 @@ def link_by_last_name(app: Sphinx, env: Any, node: addnodes.pending_xref, text: 
 
 
 def candidates(objects: dict[str, Any], target: str) -> Iterator[tuple[str, Any]]:
-    return ((name, entry) for name, entry in objects.items() if name.endswith(f".{target}"))
+    return (
+        (name, entry) for name, entry in objects.items() if name.endswith(f".{target}")
+    )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -24,21 +24,39 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "README.md"
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
-    return "\n".join("| " + " | ".join(cell or " " for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell or " " for cell in line) + " |" for line in lines
+    )
 
 
 def operators() -> str:
     """Operators of a model that have an int8 form: one row a record."""
     found = [record for record in OPS.values() if record.targets]
-    head = ("operator", "ATen overloads", "range of the result", "kernel", "fused in", "notes")
+    head = (
+        "operator",
+        "ATen overloads",
+        "range of the result",
+        "kernel",
+        "fused in",
+        "notes",
+    )
     return table(head, map(_operator, found))
 
 
 def _operator(record: OpDef) -> tuple[str, ...]:
     overloads = "<br>".join(f"`{target}`" for target in record.targets)
-    rows = ", ".join(f"`{row.name}`" for row in GRAPH_FUSIONS if record.name in kinds(row.pattern))
+    rows = ", ".join(
+        f"`{row.name}`" for row in GRAPH_FUSIONS if record.name in kinds(row.pattern)
+    )
     owner = "its input's" if record.shares_qparams else "its own"
-    return f"`{record.name}`", overloads, owner, record.kernel or "host", rows, "; ".join(_notes(record))
+    return (
+        f"`{record.name}`",
+        overloads,
+        owner,
+        record.kernel or "host",
+        rows,
+        "; ".join(_notes(record)),
+    )
 
 
 def _notes(record: OpDef) -> Iterator[str]:
@@ -59,13 +77,23 @@ def _notes(record: OpDef) -> Iterator[str]:
 def internal() -> str:
     """Operators that only the integer graph has."""
     found = [record for record in OPS.values() if not record.targets]
-    return table(("operator", "kernel"), ((f"`{record.name}`", record.kernel or "host") for record in found))
+    return table(
+        ("operator", "kernel"),
+        ((f"`{record.name}`", record.kernel or "host") for record in found),
+    )
 
 
 def reals() -> str:
     """Operators that generated loops compute in float32: one row a record."""
-    found = [(record, record.loop.targets or record.targets) for record in BY_NAME.values() if record.loop is not None]
-    rows = ((f"`{record.name}`", ", ".join(f"`{target}`" for target in targets)) for record, targets in found)
+    found = [
+        (record, record.loop.targets or record.targets)
+        for record in BY_NAME.values()
+        if record.loop is not None
+    ]
+    rows = (
+        (f"`{record.name}`", ", ".join(f"`{target}`" for target in targets))
+        for record, targets in found
+    )
     return table(("operator", "ATen overloads"), rows)
 
 
@@ -75,7 +103,12 @@ PRECISE_ONLY = ', if the recipe says `functions = "precise"`'
 def fusions() -> str:
     """List all rows of `intaglio.fusion.table`, level by level, in the order they are tried."""
     found = (
-        (f"`{row.name}`", row.level, f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise, row.purpose)
+        (
+            f"`{row.name}`",
+            row.level,
+            f"`{text(row.pattern)}`" + PRECISE_ONLY * row.precise,
+            row.purpose,
+        )
         for row in FUSIONS
     )
     return table(("row", "matched on", "operators that become one", "why"), found)
@@ -85,7 +118,9 @@ def text(pattern: Pattern) -> str:
     """``add(conv2d / linear(x), other)``: operators as calls, alternatives between slashes."""
     if not pattern.kinds:
         return ("constant " if pattern.is_constant else "") + (pattern.name or "any")
-    return f"{' / '.join(pattern.kinds)}({', '.join(map(text, pattern.operands)) or '…'})"
+    return (
+        f"{' / '.join(pattern.kinds)}({', '.join(map(text, pattern.operands)) or '…'})"
+    )
 
 
 def kinds(pattern: Pattern) -> set[str]:
@@ -95,9 +130,17 @@ def kinds(pattern: Pattern) -> set[str]:
 
 def error_classes() -> str:
     """Everything intaglio raises on purpose, the base class first."""
-    found = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.IntaglioError)]
-    ordered = sorted(found, key=lambda c: (len(c.__mro__), inspect.getsourcelines(c)[1]))
-    return table(("error", "raised for"), ((f"`{c.__name__}`", first_line(c)) for c in ordered))
+    found = [
+        c
+        for _, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, errors.IntaglioError)
+    ]
+    ordered = sorted(
+        found, key=lambda c: (len(c.__mro__), inspect.getsourcelines(c)[1])
+    )
+    return table(
+        ("error", "raised for"), ((f"`{c.__name__}`", first_line(c)) for c in ordered)
+    )
 
 
 def first_line(thing: type) -> str:
@@ -106,18 +149,29 @@ def first_line(thing: type) -> str:
 
 def kernels() -> str:
     """Microkernels of every instruction set, best first."""
-    head = ("instruction set", "flags of the processor", "microkernels", "largest tiles, pixels × channels", "results")
+    head = (
+        "instruction set",
+        "flags of the processor",
+        "microkernels",
+        "largest tiles, pixels × channels",
+        "results",
+    )
     return table(head, map(_kernels, ISAS.values()))
 
 
 def _kernels(isa: Isa) -> tuple[str, ...]:
     specs = list(isa.specs())
     max_tile_rows = {
-        blocks: max(s.rows for s in specs if s.blocks == blocks) for blocks in sorted({s.blocks for s in specs})
+        blocks: max(s.rows for s in specs if s.blocks == blocks)
+        for blocks in sorted({s.blocks for s in specs})
     }
-    tiles = ", ".join(f"{rows} × {16 * blocks}" for blocks, rows in max_tile_rows.items())
+    tiles = ", ".join(
+        f"{rows} × {16 * blocks}" for blocks, rows in max_tile_rows.items()
+    )
     flags = ", ".join(f"`{flag}`" for flag in sorted(CPU_FLAGS[isa.name])) or "none"
-    results = ", ".join(f"`{result}`" for result in dict.fromkeys(spec.result for spec in specs))
+    results = ", ".join(
+        f"`{result}`" for result in dict.fromkeys(spec.result for spec in specs)
+    )
     return f"`{isa.name}`", flags, str(len(specs)), tiles, results
 
 
