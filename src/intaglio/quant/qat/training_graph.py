@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import info, known_type, origin
+from intaglio.fxgraph.node_info import info, known_type
 from intaglio.fxgraph.nodes import arguments, layer_operands, operator
 from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.fxgraph.passes.batch_norm_folding import FOLDABLE
@@ -168,14 +168,7 @@ class TrainingGraph:
         return made
 
     def _normalized(self, node: fx.Node, made: fx.Node, mark: BatchNormMark) -> fx.Node:
-        if operator(node) not in NORMED:
-            where = origin(node)
-            raise UnsupportedError(
-                mark.path,
-                where.operator,
-                "this batch norm is not folded into an operator of its own and cannot be trained",
-                remedy="replace it by a module with constant statistics, such as torchvision.ops.FrozenBatchNorm2d",
-            )
+        assert operator(node) in NORMED, f"{node}: every batch norm is folded, or has an operator of its own"
         paths = [None if name is None else self.tree.paths[name] for name in mark.constants]
         paths.append(self.tree.counters.get(mark.path))
         values = [None if path is None else self.graph.get_attr(path) for path in paths]
