@@ -34,7 +34,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="starts four processes; tests of distributed calibration start two")
 def test_the_script_for_four_processes_calibrates_as_one_process_does(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script, reader = blocks("calibration.md", "py")
@@ -68,7 +68,7 @@ int main(void) {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="compiles an export; tests of exports do, too")
 def test_the_c_example_computes_what_the_model_does(tmp_path):
     """The calls of the page in a program that reads `images` from a file and writes `scores` to one."""
     layers = nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
