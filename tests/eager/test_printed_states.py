@@ -1,5 +1,8 @@
 """Define-by-run: document 000's model, the state each module prints, the order of what is intercepted."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -83,6 +86,35 @@ def test_parent_and_child_each_have_a_state():
     assert str(model.child._auto_quant_state) == PREPARED
     assert [info.type for info in model._auto_quant_state.seen_op_infos.values()] == ["Conv2d"]
     assert [info.type for info in model.child._auto_quant_state.seen_op_infos.values()] == ["torch.Tensor.add"]
+
+
+@pytest.mark.case("document 000")
+def test_states_are_submodules_if_asked_for():
+    model = eager.prepare(nets.randomize(Parent()), X, Recipe.of({}, Setting(method="minmax")), as_children=True)
+    plain = eager.prepare(nets.randomize(Parent()), X, Recipe.of({}, Setting(method="minmax")))
+    names = ["", "conv", "child", "child._auto_quant_state", "_auto_quant_state"]
+    for one, other in ((model, plain), (eager.convert(called(model)), eager.convert(called(plain)))):
+        assert [name for name, _ in one.named_modules()] == names
+        assert dict(one.named_modules())["child._auto_quant_state"] is one.child._auto_quant_state
+        assert "(_auto_quant_state): AutoQuantizationState(\n    (seen_op_infos)" in str(one)
+        assert list(one.state_dict()) == list(other.state_dict())
+        for kept in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert [name for name, _ in kept.named_modules()] == names
+            assert kept._auto_quant_state.session.model is kept
+            assert torch.equal(kept(X), one(X))
+            kept.load_state_dict(other.state_dict())
+            assert torch.equal(kept(X), other(X))
+
+
+def called(model: nn.Module) -> nn.Module:
+    model(X)
+    return model
+
+
+def test_containers_keep_their_state_as_an_attribute():
+    model = eager.prepare(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(2, 8), as_children=True)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU]
+    assert "Linear" in str(model._auto_quant_state)
 
 
 def test_the_text_of_a_converted_module_shows_how_each_operator_is_executed():

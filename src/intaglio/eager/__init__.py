@@ -11,7 +11,7 @@ from torch import nn
 from intaglio.eager.call_log import Intercepted, calls
 from intaglio.eager.coverage_report import assert_int8, coverage
 from intaglio.eager.model_copies import copy_without_attachments
-from intaglio.eager.quantization_state import AutoQuantizationState, attach, session_of
+from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
@@ -47,6 +47,7 @@ def prepare(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     leaf_classes: tuple[type, ...] = (),
+    as_children: bool = False,
 ) -> nn.Module:
     """Return a copy of the model, in evaluation mode, that collects calibration statistics whenever it is called.
 
@@ -60,12 +61,15 @@ def prepare(
         recipe: What to quantize and how. The default recipe is used if it is None.
         example_kwargs: Keyword arguments of the example call.
         leaf_classes: Modules of these classes, and everything inside them, stay in float.
+        as_children: Whether the state of a module is a submodule of it, here and in the converted model, so that
+            `named_modules` and the printed model show it. Containers such as `nn.Sequential` keep theirs as an
+            attribute, because code that iterates over one would take it for a layer.
     """
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     prepared = copy_without_attachments(model).eval()
     quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
-    attach(session)
+    attach(session, as_children)
     with restoring_state(prepared):
         prepared(*args, **(example_kwargs or {}))
     for segment in session.segments:
@@ -99,7 +103,7 @@ def convert(
     made = [segment.converted(own, session.origin) for segment, own in zip(before.segments, given, strict=True)]
     session.take_over(before, made)
     session.check_quantized()
-    attach(session)
+    attach(session, has_states_as_children(prepared))
     return converted
 
 

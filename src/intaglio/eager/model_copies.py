@@ -17,8 +17,8 @@ class Attachment:
     """Base class of the objects that a preparation attaches to modules. Copies for another preparation omit them."""
 
 
-NO_ATTRIBUTE = object()
-"""Placeholder that a copy holds for an attachment until the attribute is deleted."""
+NO_ATTRIBUTE = nn.Module()
+"""Placeholder that a copy holds for an attachment until the attribute or submodule is deleted."""
 
 
 def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] | None = None) -> nn.Module:
@@ -66,9 +66,14 @@ def _computes_weights(hook: Any) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.")
 
 
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by path, without what a preparation attached."""
+    return {path: module for path, module in model.named_modules() if not isinstance(module, Attachment)}
+
+
 def is_prepared(module: nn.Module) -> bool:
     """Return whether `prepare` or `convert` was called on this module itself, not on a module that contains it."""
-    state = vars(module).get("_auto_quant_state")
+    state = getattr(module, "_auto_quant_state", None)
     return isinstance(state, Attachment) and cast("Any", state)._session.model is module
 
 
@@ -79,8 +84,9 @@ def ids_prepared_separately(model: nn.Module) -> set[int]:
 
 
 def _attached(model: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Yield the dictionaries that hold attachments: attributes and state dictionary hooks of each module."""
+    """Yield the dictionaries that hold attachments: attributes, submodules and state dictionary hooks."""
     others = ids_prepared_separately(model)
     for module in model.modules():
         if id(module) not in others:
             yield from (vars(module), state_dict_hooks(module), load_state_dict_pre_hooks(module))
+            yield submodules_of(module)

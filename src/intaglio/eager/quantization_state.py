@@ -16,19 +16,20 @@ from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
-from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks
+from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class AutoQuantizationState(Attachment):
+class AutoQuantizationState(nn.Module, Attachment):
     """Recorded operators and quantization parameters of one non-leaf module, stored as an attribute of it.
 
-    It is not a submodule, so iteration over modules does not find it. Its text lists what the module has run; tensors
-    are numbered over the whole model.
+    It is a submodule of the module only if `prepare` was asked for it (`as_children`); iteration over modules does not
+    find it otherwise. Its text lists what the module has run; tensors are numbered over the whole model.
     """
 
     def __init__(self, session: Session, path: str) -> None:
+        super().__init__()
         self._session, self.path = session, path
 
     @property
@@ -146,8 +147,13 @@ class OpaqueCall(InterceptedCall):
         return "its class overrides the forward of a class of torch.nn"
 
 
-def attach(session: Session) -> None:
+def attach(session: Session, as_children: bool = False) -> None:
     """Intercept every module of the session's model, and install the state dictionary hooks.
+
+    Args:
+        session: Session of the model.
+        as_children: Whether states are submodules. Containers keep theirs as attributes, because code that iterates
+            over a container would take it for one of the layers.
 
     Raises:
         CaptureError: A module has an instance attribute named `forward`.
@@ -155,7 +161,7 @@ def attach(session: Session) -> None:
     inside: set[int] = set()
     others = ids_prepared_separately(session.model)
     state_dict_hooks(session.model)[STATE_KEY] = SaveHook(session)
-    for path, module in session.model.named_modules():
+    for path, module in list(session.model.named_modules()):
         if id(module) in others:
             continue
         load_state_dict_pre_hooks(module)[STATE_KEY] = LoadHook(session, module is session.model)
@@ -172,8 +178,17 @@ def attach(session: Session) -> None:
         if kind is not InterceptedCall:
             inside.update(map(id, module.modules()))
         if kind is InterceptedCall or module is session.model:
-            object.__setattr__(module, "_auto_quant_state", AutoQuantizationState(session, path))
+            state = AutoQuantizationState(session, path).train(module.training)
+            if as_children and not isinstance(module, CONTAINERS):
+                submodules_of(module)[STATE_KEY] = state
+            else:
+                object.__setattr__(module, STATE_KEY, state)
         object.__setattr__(module, "forward", kind(session, module, path))
+
+
+def has_states_as_children(model: nn.Module) -> bool:
+    """Return whether `prepare` was asked to make the states of a model submodules."""
+    return any(isinstance(module, AutoQuantizationState) for module in model.modules())
 
 
 def session_of(model: nn.Module) -> Session:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from intaglio.eager.interception import without_interception
-from intaglio.eager.model_copies import plain_copy
+from intaglio.eager.model_copies import own_modules, plain_copy
 from intaglio.eager.recording.call_structure import CallStructure, call_structure
 from intaglio.eager.recording.events import Event, operator_name, place_of, tensors
 from intaglio.eager.recording.recorder import Recorder, Recording, source_line, without_folder
@@ -68,7 +68,7 @@ class Session:
         """How the arguments of the calls in preparation and calibration were nested."""
         self.float_calls: dict[tuple[str, str, str], tuple[str, int]] = {}
         """Path, name and line of what runs in float outside of recordings, with the reason and the MACs."""
-        self.modules = dict(self.model.named_modules())
+        self.modules = own_modules(self.model)
         self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()
 
@@ -202,7 +202,7 @@ class Session:
 
     def check_modules(self) -> None:
         """Raise `CaptureError` if forward has replaced, added or removed a module that recordings refer to."""
-        now = dict(self.model.named_modules())
+        now = own_modules(self.model)
         for path in (*self.modules, *now):
             if now.get(path) is not self.modules.get(path):
                 remedy = "create modules in __init__, and let forward choose between them"

@@ -46,7 +46,7 @@ def refuse_quantized(model: Any) -> None:
         raise CaptureError(name, None, "the model is not an nn.Module written in Python", remedy=remedy)
     for path, module in model.named_modules():
         where, kind = path or "model", type(module)
-        if "_auto_quant_state" in vars(module):
+        if hasattr(module, "_auto_quant_state"):
             raise CaptureError(
                 where,
                 None,
