@@ -130,7 +130,7 @@ def _pointers(code: Code, loop: Loop) -> None:
         indices = [f"i{axis}" for axis in range(len(outer))]
         code("int64_t rest = row;")
         for axis in reversed(range(1, len(outer))):
-            code(f"const int64_t i{axis} = rest % {context.dim(outer[axis])};")
+            code(f"const int64_t i{axis} = rest % ({context.dim(outer[axis])});")
             code(f"rest /= {context.dim(outer[axis])};")
         code("const int64_t i0 = rest;")
     for operand in schedule.operands.values():
