@@ -151,11 +151,12 @@ def pad_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def pad_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Pad with the zero point or with elements of the operand."""
-    x, zero, between = args[0], types[0].qparams.zero, op.attrs.get("between")
+    """Pad with the zero point, which is 0 for values that are not quantized, or with elements of the operand."""
+    x, between = args[0], op.attrs.get("between")
+    zero = 0 if types[0].q is None else types[0].qparams.zero
     if between:
         wide = [size * (z + 1) - z for size, z in zip(x.shape, between, strict=True)]
-        spread = np.full(wide, zero, np.uint8)
+        spread = np.full(wide, zero, x.dtype)
         spread[tuple(slice(None, None, z + 1) for z in between)] = x
         x = spread
     widths = list(zip(op.attrs["before"], op.attrs["after"], strict=True))

@@ -134,7 +134,7 @@ def transposed_reference(
     for tap in product(*map(range, kernel)):
         starts = [t * d for t, d in zip(tap, dilation, strict=True)]
         window = tuple(slice(a, a + s * (i - 1) + 1, s) for a, s, i in zip(starts, stride, image, strict=True))
-        acc[(slice(None), slice(None), *window)] += (grouped[(None, ..., *tap)] @ seen).reshape(n, -1, *image)
+        acc[(slice(None), slice(None), *window)] += (grouped[(None, ..., *tap)] @ seen).reshape(n, len(weight), *image)
     kept = acc[(slice(None), slice(None), *(slice(p, p + o) for p, o in zip(padding, sizes, strict=True)))]
     return kept.astype(np.int64).astype(np.int32) + bias.reshape(1, -1, *[1] * len(kernel))
 
