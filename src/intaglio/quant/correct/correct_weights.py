@@ -143,7 +143,9 @@ class _WeightCorrector:
     def _moments(self, region: Region, x: fx.Node, halve: bool = False) -> Moments:
         """Return the second moments of a region's quantized input, or of half of its samples, over all ranks."""
         site = self.evaluation.sites[x.name]
-        batches = (self.evaluation.quantized_values(x, batch) for batch in range(len(self.evaluation.calls)))
+        calls = range(len(self.evaluation.calls))
+        # A linear layer of a vector has one sample.
+        batches = (torch.atleast_2d(self.evaluation.quantized_values(x, call)) for call in calls)
         if halve:
             batches = (batch[half] for batch in batches if (half := in_first_half(batch)).any())
         q = self.evaluation.qparams[site.name]
@@ -217,11 +219,12 @@ class _WeightCorrector:
 
         def add_up() -> None:
             for batch in range(len(self.evaluation.calls)):
-                exact, found = self.evaluation.anchor_outputs(region, batch)
+                exact, found = map(torch.atleast_2d, self.evaluation.anchor_outputs(region, batch))
                 difference = (exact.double() - found.double()).movedim(axis, 0)
                 parts: tuple[Any, ...] = (slice(None),)
                 if split:
-                    half = in_first_half(self.evaluation.quantized_values(layer_operands(region.anchor).x, batch))
+                    x = self.evaluation.quantized_values(layer_operands(region.anchor).x, batch)
+                    half = in_first_half(torch.atleast_2d(x))
                     parts = (half, ~half)
                 for sums, part in zip(total, parts, strict=True):
                     values = difference[:, part].flatten(1)

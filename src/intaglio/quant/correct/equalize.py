@@ -108,7 +108,8 @@ def _largest(
     found = {name: torch.zeros(fixed_size(nodes[name], axis)) for name, axis in axes.items()}
 
     def see(name: str, value: torch.Tensor) -> None:
-        found[name] = torch.maximum(found[name], value.abs().movedim(axes[name], 0).flatten(1).amax(1))
+        channels = value.abs().movedim(axes[name], 0).unsqueeze(1).flatten(1)  # a vector has one value per channel
+        found[name] = torch.maximum(found[name], channels.amax(1))
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -38,6 +38,7 @@ class SampledRows:
     @staticmethod
     def of(value: torch.Tensor, first: int) -> SampledRows:
         """Return tokens of a batch [n, ..., c], evenly spaced in each sample; samples are numbered from ``first``."""
+        value = torch.atleast_2d(value)  # a vector is one sample
         tokens = value.reshape(value.shape[0], -1, value.shape[-1])
         step = max(1, tokens.shape[1] // TOKENS)
         chosen = tokens[:, ::step][:, :TOKENS]
