@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/bytecode
 
-.PHONY: demo bench test tests slow sanitize isa lint format types docs clean check check-torch
+.PHONY: demo bench test tests slow sanitize fuzz isa lint format types docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -37,6 +37,14 @@ slow: $(STAMP) $(DOCS)
 # Exported programs of the networks that can be exported, under AddressSanitizer and UndefinedBehaviorSanitizer, the pool under TSan.
 sanitize: $(STAMP)
 	.venv/bin/python -m pytest -q -n auto -m "slow or not slow" -rs tests/native/test_sanitizers.py tests/native/test_thread_sanitizer.py
+
+# Networks drawn from the operator records, through all stages. A failure prints the network and how to run it again.
+FUZZ_COUNT ?= 1000
+FUZZ_SEED ?= 0
+FUZZ_SECONDS ?= 3600
+
+fuzz: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python -m fuzz.graphs --seed $(FUZZ_SEED) --count $(FUZZ_COUNT) --seconds $(FUZZ_SECONDS)
 
 # Exported programs on aarch64, riscv64 and an old x86-64, under emulators, where cross compilers are installed.
 isa: $(STAMP)

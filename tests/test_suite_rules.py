@@ -8,7 +8,7 @@ import pytest
 from support.known_problems import NOT_TESTED, PROBLEMS
 from support.project_files import ROOT, TESTS, syntax_nodes, syntax_tree
 
-BESIDE_THE_PACKAGE = {"docs", "end_to_end", "golden", "support"}
+BESIDE_THE_PACKAGE = {"docs", "end_to_end", "fuzz", "golden", "support"}
 MOST_FILES = 15
 CASE = re.compile(r"(backend|calibration|document|(export )?problem|patterns row) \d+|(frontends|patterns) [A-D]\d+")
 NUMBERED = re.compile(r"test_(backend|calibration|cases?|defect|eager|frontends?|(export_)?problem|row)_[a-d]?\d")
