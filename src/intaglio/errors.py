@@ -37,6 +37,14 @@ class IntaglioError(Exception):
         return _rebuild, (type(self), self.where, self.operator, self.problem, fields)
 
 
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
+"""Python's exceptions for content of a file that does not have the expected form."""
+
+
+INDEX_OUT_OF_RANGE = "index out of range in self"
+"""PyTorch's message of the `IndexError` for ids outside of a table. Int8 models raise the same error."""
+
+
 def _rebuild(
     kind: type[IntaglioError], where: str, operator: str | None, problem: str, fields: dict[str, str | None]
 ) -> IntaglioError:

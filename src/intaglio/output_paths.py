@@ -1,16 +1,28 @@
-"""Checks of output paths, made before the work whose results are written there. The folder of a file must exist; the
-folder of an export is created. Only regular files are replaced, never devices, pipes and sockets."""
+"""Files that users name: checks of their paths, made before the work whose results are written there, and writing and
+reading. The folder of a file must exist; the folder of an export is created.
+
+A file is written completely, or the one that was there stays as it is. Only regular files are replaced, never devices,
+pipes and sockets.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
+from intaglio.drafts import draft_file, draft_folder
 from intaglio.errors import ArtifactError
 
 FILE_REMEDY = "choose a file in an existing folder that you can write to and that has free space"
 FOLDER_REMEDY = "choose a folder that can be created and written to and that has free space"
+NAMES_REMEDY = "rename the module or the input whose name has it"
+READ_REMEDY = "check the path: it must be a text file that you can read"
+
+Written = TypeVar("Written")
 
 
 def unwritable_error(path: str | Path, reason: object, remedy: str) -> ArtifactError:
@@ -90,14 +102,98 @@ def _unwritable_reason(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"no permission to write into {folder}"
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to a file in UTF-8; devices and pipes are written to. Raise `ArtifactError` if it cannot be
-    written."""
-    reason = _no_path_reason(path) or ("it is a folder, not a file" if os.path.isdir(path) else None)
-    if reason is not None:
-        raise unwritable_error(path, reason, FILE_REMEDY)
-    _check_place(path)
+def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    """Create or replace a file.
+
+    Args:
+        path: the file.
+        write: writes the contents into an open file. When it returns, the file is moved to its path.
+
+    Raises:
+        ArtifactError: the file cannot be written. An existing one is unchanged.
+    """
+    check_file(path)
+    target = Path(os.path.realpath(path))
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with draft_file(target.parent) as (draft, file):
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            _move_to(target, draft, path)
     except OSError as error:
         raise unwritable_error(path, error, FILE_REMEDY) from error
+
+
+def replace_file_by(path: str | Path, write: Callable[[Path], Written]) -> Written:
+    """Create or replace a file whose writer needs a path, and files whose names begin with its name.
+
+    Args:
+        path: the file.
+        write: writes a file at the path that it is given, which has the same name, and possibly others beside it. When
+            it returns, they are moved to the folder of ``path``, the file itself last.
+
+    Returns:
+        What ``write`` returns.
+
+    Raises:
+        ArtifactError: a file cannot be written. Existing ones are unchanged.
+    """
+    check_file(path)
+    target = Path(os.path.realpath(path))
+    try:
+        with draft_folder(target.parent) as folder:
+            draft = folder / target.name
+            result = write(draft)
+            others = [other for other in folder.iterdir() if other != draft]
+            for written in (*others, draft):
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+                check_file(target.parent / written.name)
+            for other in others:
+                _move_to(target.parent / other.name, other, path)
+            _move_to(target, draft, path)
+    except OSError as error:
+        raise unwritable_error(path, error, FILE_REMEDY) from error
+    return result
+
+
+def _move_to(target: Path, draft: Path, path: str | Path) -> None:
+    """Move a complete draft to its path. Raise `ArtifactError` if something else than a file came to be there."""
+    if (reason := special_file_reason(target)) is not None:
+        raise unwritable_error(path, reason, FILE_REMEDY)
+    if target.exists():
+        shutil.copymode(target, draft)
+    os.replace(draft, target)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write ``text`` to a file in UTF-8, completely or not at all. Devices and pipes are written to. Raise
+    `ArtifactError` if it cannot be written."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"cannot be written: its text would contain {text[error.start]!r}, which is not a character"
+        raise ArtifactError(str(path), None, problem, remedy=NAMES_REMEDY) from error
+    if not os.path.exists(path) or os.path.isdir(path) or os.path.isfile(path):
+        replace_file(path, lambda file: file.write(content))
+        return
+    try:
+        Path(path).write_bytes(content)
+    except OSError as error:
+        raise unwritable_error(path, error, FILE_REMEDY) from error
+
+
+def unreadable_reason(error: OSError | ValueError) -> str:
+    """Return why a text file cannot be read, from the error of Python."""
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "the path is not valid"
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file in UTF-8. Raise `ArtifactError` if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read: {unreadable_reason(error)}"
+        raise ArtifactError(str(path) or "''", None, problem, remedy=READ_REMEDY) from error

@@ -28,7 +28,8 @@ from intaglio.ir import DType, Groups, PerRow, QParams, Ref, TensorType, symbol
 from intaglio.kernels import ISAS
 from intaglio.native import compile as compile_module
 from intaglio.native import cpu as machine
-from intaglio.runtime.float_islands import FloatIsland, function_of
+from intaglio.runtime.float_islands import FloatIsland
+from intaglio.runtime.saved.island_operators import function_of
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
     ParameterTable,
@@ -420,6 +421,8 @@ HARMFUL = (
     "aten.nothing.default",
     "aten.record_stream.default",
     "aten._print.default",
+    "aten._reshape_alias.default",
+    "aten.remainder.int",
     "",
 )
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio import numerics
+from intaglio.errors import INDEX_OUT_OF_RANGE
 from intaglio.numerics import LANES, LN2_HIGH, LN2_LOW, FloatArray
 
 LARGEST_EXPONENT = np.float32(89)
@@ -169,7 +170,7 @@ def gather_quantized_rows(
 def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     """Return the ids if all are in [0, count); raise `IndexError` otherwise."""
     if ids.size and (ids.min() < 0 or ids.max() >= count):
-        raise IndexError("index out of range in self")
+        raise IndexError(INDEX_OUT_OF_RANGE)
     return ids
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from intaglio import numerics
+from intaglio.errors import INDEX_OUT_OF_RANGE
 from intaglio.ir import Attrs, DType, Graph, Op, Shape, TensorType
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import OpDef
@@ -54,7 +55,7 @@ def bags_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
     ids, offsets = given["ids"], given["offsets"]
     ends = offsets if op.attrs["ends"] else np.append(offsets, len(ids))
     if len(ends) > 1 and (ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > len(ids)):
-        raise IndexError("index out of range in self")
+        raise IndexError(INDEX_OUT_OF_RANGE)
     by_row = [given[name] for name in ("scales", "zero_points") if name in given]
     look_up = float_math.gather_quantized_rows if by_row else float_math.gather_rows
     rows = look_up(given["table"], ids[: ends[-1] if len(ends) > 1 else 0, None], *by_row)

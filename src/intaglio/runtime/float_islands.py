@@ -3,8 +3,6 @@ Python code, and user-defined host operators."""
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,58 +12,11 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from intaglio.errors import ArtifactError, InputError
+from intaglio.errors import INDEX_OUT_OF_RANGE, ArtifactError, InputError, IntaglioError
 from intaglio.ir import ArenaLocation, Graph, HostCall, Op, TensorType, evaluate
+from intaglio.runtime.saved.island_operators import PYTHON_FUNCTIONS, check_arguments_of, function_of
 from intaglio.runtime.saved.json_codec import NotStorableError, checked_identifier, decode, encode
 from intaglio.signature import run_while_loop
-from intaglio.torch_private import OpOverloadPacket, quantized_decomposed, schema_of
-
-PYTHON_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f"operator.{f.__name__}": f
-    for f in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv)
-}
-"""Python functions that islands may call besides ATen operators: arithmetic on sizes, and ``getitem`` for tuple
-results."""
-
-REFUSED_OPERATORS = frozenset({"from_file", "set_data", "record_stream"})
-"""ATen operators that access more than their arguments or bypass their checks."""
-
-_NAME = re.compile(r"(aten|quantized_decomposed)\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
-
-
-def function_of(name: str) -> Callable[..., Any]:
-    """Return the operator for a name such as ``aten.add.Tensor`` or
-    ``quantized_decomposed.quantize_per_tensor.default``.
-
-    Only operators that return tensors or numbers and modify nothing are allowed. Nothing is imported, except PyTorch's
-    own module of quantize and dequantize operators.
-
-    Raises:
-        ArtifactError: the name is any other one.
-    """
-    if name in PYTHON_FUNCTIONS:
-        return PYTHON_FUNCTIONS[name]
-    parts = _NAME.fullmatch(name)
-    if parts is None:
-        problem = (
-            "it is neither an ATen operator nor one of quantized values, which the float parts of a file consist of"
-        )
-        raise ArtifactError(name, None, problem)
-    library, packet_name, overload = parts.groups()
-    if library == "quantized_decomposed":
-        quantized_decomposed()
-    packet = getattr(getattr(torch.ops, library), packet_name, None)
-    if not isinstance(packet, OpOverloadPacket) or overload not in packet.overloads():
-        problem = f"PyTorch {torch.__version__} does not have this operator"
-        raise ArtifactError(name, None, problem, remedy="install the version of PyTorch that saved the file")
-    found = getattr(packet, overload)
-    schema = schema_of(found)
-    writes = any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
-    in_place = packet_name.endswith("_") and not packet_name.endswith("__")  # __and__ is the operator &
-    if packet_name in REFUSED_OPERATORS or in_place or writes or not schema.returns:
-        problem = "the operator changes its arguments or has side effects, which the float parts of a file must not"
-        raise ArtifactError(name, None, problem)
-    return found
 
 
 @dataclass(frozen=True)
@@ -157,6 +108,7 @@ def loops_in(module: nn.Module) -> dict[str, HostLoop]:
     return {name: loop for name, loop in inner if isinstance(loop, HostLoop)}
 
 
+QUANTIZE_AGAIN = "call the model with inputs that the float model accepts; if these are, quantize and save it again"
 LOOP_PREFIX = "loop."
 """Prefix of a loop's name in a call, in the place of an operator's name."""
 
@@ -182,12 +134,23 @@ class FloatIsland(nn.Module):
         computed = dict(zip(self.calls.inputs, values, strict=True))
         computed.update({name: getattr(self, target) for name, target in self.calls.constants})
         for name, function, arguments, keywords, last in self._steps:
-            result = function(
-                *_filled(arguments, computed), **{key: _filled(keywords[key], computed) for key in keywords}
-            )
+            try:
+                result = function(
+                    *_filled(arguments, computed), **{key: _filled(keywords[key], computed) for key in keywords}
+                )
+            except IntaglioError:
+                raise
+            except Exception as error:  # PyTorch's, of many types
+                if isinstance(error, IndexError) and str(error) == INDEX_OUT_OF_RANGE:
+                    raise
+                raise _failed_call(name, function, error) from error
             for past in last:
                 del computed[past]
             computed[name] = result
+        for name in self.calls.outputs:
+            if not isinstance(result := computed[name], torch.Tensor):
+                problem = f"it is of type {type(result).__name__}, but results of float parts are tensors"
+                raise InputError(f"%{name}", None, problem, remedy=QUANTIZE_AGAIN)
         return tuple(computed[name] for name in self.calls.outputs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,6 +159,13 @@ class FloatIsland(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._steps = _steps(self.calls, self.loops)
+
+
+def _failed_call(name: str, function: Callable[..., Any], error: Exception) -> InputError:
+    """Return the error for a call that PyTorch refuses."""
+    said = next(iter(str(error).splitlines()), "")
+    problem = f"PyTorch cannot run this operator of a float part: {type(error).__name__}: {said}"
+    return InputError(f"%{name}", str(function), problem, remedy=QUANTIZE_AGAIN)
 
 
 @dataclass(frozen=True)
@@ -217,6 +187,7 @@ def _steps(
         keywords = {key: _decoded(value) for key, value in call.keywords.items()}
         loop = call.function.removeprefix(LOOP_PREFIX) if call.function.startswith(LOOP_PREFIX) else None
         function = function_of(call.function) if loop is None else loops[loop]
+        check_arguments_of(function, arguments, keywords)
         steps.append((call.name, function, arguments, keywords, sorted(read - later)))
         later |= read
     return steps[::-1]

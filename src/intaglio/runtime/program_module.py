@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from intaglio import config
-from intaglio.errors import InputError
+from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.call_plans import MAX_IDLE_FRAMES, CallPlan, ExternalInput, Frame, NewShapePolicy, SizeEvaluator
@@ -317,7 +317,7 @@ class ProgramModule(nn.Module):
                     alive.append(tensor)
             plan.artifact.run(frame.run, segment, thread_counts[segment])
             if frame.out_of_range.value:  # the frame is dropped, not reused
-                raise IndexError("index out of range in self")
+                raise IndexError(INDEX_OUT_OF_RANGE)
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         return values

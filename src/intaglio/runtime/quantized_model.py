@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from intaglio import config
-from intaglio.errors import ArtifactError, BuildError, InputError
+from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
 from intaglio.number_text import size_text
@@ -259,7 +259,13 @@ class QuantizedModel(ProgramModule):
         if all(torch.equal(here[key], there[key]) for key in here):
             return
         assert self._recompile is not None
-        made = self._recompile(self, graph)
+        try:
+            made = self._recompile(self, graph)
+        except IntaglioError:
+            raise
+        except Exception as error:  # a graph can be invalid in ways that checks do not find
+            problem = f"its graph cannot be compiled: {type(error).__name__}: {error}"
+            raise ArtifactError("load_state_dict", None, problem, remedy=state_dict_io.LOAD_SAME_MODEL) from error
         self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
         self.model_info, self.coverage, self.example, self._plans = made.model_info, made.coverage, None, OrderedDict()
         self._frames, self._size_evaluator = [], None

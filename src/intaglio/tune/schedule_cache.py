@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from intaglio import config
+from intaglio.errors import MALFORMED
 from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
@@ -69,7 +70,7 @@ class ScheduleCache:
             )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, *MALFORMED) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
             logger.warning("%s does not contain a schedule, so the layer is timed again: %s", path, problem)

@@ -32,7 +32,7 @@ from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedEr
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
-from intaglio.output_paths import check_file
+from intaglio.output_paths import check_file, replace_file_by
 from intaglio.quant.annotate.per_token import decompositions
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
@@ -177,7 +177,9 @@ class InductorModel(nn.Module):
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=axes)
         with configured_inductor() as made:
             exported = exported.run_decompositions(decompositions())
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+            replace_file_by(
+                path, lambda draft: torch._inductor.aoti_compile_and_package(exported, package_path=str(draft))
+            )
         return report_of(graph.graph, made, _notes())
 
     def _check_package(self) -> None:

@@ -22,7 +22,7 @@ from intaglio.backends.onnx.ort_residual_qdq import quantize_residual_operands
 from intaglio.errors import BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.node_info import constant_path, graph_info, info, known_type, origin
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
-from intaglio.output_paths import check_file
+from intaglio.output_paths import check_file, replace_file_by
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import TORCH_DTYPES
@@ -96,7 +96,7 @@ def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
     _name_nodes(written.model)
     _name_constants(written.model, module)
     written.model.doc_string = "\n".join((*reference.notes, *notes))
-    written.save(path)
+    replace_file_by(path, written.save)
     graph = written.model.graph
     return OnnxFile(Path(path), _types(graph.inputs), _types(graph.outputs), tuple(notes))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 
@@ -182,12 +182,12 @@ def bind_adaptive(call: Call) -> Attrs:
     return {"size": tuple(call.result[2:])}
 
 
-def window_counts(attrs: Attrs) -> list[int]:
+def window_counts(attrs: Attrs) -> Sequence[int]:
     """Return all divisors of a mean over windows, in the order of their factors."""
-    return [attrs["divisor"]] if attrs["divisor"] else list(range(1, prod(attrs["kernel"]) + 1))
+    return [attrs["divisor"]] if attrs["divisor"] else range(1, prod(attrs["kernel"]) + 1)
 
 
-def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
+def adaptive_counts(attrs: Attrs, shape: Shape) -> Sequence[int]:
     """Return all divisors of adaptive windows.
 
     If windows grow with a free size, this is only 1, whose factor is then divided by the count in each call.
@@ -195,8 +195,16 @@ def adaptive_counts(attrs: Attrs, shape: Shape) -> list[int]:
     if has_free_windows(shape):
         return [1]
     sizes = [evaluate(size, {}) for size in shape[2:]]
-    most = [max(w.count for w in adaptive_windows(*one)) for one in zip(sizes, attrs["size"], strict=True)]
-    return list(range(1, prod(most) + 1))
+    return range(1, prod(_longest_window(*one) for one in zip(sizes, attrs["size"], strict=True)) + 1)
+
+
+def _longest_window(size: int, outputs: int) -> int:
+    """Return the most pixels of an adaptive window along one axis, in constant time.
+
+    A window starts ``r / outputs`` behind a pixel, where r is a multiple of the greatest common divisor.
+    """
+    rest = size % outputs
+    return size // outputs + (0 if rest == 0 else 1 if rest == gcd(size, outputs) else 2)
 
 
 def window_factors(

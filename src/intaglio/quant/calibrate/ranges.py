@@ -9,9 +9,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
 from intaglio.ir import QParams
-from intaglio.output_paths import write_text
+from intaglio.output_paths import read_text, write_text
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 
 RANGES_VERSION = 2
@@ -149,7 +149,7 @@ class Ranges:
             if "parameters" in content:
                 chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}
             return Ranges(sites, content["batches"], content["samples"], content["graph"], seen, parameters=chosen)
-        except (ValueError, KeyError, TypeError) as error:
+        except MALFORMED as error:
             raise ArtifactError("ranges", None, f"this is not a file of ranges: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -159,7 +159,7 @@ class Ranges:
     @staticmethod
     def load(path: str | Path) -> Ranges:
         """Read the ranges from a JSON file."""
-        return Ranges.from_json(Path(path).read_text(encoding="utf-8"))
+        return Ranges.from_json(read_text(path))
 
     @staticmethod
     def merge_files(paths: Iterable[str | Path]) -> Ranges:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.errors import ArtifactError, CalibrationError
+from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
 from intaglio.ir import QParams
 from intaglio.numerics import MIN_SCALE
-from intaglio.output_paths import write_text
+from intaglio.output_paths import read_text, write_text
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.recipes.choices import Role
@@ -75,7 +75,7 @@ class Parameter:
                     f"{len(scales)} scales and {len(zeros)} zero points; each scale needs one, in qmin..qmax"
                 )
             return Parameter(str(entry["dtype"]), low, high, scales, zeros, group)
-        except (ValueError, TypeError) as error:
+        except MALFORMED as error:
             raise ArtifactError(f"parameters of {name}", None, str(error)) from error
 
 
@@ -176,7 +176,7 @@ class Parameters:
         try:
             content = json.loads(text)
             version, sites = content["version"], content["sites"].items()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             raise ArtifactError("parameters", None, f"this is not a file of parameters: {error}") from error
         if version != PARAMETERS_VERSION:
             problem = f"the file has version {version}; this intaglio reads version {PARAMETERS_VERSION}"
@@ -195,7 +195,7 @@ class Parameters:
         """
         try:
             corrected = Corrected.from_dicts(sections or {})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except MALFORMED as error:
             raise ArtifactError("parameters", None, f"the corrections are not valid: {error}") from error
         return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
@@ -206,7 +206,7 @@ class Parameters:
     @staticmethod
     def load(path: str | Path) -> Parameters:
         """Read a file that `save` wrote."""
-        return Parameters.from_json(Path(path).read_text(encoding="utf-8"))
+        return Parameters.from_json(read_text(path))
 
 
 OWN_PARAMETERS = "use the model and the recipe that they were saved with; reference.parameters has those of a model"

@@ -13,7 +13,7 @@ from typing import Any
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
-from intaglio.output_paths import write_text
+from intaglio.output_paths import unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
 from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
@@ -176,7 +176,7 @@ class Recipe:
         """
         try:
             tables = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise SelectorError("recipe", None, f"not valid TOML: {error}") from error
         default = _setting("default", tables.pop("default", {}))
         given = tables.pop(PARAMETERS, None)
@@ -193,8 +193,8 @@ class Recipe:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        except (OSError, ValueError) as error:
+            reason = unreadable_reason(error)
             names = f"names of built-in recipes are {', '.join(NAMED)}"
             problem = f"the file {str(path)!r} cannot be read: {reason}; {names}"
             raise SelectorError("recipe", None, problem, remedy=_file_remedy(Path(path))) from error

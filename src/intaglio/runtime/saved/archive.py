@@ -7,16 +7,14 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from intaglio.drafts import draft_file
 from intaglio.errors import ArtifactError
-from intaglio.output_paths import FILE_REMEDY, check_file, unwritable_error
+from intaglio.output_paths import replace_file
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
@@ -41,22 +39,15 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     """
     digests = {name: digest(members[name]) for name in sorted(members)}
     first = to_json({"format": FORMAT, "version": ARCHIVE_VERSION, **manifest, "digests": digests})
-    target = Path(os.path.realpath(path))
-    try:
-        with draft_file(target.parent) as (draft, file):
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-                for name, content in sorted({MANIFEST: first, **members}.items()):
-                    entry = zipfile.ZipInfo(name, EPOCH)
-                    entry.create_system, entry.external_attr = 3, 0o644 << 16
-                    archive.writestr(entry, content)
-            file.flush()
-            os.fsync(file.fileno())
-            check_file(path)  # again: time has passed since the model's save method did
-            if target.exists():
-                shutil.copymode(target, draft)
-            os.replace(draft, target)
-    except OSError as error:
-        raise unwritable_error(path, error, FILE_REMEDY) from error
+
+    def write_members(file: BinaryIO) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for name, content in sorted({MANIFEST: first, **members}.items()):
+                entry = zipfile.ZipInfo(name, EPOCH)
+                entry.create_system, entry.external_attr = 3, 0o644 << 16
+                archive.writestr(entry, content)
+
+    replace_file(path, write_members)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:

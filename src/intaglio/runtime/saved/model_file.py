@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from intaglio.errors import ArtifactError
-from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, VerifyError
+from intaglio.errors import MALFORMED, ArtifactError
+from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, VerifyError, symbols_of
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
@@ -222,17 +222,7 @@ def load(path: str | Path) -> SavedModel:
         raise ArtifactError(
             f"{path}: {error.where}", error.operator, error.problem, remedy=error.remedy or SAVE_AGAIN
         ) from error
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        VerifyError,
-        RecursionError,
-        safetensors.SafetensorError,
-    ) as error:
+    except (*MALFORMED, VerifyError, safetensors.SafetensorError) as error:
         raise ArtifactError(
             str(path), None, f"its content is not a valid model: {type(error).__name__}: {error}", remedy=SAVE_AGAIN
         ) from error
@@ -322,9 +312,16 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
     results += len(signature.state)
     if results != len(graph.outputs):
         raise ValueError(f"the signature has {results} results, but the graph has {len(graph.outputs)}")
-    keys = [op.attrs["key"] for op in graph.ops if op.is_island]
-    if missing := set(keys) - set(islands):
+    calls = {op.attrs["key"]: op for op in graph.ops if op.is_island}
+    if missing := set(calls) - set(islands):
         raise ValueError(f"the float parts {', '.join(sorted(missing))} are missing")
+    for key, op in calls.items():
+        module, dims = islands[key]
+        found = len(module.calls.inputs), len(module.calls.outputs)
+        if found != (expected := (len(op.inputs) + len(dims), len(op.outputs))):
+            raise ValueError(f"{key} has {found} inputs and outputs, but the graph passes {expected}")
+        if unknown := set().union(*map(symbols_of, dims)).difference(graph.symbols()):
+            raise ValueError(f"the sizes {', '.join(sorted(unknown))} of {key} are not sizes of the graph")
 
 
 def _library(content: bytes, entry: Any) -> Library:

@@ -84,7 +84,26 @@ def decode_signature(entry: Any, parameters: ParameterTable, arrays: Mapping[str
     }
     names = tuple(map(str, entry["names"]))
     state = tuple(_decode_state(kept, parameters, arrays) for kept in entry.get("state", ()))
-    return Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
+    found = Signature(tuple(inputs), tuple(outputs), in_tree, out_tree, fixed, written, names, ranges, state)
+    _check_trees(found)
+    return found
+
+
+def _check_trees(signature: Signature) -> None:
+    """Raise `ValueError` unless the structures of arguments and results have the leaves that the signature says."""
+    call = pytree.tree_unflatten([0] * signature.in_tree.num_leaves, signature.in_tree)
+    match call:
+        case (tuple(), dict() as keywords) if all(type(name) is str for name in keywords):
+            pass
+        case _:
+            raise ValueError(f"{call!r:.60} is not the structure of arguments")
+    leaves = [*(entry.leaf for entry in signature.inputs), *signature.fixed]
+    if sorted(leaves) != list(range(signature.in_tree.num_leaves)):
+        raise ValueError(f"the inputs are the leaves {leaves}, but there are {signature.in_tree.num_leaves}")
+    if len(signature.outputs) != signature.out_tree.num_leaves:
+        raise ValueError(f"{len(signature.outputs)} results do not fill {signature.out_tree.num_leaves} leaves")
+    if odd := set(signature.updated_inputs).difference(entry.leaf for entry in signature.inputs):
+        raise ValueError(f"the leaves {sorted(odd)} are updated in place, but they are not inputs")
 
 
 def _decode_state(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray]) -> State:
@@ -153,10 +172,10 @@ def _is_record(kind: type) -> bool:
     return issubclass(kind, OrderedDict) and kind in pytree.SUPPORTED_NODES
 
 
-def decode_tree(entry: Any) -> pytree.TreeSpec | None:
+def decode_tree(entry: Any) -> pytree.TreeSpec:
     """Return the structure that `encode_tree` wrote. A record gets its class if the module of that class is already
     imported, and otherwise becomes an OrderedDict, because loading imports nothing."""
-    return None if entry is None else pytree.tree_structure(_decode_structure(entry))
+    return pytree.tree_structure(_decode_structure(entry))
 
 
 def _decode_structure(entry: Any) -> Any:

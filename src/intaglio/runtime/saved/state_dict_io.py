@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from intaglio import numerics
-from intaglio.errors import ArtifactError
+from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.saved.archive import from_json, to_json
@@ -47,7 +47,7 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
         arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
         text, parameters = arrays.pop(GRAPH).tobytes(), ParameterTable(arrays.pop(SCALES_MEMBER))
         graph = verify(decode_graph(from_json(text), parameters, arrays), "load_state_dict")
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, VerifyError) as error:
+    except (*MALFORMED, VerifyError) as error:
         problem = f"the state does not contain an integer graph: {type(error).__name__}: {error}"
         raise ArtifactError("load_state_dict", None, problem, remedy=LOAD_SAME_MODEL) from error
     if (different := difference(graph, like)) is not None:
