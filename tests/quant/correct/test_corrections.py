@@ -469,10 +469,3 @@ def test_layers_that_smoothing_does_not_improve_are_unchanged():
     rows = SampledRows.of(torch.randn(16, 4, 8).sign(), 0)
     weight = torch.ones(4, 8)
     assert smoothing(rows, [weight], torch.ones(8)) is None
-
-
-def test_linear_layers_over_images_with_channels_last_are_left_alone():
-    """The second axis of their results is a row of the image."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5)).eval()
-    x = torch.randn(2, 6, 6, 4)
-    assert not stages.equalize(prepared_of(model, x), [x]).equalization.factors

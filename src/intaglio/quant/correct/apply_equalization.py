@@ -136,6 +136,11 @@ class ScalableResult:
         """Return the name of its node."""
         return self.region.root.name
 
+    @property
+    def axis(self) -> int:
+        """Return the axis of its channels: the last one for results of linear layers and layer norms."""
+        return _channel_axis(self.region)
+
 
 def scalable_results(annotations: Annotations) -> list[ScalableResult]:
     """Return the results that can be divided by factors."""
@@ -146,15 +151,27 @@ def scalable_results(annotations: Annotations) -> list[ScalableResult]:
         site = by_value.get((region.root.name, Role.ACTIVATION))
         able = site is not None and (_is_scalable_layer(region) or is_affine_layer_norm(region))
         uses = _scaled_readers(region.root, member, ()) if able else None
-        if (
-            uses
-            and is_affine_layer_norm(region)
-            and any(use.path or not known_record(use.node).is_linear_layer for use in uses)
-        ):
-            continue
-        if uses and site is not None:
+        if uses and site is not None and all(_reads_channels(use, region) for use in uses):
             found.append(ScalableResult(region, tuple(uses), site.name))
     return found
+
+
+def _channel_axis(region: Region) -> int:
+    """Return the axis of the channels of a region's result."""
+    return -1 if region.record.is_linear_layer or region.record.normalizes else 1
+
+
+def _reads_channels(use: ScaledReader, region: Region) -> bool:
+    """Return whether the channels of a region's result are the channels of a reader.
+
+    A linear layer reads the last axis, other readers axis 1. Factors pass through operators on axis 1 only.
+    """
+    value = use.path[-1] if use.path else region.root
+    reads_last = known_record(use.node).is_linear_layer
+    if use.path:
+        is_first = not region.record.normalizes and len(known_type(region.root).shape) in (2, 4)
+        return is_first and (len(known_type(value).shape) == 2 or not reads_last)
+    return len(known_type(value).shape) == 2 or reads_last == (_channel_axis(region) == -1)
 
 
 def has_single_factors(value: ScalableResult, factors: torch.Tensor) -> bool:
@@ -165,13 +182,15 @@ def has_single_factors(value: ScalableResult, factors: torch.Tensor) -> bool:
 def _is_scalable_layer(region: Region) -> bool:
     """Return whether a region is a convolution or linear layer, followed by only additions and ReLUs.
 
-    No other operator may read its weight and bias, because they are scaled.
+    No other operator may read its weight and bias, because they are scaled. Additions have their channels on axis 1.
     """
     if region.record.roles.weight is None or not _owns_parameters(region.anchor):
         return False
-    if len(known_type(region.root).shape) != (2 if region.record.is_linear_layer else 4):
-        return False  # In other ranks, the channels of a linear layer are on the last axis.
-    return all(_rectifies(node) or _adds(node, region) for node in region.nodes[1:])
+    rank = len(known_type(region.root).shape)
+    if not region.record.is_linear_layer and rank != 4:
+        return False
+    adds = not region.record.is_linear_layer or rank == 2
+    return all(_rectifies(node) or (adds and _adds(node, region)) for node in region.nodes[1:])
 
 
 def is_affine_layer_norm(region: Region) -> bool:
@@ -249,7 +268,8 @@ def _absorbs(user: fx.Node, value: fx.Node, region: Region) -> bool:
     record = known_record(user)
     if user is region.anchor:
         return _owns_parameters(user) and operands(user)[record.roles.x[0]] is value
-    return record.name == "add" and _is_scalable_layer(region) and _other(user, region) is value
+    same_axes = len(known_type(value).shape) == len(known_type(user).shape)
+    return record.name == "add" and same_axes and _is_scalable_layer(region) and _other(user, region) is value
 
 
 def _rewrite(

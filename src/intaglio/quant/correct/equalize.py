@@ -35,7 +35,8 @@ from intaglio.quant.correct.smoothquant import smoothable
 from intaglio.tracing.captured import expect
 
 FLOOR = 0.1
-"""Smallest factor: no channel grows more than tenfold, because a short calibration may underestimate quiet channels."""
+"""Smallest factor, unless the median of all channels is smaller: no channel grows more than tenfold or more than most
+channels, because a short calibration may underestimate quiet channels."""
 
 
 def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Prepared:
@@ -74,7 +75,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     for value in values:
         if is_affine_layer_norm(value.region):
             readers[value.name] = [getattr(module, str(layer_operands(use.node).weight.target)) for use in value.uses]
-    largest = _largest(module, {name: -1 if name in readers else 1 for name in sites}, calls, group)
+    axes = dict.fromkeys(rows, -1) | {value.name: value.axis for value in values}
+    largest = _largest(module, axes, calls, group)
     chosen: dict[str, torch.Tensor] = {}
     smooth = _smoothings(readers, module, calls, largest, group)
     for value in values:
@@ -88,7 +90,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     chosen |= {name: one.factors for name, one in smooth.items() if name in rows}
     by_site = {site: tuple(chosen[name].tolist()) for name, site in sites.items() if name in chosen}
     plain = {name: factors for name, factors in chosen.items() if name not in smooth}
-    steps = _snr_before_and_after(module, plain, calls[0]) if plain and calls else ()
+    steps = _snr_before_and_after(module, plain, axes, calls[0]) if plain and calls else ()
     if smooth:
         sums = [sum(getattr(one, key) / one.signal for one in smooth.values()) for key in ("before", "after")]
         ends = (decibels(len(smooth), each) for each in sums)
@@ -176,13 +178,15 @@ class _ValueRecorder(fx.Interpreter):
 
 
 def _snr_before_and_after(
-    module: fx.GraphModule, factors: Mapping[str, torch.Tensor], leaves: Sequence[Any]
+    module: fx.GraphModule, factors: Mapping[str, torch.Tensor], axes: Mapping[str, int], leaves: Sequence[Any]
 ) -> tuple[CorrectionStep, ...]:
     """Return the signal-to-noise ratios of the values in 8 bits with min-max ranges, before and after equalization."""
     signal, before, after = [], [], []
 
     def see(name: str, value: torch.Tensor) -> None:
-        divisor = factors[name].float().reshape(1, -1, *[1] * (value.dim() - 2))
+        shape = [1] * value.dim()
+        shape[axes[name]] = -1
+        divisor = factors[name].float().reshape(shape)
         if not (value / divisor).isfinite().all():  # calibration reports it, with the site
             return
         signal.append(value.square().sum().item())
@@ -207,4 +211,6 @@ def _factors(largest: torch.Tensor, alpha: float) -> torch.Tensor:
     """Return the factors of channels; 1 for channels that are always zero."""
     top = largest.max()
     relative = (largest.double() / top.double().clamp_min(1e-300)) ** alpha
-    return torch.where(largest > 0, relative.clamp_min(FLOOR), torch.ones_like(relative))
+    used = relative[largest > 0]
+    floor = min(FLOOR, used.median().item()) if len(used) else FLOOR
+    return torch.where(largest > 0, relative.clamp_min(floor), torch.ones_like(relative))
