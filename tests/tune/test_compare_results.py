@@ -3,11 +3,15 @@
 import math
 import re
 
+import pytest
 import torch
 from torch import nn
 
 import intaglio
 from intaglio import stages
+from intaglio.errors import InputError
+from intaglio.tune.comparison import ADVICE_DB, PRINTED_ROWS, Comparison, Row
+from intaglio.tune.op_error import projection_of
 from support import nets
 from support.lowering import lowered
 from support.nets import Body
@@ -63,3 +67,49 @@ def test_results_in_attributes_of_objects_are_compared():
     report = intaglio.compare(model, intaglio.eager.convert(prepared), [x])
     assert report.names == ("scores", "corners.0")
     assert all(20 < sqnr < math.inf for sqnr in report.results)
+
+
+def row(name: str, alone: float) -> Row:
+    return Row(name, "", name, "aten.linear.default", "", alone, alone, skip=name)
+
+
+def test_only_the_worst_operators_are_printed():
+    rows = tuple(row(f"layer{i}", 20.0 + i) for i in range(PRINTED_ROWS + 3))
+    text = str(Comparison(rows, (20.0,), 4))
+    assert f"layer{PRINTED_ROWS - 1} " in text
+    assert f"layer{PRINTED_ROWS} " not in text
+    assert f"not listed: 3 operators from {20.0 + PRINTED_ROWS:.1f} dB alone on (they are in .listed)" in text
+
+
+def test_operators_that_are_much_better_than_the_worst_are_not_advised_to_skip():
+    rows = row("a", 20.0), row("b", 20.0 + ADVICE_DB), row("c", 20.1 + ADVICE_DB)
+    advice = Comparison(rows, (20.0,), 4).advice()
+    assert advice == [
+        "skip='a' leaves in float: a (aten.linear.default)",
+        "skip='b' leaves in float: b (aten.linear.default)",
+        "all of them: skip=['a', 'b']",
+    ]
+    assert len(Comparison((rows[0], rows[2]), (20.0,), 4).advice()) == 1
+
+
+def test_lines_of_installed_packages_are_not_printed_beside_a_module():
+    installed = Row("n", "", "a", "aten.relu.default", "/x/site-packages/torch/nn/a.py:3, in forward", 20.0, 20.0)
+    own = Row("n", "", "a", "aten.relu.default", "/x/net.py:3, in forward", 20.0, 20.0)
+    assert "a.py:3" not in str(installed)
+    assert "net.py:3" in str(own)
+
+
+def test_projections_are_named_after_corrections_too():
+    assert projection_of("self_attn_in_proj_weight_32_64_smoothed") == "key"
+    assert projection_of("self_attn_out_proj_weight_equalized_fitted") == "output projection"
+
+
+def test_swapped_arguments_are_an_error():
+    model, x = nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(8, 4)
+    quantized = intaglio.quantize(model, [x], progress=False)
+    with pytest.raises(InputError, match=r"the first argument is an int8 model.*\n  remedy: call compare\(model, int8"):
+        intaglio.compare(quantized, model, [x])
+    assert isinstance(intaglio.compare(model, quantized, [x]), Comparison)
+    assert (
+        intaglio.quantize(model, [x], recipe="int8_dynamic", progress=False).text("corrections") == "no corrections\n"
+    )

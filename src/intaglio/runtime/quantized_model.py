@@ -65,7 +65,7 @@ class QuantizedModel(ProgramModule):
         Raises:
             InputError: the model has no such text; the error lists those it has.
         """
-        texts = self.model_info.texts
+        texts = {"corrections": "no corrections\n", **self.model_info.texts}
         if stage not in texts:
             raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
         return texts[stage]

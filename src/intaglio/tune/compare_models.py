@@ -13,7 +13,7 @@ from torch import fx, nn
 from intaglio import eager
 from intaglio.eager.recording.plain_objects import named_tensors
 from intaglio.eager.run_trace import binder_of, captured_by_number, float_copy, float_counterpart, run_traced
-from intaglio.errors import IntaglioError
+from intaglio.errors import InputError, IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
@@ -59,6 +59,9 @@ def compare(
         >>> report = intaglio.compare(model, int8, batches, samples=64)
         >>> print(report)
     """
+    if isinstance(exact, QuantizedModel):
+        problem = "the first argument is an int8 model, and the second one is compared with it"
+        raise InputError("compare", None, problem, remedy="call compare(model, int8, data), with the float model first")
     first, items = peek(data)
     compared: StageComparison | SegmentComparison
     if eager.is_session(quantized) and isinstance(exact, nn.Module):

@@ -79,9 +79,15 @@ class Row:
         modules = " + ".join(_without_calls(path) or "model" for path in (self.path, *self.folded))
         return f"{modules} ({', '.join(filter(None, (self.operator, self.detail)))})"
 
+    @property
+    def line(self) -> str:
+        """Return the source line, or "" if it is a line of an installed package and the row has a module."""
+        installed = "-packages/" in self.source
+        return "" if installed and self.path else self.source
+
     def __str__(self) -> str:
         cut, in_use = _used(self.use)
-        where = self.name + (f"  at {self.source}" if self.source else "")
+        where = self.name + (f"  at {self.line}" if self.line else "")
         return f"{_decibels(self.alone)} {_decibels(self.so_far)} {cut:>8} {in_use:>7}  {where}"
 
 
@@ -142,11 +148,22 @@ class Comparison:
         return tuple(row for row in self.rows if row.skip == selector)
 
     def advice(self, count: int = 3) -> list[str]:
-        """Return a line for each of the ``count`` worst selectors, with the rows that it leaves in float."""
-        return [
-            f"skip={selector!r} leaves in float: {_listed(self.skipped_by(selector))}"
-            for selector in (self.skip_list(count) if self.rows else ())
-        ]
+        """Return a line for each of the worst selectors, with the rows that it leaves in float.
+
+        Selectors whose operators are all `ADVICE_DB` better than the worst operator are left out.
+
+        Args:
+            count: largest number of selectors.
+        """
+        if not self.rows:
+            return []
+        selectors = [one for one in self.skip_list(count) if self._alone(one) <= self.worst.alone + ADVICE_DB]
+        lines = [f"skip={one!r} leaves in float: {_listed(self.skipped_by(one))}" for one in selectors]
+        return [*lines, f"all of them: skip={selectors!r}"] if len(selectors) > 1 else lines
+
+    def _alone(self, selector: str) -> float:
+        """Return the decibels alone of the worst operator that a selector leaves in float."""
+        return min(row.alone for row in self.skipped_by(selector))
 
     def __str__(self) -> str:
         """Format one line for the result, one for each operator, the worst first, then what to skip, and the
@@ -156,7 +173,8 @@ class Comparison:
             reason = "not compared, because the reference cannot be made again"
             return f"{self._heading()}\noperators: {reason}; {NEEDS_REFERENCE}\n{end}"
         names = f"{'alone':>10} {'so far':>10} {'clipped':>8} {'in use':>7}  operator"
-        return "\n".join([self._heading(), names, *map(str, self.listed), *self._unlisted(), *self.advice(), end])
+        rows = map(str, self.listed[:PRINTED_ROWS])
+        return "\n".join([self._heading(), names, *rows, *self._unlisted(), *self.advice(), end])
 
     @property
     def listed(self) -> tuple[Row, ...]:
@@ -164,9 +182,13 @@ class Comparison:
         return tuple(row for row in self.rows if row.alone < math.inf)
 
     def _unlisted(self) -> list[str]:
-        """Return a line with the number of operators that are not listed, or an empty list."""
-        exact = len(self.rows) - len(self.listed)
-        return [f"not listed: {_exact_operators(exact)}, such as data movement"] if exact else []
+        """Return a line with the numbers of operators that are not printed, or an empty list."""
+        exact, better = len(self.rows) - len(self.listed), self.listed[PRINTED_ROWS:]
+        parts = (
+            [f"{len(better)} operators from {better[0].alone:.1f} dB alone on (they are in .listed)"] if better else []
+        )
+        parts += [f"{_exact_operators(exact)}, such as data movement"] if exact else []
+        return [f"not listed: {', and '.join(parts)}"] if parts else []
 
     def _heading(self) -> str:
         names = self.names or ("",) * len(self.results)
@@ -190,10 +212,10 @@ class Comparison:
         table.add_column("operator", overflow="fold")
         for name in ("alone", "so far", "cosine", "values", "clipped", "in use"):
             table.add_column(name, justify="right")
-        for row in self.listed:
+        for row in self.listed[:PRINTED_ROWS]:
             noise = (_decibels(row.alone).strip(), _decibels(row.so_far).strip(), f"{row.so_far_cosine:.5f}")
             cut = f"{100 * row.use.below:.2f} + {100 * row.use.above:.2f} %" if row.use else ""
-            name = row.name + (f"\n{row.source}" if row.source else "")
+            name = row.name + (f"\n{row.line}" if row.line else "")
             cells = (name, *noise, f"{row.low:.3g} … {row.high:.3g}", cut, _used(row.use)[1])
             table.add_row(*map(Text, cells))
         return table
@@ -217,6 +239,10 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+PRINTED_ROWS = 25
+"""Largest number of operators in texts and tables; those with the largest errors of their own come first."""
+ADVICE_DB = 10
+"""Operators that are better than the worst one by more decibels have less than a tenth of its squared error."""
 NEEDS_REFERENCE = "compare(model, reference, data) shows them, for the reference that stages.convert returns"
 
 

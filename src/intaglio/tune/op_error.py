@@ -182,8 +182,9 @@ def projection_of(weight: str) -> str:
     """Return the projection of an `nn.MultiheadAttention` that a weight belongs to, by its name, or "".
 
     `in_proj_weight` has the rows of query, key and value, in this order. ``in_proj_weight_64_128`` are its rows from 64
-    to 127, those of the key: as many rows come before them.
+    to 127, those of the key: as many rows come before them. Corrections append a word to the names of new weights.
     """
+    weight = re.sub(r"(_(smoothed|equalized|fitted))+$", "", weight)
     for end, projection in PROJECTIONS.items():
         if weight.endswith(end):
             return projection
