@@ -3,7 +3,7 @@
 import pytest
 
 from intaglio.number_text import count_text, size_text
-from intaglio.runtime.coverage import Coverage, FloatPart
+from intaglio.runtime.reports.coverage import Coverage, FloatPart
 
 
 @pytest.mark.parametrize(

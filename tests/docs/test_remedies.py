@@ -43,6 +43,7 @@ FOLLOWED_ELSEWHERE = {
     "load the file without trust=True": "runtime/test_files.py",
     "pass larger inputs": "runtime/test_free_sizes.py",
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
+    "calibrate with data like that of this call": "runtime/reports/test_clipping.py",
     "calibrate with data for which the model runs these operators": "eager/test_control_flow.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }

@@ -9,7 +9,7 @@ from intaglio import stages
 from support import nets
 from support.eager_models import converted_on
 from support.lowering import quantized
-from support.segment_programs import ProgramChecks, same_bits
+from support.segment_programs import CheckedProgram, ProgramChecks, same_bits
 
 
 def test_every_call_of_a_converted_model_is_compared(segment_programs):
@@ -32,7 +32,7 @@ def test_a_program_that_differs_from_its_reference_is_detected():
     checks = ProgramChecks()
     checks.compile(lowered)(x)
     assert not checks.differing
-    checks.checked(stages.compile(lowered), other)(x)
+    CheckedProgram(checks, stages.compile(lowered), other)(x)
     assert len(checks.differing) == 1
 
 

@@ -27,17 +27,18 @@ struct Call {{
     const uint8_t* bytes;
     const struct Affine* q;
     int64_t stride;
+    int64_t* counts;
 }};
 static void body(void* context, int thread, int threads) {{
     const struct Call* c = (const struct Call*)context;
     if (c->floats)
-        quantize_image(c->floats, c->strides, &c->out, c->q, c->stride, thread, threads);
+        quantize_image(c->floats, c->strides, &c->out, c->q, c->stride, c->counts, 1, thread, threads);
     else
         copy_image(c->bytes, c->strides, &c->out, thread, threads);
 }}
 {EXPORT} void run_border(const int64_t* v, int threads, IntaglioParallel parallel) {{
     const struct Call c = {{v + 10, image((uint8_t*)v[0], v[1], v[2], v[3], v[4], v[5], v[5]), (const float*)v[6],
-                           (const uint8_t*)v[7], (const struct Affine*)v[8], v[9]}};
+                           (const uint8_t*)v[7], (const struct Affine*)v[8], v[9], (int64_t*)v[14]}};
     parallel(body, (void*)&c, threads);
 }}
 """
@@ -53,9 +54,17 @@ def memory(role: str) -> Memory:
     return Memory()
 
 
-def quantized(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes = b"", stride: int = 0) -> np.ndarray:
+def quantized(
+    isa: str,
+    x: np.ndarray,
+    order: tuple[int, ...],
+    parameters: bytes = b"",
+    stride: int = 0,
+    clipped: int | None = None,
+) -> np.ndarray:
     """Quantized values in NCHW of an image that lies in ``order``; around them there is a halo, which stays as it
-    was."""
+    was. ``clipped`` is the number of values that must be counted as outside of the range."""
+    counts = (ctypes.c_int64 * 2)()
     n, c, h, w = x.shape
     lying = np.ascontiguousarray(x.transpose(order))
     strides = [0] * 4
@@ -65,8 +74,22 @@ def quantized(isa: str, x: np.ndarray, order: tuple[int, ...], parameters: bytes
     out[:] = CANARY
     given, floats = memory("in").hold(lying), x.dtype == np.float32
     q = memory("q").hold(np.frombuffer(parameters, np.uint8)) if floats else 0
-    values = [out.ctypes.data, n, h, w, c, 1, given * floats, given * (not floats), q, stride, *strides]
+    values = [
+        out.ctypes.data,
+        n,
+        h,
+        w,
+        c,
+        1,
+        given * floats,
+        given * (not floats),
+        q,
+        stride,
+        *strides,
+        ctypes.addressof(counts),
+    ]
     library(isa).run_border((ctypes.c_int64 * len(values))(*values), 2, ctypes.c_void_p(parallel_address()))
+    assert clipped is None or list(counts) == [clipped, clipped]
     framed = out.reshape(n, h + 2, w + 2, c)
     inside = framed[:, 1:-1, 1:-1].copy()
     framed[:, 1:-1, 1:-1] = CANARY
@@ -85,7 +108,9 @@ def test_float_rows_of_any_width_are_quantized(isa, order):
         inverse = numerics.reciprocal(scale)
         given = affine_bytes(inverse, 0, scale, zero_point, low, high).tobytes()
         expected = numerics.quantize(x, scale, zero_point, low, high)
-        np.testing.assert_array_equal(quantized(isa, x, order, given), expected, f"width {width}")
+        clipped = numerics.count_clipped(x, scale, zero_point, low, high)
+        assert 0 < clipped < x.size / 2
+        np.testing.assert_array_equal(quantized(isa, x, order, given, 0, clipped), expected, f"width {width}")
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from intaglio import build
 from intaglio.lower import Lowered
+from intaglio.runtime import QuantizedModel
+from intaglio.runtime.reports.clipping import ClippingMonitor
 from support.lowering import tensors
 
 
@@ -19,23 +21,30 @@ class ProgramChecks:
     differing: list[str] = field(default_factory=list)
 
     def compile(self, lowered: Lowered) -> Any:
-        return self.checked(build.compile(lowered), lowered)
+        return CheckedProgram(self, build.compile(lowered), lowered)
 
-    def checked(self, program: Any, lowered: Lowered) -> Any:
-        """Return a function that runs ``program`` and notes where ``lowered`` gives other bits."""
 
-        def run(*inputs: Tensor) -> Any:
-            expected = tensors(lowered(*inputs))
-            found = program(*inputs)
-            self.calls += 1
-            if lowered.islands:  # PyTorch adds in the order of the memory format, which differs between the two
-                return found
-            for number, pair in enumerate(zip(tensors(found), expected, strict=True)):
-                if not same_bits(*pair):
-                    self.differing.append(f"result {number} of {lowered.graph.outputs}")
+@dataclass
+class CheckedProgram:
+    """A program that notes where ``lowered`` gives other bits."""
+
+    checks: ProgramChecks
+    program: QuantizedModel
+    lowered: Lowered
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        expected = tensors(self.lowered(*inputs))
+        found = self.program(*inputs)
+        self.checks.calls += 1
+        if self.lowered.islands:  # PyTorch adds in the order of the memory format, which differs between the two
             return found
+        for number, pair in enumerate(zip(tensors(found), expected, strict=True)):
+            if not same_bits(*pair):
+                self.checks.differing.append(f"result {number} of {self.lowered.graph.outputs}")
+        return found
 
-        return run
+    def share_clipping(self, monitor: ClippingMonitor) -> None:
+        self.program.share_clipping(monitor)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from intaglio.number_text import count_text, size_text
-from intaglio.runtime.coverage import NO_MACS
+from intaglio.runtime.reports.coverage import NO_MACS
 
 PLAIN_WIDTH = 120
 """Columns of the output if it is not a terminal."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.writer import Code
-from intaglio.ir import ArenaLocation, Dim, Graph, Op, c_expression
+from intaglio.ir import ArenaLocation, Dim, Graph, Op, RangeCheck, c_expression, numel
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
@@ -76,6 +76,7 @@ class Context:
         kernels: Kernels of the current step.
         functions: Helper functions to print before the current step.
         constants: Offsets of the current step's constants, by name.
+        range_checks: Values whose clipped elements the program counts.
         step: Prefix of names of the current step.
     """
 
@@ -87,6 +88,7 @@ class Context:
         self.kernels: list[TileSpec | DepthwiseSpec] = []
         self.functions: list[str] = []
         self.constants: dict[str, int] = {}
+        self.range_checks: list[RangeCheck] = []
         self.step = ""
         self.index = index
         self.symbols = plan.graph.symbols()
@@ -94,8 +96,8 @@ class Context:
     def for_step(self, number: int) -> Context:
         """Return the context of one step.
 
-        It has its own `kernels`, `constants` and `functions`; kernel tables, headers and the blob are shared with the
-        program.
+        It has its own `kernels`, `constants` and `functions`; kernel tables, headers, range checks and the blob are
+        shared with the program.
         """
         own = copy.copy(self)
         own.kernels, own.functions, own.constants, own.step = [], [], {}, f"p{number:02d}"
@@ -142,6 +144,28 @@ class Context:
         The source text then does not depend on the value, so that a compiled program can be reused.
         """
         return "*" + self.constant(np.array([value], NUMPY_TYPES[kind]), kind, label)
+
+    def clip_count(self, source: str, result: str, ends: tuple[float, float] | None = None) -> int:
+        """Return the index of the count of clipped elements of the float value `source`, quantized as `result`.
+
+        The range has these ends, or those of the parameters of `result`.
+        """
+        kind = self.graph.types[result]
+        if ends is None:
+            q = kind.qparams
+            ends = float(q.step * (q.qmin - q.zero)), float(q.step * (q.qmax - q.zero))
+        self.range_checks.append(RangeCheck(source, self._reader(result), *ends, numel(kind.shape)))
+        return len(self.range_checks)
+
+    def _reader(self, value: str) -> str:
+        """Return the path of the first module that reads a value, also after data movement without a module."""
+        reached = {value}
+        for op in self.graph.ops:
+            if not reached.isdisjoint(op.inputs):
+                if op.origin.path:
+                    return op.origin.path
+                reached.update(op.outputs)
+        return ""
 
     def kernel(self, partition: Partition, kind: type[K]) -> K:
         """Return the kernel that the plan chose for a partition with one piece."""

@@ -109,6 +109,7 @@ def emit(plan: Plan, name: str) -> Program:
         {"schedules": dict(plan.schedules)},
         tuple(notes),
         tuple(context.families.values()),
+        tuple(context.range_checks),
     )
 
 

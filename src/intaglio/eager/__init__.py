@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from intaglio.eager.call_log import Intercepted, calls
-from intaglio.eager.coverage_report import assert_int8, coverage
+from intaglio.eager.coverage_report import assert_int8, clipping, coverage
 from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
@@ -30,6 +30,7 @@ __all__ = [
     "SeenOpInfo",
     "assert_int8",
     "calls",
+    "clipping",
     "convert",
     "coverage",
     "fusions",
@@ -88,7 +89,8 @@ def convert(
         parameters: Quantization parameters of an earlier conversion (see `parameters`), one `Parameters` per recording.
             No calibration data is needed then. If None, the collected statistics are used; a model that was never
             called uses the parameters from its state dictionary or from its recipe.
-        strict: Raise an error instead of a warning when the model runs an operator that calibration has not seen.
+        strict: Raise an error instead of a warning when the model runs an operator that calibration has not seen, or
+            when more than 5 % of a float value are outside of its calibrated range.
 
     Raises:
         CalibrationError: The model has neither statistics nor parameters.
@@ -100,7 +102,10 @@ def convert(
     given = _given(before, parameters)
     converted = copy_without_attachments(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
-    made = [segment.converted(own, session.origin) for segment, own in zip(before.segments, given, strict=True)]
+    made = [
+        segment.converted(own, session.origin, session.clipping)
+        for segment, own in zip(before.segments, given, strict=True)
+    ]
     session.take_over(before, made)
     session.check_quantized()
     attach(session, has_states_as_children(prepared))

@@ -17,6 +17,7 @@ from intaglio.errors import InputError, UnsupportedError
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.prepare import annotate
 from intaglio.runtime import Coverage, FloatPart
+from intaglio.runtime.reports.clipping import Clipping
 
 
 def coverage(converted: nn.Module) -> Coverage:
@@ -34,11 +35,7 @@ def coverage(converted: nn.Module) -> Coverage:
     Raises:
         InputError: The model is not converted.
     """
-    session = session_of(converted)
-    if session.is_recording:
-        raise InputError(
-            "coverage", None, "the model is prepared, not converted", remedy="call eager.convert(model) first"
-        )
+    session = _converted_session(converted, "coverage")
     found = Coverage(0, 0, 0, 0, 0, (), _bytes_of(session), 0)
     notes: dict[str, None] = {}
     for segment in session.segments:
@@ -47,7 +44,23 @@ def coverage(converted: nn.Module) -> Coverage:
         notes.update(dict.fromkeys(part.notes))
     found = found.with_body(_outside_recordings(session))
     size = sum(_constant_bytes(segment) for segment in session.segments)
-    return found.with_sizes(found.bytes_before, size, tuple(notes))
+    clipped = tuple(f"calls clipped {value}" for value in session.clipping.report().values)
+    return found.with_sizes(found.bytes_before, size, (*notes, *clipped))
+
+
+def clipping(converted: nn.Module) -> Clipping:
+    """Return which float values calls have had outside of their calibrated ranges, as `QuantizedModel.clipping` does.
+
+    The values that operators outside of recordings make, such as those of branches that calibration has not seen, are
+    among them when an operator in int8 reads them.
+
+    Args:
+        converted: Model from `convert`.
+
+    Raises:
+        InputError: The model is not converted.
+    """
+    return _converted_session(converted, "clipping").clipping.report()
 
 
 def assert_int8(converted: nn.Module, macs: float = 1.0) -> None:
@@ -58,6 +71,13 @@ def assert_int8(converted: nn.Module, macs: float = 1.0) -> None:
         macs: Share of the multiply-accumulates of all recordings, from 0 to 1.
     """
     coverage(converted).assert_int8(macs)
+
+
+def _converted_session(model: nn.Module, asked: str) -> Session:
+    session = session_of(model)
+    if session.is_recording:
+        raise InputError(asked, None, "the model is prepared, not converted", remedy="call eager.convert(model) first")
+    return session
 
 
 def _of_segment(segment: Segment) -> Coverage:

@@ -124,7 +124,7 @@ def restore(session: RecordedState, stored: SerializedSession) -> None:
             given = Parameters.from_json(entry["parameters"])
             segment.given = given if same else given.without_weights()
         if not session.is_recording:
-            segment = segment.converted(segment.given, session.origin)
+            segment = segment.converted(segment.given, session.origin, session.clipping)
         elif same:
             _load_statistics(segment, entry)
         else:

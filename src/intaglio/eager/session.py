@@ -24,6 +24,7 @@ from intaglio.eager.serialization import SerializedSession, restore, store
 from intaglio.eager.snapshot import Snapshot
 from intaglio.errors import CaptureError, InputError, UnsupportedError
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.runtime.reports.clipping import ClippingMonitor, ClippingPolicy
 from intaglio.torch_private import buffers_of, parameters_of, storage_key, submodules_of
 
 logger = logging.getLogger("intaglio")
@@ -68,6 +69,7 @@ class Session:
         """How the arguments of the calls in preparation and calibration were nested."""
         self.float_calls: dict[tuple[str, str, str], tuple[str, int]] = {}
         """Path, name and line of what runs in float outside of recordings, with the reason and the MACs."""
+        self.clipping = ClippingMonitor(ClippingPolicy.ERROR if self.strict else ClippingPolicy.WARN)
         self.modules = own_modules(self.model)
         self.float_operators: set[Any] = set()
         self.warned: set[Any] = set()

@@ -10,6 +10,7 @@ from intaglio.eager.recording.call_structure import CallStructure
 from intaglio.eager.recording.events import Event
 from intaglio.eager.segments.segment import Segment
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.runtime.reports.clipping import ClippingMonitor
 
 
 class RecordedState(Protocol):
@@ -27,6 +28,7 @@ class RecordedState(Protocol):
     unrecorded: set[tuple[str, str, str]]
     float_operators: set[Any]
     call_structures: set[CallStructure]
+    clipping: ClippingMonitor
     float_calls: dict[tuple[str, str, str], tuple[str, int]]
 
     def add(self, segment: Segment) -> None:

@@ -16,7 +16,17 @@ from intaglio.ir.dims import (
     symbols_of,
 )
 from intaglio.ir.graph import Attrs, Graph, Input, ModelInfo, Op, Origin, Output, Signature, State, fresh, prune
-from intaglio.ir.program_records import ArenaLocation, Cost, External, HostCall, IslandCall, Program, Schedule, StepInfo
+from intaglio.ir.program_records import (
+    ArenaLocation,
+    Cost,
+    External,
+    HostCall,
+    IslandCall,
+    Program,
+    RangeCheck,
+    Schedule,
+    StepInfo,
+)
 from intaglio.ir.text import graph_text
 from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
@@ -43,6 +53,7 @@ __all__ = [
     "PerRow",
     "Program",
     "QParams",
+    "RangeCheck",
     "Ref",
     "Schedule",
     "Shape",

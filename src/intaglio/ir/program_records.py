@@ -139,11 +139,31 @@ class StepInfo:
     tile: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class RangeCheck:
+    """A float value whose clipped elements a program counts while it quantizes them.
+
+    Attributes:
+        value: Name of the float value.
+        path: Module that reads the quantized value.
+        low: Lower end of the calibrated range.
+        high: Upper end of the calibrated range.
+        size: Number of elements.
+    """
+
+    value: str
+    path: str
+    low: float
+    high: float
+    size: Dim
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Generated C++ source, the constants it reads, and all that the runtime needs to call it. It compares by identity.
 
-    ``kernels`` are the microkernel families that it is linked with (`kernels.KernelFamily`).
+    ``kernels`` are the microkernel families that it is linked with (`kernels.KernelFamily`). ``range_checks`` are the
+    values whose clipped elements it counts, in the order of the counts.
     """
 
     name: str
@@ -158,3 +178,4 @@ class Program:
     notes: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[StepInfo, ...] = ()
     kernels: tuple[Any, ...] = ()
+    range_checks: tuple[RangeCheck, ...] = ()

@@ -40,6 +40,7 @@ from intaglio.numerics.attention_math import (
     mask_powers,
     quantize_probabilities,
 )
+from intaglio.numerics.clip_counts import clip_bounds, count_clipped
 from intaglio.numerics.requantization import (
     QUANT_STEPS,
     GridParameters,
@@ -142,6 +143,8 @@ __all__ = [
     "attention_factors",
     "attention_scores",
     "clamp_bounds",
+    "clip_bounds",
+    "count_clipped",
     "dequantize",
     "dequantize_rows",
     "dequantize_table",

@@ -1,9 +1,9 @@
 """Compiled programs and the module that runs them."""
 
 from intaglio.runtime.artifact import Artifact, build_artifact, open_artifact
-from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import HostLoop, host_names, island_of, loops_in
 from intaglio.runtime.quantized_model import QuantizedModel
+from intaglio.runtime.reports.coverage import Coverage, FloatPart
 from intaglio.runtime.saved.model_file import Library, SavedModel, build_library, copied_inputs
 from intaglio.runtime.saved.model_file import load as load_saved
 

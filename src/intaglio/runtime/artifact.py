@@ -33,6 +33,7 @@ class RunArguments(ctypes.Structure):
         ("bytes", ctypes.POINTER(ctypes.c_uint8)),
         ("times", ctypes.POINTER(CInt64)),
         ("outside", ctypes.POINTER(ctypes.c_int32)),
+        ("clipped", ctypes.POINTER(CInt64)),
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
 import torch
 
 from intaglio.errors import InputError
-from intaglio.ir import Dim, External, Graph, evaluator
+from intaglio.ir import Dim, External, Graph, evaluate, evaluator
 from intaglio.ops import needs
 from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
@@ -56,6 +57,8 @@ class Frame:
         constants = artifact.constants.ctypes.data
         self.run = RunArguments(None, None, None, constants, self.external, self.strides, None, self.bytes)
         self.run.outside = ctypes.pointer(self.out_of_range)
+        self.clipped = (ctypes.c_int64 * (1 + len(artifact.program.range_checks)))()
+        self.run.clipped = self.clipped
 
     def apply_layout(self, layout: CallLayout) -> None:
         """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""
@@ -68,6 +71,14 @@ class Frame:
             self.alignment_offset = -start % 64
             self.run.arena = start + self.alignment_offset
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
+
+    def take_clipped(self) -> list[int]:
+        """Return the number of clipped elements of every checked value and reset it; nothing if all are 0."""
+        if not self.clipped[0]:
+            return []
+        found = self.clipped[1:]
+        ctypes.memset(self.clipped, 0, ctypes.sizeof(self.clipped))
+        return found
 
     def arena_bytes(self) -> np.ndarray:
         """Return the arena as bytes, from the 64-byte boundary that buffer offsets are relative to."""
@@ -132,6 +143,11 @@ class CallPlan:
             (e.value, s, result_strides(e, s)) for e, s in zip(externals, found, strict=False) if e.is_output
         ]
         self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
+
+    @cached_property
+    def checked_sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of every value whose range the program checks."""
+        return tuple(evaluate(check.size, self.symbols) for check in self.artifact.program.range_checks)
 
     def thread_counts(self, allowed: int) -> tuple[int, ...]:
         """Return the number of threads for every segment if at most ``allowed`` may be used."""

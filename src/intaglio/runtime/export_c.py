@@ -19,11 +19,11 @@ from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.output_paths import check_folder, expanded
-from intaglio.runtime.coverage import SHOWN_ISLANDS
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
 from intaglio.runtime.export_files import write_exported_files
 from intaglio.runtime.export_weights import weights_file
 from intaglio.runtime.model_protocol import CompiledModel
+from intaglio.runtime.reports.coverage import SHOWN_ISLANDS
 from intaglio.torch_private import pytree
 
 TEMPLATES = HEADER_FOLDER / "exported"

@@ -10,8 +10,8 @@ from torch import nn
 
 from intaglio.ir import Graph, ModelInfo, Program, Signature
 from intaglio.runtime.artifact import Artifact
-from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.float_islands import HostOperator
+from intaglio.runtime.reports.coverage import Coverage
 
 
 class CompiledModel(Protocol):

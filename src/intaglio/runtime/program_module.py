@@ -17,10 +17,11 @@ from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.call_plans import MAX_IDLE_FRAMES, CallPlan, ExternalInput, Frame, NewShapePolicy, SizeEvaluator
-from intaglio.runtime.coverage import Coverage
 from intaglio.runtime.custom_op import is_channels_last, register
 from intaglio.runtime.float_islands import HostOperator, run_host
-from intaglio.runtime.profile import Clock
+from intaglio.runtime.reports.clipping import ClippingMonitor
+from intaglio.runtime.reports.coverage import Coverage
+from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, Library, input_tensors
 from intaglio.signature import (
     TORCH_DTYPES,
@@ -98,6 +99,7 @@ class ProgramModule(nn.Module):
         self._fallback_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it does not become a submodule
         self._planned_calls: set[Any] = set()
         self._warned_of_fallback = False
+        self._clipping = ClippingMonitor()
         self._positional_inputs = _count_positional_inputs(signature)
         self._model_id = register(self)
         alone = signature.out_tree is not None and signature.out_tree.is_leaf()
@@ -297,12 +299,7 @@ class ProgramModule(nn.Module):
                         if clock:
                             clock.islands[call.key] += time.perf_counter_ns() - begin
                     for name, result in zip(call.outputs, results, strict=True):
-                        if name in plan.input_shapes and (
-                            result.shape != plan.input_shapes[name] or result.device.type != "cpu"
-                        ):
-                            given = f"it is {list(result.shape)} on {result.device}"
-                            problem = f"{given}, but the program reads {plan.input_shapes[name]} on the CPU"
-                            raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
+                        _check_island_result(name, result, plan)
                     values.update(zip(call.outputs, results, strict=True))
                 continue
             for name, sizes, strides in plan.outputs:
@@ -318,8 +315,11 @@ class ProgramModule(nn.Module):
             plan.artifact.run(frame.run, segment, thread_counts[segment])
             if frame.out_of_range.value:  # the frame is dropped, not reused
                 raise IndexError(INDEX_OUT_OF_RANGE)
+        clipped = frame.take_clipped()
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
+        if clipped:
+            self._clipping.note(plan.artifact.program.range_checks, clipped, plan.checked_sizes)
         return values
 
     def _host(self, call: HostCall, frame: Frame, plan: CallPlan, clock: Clock | None) -> None:
@@ -349,6 +349,14 @@ class ProgramModule(nn.Module):
         with torch.no_grad():
             self._run([*leaves, *self._state()], plan, allowed, clock)
         return clock
+
+
+def _check_island_result(name: str, result: torch.Tensor, plan: CallPlan) -> None:
+    """Raise `InputError` if the result of an island is not what the program reads."""
+    if name in plan.input_shapes and (result.shape != plan.input_shapes[name] or result.device.type != "cpu"):
+        given = f"it is {list(result.shape)} on {result.device}"
+        problem = f"{given}, but the program reads {plan.input_shapes[name]} on the CPU"
+        raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
 
 
 def _is_shape(value: Any) -> bool:

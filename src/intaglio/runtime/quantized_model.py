@@ -21,8 +21,9 @@ from intaglio.output_paths import check_file
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
 from intaglio.runtime.float_islands import HostLoop, loops_in
-from intaglio.runtime.profile import Profile, profile_of
 from intaglio.runtime.program_module import ProgramModule
+from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
+from intaglio.runtime.reports.profile import Profile, profile_of
 from intaglio.runtime.saved import state_dict_io
 from intaglio.runtime.saved.model_file import (
     Example,
@@ -51,6 +52,10 @@ class QuantizedModel(ProgramModule):
     their values at capture, and each call updates them, so calls of such a model must be sequential. With
     ``int8_buffers`` of the `Quantizer` they are quantized to uint8.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.share_clipping(ClippingMonitor())
 
     # -- public methods ------------------------------------------------------------------------------------------
 
@@ -109,6 +114,37 @@ class QuantizedModel(ProgramModule):
         return self._timed_call(leaves, self._plan_for(leaves), torch.get_num_threads()).step_times(
             self.artifact.program
         )
+
+    @property
+    def clipping(self) -> Clipping:
+        """Return which float values calls have had outside of their calibrated ranges.
+
+        Float values are inputs, results of float islands and values that the program computes in float. Their elements
+        are counted when they are quantized: those that the nearest quantized value does not represent, except masks
+        (values of -9984 or less that are far below the range). Values inside of chains of integer operators saturate
+        too, which is not counted: ReLU is such a bound. Steps that compute floats from quantized values only are not
+        counted either.
+        """
+        return self._clipping.report()
+
+    @property
+    def on_clipping(self) -> str:
+        """Return the policy for calls with more than 5 % of a float value outside of its calibrated range: "warn" (the
+        default, once for each value), "error" or "ignore".
+
+        Values of few elements need a larger share, so that chance alone does not warn. Files do not keep the policy.
+        """
+        return self._clipping.policy.value
+
+    @on_clipping.setter
+    def on_clipping(self, policy: str) -> None:
+        self._clipping.set_policy(policy)
+
+    def share_clipping(self, monitor: ClippingMonitor) -> None:
+        """Count into the report of several models, which has one policy, from now on."""
+        self._clipping = monitor
+        for loop in self.loops.values():
+            loop.body.share_clipping(monitor)
 
     def reset(self) -> None:
         """Reset mutable buffers to the values that they had when the float model was captured."""
@@ -269,6 +305,7 @@ class QuantizedModel(ProgramModule):
         self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
         self.model_info, self.coverage, self.example, self._plans = made.model_info, made.coverage, None, OrderedDict()
         self._frames, self._size_evaluator = [], None
+        self._clipping.forget()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedModel:
         """Apply `to`, `cuda`, `half` and similar methods. Raise `InputError` if tensors would leave the CPU or

@@ -34,6 +34,7 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
     rows = schedule.rows
     code(f"const int64_t size = {context.dim(rows.size)}, rows = {context.dim(numel(rows.outer))};")
     _declare_operands(code, loop)
+    _declare_clip_counts(code, loop)
     variant, *others = schedule.variants
     if not others:
         _rows(code, loop, variant)
@@ -42,7 +43,27 @@ def emit_loop(code: Code, partition: Partition, context: Context) -> None:
             _rows(code, loop, variant)
         with code.block("else"):
             _rows(code, loop, longer)
+    for name, index in loop.clip_counts.items():
+        code(f"add_clipped(r->clipped, {index}, sum_of({loop.names[name]}_clipped));")
     fill_frames(code, partition.anchor, context)
+
+
+def _declare_clip_counts(code: Code, loop: Loop) -> None:
+    """Declare the counts of clipped elements, one per lane, and the bounds that they are compared with."""
+    loop.count_clipped()
+    for name in loop.clip_counts:
+        q = loop.body.types[name].qparams
+        bounds = ", ".join(map(number, numerics.clip_bounds(q.step, q.zero, q.qmin, q.qmax)))
+        code(f"const struct ClipBounds {loop.names[name]}_bounds = {{{bounds}}};")
+        code(f"RealBits {loop.names[name]}_clipped = {{}};")
+
+
+def _count_clipped(name: str, loop: Loop, count: str) -> str:
+    """Return a statement that counts the clipped elements among the first `count` lanes of a result."""
+    op, variable = loop.quantize_of(name), loop.names[name]
+    assert op is not None, f"{name} is not quantized"
+    inverse = number(numerics.reciprocal(loop.body.types[name].qparams.step))
+    return f"count_lanes(&{variable}_clipped, {_operand(op.inputs[0], loop)}, {inverse}, {variable}_bounds, {count});"
 
 
 def _declare_operands(code: Code, loop: Loop) -> None:
@@ -209,6 +230,8 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
     for name in stage.kept:
         code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
     for name in stage.stored:
+        if name in loop.clip_counts:
+            code(f"EACH {_count_clipped(name, loop, 'count')}")
         code(_quantize_and_store(name, loop, stage.any_order) if name in stage.direct else _store(name, loop))
 
 
@@ -230,6 +253,8 @@ def _store_rows(code: Code, loop: Loop) -> None:
     for name in loop.body.outputs:
         if not loop.schedule.along(name):
             value = _operand(loop.schedule.equal_value(name), loop)
+            if name in loop.clip_counts:
+                code(_count_clipped(name, loop, "1"))
             code(f"write_{loop.schedule.operands[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
 
 

@@ -169,15 +169,16 @@ def emit_quantize(code: Code, partition: Partition, context: Context) -> None:
     code(f"const struct Image out = {context.image(op.output)};")
     code(f"const struct Affine* q = {_affine(context, op.output)};")
     code(f"const int64_t* s = {source_strides(code, op.inputs[0], context)};")
+    counts = f"r->clipped, {context.clip_count(op.inputs[0], op.output)}"
     code(f"const int64_t strides[] = {{{', '.join(strides_read(len(buffer.shape), buffer.row_major))}}};")
     source = f"(const float*){context.strided(op.inputs[0])[0]}"
     if buffer.channels_last and len(buffer.shape) == 5:
         depth = context.dim(buffer.shape[2])
         with code.block(f"for (int64_t b = 0; b < {context.dim(buffer.shape[0])}; ++b)"):
             code(f"struct Image one = out; one.images = {depth}, one.base += b * {depth} * out.image;")
-            code(f"quantize_image({source} + b * s[0], strides, &one, q, 0, thread, threads);")
+            code(f"quantize_image({source} + b * s[0], strides, &one, q, 0, {counts}, thread, threads);")
     else:
-        code(f"quantize_image({source}, strides, &out, q, 0, thread, threads);")
+        code(f"quantize_image({source}, strides, &out, q, 0, {counts}, thread, threads);")
     if context.halo(op.output):
         code("fill_halo(&out, (uint8_t)q->zero_point, thread, threads);")
 
@@ -225,7 +226,9 @@ def emit_pixels(code: Code, partition: Partition, context: Context) -> None:
     with code.block(f"if (r->bytes[{context.plan.external.index(op.inputs[0])}])"):
         code(f"copy_image({source}, {strides}, &out, thread, threads);")
     with code.block("else"):
-        code(f"quantize_image((const float*){source}, {strides}, &out, q, 1, thread, threads);")
+        low, high = (np.divide(end - zeros - shift, gain) for end in (0, 255))
+        counts = f"r->clipped, {context.clip_count(op.inputs[0], op.output, (float(low.min()), float(high.max())))}"
+        code(f"quantize_image((const float*){source}, {strides}, &out, q, 1, {counts}, thread, threads);")
     if context.halo(op.output):
         pixel = context.constant(zeros.astype(np.uint8), "uint8_t", "zero_points")
         code(f"fill_halo_pixels(&out, {pixel}, thread, threads);")

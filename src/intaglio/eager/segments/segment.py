@@ -40,6 +40,7 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.signature import TORCH_DTYPES, match_size
 from intaglio.torch_private import pytree
 
@@ -58,6 +59,7 @@ class Segment:
         reference: Quantized graph, once converted.
         parts: Computations by given and wanted values.
         programs: Compiled computations by what they read and compute; several parts can share one.
+        clipping: Counts of clipped elements in all programs of the model.
         spare: Tensors for reuse by the next call, by value number for each assignment of dynamic sizes.
     """
 
@@ -73,6 +75,7 @@ class Segment:
         self.parts: dict[Any, Computation] = {}
         self.programs: dict[Any, Computation] = {}
         """Parts with different given values can share one program."""
+        self.clipping = ClippingMonitor()
         self._sizes: dict[Any, list[torch.Size | None]] = {}
         self.reusable: dict[Any, dict[int, QTensor]] = {}
         self.last_reads = self._find_last_reads()
@@ -260,9 +263,10 @@ class Segment:
         result = _called(event, model)(*args, **kwargs)
         return (RecordedTensor(event.changed), args[0]) if event.changed is not None else (event.result, result)
 
-    def converted(self, parameters: Parameters | None, model: nn.Module) -> Segment:
+    def converted(self, parameters: Parameters | None, model: nn.Module, clipping: ClippingMonitor) -> Segment:
         """Return the quantized segment for `model`, with the given parameters or those chosen from the statistics."""
         made = self._for_model(model)
+        made.clipping = clipping
         if self.prepared is not None:
             if parameters is None:
                 self._observe_unreached()
@@ -370,6 +374,7 @@ class Segment:
         keep_regions(part.module.graph)
         reference = dataclasses.replace(self.reference, module=part.module, signature=signature)
         program = build.compile(requantize(reference))
+        program.share_clipping(self.clipping)
         return reads, lambda tensors: program(*tensors)
 
 

@@ -20,6 +20,7 @@ struct Run {
     const uint8_t* bytes;  // 1 for each external tensor of uint8 if the program also takes float32
     int64_t* times;        // nanoseconds per step, then the last reading of the clock; null: not measured
     int32_t* outside;      // set to 1 if an id is not a row of its table
+    int64_t* clipped;      // clipped values: the sum, then one count per checked range; null: not counted
 };
 
 // Return the constant at an offset in bytes.

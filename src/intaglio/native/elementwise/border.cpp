@@ -2,12 +2,12 @@
 
 #include "elementwise/border.h"
 
+#include "base/clipping.h"
 #include "base/intrinsics.h"
 #include "base/numerics.h"
 
-// Quantize one value.
-static inline uint8_t quantized(float x, const struct Affine* q) {
-    return (uint8_t)quantize(x * q->inverse + q->offset, 1.0f, q->zero_point, q->low, q->high);
+static inline struct ClipBounds bounds_of(const struct Affine* q) {
+    return clip_bounds(q->inverse, q->offset, q->zero_point, q->low, q->high);
 }
 
 #if defined(__AVX2__)
@@ -41,6 +41,17 @@ static inline Dwords bounded_steps(Plane steps, Plane least, Plane most) {
 
 static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
     return _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(from), inverse), offset);
+}
+
+// Add 1 to the counts of lanes that are clipped.
+static inline Dwords count_lanes(Dwords counts, Plane steps, Plane least, Plane most, Plane masked) {
+    const __mmask16 range =
+        _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ), steps, most, _CMP_LE_OQ);
+    const __mmask16 clipped = _mm512_knot(_mm512_kor(range, _mm512_cmp_ps_mask(steps, masked, _CMP_LE_OQ)));
+    return _mm512_mask_add_epi32(counts, clipped, counts, _mm512_set1_epi32(1));
+}
+static inline int64_t sum_of(Dwords counts) {
+    return _mm512_test_epi32_mask(counts, counts) ? _mm512_reduce_add_epi32(counts) : 0;
 }
 
 // Store pixels of `channels` bytes, which are the low bytes of the dwords.
@@ -77,6 +88,21 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
     return _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(from), inverse), offset);
 }
 
+// Add 1 to the counts of lanes that are clipped.
+static inline Dwords count_lanes(Dwords counts, Plane steps, Plane least, Plane most, Plane masked) {
+    const __m256 range = _mm256_and_ps(_mm256_cmp_ps(steps, least, _CMP_GE_OQ), _mm256_cmp_ps(steps, most, _CMP_LE_OQ));
+    const __m256 kept = _mm256_or_ps(range, _mm256_cmp_ps(steps, masked, _CMP_LE_OQ));
+    return _mm256_add_epi32(counts, _mm256_add_epi32(_mm256_castps_si256(kept), _mm256_set1_epi32(1)));
+}
+static inline int64_t sum_of(Dwords counts) {
+    int32_t lanes[8];
+    int64_t sum = 0;
+    if (_mm256_testz_si256(counts, counts)) return 0;
+    _mm256_storeu_si256((__m256i*)lanes, counts);
+    for (int i = 0; i < 8; ++i) sum += lanes[i];
+    return sum;
+}
+
 // Store pixels of `channels` bytes, which are the low bytes of the dwords.
 static inline void store_pixels(uint8_t* to, Dwords dwords, int64_t channels) {
     const __m128i order = _mm_loadu_si128((const __m128i*)pixel_order[channels - 1]);
@@ -95,12 +121,14 @@ enum { PLANES = 4 };  // interleaved at once, at most
 
 // Constants that quantize a channel. The bounds are integers, so values may be clamped before they are rounded.
 struct Steps {
-    Plane inverse, offset, least, most;
+    Plane inverse, offset, least, most, clip_least, clip_most, clip_masked;
 };
 
 static inline struct Steps steps_of(const struct Affine* q) {
     const float least = (float)(q->low - q->zero_point), most = (float)(q->high - q->zero_point);
-    return (struct Steps){plane_of(q->inverse), plane_of(q->offset), plane_of(least), plane_of(most)};
+    const struct ClipBounds clip = bounds_of(q);
+    return (struct Steps){plane_of(q->inverse), plane_of(q->offset), plane_of(least),      plane_of(most),
+                          plane_of(clip.least), plane_of(clip.most), plane_of(clip.masked)};
 }
 
 // Return the pixel at which the next vector begins. The last vector ends at the end of the row, and may compute some
@@ -109,23 +137,40 @@ static inline int64_t next_vector(int64_t x, int64_t width) {
     return x + 2 * PLANE <= width || x + PLANE == width ? x + PLANE : width - PLANE;
 }
 
+// Return the number of clipped values among some that follow one another.
+static inline int64_t clipped_in(const float* from, int64_t count, const struct Affine* q) {
+    const struct ClipBounds bounds = bounds_of(q);
+    int64_t clipped = 0;
+    for (int64_t i = 0; i < count; ++i) clipped += is_clipped(from[i] * q->inverse + q->offset, &bounds);
+    return clipped;
+}
+
 // Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * stride]. Return the number of
-// pixels done: all, or 0 if the row is narrower than a vector.
+// pixels done: all, or 0 if the row is narrower than a vector. Add the number of clipped values to `clipped`.
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t stride) {
+                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
+    if (width < PLANE) return 0;
     struct Steps by[PLANES];
+    Dwords counts = dwords_of(0);
     uint32_t zeros = 0;  // zero point of each channel in its byte
     for (int64_t c = 0; c < channels; ++c)
         by[c] = steps_of(q + c * stride), zeros += (uint32_t)q[c * stride].zero_point << 8 * c;
-    for (int64_t x = 0; width >= PLANE && x < width; x = next_vector(x, width)) {
+    for (int64_t x = 0; x < width; x = next_vector(x, width)) {
         Dwords dwords = dwords_of((int32_t)zeros);
+        const int again = x % PLANE != 0;  // the last vector, which has pixels that are counted already
         for (int64_t c = 0; c < channels; ++c) {
             const Plane steps = steps_at(from + c * plane + x, by[c].inverse, by[c].offset);
             dwords = add_dwords(dwords, bounded_steps(steps, by[c].least, by[c].most), c);
+            if (!again) counts = count_lanes(counts, steps, by[c].clip_least, by[c].clip_most, by[c].clip_masked);
         }
         store_pixels(to + x * channels, dwords, channels);
     }
-    return width < PLANE ? 0 : width;
+    *clipped += sum_of(counts);
+    for (int64_t c = 0; c < channels; ++c) {
+        const int64_t counted = width / PLANE * PLANE;
+        *clipped += clipped_in(from + c * plane + counted, width - counted, q + c * stride);
+    }
+    return width;
 }
 
 // Interleave up to 4 planes of bytes. Return the number of pixels done, as quantize_planes does.
@@ -139,15 +184,16 @@ static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int6
     return width < PLANE ? 0 : width;
 }
 
-static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
-    return quantize_planes(from, 0, count, 1, to, q, 0);
+static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q,
+                                    int64_t* clipped) {
+    return quantize_planes(from, 0, count, 1, to, q, 0, clipped);
 }
 #else
 enum { PLANES = 0 };
 
 static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t stride) {
-    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)stride;
+                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
+    (void)from, (void)plane, (void)width, (void)channels, (void)to, (void)q, (void)stride, (void)clipped;
     return 0;
 }
 
@@ -157,23 +203,34 @@ static inline int64_t interleave_planes(const uint8_t* from, int64_t plane, int6
     return 0;
 }
 
-static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q) {
-    (void)from, (void)count, (void)to, (void)q;
+static inline int64_t quantize_line(const float* from, int64_t count, uint8_t* to, const struct Affine* q,
+                                    int64_t* clipped) {
+    (void)from, (void)count, (void)to, (void)q, (void)clipped;
     return 0;
 }
 #endif
 
-// Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart.
-static __attribute__((noinline)) void quantize_strided(const float* from, int64_t from_step, int64_t count, uint8_t* to,
-                                                       int64_t to_step, const struct Affine* q) {
-    for (int64_t i = 0; i < count; ++i) to[i * to_step] = quantized(from[i * from_step], q);
+// Quantize `count` values that are `from_step` floats apart, to bytes that are `to_step` apart, and return how many are
+// clipped.
+static __attribute__((noinline)) int64_t quantize_strided(const float* from, int64_t from_step, int64_t count,
+                                                          uint8_t* to, int64_t to_step, const struct Affine* q) {
+    const struct ClipBounds bounds = bounds_of(q);
+    int64_t clipped = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float steps = from[i * from_step] * q->inverse + q->offset;
+        to[i * to_step] = (uint8_t)quantize(steps, 1.0f, q->zero_point, q->low, q->high);
+        clipped += is_clipped(steps, &bounds);
+    }
+    return clipped;
 }
 
 // Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
-// q[c * stride]; `stride` is 1, or 0 if all channels have the same.
+// q[c * stride]; `stride` is 1, or 0 if all channels have the same. Clipped values are added to a count, see
+// add_clipped.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                            int64_t stride, int thread, int threads) {
+                            int64_t stride, int64_t* counts, int64_t range, int thread, int threads) {
     const int64_t channels = out->pixel;
+    int64_t clipped = 0;
     FOR_EACH_ROW(out) {
         const float* line = from + n * strides[0] + y * strides[2];
         uint8_t* to = at(out, n, y, 0);
@@ -181,18 +238,19 @@ LIBRARY void quantize_image(const float* from, const int64_t* strides, const str
             const int64_t run = strides[3] == channels ? out->width : 1;  // pixels quantized at once
             for (int64_t x = 0; x < out->width; x += run, to += run * channels) {
                 const float* pixel = line + x * strides[3];
-                const int64_t done = quantize_line(pixel, run * channels, to, q);
-                quantize_strided(pixel + done, 1, run * channels - done, to + done, 1, q);
+                const int64_t done = quantize_line(pixel, run * channels, to, q, &clipped);
+                clipped += quantize_strided(pixel + done, 1, run * channels - done, to + done, 1, q);
             }
             continue;
         }
         int64_t done = 0;
         if (strides[3] == 1 && channels <= PLANES)
-            done = quantize_planes(line, strides[1], out->width, channels, to, q, stride);
+            done = quantize_planes(line, strides[1], out->width, channels, to, q, stride, &clipped);
         for (int64_t c = 0; c < channels; ++c)
-            quantize_strided(line + c * strides[1] + done * strides[3], strides[3], out->width - done,
-                             to + done * channels + c, channels, q + c * stride);
+            clipped += quantize_strided(line + c * strides[1] + done * strides[3], strides[3], out->width - done,
+                                        to + done * channels + c, channels, q + c * stride);
     }
+    add_clipped(counts, range, clipped);
 }
 
 // Copy quantized values of any strides to an image, whose channels are last.

@@ -12,9 +12,10 @@ struct Affine {
 };
 
 // Quantize float32 of any strides (in elements; batch, channel, row, column) to an image. Channel c has the parameters
-// q[c * stride]; `stride` is 1, or 0 if all channels have the same.
+// q[c * stride]; `stride` is 1, or 0 if all channels have the same. Clipped values are added to a count, see
+// add_clipped.
 LIBRARY void quantize_image(const float* from, const int64_t* strides, const struct Image* out, const struct Affine* q,
-                            int64_t stride, int thread, int threads);
+                            int64_t stride, int64_t* counts, int64_t range, int thread, int threads);
 
 // Copy quantized values of any strides to an image, whose channels are last.
 LIBRARY void copy_image(const uint8_t* from, const int64_t* strides, const struct Image* out, int thread, int threads);

@@ -5,6 +5,7 @@
 
 #include <string.h>
 
+#include "base/clipping.h"
 #include "base/functions.h"
 #include "base/intrinsics.h"
 #include "base/numerics.h"
@@ -208,6 +209,30 @@ static inline __attribute__((always_inline)) void quantize_and_write(uint8_t* to
     (void)small, (void)interleaved;
     EACH write_u8(to + i * FLOATS * stride, stride, count,
                   quantize_lanes(x[i], inverse, zero_point, (float)(low - zero_point), (float)(high - zero_point)));
+}
+
+// Add 1 to the counts of the first `count` lanes where x is clipped, see numerics/clip_counts.py.
+static inline __attribute__((always_inline)) void count_lanes(RealBits* counts, Reals x, float inverse,
+                                                              const struct ClipBounds b, int64_t count) {
+    const Reals steps = x * inverse;
+#if defined(__AVX512F__)
+    const __m512 all = (__m512)steps;
+    const __mmask16 least = _mm512_cmp_ps_mask(all, _mm512_set1_ps(b.least), _CMP_GE_OQ);
+    const __mmask16 range = _mm512_mask_cmp_ps_mask(least, all, _mm512_set1_ps(b.most), _CMP_LE_OQ);
+    const __mmask16 kept = _mm512_kor(range, _mm512_cmp_ps_mask(all, _mm512_set1_ps(b.masked), _CMP_LE_OQ));
+    const __mmask16 clipped = _mm512_kandn(kept, (__mmask16)((1u << count) - 1));
+    *counts = (RealBits)_mm512_mask_add_epi32((__m512i)*counts, clipped, (__m512i)*counts, _mm512_set1_epi32(1));
+#else
+    RealBits kept = ((steps >= b.least) & (steps <= b.most)) | (steps <= b.masked);
+    if (count < FLOATS)
+        for (int64_t l = count; l < FLOATS; ++l) kept[l] = -1;
+    *counts += kept + 1;
+#endif
+}
+static inline int64_t sum_of(RealBits counts) {
+    int64_t sum = 0;
+    for (int l = 0; l < FLOATS; ++l) sum += counts[l];
+    return sum;
 }
 
 // Round to bfloat16, ties to even; NaN stays NaN.

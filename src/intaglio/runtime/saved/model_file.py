@@ -20,8 +20,8 @@ from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, Ver
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
-from intaglio.runtime.coverage import Coverage, FloatPart
 from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
+from intaglio.runtime.reports.coverage import Coverage, FloatPart
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,

@@ -12,7 +12,7 @@ from intaglio.errors import BuildError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
 from intaglio.runtime import quantized_model as runtime_model
-from intaglio.runtime.profile import MAX_LINE_LENGTH, Profile, ProfiledStep
+from intaglio.runtime.reports.profile import MAX_LINE_LENGTH, Profile, ProfiledStep
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 

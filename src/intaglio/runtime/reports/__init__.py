@@ -1,0 +1,1 @@
+"""Reports about a compiled model: coverage, profiles, and clipped values."""

@@ -1,0 +1,143 @@
+"""Reports of values outside of their calibrated range, which are clipped when they are quantized."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import sqrt
+
+from intaglio.errors import InputError
+from intaglio.ir import RangeCheck
+
+logger = logging.getLogger("intaglio")
+
+MOST_CLIPPED = 0.05
+"""Share of a value's elements in a call above which clipping is a problem. No range method clips as much of the data
+that it was calibrated with."""
+DEVIATIONS = 3
+"""Standard deviations above this share that the share of a few elements must be, so that chance alone does not warn."""
+CALIBRATE_MORE = "calibrate with data like that of this call"
+Place = tuple[str, str, float, float]
+"""Module, name and range of a value."""
+
+
+class ClippingPolicy(StrEnum):
+    """Policies for calls of which many values are outside of their calibrated range."""
+
+    WARN = "warn"
+    """Warn once for each value."""
+    ERROR = "error"
+    """Raise `InputError` in each such call."""
+    IGNORE = "ignore"
+    """Only count."""
+
+
+@dataclass(frozen=True)
+class ClippedValue:
+    """A float value some of whose elements were outside of the calibrated range when it was quantized.
+
+    Attributes:
+        path: module that reads the quantized value.
+        value: name of the value in the integer graph.
+        low: lower end of the calibrated range.
+        high: upper end of the calibrated range.
+        share: largest share of its elements that a call clipped, from 0 to 1.
+        calls: number of calls that clipped any.
+    """
+
+    path: str
+    value: str
+    low: float
+    high: float
+    share: float
+    calls: int
+
+    def __str__(self) -> str:
+        calls = f"{self.calls} call{'s' * (self.calls != 1)}"
+        where = f"{self.path or 'model'} (%{self.value})"
+        return f"{where}: up to {_percent(self.share)} of a call, in {calls}; range {self.low:.4g} to {self.high:.4g}"
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Values that were outside of their calibrated range, those with the largest share first."""
+
+    values: tuple[ClippedValue, ...]
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "no values outside of their calibrated ranges"
+        return "\n".join(["values outside of their calibrated ranges:", *(f"  {value}" for value in self.values)])
+
+
+class ClippingMonitor:
+    """Collects the counts of clipped elements of calls, and warns of large shares or raises.
+
+    The programs of loop bodies and of a define-by-run model share one.
+
+    Attributes:
+        policy: what happens in a call with a large share.
+        values: clipped values so far, by module, name and range.
+    """
+
+    def __init__(self, policy: ClippingPolicy = ClippingPolicy.WARN) -> None:
+        self.policy = policy
+        self.values: dict[Place, ClippedValue] = {}
+        self._warned: set[Place] = set()
+
+    def report(self) -> Clipping:
+        """Return the report of all values so far."""
+        return Clipping(tuple(sorted(self.values.values(), key=lambda value: -value.share)))
+
+    def set_policy(self, name: str) -> None:
+        """Set the policy by its name.
+
+        Raises:
+            InputError: no policy has this name.
+        """
+        try:
+            self.policy = ClippingPolicy(name)
+        except ValueError as error:
+            allowed = ", ".join(ClippingPolicy)
+            raise InputError("on_clipping", None, f"{name!r} is not a policy; allowed are {allowed}") from error
+
+    def forget(self) -> None:
+        """Forget the values so far, which belong to other parameters."""
+        self.values.clear()
+        self._warned.clear()
+
+    def note(self, checks: Sequence[RangeCheck], counts: Sequence[int], sizes: Sequence[int]) -> None:
+        """Note the clipped elements of one call.
+
+        Args:
+            checks: the checked values.
+            counts: number of clipped elements of each.
+            sizes: number of elements of each.
+
+        Raises:
+            InputError: a share is large, and the policy is to raise.
+        """
+        for check, count, size in zip(checks, counts, sizes, strict=True):
+            if count:
+                place, share = (check.path, check.value, check.low, check.high), count / size
+                before = self.values.get(place) or ClippedValue(*place, 0.0, 0)
+                self.values[place] = replace(before, share=max(before.share, share), calls=before.calls + 1)
+                if count > size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED):
+                    self._act(place, check, share)
+
+    def _act(self, place: Place, check: RangeCheck, share: float) -> None:
+        where, ends = check.path or "model", f"{check.low:.4g} to {check.high:.4g}"
+        problem = (
+            f"{_percent(share)} of the values of its operand %{check.value} are outside of the calibrated range {ends}"
+        )
+        if self.policy is ClippingPolicy.ERROR:
+            raise InputError(where, None, problem, remedy=CALIBRATE_MORE)
+        if self.policy is ClippingPolicy.WARN and place not in self._warned:
+            self._warned.add(place)
+            logger.warning("%s: %s and are clipped; %s, or check its preprocessing", where, problem, CALIBRATE_MORE)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
