@@ -24,9 +24,36 @@ def drop_identity(graph: Graph) -> tuple[Graph, int]:
         if op_def(op).changes_nothing(op, graph):
             same[op.output] = inputs[0]
         else:
-            ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
+            ops.append(_reading(op, inputs))
     outputs = tuple(same.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), outputs=outputs), len(same)
+
+
+def _reading(op: Op, inputs: tuple[str, ...]) -> Op:
+    """Return an operator with other operands of the same types; the body of a loop gets their names too.
+
+    Operands that become equal are one operand of a loop.
+    """
+    body = op.body
+    if body is None or inputs == op.inputs:
+        return Op(op.kind, inputs, op.outputs, op.attrs, body, op.origin)
+    names = dict(zip(body.inputs, inputs, strict=True))
+    for name in sorted((body.types.keys() - names.keys()) & set(inputs)):
+        names[name] = fresh({**body.types, **dict.fromkeys(inputs)}, name)
+    types = {names.get(name, name): kind for name, kind in body.types.items()}
+    steps = tuple(
+        Op(
+            step.kind,
+            tuple(names.get(n, n) for n in step.inputs),
+            tuple(names.get(n, n) for n in step.outputs),
+            step.attrs,
+        )
+        for step in body.ops
+    )
+    constants = {names.get(name, name): array for name, array in body.constants.items()}
+    outputs = tuple(names.get(name, name) for name in body.outputs)
+    read = tuple(dict.fromkeys(inputs))
+    return Op(op.kind, read, op.outputs, op.attrs, Graph(read, outputs, types, steps, constants), op.origin)
 
 
 def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
