@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fuzz.builder import Builder, Refused
+from fuzz.builder import Builder
 
 Generator = Callable[[Builder], str]
 
@@ -193,22 +193,17 @@ def cast(b: Builder) -> str:
     return b.emit(f"{x}.to({kind}).to(torch.float32)")
 
 
-def axes_of(b: Builder, x: str) -> str:
-    count = len(b.shape(x))
-    axis = b.rng.randrange(1 if count > 1 and b.chance(0.9) else 0, count)
-    return str(axis - count if b.chance(0.4) else axis)
-
-
 def reduction(*templates: str) -> Generator:
-    """One of these calls along an axis ``{d}`` or the axes ``{ds}``."""
+    """One of these calls along an axis ``{d}`` or the axes ``{ds}``; extrema are not along the batch, which may be
+    empty."""
 
     def generate(b: Builder) -> str:
-        x = b.value((2, 3, 4))
-        if x not in b.values:
-            raise Refused
-        axes = sorted(b.rng.sample(range(len(b.shape(x))), b.rng.randint(1, min(2, len(b.shape(x))))))
-        keep = b.pick(True, False)
-        return b.emit(b.pick(*templates).format(x=x, d=axes_of(b, x), ds=axes, k=keep))
+        x, text = b.value((2, 3, 4)), b.pick(*templates)
+        count = len(b.shape(x))
+        first = 0 if b.chance(0.1) and "amax" not in text and "amin" not in text and "max(" not in text else 1
+        axis = b.rng.randrange(first, count)
+        axes = sorted(b.rng.sample(range(first, count), b.rng.randint(1, min(2, count - first))))
+        return b.emit(text.format(x=x, d=axis - count if b.chance(0.4) else axis, ds=axes, k=b.pick(True, False)))
 
     return generate
 
