@@ -14,7 +14,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.writer import Code
-from intaglio.ir import ArenaLocation, Dim, Graph, Op, RangeCheck, c_expression, numel
+from intaglio.ir import SIGN_OFFSET, ArenaLocation, Dim, DType, Graph, Op, RangeCheck, c_expression, numel
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
@@ -242,7 +242,10 @@ class Context:
 
     def limits(self, op: Op) -> str:
         """Return a pointer to the `struct Limits` of an operator's results, which have 8 or 16 bits."""
-        q, (low, high), rest = self.graph.types[op.output].qparams, result_bounds(op, self.graph), len(op.outputs) > 1
+        kind, (low, high), rest = self.graph.types[op.output], result_bounds(op, self.graph), len(op.outputs) > 1
+        q = kind.qparams
+        if kind.dtype is DType.S8:  # copies for the caller have no halo, which alone would be filled with these
+            q, low, high = q.with_offset(SIGN_OFFSET), low + SIGN_OFFSET, high + SIGN_OFFSET
         other = self.graph.types[op.inputs[1]].qparams.zero if op_def(op).pairwise else 0
         if op_def(op).residual is not None and op.inputs[4:]:
             other = numerics.join_16bit(other, self.graph.types[op.inputs[4]].qparams.zero).item()

@@ -28,10 +28,11 @@ from intaglio.ir.program_records import (
     StepInfo,
 )
 from intaglio.ir.text import graph_text
-from intaglio.ir.types import Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
+from intaglio.ir.types import SIGN_OFFSET, Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
+    "SIGN_OFFSET",
     "ArenaLocation",
     "Attrs",
     "Axis",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from intaglio.ir.dims import Shape
@@ -40,6 +40,8 @@ class DType(Enum):
         return self.value
 
 
+SIGN_OFFSET = 128
+"""What an int8 value and the uint8 value with the same meaning differ by. Kernels compute with uint8 activations."""
 U8, S8, I32, I64 = DType.U8, DType.S8, DType.I32, DType.I64
 F16, BF16, F32, BOOL = DType.F16, DType.BF16, DType.F32, DType.BOOL
 
@@ -101,6 +103,13 @@ class QParams:
             )
         if not all(0 < scale < float("inf") for scale in self.scale):
             raise ValueError("scales must be positive and finite")
+
+    def with_offset(self, offset: int) -> QParams:
+        """Return the parameters of values that are `offset` more and stand for the same real numbers."""
+        if isinstance(self.zero_point, Ref):
+            raise TypeError(f"the zero point is computed while the model runs, in {self.zero_point}")
+        zeros = tuple(zero + offset for zero in self.zero_point)
+        return replace(self, zero_point=zeros, qmin=self.qmin + offset, qmax=self.qmax + offset)
 
     @property
     def scales(self) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import known_type, origin, tensor_type
-from intaglio.ir import DType, Graph, Op, Origin, QParams, TensorType, fresh
+from intaglio.ir import SIGN_OFFSET, DType, Graph, Op, Origin, QParams, TensorType, fresh
 from intaglio.ir.names import sanitized
 from intaglio.lower.lowered import Island
 from intaglio.ops import OpDef
@@ -51,6 +51,8 @@ class GraphBuilder:
         self._floats: dict[str, str] = {}  # dequantized values by quantized value
         self._caller_layout: dict[str, str] = {}  # values in PyTorch's layout by value in kernel layout
         self._kernel_layout: dict[str, str] = {}  # the reverse; "" until made
+        self.quantized: dict[tuple[str, QParams], str] = {}  # quantized values by float value
+        self._signed: dict[str, str] = {}  # int8 values by uint8 value
 
     def add_value(self, stem: str, kind: TensorType, node: fx.Node | None = None) -> str:
         """Add a value with this type under an unused name, and return the name; `node` has this value."""
@@ -126,17 +128,32 @@ class GraphBuilder:
         """Return a node's quantized value in the layout of kernels."""
         name = self.values[node]
         if self._kernel_layout.get(name) == "":
-            self._kernel_layout[name] = self._relayout(name, "levels", node)
+            inside = self._relayout(name, "levels", node)
+            signed = self.types[name].dtype is DType.S8
+            self._kernel_layout[name] = self._with_other_sign(inside, node) if signed else inside
         return self._kernel_layout.get(name, name)
 
     def external_value(self, node: fx.Node) -> str:
         """Return the value of a node for callers and islands: quantized if it belongs to a buffer, otherwise float."""
         name, kind = self.values[node], tensor_type(node)
-        if kind is None or kind.dtype is not DType.U8 or kind.q is None:
+        if kind is None or kind.dtype not in (DType.U8, DType.S8) or kind.q is None:
             return self.float_value(node)
+        if kind.dtype is DType.S8 and self.types[name].dtype is DType.U8:
+            if name not in self._signed:
+                self._signed[name] = self._with_other_sign(name, node)
+            name = self._signed[name]
         if name not in self._kernel_layout and name not in self._caller_layout:
             self._caller_layout[name] = self._relayout(name, "bytes", node)
         return self._caller_layout.get(name, name)
+
+    def _with_other_sign(self, name: str, node: fx.Node) -> str:
+        """Return int8 values as uint8 values that are 128 more, or the reverse."""
+        kind, bits = self.types[name], np.arange(256, dtype=np.uint8) ^ SIGN_OFFSET
+        dtype = DType.U8 if kind.dtype is DType.S8 else DType.S8
+        q = kind.qparams.with_offset(SIGN_OFFSET if dtype is DType.U8 else -SIGN_OFFSET)
+        lut = self.add_constant(f"{name}_sign", bits if dtype is DType.U8 else bits.view(np.int8), dtype)
+        result = TensorType(kind.shape, dtype, q)
+        return self.add_op("table", [name, lut], f"{name}_{dtype}", result, origin(node))
 
     def _relayout(self, name: str, stem: str, node: fx.Node) -> str:
         kind = self.types[name]

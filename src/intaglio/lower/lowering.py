@@ -9,6 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operands, operator
+from intaglio.ir import Graph, Signature
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.embedding_bags import is_embedding_bag_part
 from intaglio.lower.lowered import Lowered
@@ -63,7 +64,7 @@ def requantize(reference: Reference) -> Lowered:
     lowered = Lowered(
         graph,
         builder.islands,
-        reference.signature,
+        _with_types(reference.signature, graph),
         floats,
         (integer, total),
         len(inside),
@@ -76,6 +77,12 @@ def requantize(reference: Reference) -> Lowered:
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
     return replace(lowered, model_info=reference.model_info.with_stage(notes, integer=lowered.text()))
+
+
+def _with_types(signature: Signature, graph: Graph) -> Signature:
+    """Return the signature with the types of a graph's inputs, which may have quantization parameters."""
+    pairs = zip(signature.inputs, graph.inputs, strict=False)  # mutable buffers follow the inputs
+    return replace(signature, inputs=tuple(replace(entry, type=graph.types[name]) for entry, name in pairs))
 
 
 def _islands_without_reason(islands: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:

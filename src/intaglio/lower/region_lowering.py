@@ -112,7 +112,10 @@ def quantize_node(builder: GraphBuilder, node: fx.Node, q: QParams) -> None:
     kind = builder.types[source]
     result = TensorType(kind.shape, DType.U8, q)
     if kind.q is None:
-        builder.values[node] = builder.add_op("quantize", [source], f"{source}_u8", result, origin(node))
+        if (source, q) not in builder.quantized:
+            made = builder.add_op("quantize", [source], f"{source}_u8", result, origin(node))
+            builder.quantized[source, q] = made
+        builder.values[node] = builder.quantized[source, q]
     elif kind.q == q:
         builder.values[node] = source
     else:

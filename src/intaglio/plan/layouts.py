@@ -51,7 +51,7 @@ def assign_layouts(plan: Plan) -> Plan:
     buffers: dict[str, Buffer] = {}
     for name in [*graph.inputs, *(output for op in graph.ops for output in op.outputs)]:
         kind = graph.types[name]
-        if name in inside or (kind.dtype is DType.U8 and kind.q is not None and name not in outside):
+        if name in inside or (kind.dtype in (DType.U8, DType.S8) and kind.q is not None and name not in outside):
             buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in row_major)
     alias_reasons = _assign_aliases(graph, buffers)
     plan = replace(plan, buffers=buffers, row_major=row_major)

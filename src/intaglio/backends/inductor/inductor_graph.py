@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from intaglio.backends.channel_zero_points import accept_bytes, fold_zero_points, image_of
+from intaglio.backends.inductor.unsigned_activations import use_unsigned_activations
 from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import copy_info, origin, set_info
@@ -225,7 +226,8 @@ def _call_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 INDUCTOR_PASSES: tuple[Callable[[fx.GraphModule], None], ...] = (
-    scale_tokens_after_linear,  # first: it leaves ordinary layers
+    use_unsigned_activations,  # first: all others see uint8 activations
+    scale_tokens_after_linear,  # before the rest: it leaves ordinary layers
     fold_image_zero_points,  # before specialize_constants: it changes biases
     remove_qdq_around_data_movement,  # before clamp_narrow_ranges: it compares quantization parameters
     clamp_narrow_ranges,

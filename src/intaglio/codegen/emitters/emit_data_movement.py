@@ -41,7 +41,7 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
     for index, start in enumerate(starts):
         code(f"const uint8_t* const in{index} = {start};")
     zero = context.constant(
-        np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero, np.uint8), "uint8_t", "fill"
+        np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero & 0xFF, np.uint8), "uint8_t", "fill"
     )
     for box in kernel.boxes:
         source = zero if box.fill else f"in{box.operand} + {context.dim(box.source)}"

@@ -242,8 +242,8 @@ def _padded_axis(mode: str, before: int, after: int, between: int, size: Dim, at
 
 
 MOVED_TYPES = (DType.U8, DType.F32, DType.BF16, DType.I64, DType.BOOL)
-MOVED = TypeRule((MOVED_TYPES,), MOVED_TYPES, keeps_type=True)
-"""Type rule of data movement: it accepts these element types and keeps them."""
+MOVED = TypeRule(((*MOVED_TYPES, DType.S8),), (*MOVED_TYPES, DType.S8), keeps_type=True)
+"""Type rule of data movement: it accepts these element types, and int8 values of the caller, and keeps them."""
 MANY = 4096
 """Assumed size of a free dimension."""
 

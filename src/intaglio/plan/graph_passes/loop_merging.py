@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from intaglio.fusion.integer_graph_view import IntegerGraphView
 from intaglio.fusion.loop_conditions import as_loop
@@ -23,7 +23,16 @@ def merge_loops(graph: Graph) -> tuple[Graph, int]:
     while pair := merging.next_pair():
         merging.merge(*pair)
         count += 1
-    return graph.replace(ops=tuple(merging.ops)), count
+    wanted = {*graph.outputs, *(name for op in merging.ops for name in op.inputs)}
+    return graph.replace(ops=tuple(_without_unread_results(op, wanted) for op in merging.ops)), count
+
+
+def _without_unread_results(op: Op, wanted: set[str]) -> Op:
+    """Return a loop without the results that only its own body reads; other operators stay as they are."""
+    kept = tuple(name for name in op.outputs if name in wanted)
+    if op.body is None or not kept or kept == op.outputs:
+        return op
+    return replace(op, outputs=kept, body=op.body.replace(outputs=kept))
 
 
 @dataclass

@@ -65,7 +65,8 @@ def _sites(graph: fx.Graph) -> Iterator[Site]:
             number = count[names.of(value)] = count.get(names.of(value), -1) + 1
             name = names.of(value) + (f"@{number}" if number else "")
             spec = Fixed(q.step, q.zero)
-            yield Site(name, value.name, Role.ACTIVATION, spec, DType.U8, q.qmin, q.qmax, None, origin(value), "u8")
+            dtype = known_type(node).dtype
+            yield Site(name, value.name, Role.ACTIVATION, spec, dtype, q.qmin, q.qmax, None, origin(value), str(dtype))
 
 
 def _reason(node: fx.Node) -> str:

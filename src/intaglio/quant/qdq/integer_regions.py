@@ -23,7 +23,7 @@ from intaglio.fxgraph.nodes import (
     operator,
     record_of,
 )
-from intaglio.ir import DType, QParams
+from intaglio.ir import SIGN_OFFSET, DType, QParams
 from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.regions import Chain, Region, RegionMark, mark_operators
 from intaglio.quant.qdq.qdq_normalize import (
@@ -78,10 +78,12 @@ def image_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
 
 def _qparams(node: fx.Node, dtype: DType) -> QParams | None:
     *axis, low, high, given = node.args[3:]
-    if DTYPES.get(given) is not dtype:
+    signed = dtype is DType.U8 and not axis and DTYPES.get(given) is DType.S8
+    if DTYPES.get(given) is not dtype and not signed:
         return None
     if not axis:
-        return QParams((float(node.args[1]),), (int(node.args[2]),), int(low), int(high))
+        q = QParams((float(node.args[1]),), (int(node.args[2]),), int(low), int(high))
+        return q.with_offset(SIGN_OFFSET) if signed else q
     scale, zero_point = (getattr(node.graph.owning_module, constant.target).tolist() for constant in node.args[1:3])
     return QParams(tuple(scale), tuple(zero_point), int(low), int(high), *axis)
 

@@ -27,7 +27,7 @@ from intaglio.fxgraph.nodes import (
     replace_node,
 )
 from intaglio.fxgraph.unique_names import add_constant
-from intaglio.ir import DType, QParams, TensorType
+from intaglio.ir import SIGN_OFFSET, DType, QParams, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.signature import DTYPES
 
@@ -38,7 +38,7 @@ DEQUANTIZE_TENSOR, DEQUANTIZE_CHANNEL = (
     f"{LIBRARY}dequantize_per_channel.default",
 )
 QDQ_NAMES = ("quantize_per_tensor", "dequantize_per_tensor", "quantize_per_channel", "dequantize_per_channel")
-U8_OFFSET = {torch.uint8: 0, torch.int8: 128}
+U8_OFFSET = {torch.uint8: 0, torch.int8: SIGN_OFFSET}
 """Supported dtypes of quantized activations, and the offset that converts them to u8."""
 
 
@@ -168,6 +168,8 @@ def convert_qdq_to_u8(module: fx.GraphModule) -> int:
         if quantizes(node) and not _is_intaglio_format(node):
             hits += _convert_to_u8(node)
     for node in list(module.graph.nodes):
+        hits += node.op == "placeholder" and _take_quantized_input(node)
+    for node in list(module.graph.nodes):
         if dequantizes(node) and _is_unpaired(node):
             real, q = _decompose_dequantize(node), u8_qparams(node)
             if q is not None:
@@ -214,9 +216,30 @@ def _is_intaglio_format(node: fx.Node) -> bool:
     return dtype is torch.uint16 and zero % steps == steps // 2 and low % steps == 0 and high % steps == steps - 1
 
 
+def _take_quantized_input(node: fx.Node) -> bool:
+    """Give a uint8 or int8 input its quantization parameters if all its readers dequantize it alike."""
+    kind = known_type(node)
+    if kind.q is not None or not node.users or not all(map(dequantizes, node.users)):
+        return False
+    parameters = {user.args[1:] if u8_qparams(user) is not None else None for user in node.users}
+    if None in parameters or len(parameters) > 1:
+        return False
+    update_info(node, type=TensorType(kind.shape, kind.dtype, _as_given(next(iter(node.users)))))
+    return True
+
+
+def _as_given(node: fx.Node) -> QParams:
+    """Return the parameters of a per-tensor quantize or dequantize in its own data type."""
+    scale, zero, low, high = node.args[1:5]
+    return QParams((scale,), (zero,), low, high)
+
+
 def _is_unpaired(node: fx.Node) -> bool:
-    """Return whether a dequantize reads neither a constant nor a quantize with its parameters."""
-    return not is_constant(node.args[0]) and not _matches(node.args[0], node)
+    """Return whether a dequantize reads neither a constant, a quantized input nor a quantize with its parameters."""
+    source = node.args[0]
+    if source.op == "placeholder" and known_type(source).q is not None:
+        return False
+    return not is_constant(source) and not _matches(source, node)
 
 
 def _matches(quantize: fx.Node, dequantize: fx.Node) -> bool:
@@ -247,14 +270,14 @@ def u8_qparams(node: fx.Node) -> QParams | None:
     scale, zero, low, high = node.args[1:5]
     if not low <= zero <= high or low >= high or not numerics.MIN_SCALE <= scale < math.inf:
         return None
-    return QParams((scale,), (zero + shift,), low + shift, high + shift)
+    return QParams((scale,), (zero,), low, high).with_offset(shift)
 
 
 def _convert_to_u8(node: fx.Node) -> bool:
     """Convert one quantize and its dequantizes to u8, or decompose them; return whether anything changed."""
     q = u8_qparams(node) if known_type(node.args[0]).dtype is DType.F32 else None
     mates = [user for user in node.users if _matches(node, user)]
-    kept = [user for user in node.users if operator(user).startswith("intaglio.")]
+    kept = [user for user in node.users if operator(user).startswith("intaglio.") or user.op == "output"]
     others = [user for user in node.users if user not in mates and user not in kept]
     if q is None:
         real = _decompose_quantize(node)
@@ -268,6 +291,13 @@ def _convert_to_u8(node: fx.Node) -> bool:
         for user in others:
             user.replace_input_with(node, real)
     before = [qdq.args for qdq in (node, *mates)]
+    if node.args[5] is torch.int8 and any(user.op == "output" for user in kept):
+        kind = TensorType(known_type(node).shape, DType.S8, _as_given(node))
+        if not mates:
+            update_info(node, type=kind)
+            return bool(others)
+        returned = call_before(node, kind, node.target, *node.args)  # the caller gets int8, and operators read uint8
+        next(iter(user for user in kept if user.op == "output")).replace_input_with(node, returned)
     for qdq in (node, *mates):
         qdq.args = (qdq.args[0], *u8_arguments(q))
     update_info(node, type=TensorType(known_type(node).shape, DType.U8, q))
