@@ -41,7 +41,7 @@ class DType(Enum):
 
 
 SIGN_OFFSET = 128
-"""What an int8 value and the uint8 value with the same meaning differ by. Kernels compute with uint8 activations."""
+"""Difference between an int8 value and the uint8 value that means the same. Kernels compute with uint8 activations."""
 U8, S8, I32, I64 = DType.U8, DType.S8, DType.I32, DType.I64
 F16, BF16, F32, BOOL = DType.F16, DType.BF16, DType.F32, DType.BOOL
 

@@ -12,7 +12,9 @@ from intaglio.calibration import (
     AverageMaxCalibrationCallback,
     CalibrationCallback,
     Calibrator,
+    DatasetManager,
     GlobalCalibrationCallback,
+    KLDivergenceCalibrationCallback,
 )
 from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
@@ -235,6 +237,83 @@ def test_global_parameters_are_every_activations():
     found = Calibrator(ready, DATA).calibrate().parameters
     assert {(q.step, q.zero) for name, q in found.items() if "weight" not in name} == {(float(np.float32(0.05)), 10)}
     assert {q.step for name, q in found.items() if "weight" in name} == {float(np.float32(0.01))}
+
+
+def test_the_kl_callback_chooses_what_the_method_kl_chooses():
+    model = two_convs()
+    asked, plain = prepared(KLDivergenceCalibrationCallback(), model), prepared(None, model).with_method("kl")
+    found = stages.convert(asked, Calibrator(asked, DATA).calibrate())
+    wanted = stages.convert(plain, stages.calibrate(plain, DATA))
+    assert found.qparams == wanted.qparams
+    assert found.qparams != stages.convert(plain.with_method("minmax"), stages.calibrate(plain, DATA)).qparams
+    one_scale = prepared(KLDivergenceCalibrationCallback(per_channel=False), model)
+    reference = stages.convert(one_scale, Calibrator(one_scale, DATA).calibrate())
+    assert len(set(reference.qparams["d.weight"].scales)) == 1
+
+
+def with_values(look, data=DATA):
+    """Calibrate the two convolutions; ``look(info)`` is called for each."""
+    seen = []
+    ready = prepared(Watching(lambda info: seen.append(look(info)) or {}))
+    reference = stages.convert(ready, Calibrator(ready, data).calibrate())
+    return seen, reference
+
+
+def test_inputs_and_weights_are_seen_as_floats_and_as_integers():
+    def look(info):
+        own = info.with_parameters({name: (0.03, 128) for name in info.sites.inputs if name not in info.known_qparams})
+        return (
+            info.unquantized_inputs(1, weights=True),
+            own.quantized_inputs(1, weights=True),
+            own.integer_inputs(1, weights=True),
+        )
+
+    (first, second), reference = with_values(look)
+    for (real, weight), (near, near_weight), (bytes_, integers) in (first, second):
+        assert (bytes_.dtype, integers.dtype) == (torch.uint8, torch.int8)
+        assert (weight - near_weight).abs().max() < 0.01 * weight.abs().max()
+        assert near_weight.shape == integers.shape
+        assert (real - near).abs().max() < 1.5
+        assert torch.equal(near, (bytes_.float() - 128) * 0.03)
+    scales = torch.tensor(reference.qparams["d.weight"].scales).reshape(-1, 1, 1, 1)
+    assert torch.equal(second[1][1], second[2][1].float() * scales)
+
+
+def test_integers_of_an_input_without_parameters_are_an_error():
+    with pytest.raises(CalibrationError, match=r"#0/input.args_0: it has no parameters yet") as caught:
+        with_values(lambda info: info.integer_inputs())
+    assert "info.with_parameters" in caught.value.remedy
+    assert with_values(lambda info: info.integer_weight())[0][0] is None
+
+
+def test_a_callback_brings_a_batch_of_its_own():
+    own = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(9))
+
+    def look(info):
+        values = info.values_for(own)
+        return values.batches, values.unquantized_inputs()[0], values.quantized_inputs()[0], info.quantized_inputs()[0]
+
+    (first, second), _ = with_values(look)
+    assert first[0] == second[0] == 1
+    assert torch.equal(first[1], own)
+    assert 0 < (second[1] - second[2]).abs().max() < 0.2
+    assert len(second[3]) == len(DATA[0]), "the batches of calibration are still there"
+
+
+def test_the_batches_of_a_callback_have_their_labels():
+    labelled = [(x, torch.arange(len(x))) for x in DATA]
+    (first, _), _ = with_values(
+        lambda info: [info.dataset_manager.get_next_batch(), list(info.dataset_manager)], labelled
+    )
+    assert torch.equal(first[0][1], labelled[0][1])
+    assert [len(labels) for _, labels in first[1]] == [len(x) for x in DATA]
+    (first, _), _ = with_values(lambda info: info.dataset_manager.num_batches(), DatasetManager(labelled))
+    assert first == len(DATA)
+
+
+@pytest.mark.parametrize("name", ["Conv2DPattern", "DenseBiasAddPattern", "MultiplyPattern", "mul", "multiply"])
+def test_patterns_have_the_names_of_their_classes_too(name):
+    assert [pattern.name for pattern in builtin(name)] == [name]
 
 
 def test_a_declared_image_input_keeps_its_parameters():

@@ -42,6 +42,7 @@ class LayerwiseEvaluation:
         calls: the tensors that the graph takes, for each batch.
         qparams: site -> its parameters.
         weights: weight node -> values that replace the model's on the second track.
+        integer_weights: weight node -> its quantized values, where the second track has other weights.
         biases: anchor node -> values that replace the model's on the second track.
     """
 
@@ -61,6 +62,7 @@ class LayerwiseEvaluation:
         self.annotations, self.calls, self.module = annotations, calls, annotations.module
         self.qparams: dict[str, QParams] = dict(qparams or {})
         self.weights: dict[str, torch.Tensor] = {}
+        self.integer_weights: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
         self.sites = {site.value: site for site in annotations.sites if site.role == Role.ACTIVATION}
         self._shortcut_sites = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}

@@ -99,8 +99,18 @@ class Rejected:
 
 # -- built-in patterns ------------------------------------------------------------------------------------------------
 
-ALIASES = {"dense": "linear", "dense_bias": "linear_bias", "multiply": "mul"}
-"""Alternative names of built-in patterns."""
+ALIASES = {
+    "dense": "linear",
+    "dense_bias": "linear_bias",
+    "multiply": "mul",
+    "Conv2DPattern": "conv2d",
+    "Conv2DBiasAddPattern": "conv2d_bias",
+    "DensePattern": "linear",
+    "DenseBiasAddPattern": "linear_bias",
+    "AddPattern": "add",
+    "MultiplyPattern": "mul",
+}
+"""Alternative names of built-in patterns; those in capitals are the classes of "Quantization in TVM"."""
 
 
 BUILT_IN_PATTERNS: Mapping[str, Pattern] = {
@@ -125,7 +135,7 @@ def builtin(
     """Return built-in patterns by name; without names, all fusion rows and operators.
 
     Names are those of fusion rows ("anchor_add_clamp"), operators ("conv2d", "add") and layers with a bias
-    ("conv2d_bias").
+    ("conv2d_bias"); "Conv2DPattern" and the other classes of "Quantization in TVM" are names, too.
 
     Args:
         names: names of patterns (default: all of them).

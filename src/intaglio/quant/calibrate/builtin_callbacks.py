@@ -1,0 +1,73 @@
+"""Ready-made calibration callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from intaglio import numerics
+from intaglio.quant.calibrate.calibration_info import CalibrationInfo, Given
+from intaglio.quant.calibrate.callbacks import CalibrationCallback
+
+
+@dataclass(frozen=True)
+class GlobalCalibrationCallback(CalibrationCallback):
+    """Gives every activation the same scale and zero point, and every weight the scale ``weight`` if there is one."""
+
+    scale: float
+    zero_point: int = 0
+    weight: float | None = None
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Return the scale and zero point of this callback for every activation, and ``weight`` for the weight."""
+        names = [name for name in (*info.sites.inputs, info.sites.output) if name is not None]
+        found: dict[str, Given] = dict.fromkeys(names, (self.scale, self.zero_point))
+        if self.weight is not None and info.sites.weight is not None:
+            found[info.sites.weight] = (self.weight, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class AverageMaxCalibrationCallback(CalibrationCallback):
+    """Gives activations the mean of each batch's extrema, and weights the largest magnitude of each channel, or of the
+    whole weight without ``per_channel``."""
+
+    per_channel: bool = True
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Return the means of the extrema for activations and the absmax scale for the weight."""
+        names, extrema = (*info.sites.inputs, info.sites.output), []
+        for batch in range(info.batches):
+            values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch))
+            extrema.append([(float(value.min()), float(value.max())) for value in values])
+        means = np.mean(extrema, axis=0)
+        ends = zip(names, means.tolist(), strict=True)
+        found: dict[str, Given] = {name: (low, high) for name, (low, high) in ends if name is not None}
+        return {**found, **_absmax(info, self.per_channel)}
+
+
+@dataclass(frozen=True)
+class KLDivergenceCalibrationCallback(CalibrationCallback):
+    """Gives activations the range that the method "kl" chooses, whatever method their setting has, and weights the
+    largest magnitude of each channel, or of the whole weight without ``per_channel``."""
+
+    per_channel: bool = True
+
+    def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
+        """Return the parameters of least divergence for activations and the absmax scale for the weight."""
+        return {**info.qparams_by("kl"), **_absmax(info, self.per_channel)}
+
+
+def _absmax(info: CalibrationInfo, per_channel: bool) -> dict[str, Given]:
+    """Return the scale of the region's weight by its largest magnitude; nothing for a region without a weight."""
+    weight, axis = info.weight(), info.weight_axis()
+    if weight is None or info.sites.weight is None:
+        return {}
+    magnitude = weight.detach().abs()
+    if axis is not None and per_channel:
+        absmax = magnitude.movedim(axis, 0).flatten(1).amax(1).numpy()
+    else:
+        absmax = magnitude.max().reshape(1).numpy()
+    return {info.sites.weight: (numerics.symmetric_scale(absmax, 127), 0)}

@@ -1,0 +1,287 @@
+"""`CalibrationInfo`: the values and parameters of one region, which calibration callbacks read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from intaglio import numerics
+from intaglio.errors import CalibrationError
+from intaglio.fxgraph.node_info import fixed_size
+from intaglio.fxgraph.nodes import layer_operands
+from intaglio.ir import QParams
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Fixed, Site
+from intaglio.quant.calibrate.dataset_manager import DatasetManager
+from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
+from intaglio.quant.qdq.qparams import anchor_sites, scale_per_output, weight_qparams
+from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.recipes.choices import Role
+from intaglio.quant.recipes.user_patterns import QuantizerPattern
+from intaglio.signature import TORCH_DTYPES
+
+Given = QParams | tuple[Any, Any]
+"""Parameters that a callback returns for a site: `QParams`, (low, high), or (scale, zero point).
+
+A pair is (scale, zero point) if the second entry is an integer and the first one is above 0, because ranges contain 0.
+For weights, the entries may be arrays with one element for each channel.
+"""
+
+
+@dataclass(frozen=True)
+class RegionSites:
+    """Names of a region's sites; ``output`` is ``None`` if the region returns float."""
+
+    inputs: tuple[str, ...]
+    weight: str | None
+    bias: str | None
+    output: str | None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in (*self.inputs, self.weight, self.bias, self.output) if name is not None)
+
+
+@dataclass(frozen=True)
+class CalibrationRun:
+    """Batches and functions that all regions of a calibration share.
+
+    Attributes:
+        items: the batches, as the data gave them.
+        leaves: returns the model's input tensors in a batch.
+        qparams_by: returns the parameters of all activations that a range method chooses.
+    """
+
+    items: Sequence[Any]
+    leaves: Callable[[Any], Sequence[Any]]
+    qparams_by: Callable[[str], Mapping[str, QParams]]
+
+
+class CalibrationInfo:
+    """Gives a callback access to the values of one region over the cached batches.
+
+    Values are lists of tensors, one for each input or output; ``batch`` counts from 0 to ``batches - 1``. With
+    ``weights=True`` the weight follows the inputs. Everything in front of the region has its parameters, so
+    `quantized_inputs` contain the error of all earlier quantization.
+    """
+
+    def __init__(
+        self,
+        evaluation: LayerwiseEvaluation,
+        region: Region,
+        pattern: QuantizerPattern,
+        sites: RegionSites,
+        run: CalibrationRun,
+    ) -> None:
+        self.pattern, self.region, self.sites, self._evaluation, self._run = pattern, region, sites, evaluation, run
+
+    @property
+    def batches(self) -> int:
+        """Return the number of cached batches."""
+        return len(self._evaluation.calls)
+
+    @property
+    def known_qparams(self) -> Mapping[str, QParams]:
+        """Return the sites of the region that already have parameters, which they keep."""
+        return {name: self._evaluation.qparams[name] for name in self.sites if name in self._evaluation.qparams}
+
+    @property
+    def dataset_manager(self) -> DatasetManager:
+        """Return the batches of the calibration, with all that they hold besides inputs, such as labels."""
+        return DatasetManager(list(self._run.items))
+
+    def values_for(self, batch: Any) -> CalibrationInfo:
+        """Return the region with the values for one batch that the callback brings; it is batch 0 of the result."""
+        before, call = self._evaluation, self._run.leaves(batch)
+        evaluation = LayerwiseEvaluation(before.annotations, [call], before.qparams)
+        for name in ("weights", "integer_weights", "biases"):
+            setattr(evaluation, name, dict(getattr(before, name)))
+        next(region for region in evaluation if region is self.region)
+        return CalibrationInfo(evaluation, self.region, self.pattern, self.sites, self._run)
+
+    def qparams_by(self, method: str) -> dict[str, QParams]:
+        """Return the parameters of the region's activations that a range method chooses, such as "kl"."""
+        found = self._run.qparams_by(method)
+        return {name: found[name] for name in (*self.sites.inputs, self.sites.output) if name is not None}
+
+    def unquantized_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
+        """Return the inputs of the region in the float model."""
+        found = self._evaluation.unquantized_inputs(self.region, batch)
+        return found + [weight for weight in [self.weight()] if weights and weight is not None]
+
+    def unquantized_outputs(self, batch: int = 0) -> list[torch.Tensor]:
+        """Return the outputs of the region in the float model."""
+        return self._evaluation.unquantized_outputs(self.region, batch)
+
+    def quantized_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
+        """Return the dequantized inputs of the region in the model quantized so far.
+
+        Inputs whose parameters are not known yet are float.
+        """
+        found, weight = self._evaluation.quantized_inputs(self.region, batch), self.weight()
+        if weights and weight is not None:
+            name = layer_operands(self.region.anchor).weight.name
+            found = [*found, self._evaluation.weights.get(name, weight)]
+        return found
+
+    def integer_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
+        """Return the inputs of the region as integers.
+
+        Raises:
+            CalibrationError: the parameters of an input are not known yet.
+        """
+        for name in self.sites.inputs:
+            if name not in self._evaluation.qparams:
+                problem = "it has no parameters yet, so its integers are not known"
+                remedy = "choose them first: info.with_parameters({name: (scale, zero_point)}).integer_inputs()"
+                raise CalibrationError(name, None, problem, remedy=remedy)
+        found = [self._evaluation.quantized_values(value, batch) for value in self.region.activations()]
+        return found + [weight for weight in [self.integer_weight()] if weights and weight is not None]
+
+    def integer_weight(self) -> torch.Tensor | None:
+        """Return the weight as integers; ``None`` without a weight, or before the input has parameters."""
+        if self.region.record.roles.weight is None:
+            return None
+        return self._evaluation.integer_weights.get(layer_operands(self.region.anchor).weight.name)
+
+    def quantized_outputs(self, batch: int = 0) -> list[torch.Tensor]:
+        """Return the outputs of the region in the model quantized so far.
+
+        Its own weight and output are quantized once their parameters are known.
+        """
+        return self._evaluation.quantized_outputs(self.region, batch)
+
+    def weight(self) -> torch.Tensor | None:
+        """Return the float weight, or ``None``."""
+        if self.region.record.roles.weight is None:
+            return None
+        constant: torch.Tensor = getattr(self._evaluation.module, layer_operands(self.region.anchor).weight.target)
+        return constant
+
+    def weight_axis(self) -> int | None:
+        """Return the channel axis of the weight; ``None`` for a single scale."""
+        return None if self.sites.weight is None else _axis(self._evaluation.annotations, self.sites.weight)
+
+    def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
+        """Return the region with other parameters, to compare the `quantized_outputs` of several choices."""
+        sites = {site.name: site for site in self._evaluation.annotations.sites}
+        chosen = {name: parameters(sites[name], value, self.region) for name, value in given.items()}
+        trial = _trial(self._evaluation, self.region, chosen)
+        return CalibrationInfo(trial, self.region, self.pattern, self.sites, self._run)
+
+
+def quantize_weight(evaluation: LayerwiseEvaluation, region: Region, given: Mapping[str, QParams]) -> None:
+    """Set the region's weight and bias on the quantized track to their dequantized values.
+
+    Nothing changes while the region's input has no parameters.
+    """
+    roles = region.record.roles
+    if roles.weight is None:
+        return
+    x_site, w_site, b_site = anchor_sites(evaluation.annotations, region)
+    if x_site.name not in evaluation.qparams:
+        return
+    found = weight_qparams(replace(evaluation.annotations, regions=(region,)), evaluation.qparams, [], given, {})
+    read, q = layer_operands(region.anchor), found[w_site.name]
+    exact = getattr(evaluation.module, read.weight.target).detach().numpy()
+    grid = weight_grid(exact, np.array(q.scales), w_site.record, w_site.group, roles.outputs)
+    quantized = grid.clipped(exact) if w_site.record.floating else grid.nearest(exact).astype(np.float32)
+    evaluation.weights[read.weight.name] = torch.from_numpy(quantized * grid.steps)
+    stored = torch.from_numpy(np.ascontiguousarray(quantized)).to(TORCH_DTYPES[w_site.dtype])
+    evaluation.integer_weights[read.weight.name] = stored
+    if b_site is not None:
+        assert read.bias is not None  # A bias with a site is never absent.
+        bias = getattr(evaluation.module, read.bias.target).detach().numpy()
+        steps = numerics.quantize_bias(
+            bias, evaluation.qparams[x_site.name].step, scale_per_output(q.scales, len(bias))
+        )
+        unit = np.array(found[b_site.name].scales, np.float32)
+        evaluation.biases[region.anchor.name] = torch.from_numpy(steps.astype(np.float32) * unit)
+
+
+def _trial(evaluation: LayerwiseEvaluation, region: Region, chosen: Mapping[str, QParams]) -> LayerwiseEvaluation:
+    """Return a copy of the evaluation with other parameters for one region."""
+    found, leaders = copy.copy(evaluation), evaluation.annotations.leaders
+    named = {leaders[name]: q for name, q in chosen.items()}
+    found.qparams = {
+        **evaluation.qparams,
+        **{name: named[leader] for name, leader in leaders.items() if leader in named},
+    }
+    found.weights, found.biases = dict(evaluation.weights), dict(evaluation.biases)
+    found.integer_weights = dict(evaluation.integer_weights)
+    quantize_weight(found, region, chosen)
+    return found
+
+
+def region_sites(annotations: Annotations, region: Region) -> RegionSites:
+    """Return the names of a region's sites."""
+    by_value = annotations.by_value
+    inputs = tuple(by_value[value.name, region.x_role].name for value in region.activations())
+    output = by_value.get((region.root.name, Role.ACTIVATION))
+    weight = bias = None
+    if region.record.roles.weight is not None:
+        _, w_site, b_site = anchor_sites(annotations, region)
+        weight, bias = w_site.name, b_site.name if b_site else None
+    return RegionSites(inputs, weight, bias, output.name if output else None)
+
+
+def _axis(annotations: Annotations, name: str) -> int | None:
+    axis = next(site.axis for site in annotations.sites if site.name == name)
+    return axis if isinstance(axis, int) else None
+
+
+def parameters(site: Site, value: Given, region: Region) -> QParams:
+    """Return the complete parameters of a site from those that a callback chose.
+
+    Raises:
+        CalibrationError: for parameters that the site cannot have.
+    """
+    if isinstance(site.spec, Fixed):
+        problem = "its parameters are fixed, because it holds bytes of images"
+        raise CalibrationError(site.name, site.origin.operator, problem, remedy="return no parameters for it")
+    if isinstance(value, QParams):
+        found = value
+    else:
+        first, second = (np.asarray(part).reshape(-1) for part in value)
+        try:
+            found = _qparams_of_pair(site, first, second)
+        except (ValueError, TypeError) as error:
+            problem = f"the callback returned {value!r}: {error}"
+            raise CalibrationError(site.name, site.origin.operator, problem) from error
+    symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
+    if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
+        raise CalibrationError(
+            site.name,
+            site.origin.operator,
+            f"the callback returned {found} in [{found.qmin}, {found.qmax}], which do not fit the site {site}",
+            remedy="return a pair of scale and zero point "
+            + ("0" if site.role == Role.WEIGHT else f"in {site.qmin}..{site.qmax}"),
+        )
+    if site.role == Role.WEIGHT and isinstance(site.axis, int) and len(found.scales) == 1:
+        channels = fixed_size(layer_operands(region.anchor).weight, site.axis)
+        return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
+    return found
+
+
+def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
+    """Return the parameters for a pair from a callback; raise ValueError for one that the site cannot have."""
+    if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
+        scales = tuple(float(np.float32(scale)) for scale in first)
+        zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))
+    elif site.role == Role.WEIGHT:
+        scales = tuple(map(float, numerics.symmetric_scale(np.maximum(np.abs(first), np.abs(second)), site.qmax)))
+        zeros = (0,) * len(scales)
+    else:
+        if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
+            raise ValueError("a range must be a low and a high number")
+        scale, zero = numerics.affine_qparams(
+            min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax
+        )
+        scales, zeros = (scale,), (zero,)
+    if any(not site.qmin <= zero <= site.qmax for zero in zeros):
+        raise ValueError(f"a zero point is outside [{site.qmin}, {site.qmax}]")
+    return QParams(scales, zeros, site.qmin, site.qmax, site.axis if len(scales) > 1 else None)
