@@ -54,7 +54,21 @@ def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
     }
     constants = {name: value.detach().numpy() for name, value in held.items()}
     call = FloatCall(operator(node), given, result, constants)
-    return call if loop.refusal(call) is None else None
+    return call if loop.refusal(call) is None and _sizes_agree(loop, call) else None
+
+
+def _sizes_agree(loop: FloatLoop, call: FloatCall) -> bool:
+    """Return whether the sizes of operands are provably equal.
+
+    torch.export may know that a size such as n // 2 + 1 is always 2, from conditions that dimensions do not express.
+    """
+    try:
+        loop.write_call(
+            call, Body("result", call.tensors()), {**call.arguments, **{name: name for name in call.tensors()}}
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _loop_of(target: str) -> FloatLoop | None:

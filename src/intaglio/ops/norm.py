@@ -38,8 +38,10 @@ def require_last_axis_only(call: Call) -> str | None:
     normalized = call.arguments["normalized_shape"]
     if len(normalized) != 1:
         return f"the norm is over {len(normalized)} axes; the kernel supports the last one"
-    if not isinstance(normalized[0], int):
-        return f"the size of the last axis, {normalized[0]}, is dynamic"
+    sizes = (normalized[0], call.shape()[-1])  # the second may be an expression that torch.export knows the value of
+    free = [size for size in sizes if not isinstance(size, int)]
+    if free:
+        return f"the size of the last axis, {free[0]}, is dynamic"
     return (
         f"the last axis has {normalized[0]} values; the kernel supports up to {MAX_ROW_LENGTH}"
         if normalized[0] > MAX_ROW_LENGTH
