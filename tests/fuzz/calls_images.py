@@ -110,7 +110,8 @@ def resize(mode: str, axes: int) -> Generator:
         if b.chance(0.5):
             target = f"size={per_axis(b, axes, 1, 9)}"
         else:
-            target = f"scale_factor={tuple(b.pick(2.0, 2.0, 0.5, 1.7, 3.0, 1.0) for _ in range(axes))}"
+            fractions = () if b.free_sizes else (0.5, 1.7)  # capture refuses them for free sizes
+            target = f"scale_factor={tuple(b.pick(1.0, 2.0, 2.0, 3.0, *fractions) for _ in range(axes))}"
             if b.chance(0.2):
                 target += f", recompute_scale_factor={b.chance(0.5)}"
         align = f", align_corners={b.chance(0.4)}" if mode != "nearest" else ""

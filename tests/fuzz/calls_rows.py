@@ -143,7 +143,7 @@ def float_product(name: str) -> Generator:
                 ),
                 "inner": lambda: f"torch.inner({x}, {given(m, k)})",
                 "mv": lambda: f"torch.mv({x}, {given(k)})",
-                "addmv": lambda: f"torch.addmv({given(1)}, {x}, {given(k)})",
+                "addmv": lambda: f"torch.addmv({x}[:, 0], {x}, {given(k)})",
             }[name]()
             return b.emit(text)
         if name in ("bmm", "baddbmm", "addbmm"):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import intaglio
 from fuzz.drawing import Options
-from fuzz.network import Network
+from fuzz.network import BATCH, Network
 from fuzz.permitted_noise import RUNS, NoisyModel, is_compared, too_far
 from intaglio import patterns, stages
 from intaglio.errors import InputError
@@ -106,16 +106,11 @@ def clones(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return copies with the same strides, so that updates of inputs do not reach the next call."""
     found = []
     for x in inputs:
-        span = (
-            1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-        )
-        storage = torch.empty(span, dtype=x.dtype)
-        copy = storage.as_strided(x.shape, x.stride()) if x.numel() else x.clone()
-        if 0 not in [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]:
-            copy.copy_(x)
-            found.append(copy)
-        else:
-            found.append(x.clone())
+        index = tuple(slice(0, 1) if not stride else slice(None) for stride in x.stride())
+        single = x[index]  # one of the elements that share memory
+        span = 1 + sum((size - 1) * stride for size, stride in zip(single.shape, single.stride(), strict=True))
+        copy = torch.zeros(max(span, 0), dtype=x.dtype).as_strided(single.shape, single.stride())
+        found.append(copy.copy_(single).expand(x.shape))
     return found
 
 
@@ -275,11 +270,54 @@ def to_lowered(networks: Sequence[Network], options: Options, seen: Seen) -> Cas
     return case
 
 
-def strided(inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
-    """Return the same values with other strides: channels last, transposed, sliced, with an offset, expanded."""
+def other_calls(case: Case, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield inputs of further calls: other strides, another batch, an empty one, other sizes of images."""
+    calls = [("other strides", BATCH, 0), (f"batch {(1, 5, 2)[seed % 3]}", (1, 5, 2)[seed % 3], 0)]
+    calls += [("an empty batch", 0, 0), ("other sizes", BATCH + 1, 1 + seed % 2)]
+    free = iter(case.lowered.signature.inputs)
+    axes = [[symbolic_axes(next(free)) for _ in network.inputs] for network in case.networks]
+    seen = set()
+    for number, (what, batch, more) in enumerate(calls):
+        found = []
+        for network, own in zip(case.networks, axes, strict=True):
+            found += strided(resized(network, own, batch, more), seed + number, network.writes)
+        shapes = tuple(x.shape for x in found)
+        if number < 1 or shapes not in seen:
+            yield what, found
+        seen.add(shapes)
+
+
+def symbolic_axes(entry: Any) -> set[int]:
+    return {axis for axis, size in enumerate(entry.type.shape) if not isinstance(size, int)}
+
+
+def resized(network: Network, axes: Sequence[set[int]], batch: int, more: int) -> list[Tensor]:
+    """Return inputs with another batch and larger images where all inputs allow it and the float model runs."""
+    if any(0 in entry.free and 0 not in own for entry, own in zip(network.inputs, axes, strict=True)):
+        batch = BATCH
+    pairs = [
+        (entry.shape[axis], axis in own)
+        for entry, own in zip(network.inputs, axes, strict=True)
+        for axis in entry.free
+        if axis
+    ]
+    fixed = {size for size, is_free in pairs if not is_free}
+    sizes = {size: size + more for size, is_free in pairs if is_free and size not in fixed}
+    for given in ({"batch": batch, "sizes": sizes}, {"batch": batch}):
+        found = network.example(seed=5, **given)
+        try:
+            network.run(found)
+            return found
+        except (RuntimeError, IndexError, ValueError, AssertionError):
+            continue
+    return network.example(seed=5)
+
+
+def strided(inputs: Sequence[Tensor], seed: int, writes: bool) -> list[Tensor]:
+    """Return the same values with other strides: channels last, transposed, sliced; expanded unless one is written."""
     found = []
     for place, x in enumerate(inputs):
-        way = (seed + place) % 5
+        way = (seed + place) % (4 if writes else 5)
         if x.dim() < 2 or not x.numel():
             found.append(x)
         elif way == 0 and x.dim() == 4:
@@ -299,16 +337,7 @@ def strided(inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
     return found
 
 
-def float_model_runs(case: Case, inputs: Sequence[Tensor]) -> bool:
-    """Return whether the float model takes these sizes: views and products may fix a batch."""
-    try:
-        call(case.model, inputs)
-    except (RuntimeError, IndexError, ValueError):
-        return False
-    return True
-
-
-def run_program(case: Case, seed: int) -> None:
+def run_program(case: Case, seed: int, seen: Seen) -> None:
     """The program gives the bits of the interpreter: threads, batches, strides, sizes, files."""
     model = stages.compile(case.lowered, isa=case.options.isa or None)
     inputs = inputs_of(case.networks, seed=4)
@@ -316,17 +345,14 @@ def run_program(case: Case, seed: int) -> None:
     for count in (1, 2):
         with all_threads(count):
             compare_bits(case, expected, call(model, inputs), f"{count} threads differ from the interpreter")
-    for batch in ((1, 5, 2)[seed % 3], 0):
-        others = strided(inputs_of(case.networks, seed=5, batch=batch), seed)
-        if not float_model_runs(case, others):
-            continue
+    for number, (what, others) in enumerate(other_calls(case, seed)):
         try:
             wanted = call(case.lowered, others)
-        except InputError:  # a fixed batch, or sizes that a network does not take
+        except InputError as error:
+            seen.refused[f"call: {error.problem}"] += 1
             continue
-        with all_threads(1 + seed % 2):
-            what = f"batch {batch} with other strides differs from the interpreter"
-            compare_bits(case, wanted, call(model, others), what)
+        with all_threads(1 + (seed + number) % 2):
+            compare_bits(case, wanted, call(model, others), f"{what}: results differ from the interpreter")
     if case.options.saved:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.int8"
@@ -343,7 +369,7 @@ def check(networks: Sequence[Network], options: Options, seed: int, seen: Seen) 
         compare_prepared,
         partial(compare_reference, seed=seed),
         partial(compare_regions, seen=seen),
-        partial(run_program, seed=seed),
+        partial(run_program, seed=seed, seen=seen),
     ):
         try:
             compare(case)

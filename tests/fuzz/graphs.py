@@ -34,6 +34,8 @@ from intaglio.ops import BY_NAME
 
 TOGETHER = 32
 SECONDS_PER_MODULE = 900
+MANY = 2000
+"""Networks after which an overload that was never called is told."""
 
 
 def isas_of(choice: str) -> tuple[str, ...]:
@@ -175,7 +177,8 @@ def summary(lines: list[dict[str, Any]]) -> str:
         [
             f"{total['networks']} networks with {total['lines']} lines in {total['seconds']:.0f} s of Python: "
             f"{sum(findings.values())} fail, {sum(refused.values())} are refused",
-            f"{len(wanted & set(targets))} of {len(wanted)} overloads were called; never: {', '.join(never)}",
+            f"{len(wanted & set(targets))} of {len(wanted)} overloads were called"
+            + (f"; never: {', '.join(never)}" if total["networks"] >= MANY else ""),
             f"{len(kinds)} operators in integer graphs; "
             f"{total['differing']} of {total['values']} quantized values differ from the reference ({rate:.1e})",
             *[f"  {count} x {kind}" for kind, count in findings.most_common()],

@@ -91,6 +91,11 @@ class Network:
             found.append(entry.draw(shape, self.seed + seed))
         return found
 
+    @property
+    def writes(self) -> bool:
+        """Return whether a line may write over an input."""
+        return any("inplace=True" in line or "_(" in line for line in self.lines)
+
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the float results for copies of the inputs."""
         with torch.no_grad():
