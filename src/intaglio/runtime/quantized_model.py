@@ -70,7 +70,8 @@ class QuantizedModel(ProgramModule):
         Raises:
             InputError: the model has no such text; the error lists those it has.
         """
-        texts = {"corrections": "no corrections\n", **self.model_info.texts}
+        texts = {**self.model_info.texts}
+        texts.setdefault("corrections", "no corrections\n")
         if stage not in texts:
             raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
         return texts[stage]
