@@ -53,6 +53,16 @@ def test_powers_and_logarithms_are_within_a_part_in_eight_million():
     assert (np.abs(float_math.log(y) - exact) / np.maximum(np.abs(exact), 1)).max() < 1.2e-7
 
 
+@pytest.mark.parametrize("largest", [1.0, 1e3, 1e6, 2.0**29])
+def test_sines_and_cosines_are_within_a_part_in_eight_million(largest):
+    x = np.random.default_rng(0).uniform(-largest, largest, 100000).astype(np.float32)
+    for ours, exact in ((float_math.sin, np.sin), (float_math.cos, np.cos)):
+        assert np.abs(ours(x) - exact(x.astype(np.float64))).max() < 1.2e-7
+    enormous = np.array([2.0**35, 3e38, -3e38], np.float32)
+    assert (np.abs(float_math.sin(enormous)) <= 1).all()
+    assert np.isnan(float_math.cos(np.array([np.inf, -np.inf, np.nan], np.float32))).all()
+
+
 def test_special_float_values_are_handled_as_in_torch():
     x = torch.tensor(SPECIAL_VALUES)
     for ours, theirs in ((float_math.exp, torch.exp), (float_math.log, torch.log)):

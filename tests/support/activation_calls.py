@@ -22,6 +22,8 @@ CALLS = {
     "neg": lambda x: -x,
     "square": torch.square,
     "exp": torch.exp,
+    "sin": torch.sin,
+    "cos": torch.cos,
     "round": torch.round,
     "add_number": lambda x: x + 0.75,
     "sub_number": lambda x: x - 0.3,

@@ -6,6 +6,7 @@ fused multiply-add. A bfloat16 value is a float32 value whose low 16 bits are ze
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,17 @@ LOG_TERMS = tuple(np.float32(2 / n) for n in (9, 7, 5, 3))
 SQRT_HALF_BITS = 0x3F3504F3
 """Bit pattern of the float32 nearest to sqrt(1/2)."""
 SMALLEST_NORMAL = np.float32(2.0**-126)
+TWO_OVER_PI = 2 / math.pi
+HALF_PI_HIGH = float.fromhex("0x1.921fb544p+0")
+"""The upper 33 bits of pi / 2: its products with integers below 2^20 are exact in float64."""
+HALF_PI_LOW = float.fromhex("0x1.0b4611a626331p-34")
+"""pi / 2 - `HALF_PI_HIGH` in float64."""
+LARGEST_ANGLE = 2.0**40
+"""Magnitudes from here on have the sine and cosine of 0."""
+SIN_TERMS = tuple(np.float32(s / math.factorial(n)) for s, n in ((1, 9), (-1, 7), (1, 5), (-1, 3)))
+"""Coefficients of r^9 ... r^3 of the Taylor series of the sine; |r| <= pi / 4."""
+COS_TERMS = tuple(np.float32(s / math.factorial(n)) for s, n in ((-1, 10), (1, 8), (-1, 6), (1, 4), (-1, 2)))
+"""Coefficients of r^10 ... r^2 of the Taylor series of the cosine."""
 
 Function = Callable[[FloatArray], FloatArray]
 
@@ -77,6 +89,39 @@ def log(x: ArrayLike) -> FloatArray:
     found = np.where(x == 0, np.float32(-np.inf), found)
     found = np.where(x == np.inf, x, found)
     return np.where((x >= 0) | np.isnan(x), np.where(np.isnan(x), x, found), np.float32(np.nan))
+
+
+def sin(x: ArrayLike) -> FloatArray:
+    """Return the sine of f32 x; NaN for infinite x.
+
+    The error is at most 1.2e-7 for magnitudes up to 2^29. Larger ones, whose neighbours are 64 or more apart, have
+    some result from -1 to 1.
+    """
+    return _circular(x, 0)
+
+
+def cos(x: ArrayLike) -> FloatArray:
+    """Return the cosine of f32 x, with the bounds of `sin`."""
+    return _circular(x, 1)
+
+
+def _circular(x: ArrayLike, quarters: int) -> FloatArray:
+    """Return sin(x + quarters * pi / 2): a multiple of pi / 2 is subtracted in float64, the rest is a polynomial."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(all="ignore"):
+        wide = np.where(np.abs(x) < np.float32(LARGEST_ANGLE), x, np.float32(0)).astype(np.float64)
+        n = np.rint(wide * TWO_OVER_PI)
+        r = ((wide - n * HALF_PI_HIGH) - n * HALF_PI_LOW).astype(np.float32)
+    turn = n.astype(np.int64) + quarters
+    square = r * r
+    odd, even = np.full_like(r, SIN_TERMS[0]), np.full_like(r, COS_TERMS[0])
+    for term in SIN_TERMS[1:]:
+        odd = odd * square + term
+    for term in COS_TERMS[1:]:
+        even = even * square + term
+    found = np.where(turn & 1 != 0, even * square + np.float32(1), (r * square) * odd + r)
+    found = np.where(turn & 2 != 0, -found, found)
+    return np.where(np.isfinite(x), found, np.where(np.isnan(x), x, np.float32(np.nan)))
 
 
 def keep_nan(function: Function) -> Function:

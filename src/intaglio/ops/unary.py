@@ -155,6 +155,8 @@ UNARY_OPS = (
     function("log_sigmoid", lambda x, a: -_softplus(-x)),
     function("threshold", lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"]))),
     function("exp", lambda x, a: np.exp(x), loop=bodies.unary("exp")),
+    function("sin", lambda x, a: np.sin(x), loop=bodies.unary("sin")),
+    function("cos", lambda x, a: np.cos(x), loop=bodies.unary("cos")),
     function("round", lambda x, a: np.rint(x), loop=bodies.unary("round")),
     function(
         "add_number",

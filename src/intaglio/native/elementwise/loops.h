@@ -18,6 +18,7 @@ enum { PIECE = 1 << 14 };                      // elements in a thread's unit of
 typedef uint8_t Bytes __attribute__((vector_size(FLOATS)));
 typedef uint16_t Halves __attribute__((vector_size(2 * FLOATS)));
 typedef int64_t Longs __attribute__((vector_size(8 * FLOATS)));
+typedef double Doubles __attribute__((vector_size(8 * FLOATS)));
 
 // -- operands: `count` elements, every `stride`-th; lanes past them are read as 0 and not written ---------------------
 
@@ -323,6 +324,28 @@ static inline Reals logarithm(Reals x) {
     found = x == 0.0f ? all_lanes(-__builtin_inff()) : found;
     found = x == __builtin_inff() ? x : found;
     return keep_nan(x, x < 0.0f ? all_lanes(__builtin_nanf("")) : found);
+}
+
+// Return sin(x + QUARTERS * pi / 2): a multiple of pi / 2 is subtracted in float64, the rest is a polynomial.
+template <int QUARTERS>
+static inline Reals circular(Reals x) {
+    const Reals size = absolute(x);
+    const Doubles wide = __builtin_convertvector(size < 0x1p40f ? x : all_lanes(0.0f), Doubles);
+    const double magic = 0x1.8p52;  // a float64 of this size has no fraction, and its lowest bits are the integer
+    const Doubles rounded = wide * 0x1.45f306dc9c883p-1 + magic, n = rounded - magic;
+    const Reals r = __builtin_convertvector((wide - n * 0x1.921fb544p+0) - n * 0x1.0b4611a626331p-34, Reals);
+    const RealBits turn = __builtin_convertvector((Longs)rounded, RealBits) + QUARTERS;
+    const Reals square = r * r;
+    Reals odd = square * 0x1.71de3ap-19f + -0x1.a01a02p-13f;
+    odd = odd * square + 0x1.111112p-7f;
+    odd = odd * square + -0x1.555556p-3f;
+    Reals even = square * -0x1.27e4fcp-22f + 0x1.a01a02p-16f;
+    even = even * square + -0x1.6c16c2p-10f;
+    even = even * square + 0x1.555556p-5f;
+    even = even * square + -0.5f;
+    Reals found = (turn & 1) != 0 ? even * square + 1.0f : (r * square) * odd + r;
+    found = (turn & 2) != 0 ? -found : found;
+    return keep_nan(x, size == __builtin_inff() ? all_lanes(__builtin_nanf("")) : found);
 }
 
 // -- reductions and iteration along a row -----------------------------------------------------------------------------

@@ -225,6 +225,8 @@ ROWS = (
     _unary("round", "nearest({0})", np.rint),
     _unary("exp", "exponential({0})", float_math.exp, c_of_nonpositive="exp_negatives"),
     _unary("log", "logarithm({0})", float_math.log),
+    _unary("sin", "circular<0>({0})", float_math.sin),
+    _unary("cos", "circular<1>({0})", float_math.cos),
     _unary("relu", "relu({0})", lambda x: np.where(x < 0, np.float32(0), x), cheap=True, bound=largest),
     _unary("hardswish", "keep_nan({0}, hardswish({0}))", float_math.keep_nan(numerics.hardswish), bound=largest),
     _unary("hardsigmoid", "keep_nan({0}, hardsigmoid({0}))", float_math.keep_nan(numerics.hardsigmoid), bound=one),
