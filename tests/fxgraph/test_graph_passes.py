@@ -269,3 +269,27 @@ def test_factors_and_offsets_of_two_modules_stay_apart():
     graph, counts = passed(Body(lambda m, x: m.b(m.a(m.c(x))), c=conv(), a=scaled, b=shifted), X)
     assert counts["channel_constants_to_affine"] == 2
     assert [operator(node) for node in graph.graph.nodes].count("aten.addcmul.default") == 2
+
+
+def test_tensors_of_a_fixed_shape_are_constants():
+    """The masks of Swin Transformer are written part by part to a tensor of zeros, which depends on no input."""
+
+    def forward(m, x):
+        y = m.c(x)
+        mask = y.new_zeros((9, 9))
+        mask[:3, 4:] = 1
+        mask = mask + torch.arange(9).float() + torch.full_like(mask, 0.5) + torch.eye(9)
+        return y + mask.type_as(y)
+
+    graph, _ = passed(Body(forward, c=conv()), X)
+    assert [operator(node) for node in graph.graph.nodes if operator(node)] == [
+        "aten.conv2d.default",
+        "aten.add.Tensor",
+    ]
+
+
+def test_tensors_of_a_free_shape_are_not_constants():
+    graph, _ = passed(
+        Body(lambda m, x: m.c(x) + torch.zeros_like(m.c(x)) + x.new_ones((x.shape[0], 6, 9, 9)), c=conv()), X
+    )
+    assert {"aten.zeros_like.default", "aten.new_ones.default"} <= {operator(node) for node in graph.graph.nodes}

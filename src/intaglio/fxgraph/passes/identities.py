@@ -24,7 +24,14 @@ ASSERTIONS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.defau
 
 VIEW_TARGETS = ("aten.view.default", "aten._unsafe_view.default")
 
-SAME_IF_EQUAL = ("aten._to_copy.default", "aten.expand.default", "aten.reshape.default", "aten.to.dtype")
+SAME_IF_EQUAL = (
+    "aten._to_copy.default",
+    "aten.expand.default",
+    "aten.expand_as.default",
+    "aten.reshape.default",
+    "aten.to.dtype",
+    "aten.type_as.default",
+)
 
 
 def drop_assertions(module: fx.GraphModule) -> int:
