@@ -227,6 +227,8 @@ ONE = {
     "log_sigmoid": ("F.logsigmoid({x})",),
     "threshold": ("F.threshold({x}, {a}, {b})",),
     "exp": ("torch.exp({x})", "torch.exp(-{x})", "torch.exp({x}.clamp(max=2))"),
+    "sin": ("torch.sin({x})", "torch.sin({x} * 100)"),
+    "cos": ("torch.cos({x})", "torch.cos({x} + 30)"),
     "round": ("torch.round({x})",),
     "round_decimals": ("torch.round({x}, decimals=1)", "torch.round({x}, decimals=0)"),
     "add_number": ("{x} + {a}", "{a} + {x}", "torch.add({x}, {a}, alpha=2)"),
@@ -270,8 +272,22 @@ TRUTHS = {
     "bitwise_not": ("~{p}",),
 }
 REDUCTIONS = {
-    "sum": ("{x}.sum({d})", "{x}.sum({d}, keepdim={k})", "{x}.sum({ds}, keepdim={k})"),
-    "mean": ("{x}.mean({d})", "{x}.mean({d}, keepdim={k})", "{x}.mean({ds}, keepdim={k})", "{x}.mean((-1, -2))"),
+    "sum": ("{x}.sum({d})", "{x}.sum({d}, keepdim={k})", "{x}.sum({ds}, keepdim={k})", "{x}.sum()"),
+    "mean": (
+        "{x}.mean({d})",
+        "{x}.mean({d}, keepdim={k})",
+        "{x}.mean({ds}, keepdim={k})",
+        "{x}.mean((-1, -2))",
+        "{x}.mean()",
+    ),
+    "max": ("{x}.max()", "torch.max({x})"),
+    "min": ("{x}.min()",),
+    "vector_norm": (
+        "torch.linalg.vector_norm({x}, dim={ds}, keepdim={k})",
+        "F.normalize({x}, dim={d})",
+        "torch.linalg.vector_norm({x}, 1, {ds})",
+        "torch.linalg.vector_norm({x}, torch.inf, {d}, keepdim={k})",
+    ),
     "amax": ("torch.amax({x}, {d}, keepdim={k})", "torch.amax({x}, {ds})", "{x}.max({d}, keepdim={k}).values"),
     "amin": ("torch.amin({x}, {d}, keepdim={k})", "torch.amin({x}, {ds})"),
     "variance": (

@@ -82,7 +82,7 @@ BODIES = {
     "cat": (lambda m, x: m.wide(torch.cat([m.a(x), m.b(x)], 1)), 0),
     "cat of one value twice": (lambda m, x: (lambda y: m.wide(torch.cat([y, y], 1)))(m.a(x)), 0),
     "cat of the input": (lambda m, x: m.odd(torch.cat([x, m.a(x)], 1)), 0),
-    "cat of vectors": (lambda m, x: m.fc(torch.cat([m.a(x).mean((2, 3)), m.b(x).amax((2, 3))], 1)), 1),
+    "cat of vectors": (lambda m, x: m.fc(torch.cat([m.a(x).mean((2, 3)), m.b(x).amax((2, 3))], 1)), 0),
     "cat, then padding": (lambda m, x: m.wide(F.max_pool2d(torch.cat([m.a(x), F.relu(m.b(x))], 1), 3, 1, 1)), 0),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,16 @@ from intaglio.fxgraph.nodes import (
     resolve_dims,
     tensor_nodes,
 )
-from intaglio.ir import Attrs, Graph, Op, TensorType
+from intaglio.ir import Attrs, Graph, Op, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import BY_TARGET, OpDef
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
+from intaglio.ops.loop_ops.primitives import primitive
 from intaglio.ops.movement.data_movement import MOVED_TYPES
 from intaglio.quant.annotate.embedding_tables import table_operands
 
+U8_S8 = (torch.uint8, torch.int8)
 LOOP_CONSTANT_DTYPES = (torch.float32, torch.bool, torch.int64)
 """Data types of constants that loops can read."""
 
@@ -36,7 +38,7 @@ LOOP_CONSTANT_DTYPES = (torch.float32, torch.bool, torch.int64)
 def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
     """Return the call of an operator that the program computes in float, or None if it needs an island."""
     loop, result = _loop_of(operator(node)), tensor_type(node)
-    if loop is None or result is None:
+    if loop is None or result is None or _is_rounded_by_torch(node):
         return None
     given = {name: _argument_type(value) for name, value in arguments(node).items()}
     held = {
@@ -71,6 +73,11 @@ def _sizes_agree(loop: FloatLoop, call: FloatCall) -> bool:
     return True
 
 
+def _is_rounded_by_torch(node: fx.Node) -> bool:
+    """Return whether a result is rounded to a data type without kernels, next to which sums have PyTorch's order."""
+    return any(operator(u).split(".")[1:2] == ["quantize_per_tensor"] and u.args[-1] not in U8_S8 for u in node.users)
+
+
 def _loop_of(target: str) -> FloatLoop | None:
     """Return how the program computes an ATen overload between floats."""
     record = BY_TARGET.get(target)
@@ -99,10 +106,10 @@ def _argument_type(value: Any) -> Any:
     return resolve_dims(value)
 
 
-def build_float_loop(
+def build_float_loops(
     node: fx.Node, call: FloatCall, names: Mapping[fx.Node, str], types: Mapping[str, TensorType], result: str
-) -> tuple[Op, dict[str, np.ndarray]]:
-    """Return a float operator as a loop.
+) -> tuple[list[Op], dict[str, np.ndarray]]:
+    """Return a float operator as a loop, or as one loop for each axis that it reduces.
 
     Args:
         node: The operator.
@@ -112,7 +119,7 @@ def build_float_loop(
         result: Name of the result.
 
     Returns:
-        The loop operator, and the arrays of constants that it adds to the graph.
+        The loop operators, and the arrays of constants that they add to the graph.
     """
     body = Body(result, types)
     given = arguments(node)
@@ -124,10 +131,30 @@ def build_float_loop(
         raise ValueError(f"there is no generated loop for {call.target}")
     found = loop.write_call(call, body, values)
     ops = tuple(Op(op.kind, op.inputs, (result,) if op.output == found else op.outputs, op.attrs) for op in body.ops)
-    made = dict.fromkeys([result, *body.constants, *(op.output for op in ops)])  # types are saved in this order
+    return [_loop(part, body, origin(node)) for part in _parts_by_axis(ops)], body.arrays
+
+
+def _parts_by_axis(ops: Sequence[Op]) -> list[list[Op]]:
+    """Split a chain of primitives into parts that reduce along one axis each."""
+    parts: list[list[Op]] = [[]]
+    axis = None
+    for op in ops:
+        if primitive(op).reduces:
+            if axis not in (None, op.attrs["axis"]):
+                parts.append([])
+            axis = op.attrs["axis"]
+        parts[-1].append(op)
+    return parts
+
+
+def _loop(ops: Sequence[Op], body: Body, where: Origin) -> Op:
+    """Return the loop that runs primitives of a body; its result is that of the last one."""
+    result = ops[-1].output
+    constants = {name: value for name, value in body.constants.items() if any(name in op.inputs for op in ops)}
+    made = dict.fromkeys([result, *constants, *(op.output for op in ops)])  # types are saved in this order
     inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
-    inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, ops, body.constants)
-    return Op("loop", inputs, (result,), {}, inner, origin(node)), body.arrays
+    inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, tuple(ops), constants)
+    return Op("loop", inputs, (result,), {}, inner, where)
 
 
 def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
@@ -137,17 +164,18 @@ def _value(value: Any, names: Mapping[fx.Node, str]) -> Any:
 
 
 def lower_float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> None:
-    """Add a loop for a float operator. `merge_loops` fuses it with neighboring loops later."""
+    """Add the loops of a float operator. `merge_loops` fuses it with neighboring loops later."""
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
         names |= {part: builder.add_parameter(part) for part in table_operands(leaf) or ()}
     result = builder.add_value(node.name, known_type(node), node)
-    op, arrays = build_float_loop(node, call, names, builder.types, result)
-    assert op.body is not None  # loops always have a body
-    for name, array in arrays.items():
-        builder.types[name], builder.constants[name] = op.body.types[name], array
-    builder.ops.append(op)
+    ops, arrays = build_float_loops(node, call, names, builder.types, result)
+    for op in ops:
+        assert op.body is not None  # loops always have a body
+        builder.types |= {name: op.body.types[name] for name in (*op.inputs, op.output) if name not in builder.types}
+    builder.constants |= arrays
+    builder.ops += ops
 
 
 def lower_data_movement(builder: GraphBuilder, node: fx.Node, record: OpDef, attrs: Attrs) -> None:

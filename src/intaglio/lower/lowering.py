@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -56,7 +56,8 @@ def requantize(reference: Reference) -> Lowered:
     inside |= {node.name for node in own if any(map(table_operands, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
     floats += _simulated_operators(reference.annotations, inside)
-    floats += _islands_without_reason(nodes.cut, {skip.node for skip in floats})
+    simulated = {site.value: site.datatype for site in reference.annotations.sites if not site.native}
+    floats += _islands_without_reason(nodes.cut, {skip.node for skip in floats}, simulated)
     bodies = {name: requantize(body) for name, body in reference.bodies.items()}
     for island in builder.islands.values():
         replace_loop_bodies(island.module, bodies)
@@ -85,15 +86,29 @@ def _with_types(signature: Signature, graph: Graph) -> Signature:
     return replace(signature, inputs=tuple(replace(entry, type=graph.types[name]) for entry, name in pairs))
 
 
-def _islands_without_reason(islands: Iterable[list[fx.Node]], named: set[str]) -> tuple[Skip, ...]:
+def _islands_without_reason(
+    islands: Iterable[list[fx.Node]], named: set[str], simulated: Mapping[str, str]
+) -> tuple[Skip, ...]:
     """Return the islands that contain no operator with a known reason to stay in float, one `Skip` for each.
 
     The program is interrupted for these islands as for others, so reports must list them.
+
+    Args:
+        islands: Nodes of each island.
+        named: Names of the nodes with a known reason.
+        simulated: Data types that no kernel computes with, by the name of the value.
     """
     computing = [[node for node in nodes if operator(node)] for nodes in islands]
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
-    reason = "it computes integers or booleans, which stay in PyTorch"
-    return tuple(Skip(node.name, reason, origin(node)) for node in silent)
+    return tuple(Skip(node.name, _reason_of(node, simulated), origin(node)) for node in silent)
+
+
+def _reason_of(node: fx.Node, simulated: Mapping[str, str]) -> str:
+    """Return why the first node of an island stays in PyTorch."""
+    rounded = next((simulated[name] for name in (v.name for v in node.all_input_nodes) if name in simulated), None)
+    if rounded is not None and "quantize" in operator(node):
+        return f"no kernel computes with {rounded} values, so PyTorch rounds them"
+    return "it computes integers or booleans, which stay in PyTorch"
 
 
 def _simulated_operators(annotations: Annotations, inside: set[str]) -> tuple[Skip, ...]:

@@ -272,7 +272,7 @@ CLAMP = OpDef(
     check=first_reason(require_float_operands, require_bounds_without_nan),
     reference=clamp_reference,
     passes_factors=True,
-    loop=FloatLoop(bodies.clamp, targets=(*CLAMPS, "aten.hardtanh.default", "aten.clamp.default")),
+    loop=FloatLoop(bodies.clamp),
     changes_nothing=within_bounds,
     types=TypeRule(((U8,),), (U8,)),
     layout=Layout.SAME,

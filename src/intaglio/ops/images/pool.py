@@ -13,6 +13,8 @@ from intaglio import numerics
 from intaglio.ir import Attrs, Dim, Graph, Op, QParams, Shape, TensorType, evaluate, numel
 from intaglio.ir.types import F32, U8
 from intaglio.ir.verify import TypeRule
+from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import (
     Call,
     KernelConstants,
@@ -312,6 +314,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         validate=valid_adaptive,
         sums_image=axes < 3,
         needs=pixels_to_read,
+        loop=FloatLoop(bodies.average_image, bodies.require_whole_image) if axes < 3 else None,
         layout=Layout.CHANNELS_LAST,
         batch_separable=True,
         window=True,

@@ -32,8 +32,8 @@ def _bitwise(kind: str) -> OpDef:
     return _of_two(f"bitwise_{kind}", targets, bodies.logical(kind, bodies.require_boolean_operands))
 
 
-def _reduction(name: str, overload: str, kind: str) -> OpDef:
-    return OpDef(name, (f"aten.{name}.{overload}",), loop=bodies.reduction(kind))
+def _reduction(name: str, overloads: tuple[str, ...], kind: str) -> OpDef:
+    return OpDef(name, _forms(name, *overloads), loop=bodies.reduction(kind))
 
 
 ELEMENTWISE = (
@@ -72,10 +72,17 @@ TRUTH_VALUES = (
     OpDef("cast", _forms("_to_copy", "default"), loop=FloatLoop(bodies.cast, bodies.require_type_change)),
 )
 ALONG_AXIS = (
-    _reduction("sum", "dim_IntList", "sum"),
-    _reduction("mean", "dim", "mean"),
-    _reduction("amax", "default", "max"),
-    _reduction("amin", "default", "min"),
+    _reduction("sum", ("dim_IntList", "default"), "sum"),
+    _reduction("mean", ("dim", "default"), "mean"),
+    _reduction("amax", ("default",), "max"),
+    _reduction("amin", ("default",), "min"),
+    _reduction("max", ("default",), "max"),
+    _reduction("min", ("default",), "min"),
+    OpDef(
+        "vector_norm",
+        _forms("linalg_vector_norm", "default"),
+        loop=FloatLoop(bodies.vector_norm, bodies.require_known_norm),
+    ),
     OpDef(
         "variance",
         (*_forms("var", "dim", "correction"), *_forms("std", "dim", "correction")),

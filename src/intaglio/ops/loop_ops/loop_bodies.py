@@ -169,6 +169,26 @@ def require_type_change(call: FloatCall) -> str | None:
 # ---- along an axis --------------------------------------------------------------------------------------------------
 
 
+def require_axes(call: FloatCall) -> str | None:
+    """Return why a reduction is refused: it takes axes of a float tensor of rank 1 or more, all different."""
+    kind = call.kind("self")
+    axes = _axes(call) if kind.shape else []
+    if not axes or len({*axes}) < len(axes):
+        return f"the reduction is over {len(axes)} axes of a tensor with {len(kind.shape)}"
+    if call.arguments.get("dtype") is not None:
+        return "the dtype argument of a reduction is not supported"
+    return None if kind.dtype in FLOAT_TYPES else f"reductions of {kind.dtype} are not supported"
+
+
+def _axes(call: FloatCall) -> list[int]:
+    """Return the axes of a reduction as non-negative numbers, the last one first; without a list, those of all axes."""
+    given, rank = call.arguments.get("dim"), len(call.kind("self").shape)
+    if given is None or given == []:
+        return list(reversed(range(rank)))
+    axes = given if isinstance(given, (list, tuple)) else [given]
+    return sorted((int(axis) % rank for axis in axes), reverse=True)
+
+
 def require_single_axis(call: FloatCall) -> str | None:
     """Return why a reduction is refused: it takes one axis of a float tensor of rank 1 or more."""
     dim, kind = call.arguments.get("dim"), call.kind("self")
@@ -181,14 +201,53 @@ def require_single_axis(call: FloatCall) -> str | None:
 
 
 def reduction(kind: str) -> FloatLoop:
-    """Return the loop of one reduction along axis ``dim``."""
+    """Return the loop of a reduction along the axes ``dim``, one after the other from the last one."""
+    return FloatLoop(lambda body, call, v: _reduced(body, call, v, kind, v["self"]), require_axes)
 
-    def write(body: Body, call: FloatCall, v: Values) -> str:
-        axis = call.axis()
-        found = body(kind, v["self"], axis=axis)
-        return found if v.get("keepdim") else body("squeeze", found, axis=axis)
 
-    return FloatLoop(write, require_single_axis)
+def _reduced(body: Body, call: FloatCall, v: Values, kind: str, found: str, then: str = "") -> str:
+    """Write the reduction of a value along the axes of a call, and a function of the result if there is one.
+
+    Each axis is dropped behind its reduction, which ends a loop; nothing else can follow in it.
+    """
+    *others, last = _axes(call)
+    for axis in (*others, last):
+        found = body(kind, found, axis=axis)
+        if then and axis == last:
+            found = body(then, found)
+        found = found if v.get("keepdim") else body("squeeze", found, axis=axis)
+    return found
+
+
+def vector_norm(body: Body, call: FloatCall, v: Values) -> str:
+    """Write the root of a sum of squares, a sum of magnitudes, or the largest magnitude."""
+    order = float(v.get("ord", 2))
+    if order == 2:
+        return _reduced(body, call, v, "sum", body("mul", v["self"], v["self"]), then="sqrt")
+    return _reduced(body, call, v, "sum" if order == 1 else "max", body("abs", v["self"]))
+
+
+def require_known_norm(call: FloatCall) -> str | None:
+    """Return why a norm is refused: its order must be 1, 2 or infinite."""
+    order = float(call.arguments.get("ord", 2))
+    return require_axes(call) if order in (1, 2, np.inf) else f"the order is {order}; supported are 1, 2 and infinity"
+
+
+def average_image(body: Body, call: FloatCall, v: Values) -> str:
+    """Write the mean over all axes behind the channels, one axis after the other from the last."""
+    found = v["self"]
+    for axis in reversed(range(2, len(call.kind("self").shape))):
+        found = body("mean", found, axis=axis)
+    return found
+
+
+def require_whole_image(call: FloatCall) -> str | None:
+    """Return why pooling is refused: its result must be one element for each channel."""
+    given, kind = call.arguments["output_size"], call.kind("self")
+    sizes = list(given) if isinstance(given, (list, tuple)) else [given]
+    if any(size != 1 for size in sizes):
+        return f"the result of pooling has {sizes} elements for each channel"
+    return None if len(kind.shape) == len(sizes) + 2 else "the image has no batch axis"
 
 
 def variance(body: Body, call: FloatCall, v: Values) -> str:
