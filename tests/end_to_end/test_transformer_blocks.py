@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import intaglio
 from intaglio import Recipe, stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
@@ -193,3 +194,20 @@ def test_concurrent_calls_of_fused_products_match_in_many_shapes():
     assert_same([compiled(*call) for call in calls], expected)
     with ThreadPoolExecutor(6) as pool:
         assert_same(list(pool.map(lambda call: compiled(*call), calls)), expected)
+
+
+@pytest.mark.parametrize("zero", ["q", "k", "v"])
+def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero):
+    """Decoder queries of detectors begin as zeros, and pruned heads stay zeros: their range has no middle."""
+
+    def forward(m, x):
+        q, k, v = (layer(x).view(*x.shape[:2], 4, 8).transpose(1, 2) for layer in (m.q, m.k, m.v))
+        return m.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    model = randomize(Body(forward, **{name: nn.Linear(32, 32) for name in "qkvo"}))
+    for parameter in getattr(model, zero).parameters():
+        nn.init.zeros_(parameter)
+    x = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1))
+    program = intaglio.quantize(model, [x], progress=False)
+    assert program.coverage.macs == 1
+    assert sqnr(program(x), model(x)) > 25

@@ -1,4 +1,6 @@
-"""Reference arithmetic of tensors that stay float32 in an integer graph; its C++ is native/elementwise/float_functions.h.
+"""Reference arithmetic of tensors that stay float32 in an integer graph.
+
+Its C++ is native/elementwise/float_functions.h.
 
 Inputs may have any magnitude and may be NaN or infinite. Operations are IEEE float32 in the written order, without
 fused multiply-add. A bfloat16 value is a float32 value whose low 16 bits are zero.
