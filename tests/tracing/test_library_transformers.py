@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import intaglio
 from intaglio import Recipe, stages
-from intaglio.errors import InputError
+from intaglio.errors import CaptureError, InputError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import operator
@@ -18,6 +19,7 @@ from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
 from intaglio.runtime.saved.json_codec import ParameterTable
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.tracing import Captured, capture, run
+from intaglio.tracing.trace import WITHOUT_CACHE
 from support import torchvision_stub as beside
 from support.lowering import lowered
 from support.slow_params import slow_params
@@ -146,6 +148,23 @@ def test_a_decoder_with_positions_of_its_own_has_no_island(library):
         assert torch.equal(found, graph(input_ids=ids, use_cache=False).last_hidden_state)
         wanted = model(input_ids=ids, use_cache=False).last_hidden_state
         assert (found - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_a_decoder_is_captured_without_its_cache(library):
+    """The cache is a class that torch.export cannot return. The logits do not depend on it."""
+    options = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 90, "n_positions": 64}
+    model = library.GPT2LMHeadModel(library.GPT2Config(**options, bos_token_id=0, eos_token_id=0)).eval()
+    ids = torch.randint(90, (2, 16))
+    captured = capture(model, (), example_kwargs={"input_ids": ids})
+    assert WITHOUT_CACHE in captured.model_info.notes
+    assert model.config.use_cache
+    found, wanted = captured(input_ids=ids), model(input_ids=ids)
+    assert list(found) == ["logits"]
+    torch.testing.assert_close(found.logits, wanted.logits)
+    _, graph = lowered(captured, input_ids=ids)
+    assert intaglio.compare(captured, graph, [{"input_ids": ids}]).rows  # the output layer shares its weight
+    with pytest.raises(CaptureError, match="remedy: leave out use_cache, or pass use_cache=False with the inputs"):
+        capture(model, (), example_kwargs={"input_ids": ids, "use_cache": True})
 
 
 def test_a_captured_image_encoder_has_no_mask(library):

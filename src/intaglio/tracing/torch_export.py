@@ -99,6 +99,8 @@ def _remedy(error: Exception, shapes: Any) -> str:
     said = str(error)
     if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
         return "pass is_causal=True or is_causal=False in the call of the encoder"
+    if "cache_utils" in said:
+        return "leave out use_cache, or pass use_cache=False with the inputs"
     if "register" in said:
         return "call torch.export.register_dataclass(YourClass) once before"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):

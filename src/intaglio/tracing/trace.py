@@ -34,7 +34,9 @@ def trace(
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        model_copy = with_named_keywords(frozen_copy(model, train), kwargs)
+        model_copy = frozen_copy(model, train)
+        notes = () if "use_cache" in kwargs else _without_caches(model_copy)
+        model_copy = with_named_keywords(model_copy, kwargs)
         if not train:
             buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
             _run_example(model_copy, args, kwargs)
@@ -45,7 +47,24 @@ def trace(
             captured = _checked(captured, model_copy, args, kwargs)
         else:
             captured = _capture(model_copy, args, kwargs, free, train)
+    captured = replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
     return _with_padding(captured, model_copy, args, kwargs)
+
+
+WITHOUT_CACHE = "the key-value cache of decoders (use_cache) is neither filled nor returned"
+
+
+def _without_caches(model_copy: nn.Module) -> tuple[str, ...]:
+    """Switch off the key-value caches of decoders of Transformers, which return them by default, and return a note.
+
+    Their classes are no structures that torch.export can return, and a call without a cache as argument computes the
+    same result without one.
+    """
+    configs = [getattr(module, "config", None) for module in model_copy.modules()]
+    using = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in using:
+        vars(config)["use_cache"] = False
+    return (WITHOUT_CACHE,) if using else ()
 
 
 PADDING_SKIPPED = (

@@ -218,7 +218,9 @@ def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) ->
     module = copy_graph(reference.module)
     for name, tensor in buffers_of(module).items():
         found = constants.get(plain_name(name))
-        if tensor is not None and tensor.dtype is torch.int8 and found is not None and found.shape == tensor.shape:
+        if tensor is None or tensor.dtype is not torch.int8 or found is None:
+            continue
+        if found.dtype == np.int8 and found.shape == tensor.shape:  # the float table of tied weights has this name too
             buffers_of(module)[name] = torch.from_numpy(np.array(found))
     return replace(reference, module=module)
 
