@@ -14,7 +14,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/bytecode
 
-.PHONY: demo bench test tests slow sanitize fuzz isa lint format types docs clean check check-torch
+.PHONY: demo bench test tests slow sanitize fuzz fuzz-graphs fuzz-files fuzz-weights faults soak isa lint format types docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -38,13 +38,39 @@ slow: $(STAMP) $(DOCS)
 sanitize: $(STAMP)
 	.venv/bin/python -m pytest -q -n auto -m "slow or not slow" -rs tests/native/test_sanitizers.py tests/native/test_thread_sanitizer.py
 
-# Networks drawn from the operator records, through all stages. A failure prints the network and how to run it again.
+# Everything that is drawn at random. Each driver prints what it found, and how to run a failure again.
+fuzz: fuzz-graphs fuzz-files fuzz-weights
+
+# Networks drawn from the operator records, through all stages.
 FUZZ_COUNT ?= 1000
 FUZZ_SEED ?= 0
 FUZZ_SECONDS ?= 3600
 
-fuzz: $(STAMP)
+fuzz-graphs: $(STAMP)
 	PYTHONPATH=tests .venv/bin/python -m fuzz.graphs --seed $(FUZZ_SEED) --count $(FUZZ_COUNT) --seconds $(FUZZ_SECONDS)
+
+# Changed files of every kind that intaglio reads; SANITIZE=1 compiles their programs with AddressSanitizer.
+FILES_COUNT ?= 100000
+
+fuzz-files: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python -m fuzz.files --seed $(FUZZ_SEED) --count $(FILES_COUNT) $(if $(SANITIZE),--sanitize)
+
+# Changed weights of exported C, under AddressSanitizer and UndefinedBehaviorSanitizer.
+WEIGHTS_COUNT ?= 100000
+
+fuzz-weights: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python -m fuzz.exported_weights --seed $(FUZZ_SEED) --count $(WEIGHTS_COUNT)
+
+# Every system call of saving, loading, compiling and exporting fails once.
+faults: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python -m fuzz.faults
+
+# Threads call models for SOAK_SECONDS; then SOAK_MADE models are made and dropped.
+SOAK_SECONDS ?= 600
+SOAK_MADE ?= 10000
+
+soak: $(STAMP)
+	PYTHONPATH=tests .venv/bin/python -m fuzz.soak --seconds $(SOAK_SECONDS) --made $(SOAK_MADE)
 
 # Exported programs on aarch64, riscv64 and an old x86-64, under emulators, where cross compilers are installed.
 isa: $(STAMP)

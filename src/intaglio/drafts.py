@@ -31,15 +31,15 @@ def draft_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
     while True:
         path = _new_path(folder)
         file = path.open("xb")
-        if _locked(file.fileno()):
-            break
-        file.close()
-    try:
-        with file:
-            yield path, file
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        try:
+            with file:
+                if not _locked(file.fileno()):
+                    continue
+                yield path, file
+                return
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
 
 
 @contextlib.contextmanager
@@ -54,14 +54,23 @@ def draft_folder(parent: Path, prefix: str = PREFIX) -> Iterator[Path]:
     while True:
         path = _new_path(parent, prefix)
         path.mkdir()
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        if _locked(handle):
-            break
-        os.close(handle)
+        try:
+            with _opened_folder(path) as handle:
+                if not _locked(handle):
+                    continue
+                yield path
+                return
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    """Open a folder and yield its descriptor, whose lock is held until the end."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield path
+        yield handle
     finally:
-        shutil.rmtree(path, ignore_errors=True)
         os.close(handle)
 
 

@@ -147,6 +147,25 @@ def test_an_export_into_a_folder_keeps_the_other_files(tmp_path):
     assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
 
 
+@pytest.mark.parametrize("number", [0, 3, 9])
+def test_an_export_that_cannot_be_moved_into_a_folder_restores_its_files(number, tmp_path, monkeypatch):
+    compiled(nets.Linears)[0].export_c(tmp_path / "out")
+    (tmp_path / "out" / "main.c").unlink()
+    before, replaced, replace = contents(tmp_path / "out"), [], os.replace
+
+    def fail_once(source: Path, target: Path) -> None:
+        replaced.append(target)
+        if len(replaced) == number + 1:
+            raise OSError(5, os.strerror(5))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_once)
+    with pytest.raises(ArtifactError, match="cannot be written: Input/output error"):
+        model().export_c(tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    model().export_c(tmp_path / "out")
+
+
 def test_a_new_folder_of_an_export_has_the_usual_permissions(tmp_path):
     model().export_c(tmp_path / "out")
     (tmp_path / "usual").mkdir()

@@ -289,6 +289,68 @@ def test_an_entry_with_a_schedule_no_kernel_has_is_not_used(lowered, nothing_kno
     assert "does not contain a schedule" in caplog.text
 
 
+CHANGES = {
+    "a link": lambda path: (path.rename(path.with_name("elsewhere")), path.symlink_to(path.with_name("elsewhere"))),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "writable by all": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_entry_that_others_may_have_written_is_timed_again(change, lowered, fresh_cache, caplog):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
+    change(schedule_cache.path(layer))
+    assert schedule_cache.load(layer) is None
+    assert str(schedule_cache.path(layer)) in caplog.text
+    schedule_cache.store({layer: Schedule(1, 1)})
+    assert schedule_cache.load(layer) == Schedule(1, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_schedule_of_another_user_is_timed_again(lowered, fresh_cache, caplog):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
+    os.chown(schedule_cache.path(layer), 65534, 65534)
+    assert schedule_cache.load(layer) is None
+    assert "belongs to user 65534" in caplog.text
+
+
+def test_schedules_of_a_folder_that_others_can_write_are_not_used(lowered, fresh_cache, caplog):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
+    schedule_cache.store({layer: Schedule(1, 1)})
+    (fresh_cache / "schedules").chmod(0o777)
+    assert schedule_cache.load(layer) is None
+    schedule_cache.store({layer: Schedule(2, 1)})
+    assert caplog.text.count("schedules of this folder are not used") == 2
+    (fresh_cache / "schedules").chmod(0o755)
+    assert schedule_cache.load(layer) == Schedule(1, 1)
+
+
+def test_entries_are_writable_for_their_user_only_whatever_the_umask_is(lowered, tmp_path, monkeypatch):
+    monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path / "a"))
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
+    before = os.umask(0)
+    try:
+        schedule_cache.store({layer: Schedule(1, 1)})
+    finally:
+        os.umask(before)
+    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "a").rglob("*"))
+
+
+def test_drafts_of_killed_processes_are_removed_by_the_next_store(lowered, fresh_cache):
+    layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))
+    schedule_cache = ScheduleCache(RUNNABLE_ISAS[0], 1)
+    (fresh_cache / "schedules").mkdir(mode=0o700)
+    (fresh_cache / "schedules" / ".intaglio-0123.tmp").touch()
+    schedule_cache.store({layer: Schedule(1, 1)})
+    assert os.listdir(fresh_cache / "schedules") == [schedule_cache.path(layer).name]
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(lowered, fresh_cache, monkeypatch, caplog):
     Path(fresh_cache, "schedules").write_text("not a folder")
     layer = next(iter(geometries(plan_graph(lowered.graph), {"n": 1}).values()))

@@ -1,5 +1,5 @@
-"""The folder of the kernel cache. Its files are loaded into the process, so only what this user or root has written is
-used: regular files without permissions for others to write, in a folder without them.
+"""The folders of the caches: of kernels, whose files are loaded into the process, and of schedules. Only what this user
+or root has written is used: regular files without permissions for others to write, in a folder without them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 logger = logging.getLogger("intaglio")
 
 
-def kernel_folder() -> Path:
-    """Return the folder of compiled kernels, which need not exist.
+def trusted_folder(name: str) -> Path:
+    """Return the folder ``name`` of the cache, which need not exist.
 
     In a cache folder that others can write, each user has a folder of their own, ``u`` and the number of the user.
 
@@ -31,13 +31,13 @@ def kernel_folder() -> Path:
     """
     base = config.cache_dir()
     if not _is_shared(base):
-        return _checked_folder(base / "kernels")
+        return _checked_folder(base / name)
     own = _checked_folder(base / f"u{os.geteuid()}")
-    return _checked_folder(own / "kernels")
+    return _checked_folder(own / name)
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder of compiled kernels for this user only. Other users can read what root creates, because the
+    """Create a folder of the cache for this user only. Other users can read what root creates, because the
     cache of a container is often written by root and read by another user.
 
     Raises:
@@ -99,7 +99,8 @@ def _checked_folder(folder: Path) -> Path:
     if stat.S_ISLNK(info.st_mode):
         reason = "it is a symbolic link"
     if reason is not None:
-        raise BuildError(str(folder), None, f"kernels of this folder are not used, because {reason}", remedy=OWN_CACHE)
+        problem = f"{folder.name} of this folder are not used, because {reason}"
+        raise BuildError(str(folder), None, problem, remedy=OWN_CACHE)
     return folder
 
 
@@ -113,4 +114,4 @@ def _distrust(info: os.stat_result) -> str | None:
 
 
 def _warn(path: Path, reason: str) -> None:
-    logger.warning("%s in the kernel cache is not used and is built again: %s", path, reason)
+    logger.warning("%s in the cache is not used and is made again: %s", path, reason)

@@ -27,7 +27,7 @@ from intaglio import config
 from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
 from intaglio.native import units as library
-from intaglio.native.cache_folder import MOVE_CACHE, kernel_folder, make_folder, read_entry
+from intaglio.native.cache_folder import MOVE_CACHE, make_folder, read_entry, trusted_folder
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.units import TranslationUnit, included, library_units
 
@@ -80,7 +80,7 @@ def build(
         BuildError: No compiler was found, it rejects the text, or the cache folder cannot be written.
     """
     command = (_compiler(name), *COMPILE_FLAGS, *ISA_FLAGS[isa])
-    folder = kernel_folder()
+    folder = trusted_folder("kernels")
     objects = {_unit_path(unit, command, isa, folder): unit for unit in (*units, *library_units(source))}
     key = _key(source, command, isa, headers, [path.name for path in objects])
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
@@ -117,7 +117,7 @@ def install(content: bytes, *, name: str) -> Path:
     Raises:
         BuildError: The cache folder cannot be written.
     """
-    folder = kernel_folder()
+    folder = trusted_folder("kernels")
     path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
     try:
         if read_entry(path) != content:
@@ -145,6 +145,14 @@ def load(path: Path) -> ctypes.CDLL:
                 str(path), None, f"the compiled library cannot be loaded: {error}", remedy=MOVE_CACHE
             ) from error
     return _loaded[path]
+
+
+def read_library(path: Path) -> bytes:
+    """Return the bytes of a shared object in the cache. Raise `BuildError` if they cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BuildError(str(path), None, f"the compiled library cannot be read: {error}", remedy=MOVE_CACHE) from error
 
 
 def is_intact(path: Path) -> bool:

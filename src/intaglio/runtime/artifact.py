@@ -13,7 +13,7 @@ from intaglio.errors import BuildError
 from intaglio.ir import Program
 from intaglio.kernels.kernel_units import kernel_units
 from intaglio.native import cpu as machine
-from intaglio.native.compile import build, load, text_key
+from intaglio.native.compile import build, load, read_library, text_key
 from intaglio.native.native_library import parallel_address
 
 CInt64 = ctypes.c_int64
@@ -67,10 +67,7 @@ class Artifact:
 
     def library_bytes(self) -> bytes:
         """Return the bytes of the shared library, compiled again if the cache no longer has it."""
-        try:
-            return self.path.read_bytes()
-        except FileNotFoundError:
-            return build_program(self.program).read_bytes()
+        return read_library(self.path if self.path.exists() else build_program(self.program))
 
     def __deepcopy__(self, memo: object) -> Artifact:
         """Return the artifact itself, which is immutable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ def write_exported_files(folder: str | Path, members: Mapping[str, bytes]) -> No
     """Write the files of an export, which may be in subfolders.
 
     All files are written to a draft first. A new folder is moved to its path as a whole. In an existing folder, which
-    may contain other files too, the files are replaced one by one once all of them are written.
+    may contain other files too, the files are replaced one by one once all of them are written; if that fails, those
+    that were replaced are restored.
 
     Args:
         folder: the folder, which is created if it does not exist.
@@ -51,7 +53,30 @@ def _write_through(path: Path, content: bytes) -> None:
 
 
 def _replace_files(draft: Path, target: Path, members: Mapping[str, bytes]) -> None:
-    for folder in sorted({Path(path).parent for path in members}):
-        (target / folder).mkdir(parents=True, exist_ok=True)
-    for path in members:
-        os.replace(draft / path, target / path)
+    """Move the files of a draft to their paths. If one cannot be moved, restore those that were replaced before it."""
+    with contextlib.ExitStack() as restore:
+        for folder in sorted({Path(path).parent for path in members}):
+            if not (target / folder).is_dir():
+                (target / folder).mkdir(parents=True)
+                restore.callback(_remove_folder, target / folder)
+        for index, path in enumerate(members):
+            old, kept = target / path, draft / f"replaced-{index}"
+            if old.exists():
+                os.link(old, kept)
+            os.replace(draft / path, old)
+            restore.callback(_restore, old, kept)
+        restore.pop_all()
+
+
+def _restore(path: Path, kept: Path) -> None:
+    """Move the old file back to its path, or remove the new one if there was none."""
+    with contextlib.suppress(OSError):
+        if kept.exists():
+            os.replace(kept, path)
+        else:
+            path.unlink()
+
+
+def _remove_folder(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()

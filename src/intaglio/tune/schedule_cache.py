@@ -8,16 +8,17 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from intaglio import config
-from intaglio.errors import MALFORMED
+from intaglio.drafts import draft_file
+from intaglio.errors import MALFORMED, BuildError
 from intaglio.ir import Schedule
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
+from intaglio.native.cache_folder import make_folder, read_entry, trusted_folder
 from intaglio.plan import GENERATOR, Geometry, unsupported_reason
 from intaglio.runtime.saved.json_codec import checked_integer
 
@@ -33,8 +34,8 @@ logger = logging.getLogger("intaglio")
 class ScheduleCache:
     """Schedules by geometry, for one instruction set and number of threads on this machine.
 
-    Problems with files are never errors: entries that cannot be read are timed again, and a failure to write is logged
-    as a warning.
+    Problems with files are never errors: entries that cannot be read, or that other users may have written, are timed
+    again, and a failure to write is logged as a warning.
     """
 
     isa: str
@@ -42,8 +43,8 @@ class ScheduleCache:
 
     @property
     def folder(self) -> Path:
-        """Return the folder with one file per geometry."""
-        return config.cache_dir() / "schedules"
+        """Return the folder with one file per geometry. Raise `BuildError` if others can replace what it contains."""
+        return trusted_folder("schedules")
 
     def key(self, geometry: Geometry) -> str:
         """Return everything that a time depends on, as text."""
@@ -56,20 +57,21 @@ class ScheduleCache:
 
     def load(self, geometry: Geometry) -> Schedule | None:
         """Return the stored schedule of this geometry, or ``None``."""
-        path = self.path(geometry)
-        if path.exists() and not path.is_file():
-            logger.warning("%s is not a regular file, so the layer is timed again", path)
+        try:
+            path = self.path(geometry)
+        except BuildError as error:
+            logger.warning("the layer is timed again: %s", error)
             return None
         try:
-            entry = json.loads(path.read_text(encoding="utf-8"))
+            if (content := read_entry(path)) is None:
+                return None
+            entry = json.loads(content)
             schedule = Schedule(**{name: checked_integer(value) for name, value in entry["schedule"].items()})
             problem = (
                 unsupported_reason(schedule, ISAS[self.isa])
                 if entry["key"] == self.key(geometry)
                 else "another layer's"
             )
-        except FileNotFoundError:
-            return None
         except (OSError, *MALFORMED) as error:
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
@@ -82,16 +84,17 @@ class ScheduleCache:
     def store(self, found: Mapping[Geometry, Schedule]) -> None:
         """Write the schedules atomically, one file each."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".write-", dir=self.folder) as scratch:
-                for geometry, schedule in found.items():
-                    draft = Path(scratch, "entry.json")
-                    entry = {"key": self.key(geometry), "schedule": asdict(schedule)}
-                    draft.write_text(json.dumps(entry, indent=1), encoding="utf-8")
+            make_folder(self.folder)
+            for geometry, schedule in found.items():
+                entry = {"key": self.key(geometry), "schedule": asdict(schedule)}
+                with draft_file(self.folder) as (draft, file):
+                    file.write(json.dumps(entry, indent=1).encode())
+                    file.flush()
+                    os.fchmod(file.fileno(), 0o644)  # whatever the umask is: others must not be able to write to it
                     os.replace(draft, self.path(geometry))
             self._evict()
-        except OSError as error:
-            logger.warning("schedules cannot be saved in %s: %s", self.folder, error)
+        except (OSError, BuildError) as error:
+            logger.warning("schedules cannot be saved in %s: %s", config.cache_dir(), error)
 
     def _evict(self) -> None:
         """Remove the least recently used entries until the folder is within its share of the cache."""

@@ -5,7 +5,6 @@ import hashlib
 import mmap
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,9 @@ import pytest
 from intaglio.runtime.export_weights import HEADER, weights_digest
 from support import exported_c as c
 from support import nets
+from support.damaged_weights import sanitized
 from support.int8_models import compiled
 
-DRIVER = Path(__file__).parent / "damaged_weights.c"
-SANITIZE = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
 MUTATIONS = 300
 
 
@@ -106,33 +104,3 @@ def test_damaged_weights_are_never_read_outside(seed, folder, tmp_path):
     ).stdout.splitlines()
     opened, unchanged = map(int, re.findall(r"\d+", line))
     assert opened == unchanged >= 1
-
-
-def sanitized(folder: Path) -> Path:
-    """The driver with the sources of the export, compiled once with sanitizers."""
-    work = folder / "sanitized"
-    if not (work / "driver").exists():
-        compiler = sanitizing_compiler(folder)
-        shutil.copytree(folder / "kernels", work / "kernels")
-        name = next(folder.glob("*.h")).stem
-        for source in (folder / f"{name}.h", folder / f"{name}.cpp"):
-            shutil.copy(source, work)
-        text = re.sub(r"\bNET(?=_)", name.upper(), re.sub(r"\bnet(?=_|\.h)", name, DRIVER.read_text()))
-        (work / "driver.c").write_text(text)
-        flags = re.search(r'^    FLAGS="(.*)"$', (folder / "README.txt").read_text(), re.MULTILINE)[1]
-        cpp = f"{flags} {SANITIZE} -fno-exceptions -fno-rtti -Wl,--as-needed"
-        sources = " ".join(sorted(str(path.relative_to(work)) for path in (work / "kernels").glob("portable*.[cs]*")))
-        lines = [f"{compiler} {flags} {SANITIZE} -c driver.c", f"{compiler} {cpp} -c {name}.cpp {sources}"]
-        lines += [f"{compiler} {SANITIZE} -pthread *.o -o driver"]
-        subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=work, check=True)
-    return work / "driver"
-
-
-def sanitizing_compiler(folder: Path) -> str:
-    """gcc or clang, if it has the libraries of its sanitizers."""
-    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
-    for compiler in ("gcc", "clang"):
-        command = f"{compiler} {SANITIZE} empty.c -o empty && ./empty"
-        if subprocess.run(["sh", "-c", command], cwd=folder, capture_output=True).returncode == 0:
-            return compiler
-    pytest.skip("no compiler has AddressSanitizer")

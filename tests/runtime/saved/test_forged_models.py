@@ -88,6 +88,9 @@ WRONG_PARTS = {
     ),
     "an operand more": ("graph.json", lambda g: island(g)["inputs"].append("x")),
     "an operand less": ("graph.json", lambda g: island(g)["inputs"].clear()),
+    "a constant as result": ("graph.json", lambda g: g["outputs"].__setitem__(0, g["constants"][0])),
+    "no scale": ("graph.json", lambda g: first_scaled(g).update(scale=[])),
+    "no zero point": ("graph.json", lambda g: first_scaled(g).update(zero_point=[])),
     "a size that is not there": ("islands.json", lambda i: i["island0"]["dims"].append([[["q"], 1]])),
     "arguments in another structure": ("manifest.json", lambda m: m["signature"].update(in_tree=["list", [0]])),
     "no structure of arguments": ("manifest.json", lambda m: m["signature"].update(in_tree=None)),
@@ -99,6 +102,10 @@ WRONG_PARTS = {
     "an input in another leaf": ("manifest.json", lambda m: m["signature"]["inputs"][0].__setitem__(1, 1)),
     "an updated leaf that is not an input": ("manifest.json", lambda m: m["signature"].update(written=[[7, "x"]])),
 }
+
+
+def first_scaled(graph: Any) -> Any:
+    return next(kind["q"] for kind in graph["types"].values() if "q" in kind)
 
 
 def island(graph: Any) -> Any:

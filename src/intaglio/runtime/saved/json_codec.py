@@ -280,6 +280,8 @@ def _decode_q(entry: Any, parameters: ParameterTable) -> QParams:
         )
     else:
         points = tuple(map(checked_integer, zeros))
+    if not (isinstance(scales, Ref) or scales) or not (isinstance(points, Ref) or points):
+        raise ValueError("quantization parameters without a scale or a zero point")
     if isinstance(axis, dict):
         axis = Groups(checked_integer(axis["groups"]))
     elif axis is not None:

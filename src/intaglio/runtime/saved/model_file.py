@@ -17,6 +17,7 @@ from torch import nn
 
 from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, VerifyError, symbols_of
+from intaglio.native.compile import read_library
 from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
@@ -71,7 +72,7 @@ def library_of(program: Program, content: bytes) -> Library:
 def build_library(program: Program) -> Library:
     """Compile a program, or find it in the cache, without loading it. This machine need not support the instruction
     set."""
-    return library_of(program, build_program(program).read_bytes())
+    return library_of(program, read_library(build_program(program)))
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,8 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
     results += len(signature.state)
     if results != len(graph.outputs):
         raise ValueError(f"the signature has {results} results, but the graph has {len(graph.outputs)}")
+    if stored := set(graph.outputs).intersection(graph.constants):
+        raise ValueError(f"the results {', '.join(sorted(stored))} are constants, which no operator computes")
     calls = {op.attrs["key"]: op for op in graph.ops if op.is_island}
     if missing := set(calls) - set(islands):
         raise ValueError(f"the float parts {', '.join(sorted(missing))} are missing")

@@ -1,5 +1,9 @@
 // Opens changed copies of a file of weights, each in memory of exactly its size, so that AddressSanitizer sees every
-// read outside of it. Usage: damaged_weights FILE COUNT SEED. What opens is run, and counted in the output.
+// read outside of it. What opens is run, and counted in the output.
+//
+//     damaged_weights FILE COUNT SEED [FIRST]
+//
+// A copy depends on SEED and its number only; FIRST is the number of the first one.
 #include "net.h"
 
 #include <stdio.h>
@@ -8,9 +12,12 @@
 
 static uint64_t state;
 
+// splitmix64: numbers that follow each other as seeds give different draws.
 static uint64_t draw(uint64_t below) {
-    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-    return below ? state % below : 0;
+    uint64_t mixed = state += 0x9e3779b97f4a7c15;
+    mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9, mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111eb;
+    mixed ^= mixed >> 31;
+    return below ? mixed % below : mixed;
 }
 
 // Change the copy, which has room for 64 more bytes than the original, and return its new size.
@@ -35,13 +42,13 @@ static size_t change(unsigned char* copy, size_t size) {
             memcpy(copy + 24, &word, 8);
             break;
         case 5:
-            word = draw(0) + state, memcpy(copy + 8 * draw(8), &word, 8);
+            word = draw(0), memcpy(copy + 8 * draw(8), &word, 8);
             break;
         case 6:
             memset(copy + 64 + draw(size - 64), 0xff, 1);
             break;
         default:
-            word = state, memcpy(copy + 64 + 8 * draw(words - 8), &word, 8);
+            word = draw(0), memcpy(copy + 64 + 8 * draw(words - 8), &word, 8);
     }
     return size;
 }
@@ -67,19 +74,25 @@ int main(int count, char** arguments) {
     FILE* file = fopen(arguments[1], "rb");
     const size_t size = file ? fread(original, 1, sizeof original, file) : 0;
     if (size < 128 || size == sizeof original) return 1;
-    state = strtoull(arguments[3], NULL, 10) * 2 + 1;
+    const uint64_t seed = strtoull(arguments[3], NULL, 10);
+    const long first = count > 4 ? atol(arguments[4]) : 0;
     int opened = 0, same = 0;
     for (long i = -1; i < atol(arguments[2]); ++i) {  // the first one is not changed
         memcpy(changed, original, size);
+        state = seed << 32 ^ (uint64_t)(first + i);
         const size_t bytes = i < 0 ? size : change(changed, size);
         void* copy = NULL;
         if (posix_memalign(&copy, 64, bytes ? bytes : 1)) return 1;
         memcpy(copy, changed, bytes);
         net_model* model = NULL;
         const int32_t status = net_open_memory(copy, bytes, &model);
-        if ((status == NET_OK) != (model != NULL)) return 2;
+        const int equal = bytes == size && !memcmp(changed, original, size);
+        if ((status == NET_OK) != (model != NULL) || (status == NET_OK) != equal) {
+            printf("case %ld: status %d\n", first + i, status);
+            return 2;
+        }
         if (status == NET_OK) run(model), ++opened;
-        same += bytes == size && !memcmp(changed, original, size);
+        same += equal;
         net_close(model);
         free(copy);
     }
