@@ -250,6 +250,10 @@ def test_strict_names_module_operator_and_line_of_a_sequence_that_is_new(case):
     assert_like(converted, model, (uniform()[0], "abr"), near)
 
 
+CLIPPED = "outside of the calibrated range"
+"""Part of the warning of a layer whose operand other layers computed during calibration."""
+
+
 @pytest.mark.parametrize("words", ["acr", "aabr", "abrr", "ab", "rcrab"])
 def test_without_strict_new_sequences_work_and_new_operators_are_logged_once(words, caplog):
     """A7: one warning for every operator that was never seen."""
@@ -259,7 +263,7 @@ def test_without_strict_new_sequences_work_and_new_operators_are_logged_once(wor
         for mine in (uniform()[0], uniform(batch=7)[0]):
             with torch.no_grad():
                 assert cosine_similarity(converted(mine, words), model(mine, words), dim=1).mean() > 0.9
-    messages = warnings_of(caplog)
+    messages = [message for message in warnings_of(caplog) if CLIPPED not in message]
     assert len(messages) == words.count("c")
     assert all("inner.c" in m and "call of the module" in m and "test_control_flow.py:" in m for m in messages)
 
@@ -472,7 +476,7 @@ def test_a_converted_model_inside_another_that_is_prepared(caplog):
             near(prepared(x), model(x))
             near(converted(x), model(x))
             near(inner(x), inner_model(x))
-    assert not warnings_of(caplog)
+    assert all(CLIPPED in message for message in warnings_of(caplog))  # the part was calibrated with other data
 
 
 CONTEXTS = [torch.no_grad, torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
