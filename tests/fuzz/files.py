@@ -69,10 +69,13 @@ def main() -> None:
 
 def run_with_sanitizer(folder: Path) -> None:
     """Start this program again with AddressSanitizer preloaded, a compiler that uses it and a cache of its own, unless
-    that is done. The library must be there before Python's, and libraries with it have undefined names."""
+    that is done. The library must be there before Python's, and that of C++ too, whose exceptions PyTorch throws."""
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
         return
-    asan = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
     compiler = folder / "compiler"
     compiler.write_text(
         '#!/bin/sh\nunset LD_PRELOAD\nfor word; do shift; case "$word" in '
@@ -83,7 +86,7 @@ def run_with_sanitizer(folder: Path) -> None:
     (folder / "cache").mkdir(mode=0o700)
     environment = {
         **os.environ,
-        "LD_PRELOAD": asan.strip(),
+        "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",
         "CXX": str(compiler),
         "INTAGLIO_CACHE_DIR": str(folder / "cache"),

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 HARD_LIMIT = 4
 """A case that does not return to Python is killed after this many time limits."""
+PROGRESS = 10_000
+"""After so many cases each, a line says how many there were."""
 
 
 class Result(NamedTuple):
@@ -130,6 +132,8 @@ class Summary:
     def add(self, result: Result) -> None:
         """Count a result. Print it if it is a failure of a place in the code where none was before."""
         self.counts[result.kind] += 1
+        if (done := self.counts.total()) % PROGRESS == 0:
+            print(f"{done:,} cases, {len(self.failures)} failures", flush=True)
         if result.failure is None:
             return
         self.failures.append(result)

@@ -163,3 +163,19 @@ def test_a_folder_in_place_of_an_entry_is_named(fresh_cache):
     path.mkdir()
     with pytest.raises(BuildError, match=r"cannot be used: .*Is a directory.*k-[\s\S]*remedy: set INTAGLIO_CACHE_DIR"):
         build(source(12), name="k", isa="portable")
+
+
+@pytest.mark.parametrize("end", ["exit 1", "kill -9 $$", "exit 0"])
+@pytest.mark.parametrize("written", ["half", ""])
+def test_a_compiler_that_fails_or_is_killed_leaves_a_cache_that_works(end, written, fresh_cache, tmp_path, monkeypatch):
+    script = tmp_path / "compiler"
+    write = f'for word; do test "$last" = -o && echo {written} > "$word"; last="$word"; done\n' if written else ""
+    script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\n{write}{end}\n')
+    script.chmod(0o755)
+    with monkeypatch.context() as context:
+        context.setenv("CXX", str(script))
+        with pytest.raises(BuildError) as raised:
+            load(build(source(13), name="k", isa="portable"))
+    assert raised.value.remedy or "fails to compile" in str(raised.value)
+    assert not list((fresh_cache / "kernels").glob(".build-*"))
+    assert load(build(source(13), name="k", isa="portable")).answer() == 13
