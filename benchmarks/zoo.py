@@ -1,0 +1,204 @@
+"""How many of the models that people use are quantized as they are.
+
+    python benchmarks/zoo.py                          all of them, each in a process of its own
+    python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections
+    python benchmarks/zoo.py --list                   their names
+
+For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with their
+reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is added to its
+inputs, calls of other sizes, whether a saved model gives the same bits, and the seconds to quantize. It needs the
+packages of requirements-zoo.txt; a model whose package is missing is left out. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import networks
+import record
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+from zoo_models import models
+from zoo_models.entry import Call, Entry
+from zoo_models.torchaudio_stub import leave_out_extension
+
+import intaglio
+
+NOISE_DB = 40
+SECONDS = 600
+"""Longest time for one model."""
+
+
+def call(model: Callable[..., Any], arguments: Call) -> Any:
+    """Call a model with a tuple or a dictionary of arguments, which are copied."""
+    arguments = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, arguments)
+    return model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
+
+
+def leaves(result: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors of a result."""
+    found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf.detach().double() for leaf in found if leaf.is_floating_point()]
+
+
+def ratios(exact: Any, other: Any) -> list[float | None]:
+    """Return the signal-to-noise ratio of each tensor of a result in decibels; ``None`` where the shapes differ."""
+    found: list[float | None] = []
+    for a, b in zip(leaves(exact), leaves(other), strict=True):
+        if a.shape != b.shape:
+            found.append(None)
+            continue
+        finite = a.isfinite() & b.isfinite()
+        signal, noise = a[finite].square().sum().item(), (a - b)[finite].square().sum().item()
+        found.append(round(10 * math.log10(signal / noise), 1) if noise and signal else (999.0 if not noise else -999.0))
+    return found
+
+
+def noisy(arguments: Call) -> Call | None:
+    """Return arguments with noise of 40 dB on floating-point tensors, or ``None`` if there are none."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    if not any(leaf.is_floating_point() for leaf in tensors):
+        return None
+
+    def disturbed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf + torch.randn_like(leaf) * leaf.square().mean().sqrt() * 10 ** (-NOISE_DB / 20)
+
+    return pytree.tree_map(disturbed, arguments)
+
+
+def count_macs(model: nn.Module, arguments: Call) -> int:
+    """Return the multiply-accumulates of a call that PyTorch counts."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        call(model, arguments)
+    return counter.get_total_flops() // 2
+
+
+def attempt(found: dict[str, Any], key: str, action: Callable[[], Any]) -> Any:
+    """Return the result of an action and store it, or store its error under ``key``."""
+    try:
+        found[key] = action()
+    except Exception as error:
+        found[key] = f"{type(error).__name__}: {str(error)[:600]}"
+        if not isinstance(error, intaglio.errors.IntaglioError):
+            found[f"{key}_trace"] = traceback.format_exc()[-1500:]
+
+
+def quantized(entry: Entry, batches: list[Call], quick: bool) -> Any:
+    """Quantize a model; without equalization and corrections if ``quick``."""
+    recipe = intaglio.Recipe.named(entry.recipe) if entry.recipe else intaglio.Recipe()
+    if quick:
+        plain = {"rounding": "nearest", "bias": "none", "equalize": 0.0}
+        recipe = intaglio.Recipe.of({}, replace(recipe.default, **plain))
+    return intaglio.quantize(entry.model, batches, recipe=recipe, progress=False)
+
+
+def examine(name: str, quick: bool) -> dict[str, Any]:
+    """Return what is found out about one model."""
+    torch.manual_seed(0)
+    library = networks.declare_operators()
+    leave_out_extension()
+    entry = models()[name]()
+    torch.manual_seed(1)
+    batches = [entry.batch(4) for _ in range(2 if quick else 4)]
+    found: dict[str, Any] = {"model": name, "most_used": entry.most_used, "unedited": False}
+    with torch.no_grad():
+        exact = call(entry.model, batches[0])
+        disturbed = noisy(batches[0])
+        if disturbed is not None:
+            found["noise_db"] = ratios(exact, call(entry.model, disturbed))
+    attempt(found, "macs", lambda: count_macs(entry.model, batches[0]))
+    start, cpu = time.monotonic(), time.process_time()
+    try:
+        model = quantized(entry, batches, quick)
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {str(error)[:1500]}"
+        if not isinstance(error, intaglio.errors.IntaglioError):
+            found["trace"] = traceback.format_exc()[-2500:]
+        return found
+    found |= {"seconds": round(time.monotonic() - start, 1), "cpu_seconds": round(time.process_time() - cpu, 1)}
+    coverage = model.coverage
+    found |= {
+        "unedited": True,
+        "macs_int8": coverage.macs,
+        "islands": coverage.islands,
+        "report": str(coverage)[:4000],
+    }
+    attempt(found, "sqnr_db", lambda: ratios(exact, call(model, batches[0])))
+    with torch.no_grad():
+        for key, arguments in {"batch 1": entry.batch(1), "batch 3": entry.batch(3), **entry.sizes}.items():
+            attempt(found, key, lambda arguments=arguments: ratios(call(entry.model, arguments), call(model, arguments)))
+    attempt(found, "saved", lambda: saved(model, batches[0]))
+    del library  # operators exist as long as their library
+    return found
+
+
+def saved(model: Any, arguments: Call) -> bool:
+    """Return whether a saved and loaded model gives the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(path := Path(folder) / "model.intaglio")
+        again = intaglio.load(path)
+    pairs = zip(leaves(call(model, arguments)), leaves(call(again, arguments)), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    parser.add_argument("--quick", action="store_true", help="without equalization and corrections")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="file for one JSON line per model")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.one:
+        print("\n" + json.dumps(examine(arguments.one, arguments.quick)))
+        return
+    names = arguments.names or list(models())
+    if arguments.list:
+        print("\n".join(names))
+        return
+    for name in names:
+        command = [sys.executable, __file__, "--one", name, *["--quick"] * arguments.quick]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=os.environ)
+            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
+        except subprocess.TimeoutExpired:
+            found = {"error": f"it took more than {SECONDS} seconds"}
+        found = {"model": name, **found}
+        if arguments.output:
+            with arguments.output.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        print(line(found), flush=True)
+
+
+def line(found: dict[str, Any]) -> str:
+    """Return the most important figures of a model in one line."""
+    if not found.get("unedited"):
+        return f"{found['model']:36} NO   {found.get('error', '')[:140]!r}"
+    return (
+        f"{found['model']:36} {100 * found['macs_int8']:6.2f} %  {found['islands']:3} islands  "
+        f"{found['sqnr_db']} dB (noise {found.get('noise_db')})  {found['seconds']} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`Entry`: a model and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = tuple[Any, ...] | Mapping[str, Any]
+
+
+@dataclass
+class Entry:
+    """A model and its inputs.
+
+    Attributes:
+        model: the model, in evaluation mode.
+        batch: function that returns the arguments of a call, a tuple or a dictionary, for a number of samples.
+        sizes: calls of other sizes than those of ``batch``, by name.
+        recipe: recipe for `intaglio.quantize`; ``None`` leaves the choice to it.
+        most_used: whether the model is one of the most used ones.
+    """
+
+    model: nn.Module
+    batch: Callable[[int], Call]
+    sizes: Mapping[str, Call] = field(default_factory=dict)
+    recipe: str | None = None
+    most_used: bool = False
+
+
+def image_entry(model: nn.Module, size: int, *, free: bool = False, most_used: bool = False) -> Entry:
+    """Return the entry of a model that takes images f32[n, 3, size, size].
+
+    Args:
+        model: the model.
+        size: height and width.
+        free: whether the model takes images of other sizes.
+        most_used: whether the model is one of the most used ones.
+    """
+    draw_statistics(model)
+    other = {f"{size + 32} pixels": (torch.randn(2, 3, size + 32, size + 32),)} if free else {}
+    return Entry(model.eval(), lambda count: (torch.randn(count, 3, size, size),), other, most_used=most_used)
+
+
+def draw_statistics(model: nn.Module) -> None:
+    """Draw statistics of batch norms, weights of layers that begin with zeros, and biases, as trained models have."""
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.track_running_stats:
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.6, 1.4)
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def token_batch(words: int, length: int, *, padded: bool = True) -> Callable[[int], dict[str, torch.Tensor]]:
+    """Return a function that makes batches of tokens, with a mask that hides the end of every second text."""
+
+    def make(count: int) -> dict[str, torch.Tensor]:
+        mask = torch.ones(count, length, dtype=torch.long)
+        if padded:
+            mask[1::2, length * 3 // 4 :] = 0
+        return {"input_ids": torch.randint(5, words, (count, length)), "attention_mask": mask}
+
+    return make
