@@ -215,6 +215,10 @@ def forget_compiled_loops() -> None:
                     remove_from_cache(code)
 
 
+DECOMPOSED_COMPOSITES = (torch.ops.aten.einsum.default,)
+"""Operators that PyTorch would preserve, and that are decomposed: an einsum becomes products of matrices."""
+
+
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     """Return ``program.run_decompositions({})``, which traces the program again, in less time.
 
@@ -231,7 +235,9 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
         operators = [target for target in used if isinstance(target, OpOverload)]
-        preserved = {operator for operator in operators if is_preserved(operator)}
+        preserved = {
+            operator for operator in operators if is_preserved(operator) and operator not in DECOMPOSED_COMPOSITES
+        }
         split = any(is_composite(operator) and operator not in preserved for operator in operators)
         if len(graphs) == 1 and not split and all(map(_is_left_alone, used - preserved)):
             program.graph_module.graph.eliminate_dead_code()

@@ -225,3 +225,25 @@ def test_products_of_activations_in_a_model_are_integer(isa):
     compiled_model = build.compile(lowered, isa=isa)
     for batch in (x, x[:1]):
         assert torch.equal(compiled_model(batch), lowered(batch))
+
+
+EINSUMS = {
+    "attention scores": lambda m, x: torch.einsum("bqd,bkd->bqk", m.a(x), m.b(x)),
+    "a constant matrix": lambda m, x: torch.einsum("bld,df->blf", m.a(x), m.matrix),
+    "a constant matrix for each head": lambda m, x: torch.einsum("bld,hdf->blhf", m.a(x), m.heads),
+    "outer products": lambda m, x: torch.einsum("bi,bj->bij", m.a(x)[:, 0], m.b(x)[:, 0]),
+    "no product": lambda m, x: torch.einsum("bld->bdl", m.a(x)),
+    "matmul with a constant matrix": lambda m, x: m.a(x) @ m.matrix,
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_an_einsum_is_products_of_matrices(name):
+    constants = {"matrix": nn.Parameter(torch.randn(8, 5)), "heads": nn.Parameter(torch.randn(4, 8, 6))}
+    model = randomize(Body(EINSUMS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 8), **constants))
+    x = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0))
+    reference, lowered = quantized(model, x)
+    assert not lowered.islands
+    assert lowered.macs[0] == lowered.macs[1]
+    assert_equal_quantized(reference, lowered, x)
+    assert lowered(x[:1]).shape == model(x[:1]).shape

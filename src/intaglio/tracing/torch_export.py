@@ -96,13 +96,11 @@ def _shared_memory(model: nn.Module) -> list[str]:
 
 
 def _remedy(error: Exception, shapes: Any) -> str:
-    said = str(error)
     if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
         return "pass is_causal=True or is_causal=False in the call of the encoder"
-    if "cache_utils" in said:
-        return "leave out use_cache, or pass use_cache=False with the inputs"
-    if "register" in said:
-        return "call torch.export.register_dataclass(YourClass) once before"
+    if "register" in (said := str(error)):
+        of_cache = "leave out use_cache, or pass use_cache=False with the inputs"
+        return of_cache if "cache_utils" in said else "call torch.export.register_dataclass(YourClass) once before"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
         return "pass dynamic_shapes that fit the model"
     return "quantize the submodules that do not depend on data one by one, or use intaglio.eager"

@@ -24,8 +24,11 @@ SAMPLE_SIZE = 7
 """Size of dynamic dimensions while data movement is evaluated on sample tensors."""
 
 
+CONSTANT_PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default")
+
+
 def constant_matmul_to_linear(module: fx.GraphModule) -> int:
-    """Replace addmm and mm with a constant matrix by linear layers with the transposed matrix as weight."""
+    """Replace products with a constant matrix by linear layers with the transposed matrix as weight."""
     count = 0
     for node in list(module.graph.nodes):
         found = _matrices(node)  # match here, because an earlier iteration may have replaced the operand
@@ -34,7 +37,8 @@ def constant_matmul_to_linear(module: fx.GraphModule) -> int:
         (x, matrix, bias), count = found, count + 1
         name = f"{matrix.target}_transposed"
         if not hasattr(module, name):
-            module.register_buffer(name, getattr(module, str(matrix.target)).t().contiguous())
+            values = getattr(module, str(matrix.target))
+            module.register_buffer(name, values.reshape(values.shape[-2:]).t().contiguous())
         weight = constant_node(module, name, constant_path(matrix, name))
         with module.graph.inserting_before(node):
             linear = module.graph.call_function(aten.linear.default, (x, weight, *([bias] if bias else [])))
@@ -70,10 +74,13 @@ def _is_computed(node: fx.Node) -> bool:
 
 def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """Return the left operand, the constant matrix, and a constant bias per column or ``None``."""
-    if operator(node) not in ("aten.addmm.default", "aten.mm.default"):
+    if operator(node) not in CONSTANT_PRODUCTS:
         return None
     *bias, x, matrix = node.args[:3]
     if not is_constant(matrix) or is_constant(x) or known_type(x).dtype is not DType.F32:
+        return None
+    shape, rank = known_type(matrix).shape, len(known_type(x).shape)
+    if len(shape) < 2 or rank < len(shape) or any(size != 1 for size in shape[:-2]):
         return None
     if bias:
         given, columns = arguments(node), known_type(matrix).shape[-1:]
