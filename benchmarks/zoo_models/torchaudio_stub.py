@@ -1,4 +1,4 @@
-"""torchaudio beside a CPU build of PyTorch, for which it has no wheel: its models do not need its compiled extension."""
+"""torchaudio beside a CPU build of PyTorch: its models do not need its compiled extension, which does not load."""
 
 from __future__ import annotations
 
