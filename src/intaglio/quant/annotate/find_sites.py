@@ -12,7 +12,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import layer_operands, operands, operator
-from intaglio.ir import DType
+from intaglio.ir import SIGN_OFFSET, DType
 from intaglio.quant.annotate.find_regions import find_shortcuts
 from intaglio.quant.annotate.per_token import dynamic_sites
 from intaglio.quant.annotate.recurrent_sites import recurrent_weight_sites
@@ -98,11 +98,14 @@ def signed_operands(regions: Sequence[Region], buffers: Mapping[fx.Node, fx.Node
 
 
 def as_signed(site: Site) -> Site:
-    """Return the site with symmetric quantized values around 128, which kernels read as signed: 1..255 for 8 bits."""
-    if not isinstance(site.spec, Observed) or site.dtype is not DType.U8:
+    """Return the site with symmetric quantized values around 128, which kernels read as signed: 1..255 for 8 bits.
+
+    int8 values are around 0 instead.
+    """
+    if not isinstance(site.spec, Observed) or site.dtype not in (DType.U8, DType.S8):
         return site
-    half = (site.qmax - site.qmin) // 2
-    return replace(site, spec=replace(site.spec, symmetric=True), qmin=128 - half, qmax=128 + half)
+    half, center = (site.qmax - site.qmin) // 2, 0 if site.dtype is DType.S8 else SIGN_OFFSET
+    return replace(site, spec=replace(site.spec, symmetric=True), qmin=center - half, qmax=center + half)
 
 
 def _may_return_float(region: Region) -> bool:

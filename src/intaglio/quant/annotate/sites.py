@@ -10,7 +10,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
 from intaglio.ir.disjoint_sets import DisjointSets
 from intaglio.quant.recipes.choices import Role
-from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
+from intaglio.quant.recipes.datatypes import Datatype, datatype_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Site:
     @property
     def record(self) -> Datatype:
         """Return the record of its datatype, which biases do not have."""
-        return DATATYPES[self.datatype]
+        return datatype_of(self.datatype, self.role)
 
     @property
     def native(self) -> bool:

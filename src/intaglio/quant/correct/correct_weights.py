@@ -13,7 +13,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.nodes import layer_operands
-from intaglio.ir import QParams
+from intaglio.ir import SIGN_OFFSET, DType, QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
@@ -149,6 +149,11 @@ class _WeightCorrector:
         if halve:
             batches = (batch[half] for batch in batches if (half := in_first_half(batch)).any())
         q = self.evaluation.qparams[site.name]
+        if site.dtype is DType.S8:  # moments are of uint8 values
+            batches, q = (
+                ((b.to(torch.int16) + SIGN_OFFSET).to(torch.uint8) for b in batches),
+                q.with_offset(SIGN_OFFSET),
+            )
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
 
     def _halves(self, region: Region, x: fx.Node, found: Moments) -> tuple[Moments, Moments]:

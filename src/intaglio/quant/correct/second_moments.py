@@ -62,7 +62,7 @@ class Moments:
 
 def moments_refusal(region: Region, site: Site) -> bool:
     """Return whether moments of an anchor's operand cannot be computed; its weight is then rounded to nearest."""
-    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype is not DType.U8
+    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype not in (DType.U8, DType.S8)
 
 
 def _weight_sizes(region: Region) -> tuple[int, ...]:

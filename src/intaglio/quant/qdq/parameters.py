@@ -18,7 +18,6 @@ from intaglio.output_paths import read_text, write_text
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.recipes.choices import Role
-from intaglio.quant.recipes.datatypes import DATATYPES, WEIGHT
 
 PARAMETERS_VERSION = 1
 KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
@@ -108,7 +107,7 @@ class Parameters:
 
     def without_weights(self) -> Parameters:
         """Return a copy without the entries and rounded values of weights."""
-        kept = {name: entry for name, entry in self.entries.items() if DATATYPES[entry.dtype].roles != WEIGHT}
+        kept = {name: entry for name, entry in self.entries.items() if "#" in name}  # activations belong to a call
         return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
 
     def without(self, sites: Collection[str], anchors: Collection[str]) -> Parameters:

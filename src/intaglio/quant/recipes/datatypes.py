@@ -83,3 +83,17 @@ DATATYPES: dict[str, Datatype] = {
     )
 }
 """Datatypes by the name that recipes use. A new row needs no other change."""
+SIGNED_ACTIVATION = Datatype("s8", ACTIVATION, DType.S8, -128, 127, zero_point=True)
+"""Record of int8 activations, which have zero points and one value more than int8 weights. Kernels read them as uint8
+values that are 128 more."""
+
+
+def datatype_of(name: str, role: Role) -> Datatype:
+    """Return the record of values with this datatype and role."""
+    signed = name == SIGNED_ACTIVATION.name and role in ACTIVATION
+    return SIGNED_ACTIVATION if signed else DATATYPES[name]
+
+
+def datatype_names(role: Role) -> tuple[str, ...]:
+    """Return the names of datatypes that values with this role may have."""
+    return tuple(name for name in DATATYPES if role in datatype_of(name, role).roles)

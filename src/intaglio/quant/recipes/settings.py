@@ -19,7 +19,7 @@ from intaglio.quant.recipes.choices import (
     Rounding,
     WeightScales,
 )
-from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
+from intaglio.quant.recipes.datatypes import Datatype, datatype_names, datatype_of
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Setting:
             "functions": (None, *FunctionForm),
             "rounding": (None, *Rounding),
             "bias": (None, *BiasCorrection),
-            "weights_dtype": (None, *_names(Role.WEIGHT)),
-            "activations_dtype": (None, *_names(Role.ACTIVATION)),
+            "weights_dtype": (None, *datatype_names(Role.WEIGHT)),
+            "activations_dtype": (None, *datatype_names(Role.ACTIVATION)),
             "shortcut": (None, 8, 16),
             "activations": (None, *ActivationMode),
             "residual": (None, *ResidualType),
@@ -104,12 +104,12 @@ class Setting:
     def activation(self) -> Datatype:
         """Return the datatype of activations; with ``bits=7`` u8 becomes u7."""
         name = self.activations_dtype or "u8"
-        return DATATYPES["u7" if name == "u8" and self.bits == 7 else name]
+        return datatype_of("u7" if name == "u8" and self.bits == 7 else name, Role.ACTIVATION)
 
     @property
     def weight(self) -> Datatype:
         """Return the datatype of weights."""
-        return DATATYPES[self.weights_dtype or "s8"]
+        return datatype_of(self.weights_dtype or "s8", Role.WEIGHT)
 
     @property
     def group(self) -> int:
@@ -132,10 +132,6 @@ GROUPS = re.compile(r"group:([1-9][0-9]*)")
 def _plain(values: Iterable[object]) -> tuple[object, ...]:
     """Return choices as users write them."""
     return tuple(str(value) if isinstance(value, str) else value for value in values)
-
-
-def _names(role: Role) -> tuple[str, ...]:
-    return tuple(name for name, datatype in DATATYPES.items() if role in datatype.roles)
 
 
 UNSET = Setting()
