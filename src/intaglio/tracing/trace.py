@@ -57,7 +57,7 @@ WITHOUT_CACHE = "the key-value cache of decoders (use_cache) is neither filled n
 def _without_caches(model_copy: nn.Module) -> tuple[str, ...]:
     """Switch off the key-value caches of decoders of Transformers, which return them by default, and return a note.
 
-    Their classes are no structures that torch.export can return, and a call without a cache as argument computes the
+    torch.export cannot return objects of their classes, and a call without a cache as argument computes the
     same result without one.
     """
     configs = [getattr(module, "config", None) for module in model_copy.modules()]
