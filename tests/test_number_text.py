@@ -19,7 +19,12 @@ from intaglio.runtime.reports.coverage import Coverage, FloatPart
         (999_960, "1.00 MB"),
         (25_950_000, "25.95 MB"),
         (186_800_000, "186.80 MB"),
-        (1_024_000_000, "1024.00 MB"),
+        (999_994_000, "999.99 MB"),
+        (999_996_000, "1.00 GB"),
+        (1_024_000_000, "1.02 GB"),
+        (8_796_093_022_208, "8.80 TB"),
+        (2**60, "1.15 EB"),
+        (2**80, "1208925.82 EB"),
     ],
 )
 def test_a_size_has_the_unit_that_fits_it(size, text):

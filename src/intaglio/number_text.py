@@ -4,13 +4,21 @@ from __future__ import annotations
 
 KILO, MEGA = 1_000, 1_000_000
 """Units are decimal: 1 kB is 1000 bytes and 1 MB is 1000 kB."""
+LARGE_UNITS = ("MB", "GB", "TB", "PB", "EB")
+"""Units from a million bytes on, each a thousand times the one before."""
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as text, such as ``288 bytes``, ``46.7 kB`` or ``25.95 MB``."""
+    """Return a number of bytes as text, such as ``288 bytes``, ``46.7 kB``, ``25.95 MB`` or ``8.80 TB``."""
     if size < KILO:
         return f"{size} byte{'s' * (size != 1)}"
-    return f"{size / MEGA:.2f} MB" if _reaches_mega(size) else f"{size / KILO:.1f} kB"
+    if not _reaches_mega(size):
+        return f"{size / KILO:.1f} kB"
+    value, *larger = size / MEGA, *LARGE_UNITS
+    while round(value, 2) >= KILO and len(larger) > 1:
+        value /= KILO
+        del larger[0]
+    return f"{value:.2f} {larger[0]}"
 
 
 def count_text(count: int) -> str:
