@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping
+from typing import Any
+
+import re2
 
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
@@ -32,15 +36,29 @@ def _covers(selector: str, path: str, classes: Mapping[str, str]) -> bool:
     if selector.startswith("type:"):
         return fnmatch.fnmatchcase(classes.get(path, ""), selector[5:])
     if selector.startswith("re:"):
-        return re.fullmatch(_pattern(selector), path) is not None
+        return _pattern(selector).fullmatch(path) is not None
     return fnmatch.fnmatchcase(path, selector)
 
 
-def _pattern(selector: str) -> re.Pattern[str]:
+@functools.lru_cache(maxsize=256)
+def _pattern(selector: str) -> Any:
+    """Return the compiled expression of a selector. RE2 matches in linear time, whatever the expression is."""
+    options = re2.Options()
+    options.log_errors = False  # the error says it
     try:
-        return re.compile(selector[3:])
-    except re.error as error:
-        raise SelectorError(f"selector {selector!r}", None, f"not a regular expression: {error}") from error
+        return re2.compile(selector[3:], options=options)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else "it is not valid Unicode"
+        if NONLINEAR_SYNTAX.match(reason):
+            problem = f"regular expressions have no lookaround and no backreferences ({reason})"
+            remedy = "select what it matches by several selectors: skip=['layer1.*', 're:layer[23]']"
+        else:
+            problem, remedy = f"not a regular expression: {reason}", "write \\ before signs that are part of a name"
+        raise SelectorError(f"selector {selector!r}", None, problem, remedy=remedy) from error
+
+
+NONLINEAR_SYNTAX = re.compile(r"invalid perl operator|invalid escape sequence: \\\d")
+"""Reasons of RE2 for syntax that cannot be matched in linear time."""
 
 
 def prefix_of(selector: str) -> str:
