@@ -112,7 +112,9 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
     [
         ((0.05, 100), 0.05, 100),
         ((-1.0, 1.55), 0.01, 100),
-        ((1.0, 2.55), 0.01, 0),
+        ((0.0, 2.55), 0.01, 0),
+        ((0, 2), 2 / 255, 0),
+        ((-1, 1), 2 / 255, 127),
         ((-2.55, -1), 0.01, 255),
         (QParams((0.25,), (7,), 0, 255), 0.25, 7),
         ((np.float32(0.05), np.int64(3)), 0.05, 3),
@@ -158,14 +160,39 @@ def test_weights_have_one_scale_or_one_per_channel():
         (lambda info: {info.sites.bias: (0.1, 0)}, "is a bias, whose scale follows from its input and weight"),
         (lambda info: {info.sites.weight: (0.1, 3)}, "and zero point 0"),
         (lambda info: {info.sites.inputs[0]: (0.1, 300)}, r"a zero point is outside \[0, 255\]"),
-        (lambda info: {info.sites.inputs[0]: (1.0, -1.0)}, "a range must be a low and a high number"),
-        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "a range must be a low|not finite"),
+        (lambda info: {info.sites.inputs[0]: (0.0, -1.0)}, "a range must be a low and a high number"),
+        (lambda info: {info.sites.inputs[0]: (-1.0, float("nan"))}, "its entries must be finite numbers"),
+        (lambda info: {info.sites.inputs[0]: (0.02, 128.0)}, "a zero point must be an integer"),
+        (lambda info: {info.sites.inputs[0]: (np.float32(0.02), np.round(127.6))}, "a zero point must be an integer"),
+        (lambda info: {info.sites.inputs[0]: (0.02, np.mean([127, 128]))}, "a zero point must be an integer"),
+        (lambda info: {info.sites.inputs[0]: (1.0, 2.55)}, "the low end of a range is at most 0"),
+        (lambda info: {info.sites.inputs[0]: QParams((1.0,), (128.0,), 0, 255)}, "a zero point must be an integer"),
+        (lambda info: {info.sites.weight: (np.full(3, 0.1), 0.0)}, "a zero point must be an integer"),
+        (lambda info: {info.sites.weight: (np.full(3, 0.1), 0)}, "returned 3 scales, but the weight has 8 channels"),
+        (lambda info: {info.sites.inputs[0]: 0.1}, "returned 0.1: the parameters of a site are a pair of numbers"),
+        (lambda info: {info.sites.inputs[0]: (0.1, 3, 5)}, "are a pair of numbers"),
+        (lambda info: {info.sites.inputs[0]: ("a", 3)}, "its entries must be finite numbers"),
+        (lambda info: {info.sites.inputs[0]: None}, "returned None: the parameters of a site are a pair"),
+        (lambda info: None, "returned None; it must return a dictionary from site name to parameters"),
+        (lambda info: [("a", 1)], "it must return a dictionary from site name to parameters"),
         (lambda info: {info.sites.inputs[0]: QParams((1.0,), (0,), -128, 127)}, "do not fit the site"),
     ],
 )
 def test_callback_values_that_a_site_cannot_have_are_refused(found, problem):
     with pytest.raises(CalibrationError, match=problem):
         Calibrator(prepared(Watching(found)), DATA).calibrate()
+
+
+def test_a_callback_without_its_method_names_the_method_to_define():
+    class OfTheDocument(CalibrationCallback):
+        def calibrate_pattern(self, info):
+            return {}
+
+    with pytest.raises(
+        CalibrationError, match=r"OfTheDocument: .*calibrate \(it defines calibrate_pattern\)"
+    ) as raised:
+        Calibrator(prepared(OfTheDocument()), DATA).calibrate()
+    assert raised.value.remedy.startswith("define calibrate(self, info)")
 
 
 def test_parameters_are_saved_with_the_ranges_and_never_merged(tmp_path):

@@ -142,3 +142,67 @@ def test_a_dataset_manager_is_accepted_wherever_data_is_expected():
     assert (ranges.batches, ranges.samples) == (3, 9)
     again, x = intaglio.quantize(model, list(manager)), torch.from_numpy(X)
     assert torch.equal(quantized(x), again(x))
+
+
+class OfAnotherLibrary(DatasetManager):
+    """A subclass with all methods, which does not call the constructor of its base."""
+
+    def __init__(self, pairs, batch_size, total_batches):
+        self.index, self.total_batches, self.batch_size = 0, total_batches, batch_size
+        self.pairs, self.iterator = pairs, iter(pairs)
+
+    def get_next_batch(self):
+        if self.is_empty():
+            raise IndexError
+        self.index += 1
+        data, label = next(self.iterator)
+        return [data], label
+
+    def num_batches(self):
+        return self.total_batches
+
+    def is_empty(self):
+        return self.index >= self.total_batches
+
+    def reset(self):
+        self.iterator, self.index = iter(self.pairs), 0
+
+
+PAIRS = [(X[:4], np.arange(4)), (X[4:8], np.arange(4)), (X[8:], np.arange(6))]
+
+
+def test_a_subclass_with_its_own_methods_can_be_read_any_number_of_times():
+    manager = OfAnotherLibrary(PAIRS, 4, 2)
+    for _ in range(2):
+        batches = list(manager)
+        assert [batch[0][0].shape for batch in batches] == [(4, 3), (4, 3)]
+        assert torch.equal(batches[1][0][0], torch.from_numpy(X[4:8]))
+    assert len(manager) == 2
+
+
+def test_a_subclass_calibrates_a_model_as_its_batches_do():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    captured = stages.capture(model, torch.from_numpy(X[:4]))
+    plain = stages.calibrate(stages.prepare(captured), [torch.from_numpy(data) for data, _ in PAIRS])
+    found = stages.calibrate(stages.prepare(captured), OfAnotherLibrary(PAIRS, 4, 3))
+    assert found.to_json() == plain.to_json()
+    assert intaglio.quantize(model, OfAnotherLibrary(PAIRS, 4, 3))(torch.from_numpy(X)).shape == (14, 4)
+
+
+def test_a_subclass_that_ends_early_ends_the_pass():
+    assert len(list(OfAnotherLibrary(PAIRS, 4, 10))) == 3
+
+
+def test_a_subclass_that_calls_the_constructor_may_change_batches_only():
+    class Doubled(DatasetManager):
+        def get_next_batch(self):
+            return 2 * super().get_next_batch()
+
+    doubled = Doubled(X, batch_size=7)
+    assert [batch[0, 1] for batch in doubled] == [2.0, 44.0]
+
+
+def test_a_class_and_a_number_are_no_data():
+    for data in (DatasetManager, 5):
+        with pytest.raises(CalibrationError, match="cannot be read as batches"):
+            DatasetManager(data)

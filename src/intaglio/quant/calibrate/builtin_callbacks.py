@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from intaglio import numerics
+from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.quant.calibrate.calibration_info import CalibrationInfo, Given
 from intaglio.quant.calibrate.callbacks import CalibrationCallback
 
 
+@check_fields
 @dataclass(frozen=True)
 class GlobalCalibrationCallback(CalibrationCallback):
     """Gives every activation the same scale and zero point, and every weight the scale ``weight`` if there is one."""
@@ -20,6 +22,7 @@ class GlobalCalibrationCallback(CalibrationCallback):
     zero_point: int = 0
     weight: float | None = None
 
+    @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
         """Return the scale and zero point of this callback for every activation, and ``weight`` for the weight."""
         names = [name for name in (*info.sites.inputs, info.sites.output) if name is not None]
@@ -29,6 +32,7 @@ class GlobalCalibrationCallback(CalibrationCallback):
         return found
 
 
+@check_fields
 @dataclass(frozen=True)
 class AverageMaxCalibrationCallback(CalibrationCallback):
     """Gives activations the mean of each batch's extrema, and weights the largest magnitude of each channel, or of the
@@ -36,6 +40,7 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
 
     per_channel: bool = True
 
+    @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
         """Return the means of the extrema for activations and the absmax scale for the weight."""
         names, extrema = (*info.sites.inputs, info.sites.output), []
@@ -44,10 +49,11 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
             extrema.append([(float(value.min()), float(value.max())) for value in values])
         means = np.mean(extrema, axis=0)
         ends = zip(names, means.tolist(), strict=True)
-        found: dict[str, Given] = {name: (low, high) for name, (low, high) in ends if name is not None}
+        found: dict[str, Given] = {name: (min(low, 0.0), high) for name, (low, high) in ends if name is not None}
         return {**found, **_absmax(info, self.per_channel)}
 
 
+@check_fields
 @dataclass(frozen=True)
 class KLDivergenceCalibrationCallback(CalibrationCallback):
     """Gives activations the range that the method "kl" chooses, whatever method their setting has, and weights the
@@ -55,6 +61,7 @@ class KLDivergenceCalibrationCallback(CalibrationCallback):
 
     per_channel: bool = True
 
+    @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
         """Return the parameters of least divergence for activations and the absmax scale for the weight."""
         return {**info.qparams_by("kl"), **_absmax(info, self.per_channel)}

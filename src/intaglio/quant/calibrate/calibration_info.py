@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from intaglio import numerics
+from intaglio.argument_checks import check_arguments, value_text
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
@@ -28,9 +29,11 @@ from intaglio.signature import TORCH_DTYPES
 Given = QParams | tuple[Any, Any]
 """Parameters that a callback returns for a site: `QParams`, (low, high), or (scale, zero point).
 
-A pair is (scale, zero point) if the second entry is an integer and the first one is above 0, because ranges contain 0.
-For weights, the entries may be arrays with one element for each channel.
+A pair is (scale, zero point) if the second entry is an integer and the first one is above 0. It is (low, high) if the
+first entry is at most 0, as every range contains 0. Any other pair is refused, because a zero point that NumPy computed
+as a float would look like a range. For weights, the entries may be arrays with one element for each channel.
 """
+FORMS = "return (scale, zero point) with an integer zero point, int(zero_point), or (low, high) with low at most 0"
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class CalibrationInfo:
         """Return the batches of the calibration, with all that they hold besides inputs, such as labels."""
         return DatasetManager(list(self._run.items))
 
+    @check_arguments
     def values_for(self, batch: Any) -> CalibrationInfo:
         """Return the region with the values for one batch that the callback brings; it is batch 0 of the result."""
         before, call = self._evaluation, self._run.leaves(batch)
@@ -103,20 +107,24 @@ class CalibrationInfo:
         next(region for region in evaluation if region is self.region)
         return CalibrationInfo(evaluation, self.region, self.pattern, self.sites, self._run)
 
+    @check_arguments
     def qparams_by(self, method: str) -> dict[str, QParams]:
         """Return the parameters of the region's activations that a range method chooses, such as "kl"."""
         found = self._run.qparams_by(method)
         return {name: found[name] for name in (*self.sites.inputs, self.sites.output) if name is not None}
 
+    @check_arguments
     def unquantized_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
         """Return the inputs of the region in the float model."""
         found = self._evaluation.unquantized_inputs(self.region, batch)
         return found + [weight for weight in [self.weight()] if weights and weight is not None]
 
+    @check_arguments
     def unquantized_outputs(self, batch: int = 0) -> list[torch.Tensor]:
         """Return the outputs of the region in the float model."""
         return self._evaluation.unquantized_outputs(self.region, batch)
 
+    @check_arguments
     def quantized_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
         """Return the dequantized inputs of the region in the model quantized so far.
 
@@ -128,6 +136,7 @@ class CalibrationInfo:
             found = [*found, self._evaluation.weights.get(name, weight)]
         return found
 
+    @check_arguments
     def integer_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
         """Return the inputs of the region as integers.
 
@@ -148,6 +157,7 @@ class CalibrationInfo:
             return None
         return self._evaluation.integer_weights.get(layer_operands(self.region.anchor).weight.name)
 
+    @check_arguments
     def quantized_outputs(self, batch: int = 0) -> list[torch.Tensor]:
         """Return the outputs of the region in the model quantized so far.
 
@@ -166,10 +176,13 @@ class CalibrationInfo:
         """Return the channel axis of the weight; ``None`` for a single scale."""
         return None if self.sites.weight is None else _axis(self._evaluation.annotations, self.sites.weight)
 
+    @check_arguments
     def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
         """Return the region with other parameters, to compare the `quantized_outputs` of several choices."""
         sites = {site.name: site for site in self._evaluation.annotations.sites}
-        chosen = {name: parameters(sites[name], value, self.region) for name, value in given.items()}
+        free = [name for name in self.sites if name != self.sites.bias]
+        by_site = parameters_by_site(given, self.pattern.name, free)
+        chosen = {name: given_parameters(sites[name], value, self.region) for name, value in by_site.items()}
         trial = _trial(self._evaluation, self.region, chosen)
         return CalibrationInfo(trial, self.region, self.pattern, self.sites, self._run)
 
@@ -234,7 +247,25 @@ def _axis(annotations: Annotations, name: str) -> int | None:
     return axis if isinstance(axis, int) else None
 
 
-def parameters(site: Site, value: Given, region: Region) -> QParams:
+def parameters_by_site(given: Any, pattern: str, sites: Iterable[str]) -> Mapping[str, Given]:
+    """Return what a callback returned; raise `CalibrationError` if it is not a mapping.
+
+    Args:
+        given: the result of the callback.
+        pattern: name of the pattern that the callback belongs to.
+        sites: names of the sites whose parameters it may choose.
+    """
+    if isinstance(given, Mapping):
+        return given
+    raise CalibrationError(
+        f"callback of pattern {pattern!r}",
+        None,
+        f"it returned {value_text(given)}; it must return a dictionary from site name to parameters",
+        remedy=f"return {{}} to choose nothing, or parameters by name for {', '.join(sites)}",
+    )
+
+
+def given_parameters(site: Site, value: Given, region: Region) -> QParams:
     """Return the complete parameters of a site from those that a callback chose.
 
     Raises:
@@ -243,15 +274,11 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
     if isinstance(site.spec, Fixed):
         problem = "its parameters are fixed, because it holds bytes of images"
         raise CalibrationError(site.name, site.origin.operator, problem, remedy="return no parameters for it")
-    if isinstance(value, QParams):
-        found = value
-    else:
-        first, second = (np.asarray(part).reshape(-1) for part in value)
-        try:
-            found = _qparams_of_pair(site, first, second)
-        except (ValueError, TypeError) as error:
-            problem = f"the callback returned {value!r}: {error}"
-            raise CalibrationError(site.name, site.origin.operator, problem) from error
+    try:
+        found = _whole(value) if isinstance(value, QParams) else _qparams_of_pair(site, *_pair(value))
+    except (ValueError, TypeError, RuntimeError) as error:  # of NumPy, or of a tensor that has no array
+        problem = f"the callback returned {value_text(value)}: {error}"
+        raise CalibrationError(site.name, site.origin.operator, problem, remedy=FORMS) from error
     symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
     if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
         raise CalibrationError(
@@ -261,15 +288,45 @@ def parameters(site: Site, value: Given, region: Region) -> QParams:
             remedy="return a pair of scale and zero point "
             + ("0" if site.role == Role.WEIGHT else f"in {site.qmin}..{site.qmax}"),
         )
-    if site.role == Role.WEIGHT and isinstance(site.axis, int) and len(found.scales) == 1:
-        channels = fixed_size(layer_operands(region.anchor).weight, site.axis)
+    if site.role == Role.WEIGHT and isinstance(site.axis, int):
+        return _for_each_channel(found, site, fixed_size(layer_operands(region.anchor).weight, site.axis))
+    return found
+
+
+def _for_each_channel(found: QParams, site: Site, channels: int) -> QParams:
+    """Return the parameters of a weight with one scale for each of its channels."""
+    if len(found.scales) not in (1, channels):
+        problem = f"the callback returned {len(found.scales)} scales, but the weight has {channels} channels"
+        raise CalibrationError(
+            site.name, site.origin.operator, problem, remedy="return one scale, or one for each channel"
+        )
+    if len(found.scales) == 1:
         return replace(found, scale=found.scales * channels, zero_point=(0,) * channels, axis=site.axis)
     return found
 
 
+def _whole(found: QParams) -> QParams:
+    """Return parameters whose zero points are integers; raise ValueError for others."""
+    if all(isinstance(zero, int) for zero in found.zeros):
+        return found
+    raise ValueError("a zero point must be an integer")
+
+
+def _pair(value: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return a pair as two arrays of finite numbers; raise ValueError for anything else."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValueError("the parameters of a site are a pair of numbers")
+    first, second = (np.asarray(part).reshape(-1) for part in value)
+    if not all(part.size and part.dtype.kind in "iuf" and np.isfinite(part).all() for part in (first, second)):
+        raise ValueError("its entries must be finite numbers")
+    return first, second
+
+
 def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
     """Return the parameters for a pair from a callback; raise ValueError for one that the site cannot have."""
-    if first.min() > 0 and np.issubdtype(second.dtype, np.integer):
+    if first.min() > 0:
+        if not np.issubdtype(second.dtype, np.integer):
+            raise ValueError("a zero point must be an integer, and the low end of a range is at most 0")
         scales = tuple(float(np.float32(scale)) for scale in first)
         zeros = tuple(int(zero) for zero in np.broadcast_to(second, first.shape))
     elif site.role == Role.WEIGHT:
@@ -278,9 +335,7 @@ def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QPara
     else:
         if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
             raise ValueError("a range must be a low and a high number")
-        scale, zero = numerics.affine_qparams(
-            min(float(first[0]), 0.0), max(float(second[0]), 0.0), site.qmin, site.qmax
-        )
+        scale, zero = numerics.affine_qparams(float(first[0]), max(float(second[0]), 0.0), site.qmin, site.qmax)
         scales, zeros = (scale,), (zero,)
     if any(not site.qmin <= zero <= site.qmax for zero in zeros):
         raise ValueError(f"a zero point is outside [{site.qmin}, {site.qmax}]")

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from intaglio import config
+from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import CalibrationError, InputError
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, batches, peek
@@ -37,6 +38,7 @@ class NonFinite(StrEnum):
     IGNORE = "ignore"
 
 
+@check_arguments_except("prepared")
 def calibrate(
     prepared: Prepared,
     data: Any,
@@ -84,8 +86,7 @@ def calibrate(
         seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, shown, group))
         ranges = _gathered(prepared, seen, group)
         if not ranges.samples and not _runs_itself(data):
-            problem = f"{ranges.batches} batches without a single sample"
-            raise CalibrationError("data", None, problem, remedy="give batches whose first axis is not empty")
+            raise without_samples(ranges.batches)
         ended = max(first, *group.gather(observer_state.batch - group.size + 1))
     except BaseException:
         _reset(prepared, before)
@@ -100,10 +101,16 @@ def calibrate(
             f"calibrated on {ranges.samples} samples in {ranges.batches} batches, which is all data; samples={samples} "
             "asks for more"
         )
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=3)
     for finding in ranges.findings if group.rank == 0 else ():
         logger.warning("%s", finding)
     return ranges
+
+
+def without_samples(batches: int) -> CalibrationError:
+    """Return the error for data whose batches are all empty."""
+    problem = f"{batches} batch{'es' * (batches != 1)} without a single sample"
+    return CalibrationError("data", None, problem, remedy="give batches whose first axis is not empty")
 
 
 def _reset(prepared: Prepared, statistics: dict[str, Statistics]) -> None:
@@ -113,7 +120,7 @@ def _reset(prepared: Prepared, statistics: dict[str, Statistics]) -> None:
 
 def _runs_itself(data: Any) -> bool:
     """Return whether data is a function to be called with the prepared model."""
-    return callable(data) and not isinstance(data, torch.Tensor) and not hasattr(data, "__iter__")
+    return callable(data) and not isinstance(data, (torch.Tensor, type)) and not hasattr(data, "__iter__")
 
 
 def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> Ranges:
@@ -204,7 +211,7 @@ def _summary_of_inputs(signature: Signature, args: tuple[Any, ...], kwargs: dict
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the samples in a call: the size of the first axis of its first tensor that has axes."""
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
-    return tensors[0].shape[0] if tensors else 1
+    return tensors[0].size(0) if tensors else 1  # a nested tensor has no shape
 
 
 def _warn_of_repeats(data: Any) -> None:
@@ -215,7 +222,7 @@ def _warn_of_repeats(data: Any) -> None:
         warnings.warn(
             f"DistributedSampler repeats {repeated} samples so that all ranks get equally many, and they count twice; "
             "intaglio.calibration.share(loader) gives every rank whole batches without repetition",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

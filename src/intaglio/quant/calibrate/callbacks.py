@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import CalibrationError
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
@@ -19,7 +20,8 @@ from intaglio.quant.calibrate.calibration_info import (
     CalibrationRun,
     Given,
     RegionSites,
-    parameters,
+    given_parameters,
+    parameters_by_site,
     quantize_weight,
     region_sites,
 )
@@ -41,8 +43,17 @@ class CalibrationCallback:
         """Return site name -> parameters for the sites that this callback decides.
 
         All other sites get theirs from the statistics by the method of their setting.
+
+        Raises:
+            CalibrationError: the subclass does not define this method.
         """
-        raise NotImplementedError
+        other = " (it defines calibrate_pattern)" if hasattr(self, "calibrate_pattern") else ""
+        raise CalibrationError(
+            type(self).__name__,
+            None,
+            f"the callback does not define the method calibrate{other}",
+            remedy="define calibrate(self, info), which returns a dictionary from site name to parameters",
+        )
 
 
 class Calibrator:
@@ -51,6 +62,7 @@ class Calibrator:
     This is the interface of pattern frameworks to `intaglio.stages.calibrate`, which takes the same arguments.
     """
 
+    @check_arguments_except("prepared")
     def __init__(self, prepared: Prepared, data: Any, *, cache: int = CACHE, **options: Any) -> None:
         expect(prepared, Prepared, "Calibrator")
         self.prepared, self.data, self.cache, self.options = prepared, data, cache, options
@@ -126,7 +138,8 @@ class _CallbackRunner:
             callback, sites = _callback(region), region_sites(self.annotations, region)
             if callback is not None and region.pattern is not None:
                 info = CalibrationInfo(self.evaluation, region, region.pattern, sites, self.calibration)
-                for name, value in callback.calibrate(info).items():
+                free = [name for name in sites if name != sites.bias]
+                for name, value in parameters_by_site(callback.calibrate(info), region.pattern.name, free).items():
                     self._store_chosen(name, value, sites, region)
             for leader, last in self.open_until.items():
                 if last <= index:
@@ -155,7 +168,7 @@ class _CallbackRunner:
         leader = self.sites[self._leader(name)]
         if leader.name in self.given or leader.name in self.evaluation.qparams:
             return
-        self.given[leader.name] = parameters(leader, value, region)
+        self.given[leader.name] = given_parameters(leader, value, region)
         self._set_group_qparams(leader.name, self.given[leader.name])
 
     def _set_group_qparams(self, leader: str, q: QParams | None) -> None:

@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from intaglio.argument_checks import check_arguments, value_text
 from intaglio.errors import CalibrationError
 from intaglio.torch_private import pytree
 
+OWN_METHODS = "define get_next_batch, num_batches, is_empty and reset, or call super().__init__(data)"
 ONE_PASS = "pass a list, a DataLoader, or a function that returns an iterator: DatasetManager(lambda: ...)"
 
 
 class DatasetManager:
     """Batches of a data set, for any number of passes; accepted wherever batches are expected.
+
+    A subclass can read a data set of another library: it defines `get_next_batch`, `num_batches`, `is_empty` and
+    `reset`, and need not call the constructor of this class. Its batches may contain NumPy arrays.
 
     Args:
         data: an array or tensor, or a mapping of them (also a `BatchEncoding`), whose first axis counts samples; a
@@ -27,6 +32,15 @@ class DatasetManager:
         columns: the columns of a mapping or data set to use; all by default.
     """
 
+    batch_size: Any = None
+    num_samples: int | None = None
+    columns: Sequence[str] | None = None
+    samples = 0
+    _open: Callable[[], Iterable[Any]] | None = None
+    _length: int | None = None
+    _once = _read = _started = False
+
+    @check_arguments
     def __init__(
         self,
         data: Any,
@@ -39,30 +53,43 @@ class DatasetManager:
             if value is not None and value < 1:
                 raise CalibrationError("data", None, f"{name} = {value}; it must be at least 1")
         self.batch_size, self.num_samples, self.columns = batch_size, num_samples, columns
-        self.samples = 0
         self._open = _source(data, batch_size, columns)
         self._length = _length(data, batch_size, columns)
-        self._once, self._read = isinstance(data, Iterator), False
+        self._once = isinstance(data, Iterator)
         self._batches: Iterator[Any] = iter(())
-        self._started = False
 
     def __iter__(self) -> Iterator[Any]:
         """Start a pass at the first batch; raise `CalibrationError` for a second pass over an iterator."""
         self.reset()
+        if type(self).get_next_batch is not DatasetManager.get_next_batch:
+            return self._batches_of_subclass()
         return self._batches
+
+    def _batches_of_subclass(self) -> Iterator[Any]:
+        """Yield the batches of a subclass that defines `get_next_batch`, as tensors."""
+        while not self.is_empty():
+            try:
+                batch = self.get_next_batch()
+            except (IndexError, StopIteration):
+                return
+            yield _tensors(batch, None)
 
     def __len__(self) -> int:
         """Return the number of batches in a pass; raise `TypeError` if it is not known."""
-        if self._length is None:
+        count = self.num_batches()
+        if count is None:
             raise TypeError(
                 "the number of batches is not known, because the data has no length; num_batches() returns None"
             )
-        if self.num_samples is None or self.batch_size is None:
-            return self._length
-        return min(self._length, -(-self.num_samples // self.batch_size))
+        return count
 
     def reset(self) -> None:
         """Go back to the first batch; raise `CalibrationError` if an iterator has been read before."""
+        if self._open is None:
+            problem = (
+                "the subclass defines only some of the methods and does not call the constructor of DatasetManager"
+            )
+            raise CalibrationError(type(self).__name__, None, problem, remedy=OWN_METHODS)
         if self._once and self._read:
             raise CalibrationError(
                 "data",
@@ -71,7 +98,7 @@ class DatasetManager:
                 remedy=ONE_PASS,
             )
         self.samples, self._started = 0, True
-        self._batches = self._pass()
+        self._batches = self._pass(self._open)
 
     def get_next_batch(self) -> Any:
         """Return the next batch; start a pass if there is none, and raise `IndexError` after the last batch."""
@@ -92,11 +119,13 @@ class DatasetManager:
 
     def num_batches(self) -> int | None:
         """Return the number of batches in a pass; ``None`` if it is not known."""
-        return None if self._length is None else len(self)
+        if self._length is None or self.num_samples is None or self.batch_size is None:
+            return self._length
+        return int(min(self._length, -(-self.num_samples // self.batch_size)))
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yield the batches of one pass, cut off after ``num_samples``."""
-        for item in self._open():
+        for item in source():
             self._read = True
             batch = _tensors(item, self.columns)
             size = samples_of(batch)
@@ -110,14 +139,14 @@ class DatasetManager:
 def samples_of(batch: Any) -> int:
     """Return the size of the first axis of the first tensor that has axes; 1 without one."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    return tensors[0].shape[0] if tensors else 1
+    return tensors[0].size(0) if tensors else 1  # a nested tensor has no shape
 
 
 def _first(batch: Any, count: int, size: int) -> Any:
     """Return the first samples of a batch."""
 
     def cut(leaf: Any) -> Any:
-        return leaf[:count] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size else leaf
+        return leaf[:count] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size else leaf
 
     return pytree.tree_map(cut, batch)
 
@@ -131,13 +160,14 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
         return lambda: (_slice(tensors, start, start + step, size) for start in range(0, size, step))
     if is_rows(data):
         return lambda: data.iter(batch_size=batch_size or DEFAULT_BATCH)
-    if callable(data) and not hasattr(data, "__iter__"):
+    if callable(data) and not isinstance(data, type) and not hasattr(data, "__iter__"):
         return data
-    if not hasattr(data, "__iter__"):
+    if isinstance(data, type) or not hasattr(data, "__iter__"):
+        kind = value_text(data) if isinstance(data, type) else f"a {type(data).__name__}"
         raise CalibrationError(
             "data",
             None,
-            f"a {type(data).__name__} cannot be read as batches",
+            f"{kind} cannot be read as batches",
             remedy="pass an array, a tensor, an iterable of batches, a data set, or a function that returns one",
         )
     if batch_size is not None:
@@ -155,7 +185,10 @@ DEFAULT_BATCH = 32
 
 
 def _slice(tensors: Any, start: int, stop: int, size: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[start:stop] if leaf.dim() and leaf.shape[0] == size else leaf, tensors)
+    def cut(leaf: Any) -> Any:
+        return leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) == size else leaf
+
+    return pytree.tree_map(cut, tensors)
 
 
 def _length(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> int | None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import CalibrationError
 from intaglio.native.statistics import HALF_BINS, SKETCH
 from intaglio.quant.calibrate.batches import batches
@@ -148,6 +149,7 @@ class RankBatches:
         return itertools.islice(batches(self.data), self.rank, None, self.size)
 
 
+@check_arguments
 def share(data: Any, group: Group | None = None) -> RankBatches:
     """Return the batches of this rank, so that each batch is used by exactly one rank of the group.
 

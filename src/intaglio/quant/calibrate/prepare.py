@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
@@ -90,6 +91,7 @@ class Prepared(GraphStage):
         lines = [f"{node.name} {node.op} {operator(node)} {[v.name for v in node.all_input_nodes]}" for node in nodes]
         return hashlib.sha256("\n".join([*lines, *sorted(self.observers)]).encode()).hexdigest()[:16]
 
+    @check_arguments
     def with_method(self, method: str) -> Prepared:
         """Return the model with another range method for all activations; ranges of either model fit both."""
         try:
@@ -106,6 +108,7 @@ class Prepared(GraphStage):
         return replace(self, annotations=replace(self.annotations, sites=sites), bodies=bodies)
 
 
+@check_arguments_except("captured", "quantizer")
 def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None) -> Annotations:
     """Return what `prepare` would quantize, without inserting observers.
 

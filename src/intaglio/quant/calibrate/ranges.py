@@ -9,6 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
 from intaglio.ir import QParams
 from intaglio.output_paths import read_text, write_text
@@ -95,6 +96,7 @@ class Ranges:
     findings: tuple[Finding, ...] = field(default=(), compare=False)
     parameters: Mapping[str, QParams] | None = None
 
+    @check_arguments
     def merge(self, other: Ranges) -> Ranges:
         """Return exactly the ranges of both data sets together; the sites must be the same.
 
@@ -132,6 +134,7 @@ class Ranges:
         return json.dumps(content, sort_keys=True)
 
     @staticmethod
+    @check_arguments
     def from_json(text: str) -> Ranges:
         """Return the inverse of `to_json`; raise `ArtifactError` for other text or another version."""
         try:
@@ -152,16 +155,19 @@ class Ranges:
         except MALFORMED as error:
             raise ArtifactError("ranges", None, f"this is not a file of ranges: {error}") from error
 
+    @check_arguments
     def save(self, path: str | Path) -> None:
         """Write the ranges to a JSON file."""
         write_text(path, self.to_json())
 
     @staticmethod
+    @check_arguments
     def load(path: str | Path) -> Ranges:
         """Read the ranges from a JSON file."""
         return Ranges.from_json(read_text(path))
 
     @staticmethod
+    @check_arguments
     def merge_files(paths: Iterable[str | Path]) -> Ranges:
         """Return the merged ranges of all files, which may be in any order."""
         found = [Ranges.load(path) for path in paths]

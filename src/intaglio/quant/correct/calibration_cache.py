@@ -10,7 +10,7 @@ import torch
 
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, Call, batches, peek
-from intaglio.quant.calibrate.calibration_loop import batch_size
+from intaglio.quant.calibrate.calibration_loop import batch_size, without_samples
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.signature import bind, dims_of, initial_state
 from intaglio.torch_private import pytree
@@ -25,13 +25,21 @@ CACHED_SAMPLES = 256
 def cached_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Calls:
     """Return the tensors of this rank's batches among the first whole batches with this many samples.
 
-    Each call starts from the state that the model was captured with.
+    Each call starts from the state that the model was captured with. Batches without samples are left out.
+
+    Raises:
+        CalibrationError: no batch has a sample.
     """
-    found = []
-    for args, kwargs in (call for _, call in _first(data, signature, samples, group or Group.current())):
+    found, group, read = [], group or Group.current(), 0
+    for args, kwargs in (call for _, call in _first(data, signature, samples, group)):
+        read += 1
+        if not batch_size(args, kwargs):
+            continue
         leaves = bind(signature, args, kwargs)
         dims_of(signature, leaves)
         found.append([leaf.detach() for leaf in (*leaves, *initial_state(signature))])
+    if not found and group.size == 1:
+        raise without_samples(read)
     return found
 
 
