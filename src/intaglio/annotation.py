@@ -10,7 +10,6 @@ a ready-made one.
 from intaglio.quant.annotate.node_annotations import (
     Annotation,
     Annotator,
-    Composed,
     CustomObserver,
     QuantizedAs,
     SameAs,
@@ -18,8 +17,10 @@ from intaglio.quant.annotate.node_annotations import (
     annotation_of,
 )
 from intaglio.quant.annotate.sites import Dynamic, Fixed, Observed, Site
+from intaglio.quant.frontends.composed_annotators import Composed
 from intaglio.quant.frontends.x86_quantizer import (
     X86Quantizer,
+    get_default_x86_inductor_quantization_config,
     get_linear_dynamic_fp16_config,
     get_symmetric_quantization_config,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "X86Quantizer",
     "annotate_node",
     "annotation_of",
+    "get_default_x86_inductor_quantization_config",
     "get_linear_dynamic_fp16_config",
     "get_symmetric_quantization_config",
 ]

@@ -13,6 +13,7 @@ from intaglio.annotation import (
     Annotation,
     X86Quantizer,
     annotation_of,
+    get_default_x86_inductor_quantization_config,
     get_symmetric_quantization_config,
 )
 from intaglio.errors import SelectorError
@@ -192,6 +193,14 @@ def annotated(model, quantizer) -> dict[str, Annotation]:
 
 
 # -- what can be set --------------------------------------------------------------------------------------------------
+
+
+def test_the_names_of_torchao_are_other_names_of_the_same_methods():
+    for name in ("set_module_name", "set_module_type", "set_function_type"):
+        assert getattr(X86Quantizer, f"{name}_qconfig") is getattr(X86Quantizer, name)
+    assert X86Quantizer.get_global_quantization_config is X86Quantizer.get_global
+    assert get_default_x86_inductor_quantization_config() == INT8
+    assert get_default_x86_inductor_quantization_config(True) == TRAINED
 
 
 def test_setters_return_the_quantizer_and_the_global_setting_can_be_read():

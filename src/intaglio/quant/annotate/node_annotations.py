@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from intaglio.errors import UnsupportedError
+from intaglio.argument_checks import check_arguments, check_fields, check_fields_except, value_text
+from intaglio.errors import InputError, UnsupportedError
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import activations, is_constant, known_record, operands, operator, record_of
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
@@ -25,6 +26,7 @@ ANNOTATION_KEY = "quantization_annotation"
 """Key of the annotation in a node's ``meta``; PyTorch's own quantizers use the same key."""
 
 
+@check_fields
 @dataclass(frozen=True)
 class QuantizedAs:
     """Quantization of one value.
@@ -60,6 +62,7 @@ class QuantizedAs:
         """Return the smallest and the largest quantized value."""
         return self.span or (DATATYPES[self.datatype].qmin, DATATYPES[self.datatype].qmax)
 
+    @check_arguments
     def site(self, name: str, node: fx.Node) -> Site:
         """Return the site of an activation that is quantized like this."""
         kind, (low, high) = DATATYPES[self.datatype], self.bounds
@@ -69,6 +72,7 @@ class QuantizedAs:
         return Site(name, node.name, Role.ACTIVATION, spec, kind.storage, low, high, None, origin(node), kind.name)
 
 
+@check_fields
 @dataclass(frozen=True)
 class SameAs:
     """The parameters of another place.
@@ -80,6 +84,7 @@ class SameAs:
     place: Place
 
 
+@check_fields
 @dataclass(frozen=True)
 class CustomObserver:
     """Quantization by an observer that writes its own quantize and dequantize nodes.
@@ -94,6 +99,7 @@ class CustomObserver:
     observer: Callable[[], Any]
 
 
+@check_fields_except("inputs")
 @dataclass
 class Annotation:
     """The annotation of one node.
@@ -108,6 +114,13 @@ class Annotation:
     output: QuantizedAs | SameAs | CustomObserver | None = None
     sharing: bool = True
 
+    def __post_init__(self) -> None:
+        allowed = (QuantizedAs, SameAs, CustomObserver, type(None))
+        if isinstance(self.inputs, dict) and all(isinstance(one, allowed) for one in self.inputs.values()):
+            return
+        problem = f"inputs takes a dictionary from nodes to annotations of edges, got {value_text(self.inputs)}"
+        raise InputError("Annotation", None, problem, remedy="pass inputs={node.args[0]: QuantizedAs()}")
+
 
 class Annotator(Protocol):
     """The protocol of an annotator, which `prepare` accepts instead of a `Quantizer`.
@@ -120,6 +133,7 @@ class Annotator(Protocol):
         """Store annotations with `annotate_node`; the module is a copy, whose graph must not change."""
 
 
+@check_arguments
 def annotate_node(node: fx.Node, annotation: Annotation) -> None:
     """Store an annotation on a node; raise `UnsupportedError` if it already has one.
 
@@ -133,6 +147,7 @@ def annotate_node(node: fx.Node, annotation: Annotation) -> None:
     node.meta[ANNOTATION_KEY] = annotation
 
 
+@check_arguments
 def annotation_of(node: fx.Node) -> Annotation | None:
     """Return the annotation of a node, or ``None``.
 
@@ -140,40 +155,6 @@ def annotation_of(node: fx.Node) -> Annotation | None:
         node: node of the module that is annotated.
     """
     return node.meta.get(ANNOTATION_KEY)
-
-
-class Composed:
-    """Runs annotators in order; raises `UnsupportedError` if one changes or removes an annotation of an earlier one."""
-
-    def __init__(self, annotators: Iterable[Annotator]) -> None:
-        self.annotators = tuple(annotators)
-
-    def annotate(self, module: fx.GraphModule) -> None:
-        """Run the annotators in order."""
-        annotated: dict[fx.Node, tuple[str, Any, str]] = {}
-        for annotator in self.annotators:
-            annotator.annotate(module)
-            name = type(annotator).__name__
-            for node in module.graph.nodes:
-                record = node.meta.get(ANNOTATION_KEY)
-                if node in annotated and (record is not annotated[node][1] or repr(record) != annotated[node][2]):
-                    done = "removed" if record is None else "changed"
-                    problem = f"{name} {done} an annotation of {annotated[node][0]}"
-                    remedy = "annotate a node only if annotation_of(node) is None"
-                    raise UnsupportedError(node.name, operator(node), problem, remedy=remedy)
-                if record is not None and node not in annotated:
-                    annotated[node] = (name, record, repr(record))
-
-    def validate(self, module: fx.GraphModule) -> None:
-        """Call ``validate`` of each annotator that defines it."""
-        for annotator in self.annotators:
-            if hasattr(annotator, "validate"):
-                annotator.validate(module)
-
-    def specs(self, sites: Sequence[Site]) -> dict[str, Observed | Fixed]:
-        """Return the specs of all annotators; for the same site the later one wins."""
-        asked = [annotator.specs(sites) for annotator in self.annotators if hasattr(annotator, "specs")]
-        return {name: spec for found in asked for name, spec in found.items()}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from intaglio.argument_checks import check_fields
 from intaglio.errors import UnsupportedError
 from intaglio.ir import Axis, DType, Origin
 from intaglio.ir.disjoint_sets import DisjointSets
@@ -13,6 +14,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import Datatype, datatype_of
 
 
+@check_fields
 @dataclass(frozen=True)
 class Observed:
     """Parameters computed from observed statistics by a range method; a weight is its own statistics.
@@ -29,6 +31,7 @@ class Observed:
     observer: Callable[[], Any] | None = None
 
 
+@check_fields
 @dataclass(frozen=True)
 class Fixed:
     """Parameters known beforehand.
@@ -67,6 +70,7 @@ class Derived:
     sources: tuple[str, ...]
 
 
+@check_fields
 @dataclass(frozen=True)
 class Dynamic:
     """Parameters computed at run time.

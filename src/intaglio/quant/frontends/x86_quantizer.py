@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import SelectorError
 from intaglio.fusion.matcher import match
 from intaglio.fusion.pattern import op, seq, wildcard
@@ -86,6 +87,7 @@ TYPES: Mapping[Any, str] = {
 """Overload of each module class and function."""
 
 
+@check_arguments
 def get_symmetric_quantization_config(
     is_per_channel: bool = True, is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False
 ) -> Setting:
@@ -106,6 +108,20 @@ def get_symmetric_quantization_config(
     )
 
 
+@check_arguments
+def get_default_x86_inductor_quantization_config(
+    is_qat: bool = False, is_dynamic: bool = False, reduce_range: bool = False
+) -> Setting:
+    """Return `get_symmetric_quantization_config` with weight scales per channel, by torchao's name and arguments.
+
+    Args:
+        is_qat: observe moving averages instead of histograms.
+        is_dynamic: quantize activations at run time.
+        reduce_range: quantize activations to 0..127, for CPUs without VNNI, whose instructions saturate.
+    """
+    return get_symmetric_quantization_config(True, is_qat, is_dynamic, reduce_range)
+
+
 def get_linear_dynamic_fp16_config() -> Setting:
     """Return a weight-only setting: weights are stored as float16, and everything is computed in float32.
 
@@ -119,7 +135,8 @@ class X86Quantizer:
 
     Settings are given by module name, by type of module or function, or globally, in this order of precedence. ``None``
     leaves operators in float. Types other than those in `TYPES` are ignored with a warning. So is a setting that
-    combines training or dynamic quantization with an earlier one without it. All setters return the quantizer.
+    combines training or dynamic quantization with an earlier one without it. All setters return the quantizer. Names
+    that end in ``_qconfig``, and `get_global_quantization_config`, are those of torchao for the same methods.
     """
 
     def __init__(self) -> None:
@@ -127,6 +144,7 @@ class X86Quantizer:
         self._types: dict[str, Setting | None] = {}
         self._rest: Setting | None = None
 
+    @check_arguments
     def set_global(self, config: Setting | None) -> X86Quantizer:
         """Set the setting of all operators without another one, except products of two activations."""
         if self._is_compatible(config):
@@ -137,20 +155,29 @@ class X86Quantizer:
         """Return the setting of `set_global`."""
         return self._rest
 
+    @check_arguments
     def set_module_name(self, name: str, config: Setting | None) -> X86Quantizer:
         """Set the setting of one module; a fused pattern must be inside it as a whole."""
         if self._is_compatible(config):
             self._names[name] = config
         return self
 
+    @check_arguments
     def set_module_type(self, kind: type[nn.Module], config: Setting | None) -> X86Quantizer:
         """Set the setting of a module class; functions with the same overload share it."""
         return self._set_type(kind, config)
 
+    @check_arguments
     def set_function_type(self, function: Callable[..., Any], config: Setting | None) -> X86Quantizer:
         """Set the setting of a function such as `torch.matmul`; module classes with the same overload share it."""
         return self._set_type(function, config)
 
+    get_global_quantization_config = get_global
+    set_module_name_qconfig = set_module_name
+    set_module_type_qconfig = set_module_type
+    set_function_type_qconfig = set_function_type
+
+    @check_arguments
     def annotate(self, module: fx.GraphModule) -> None:
         """Annotate a graph by module names, then types, then the global setting; earlier annotations are kept."""
         view, ends = FxGraphView(module.graph), set[fx.Node]()
@@ -180,13 +207,14 @@ class X86Quantizer:
             yield self._rest, partial(_has_one, DEFAULT_TARGETS)
 
     def _set_type(self, kind: Any, config: Setting | None) -> X86Quantizer:
-        if kind not in TYPES:
+        target = next((target for known, target in TYPES.items() if known is kind), None)
+        if target is None:
             warnings.warn(
                 f"{getattr(kind, '__name__', kind)}: this type cannot be quantized; the setting is ignored",
-                stacklevel=3,
+                stacklevel=4,
             )
         elif self._is_compatible(config):
-            self._types[TYPES[kind]] = config
+            self._types[target] = config
         return self
 
     def _is_compatible(self, config: Setting | None) -> bool:
@@ -199,7 +227,7 @@ class X86Quantizer:
         mixed = config is not None and (len(when) > 1 or len(set(map(_is_for_training, given))) > 1)
         if mixed:
             warnings.warn(
-                "this setting is ignored, because an earlier one differs in training or in dynamic scales", stacklevel=4
+                "this setting is ignored, because an earlier one differs in training or in dynamic scales", stacklevel=5
             )
         return not mixed
 
