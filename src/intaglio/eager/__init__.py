@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.eager.call_log import Intercepted, calls
 from intaglio.eager.coverage_report import assert_int8, clipping, coverage
 from intaglio.eager.model_copies import copy_without_attachments
@@ -17,7 +18,7 @@ from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session, restoring_state
 from intaglio.eager.torchscript import scriptable
-from intaglio.errors import CalibrationError, InputError
+from intaglio.errors import CalibrationError, CaptureError, InputError
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@check_arguments
 def prepare(
     model: nn.Module,
     example_inputs: Any,
@@ -72,13 +74,28 @@ def prepare(
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session, as_children)
     with restoring_state(prepared):
-        prepared(*args, **(example_kwargs or {}))
+        _run_example(prepared, args, example_kwargs or {})
     for segment in session.segments:
         segment.clear_statistics()
     session.runs = 0
     return prepared
 
 
+UNFIT_INPUTS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
+"""Errors of Python and PyTorch for inputs that a model cannot take. Exceptions of other classes are the model's own."""
+
+
+def _run_example(prepared: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run the example call; raise `CaptureError` if the model fails as models do for inputs that they cannot take."""
+    try:
+        prepared(*args, **kwargs)
+    except UNFIT_INPUTS as error:
+        problem = f"the float model fails on the example inputs: {type(error).__name__}: {error}"
+        remedy = "check that model(*example_inputs, **example_kwargs) runs"
+        raise CaptureError("example_inputs", None, problem, remedy=remedy) from error
+
+
+@check_arguments_except("prepared")
 def convert(
     prepared: nn.Module, parameters: Parameters | Sequence[Parameters] | None = None, *, strict: bool = False
 ) -> nn.Module:
@@ -99,6 +116,9 @@ def convert(
         InputError: The number of parameter sets differs from the number of recordings.
     """
     before = session_of(prepared)
+    if not before.is_recording:
+        problem, remedy = "the model is converted already", "call it, or call eager.rewrite(converted) for its graph"
+        raise InputError("convert", None, problem, remedy=remedy)
     given = _given(before, parameters)
     converted = copy_without_attachments(prepared)
     session = Session(converted, before.quantizer, strict, before.leaf_classes)
@@ -137,6 +157,7 @@ def _given(before: Session, parameters: Parameters | Sequence[Parameters] | None
     return list(found)
 
 
+@check_arguments_except("converted")
 def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
     """Return the quantization parameters of a converted model, one `Parameters` per recording.
 
@@ -149,6 +170,7 @@ def parameters(converted: nn.Module) -> tuple[Parameters, ...]:
     return tuple(Parameters({}) if found is None else found.parameters for found in references)
 
 
+@check_arguments_except("converted")
 def rewrite(converted: nn.Module) -> Reference:
     """Return the explicit graph of a converted model that always runs the same operators, as input for `compile`.
 
@@ -178,6 +200,7 @@ def rewrite(converted: nn.Module) -> Reference:
     return reference
 
 
+@check_arguments
 def fusions(
     model: nn.Module,
     example_inputs: Any,

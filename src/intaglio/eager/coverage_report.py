@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from intaglio import build
+from intaglio.argument_checks import check_arguments_except
 from intaglio.eager.quantization_state import session_of
 from intaglio.eager.recording.events import RecordedTensor, leaves, operator_or_class
 from intaglio.eager.recording.float_calls import FloatWork, batch_of, counted
@@ -20,6 +21,7 @@ from intaglio.runtime import Coverage, FloatPart
 from intaglio.runtime.reports.clipping import Clipping
 
 
+@check_arguments_except("converted")
 def coverage(converted: nn.Module) -> Coverage:
     """Return how much of a converted model runs in int8, and why the rest does not, over all recordings.
 
@@ -48,6 +50,7 @@ def coverage(converted: nn.Module) -> Coverage:
     return found.with_sizes(found.bytes_before, size, (*notes, *clipped))
 
 
+@check_arguments_except("converted")
 def clipping(converted: nn.Module) -> Clipping:
     """Return which float values calls have had outside of their calibrated ranges, as `QuantizedModel.clipping` does.
 
@@ -63,6 +66,7 @@ def clipping(converted: nn.Module) -> Clipping:
     return _converted_session(converted, "clipping").clipping.report()
 
 
+@check_arguments_except("converted")
 def assert_int8(converted: nn.Module, macs: float = 1.0) -> None:
     """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8.
 

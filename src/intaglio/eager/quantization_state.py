@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any, TypeGuard
 
 import torch
@@ -85,6 +86,29 @@ class AutoQuantizationState(nn.Module, Attachment):
         return "\n".join(["AutoQuantizationState(", *[f"  {line}" for line in lines], ")"])
 
 
+PLAIN_PYTHON = (
+    "a prepared or converted model is plain Python, which torch.export, torch.compile and TorchScript cannot read"
+)
+MAKE_A_GRAPH = (
+    "convert the model and make a graph of it: reference = eager.rewrite(converted); compile(reference) for speed, "
+    "eager.scriptable(reference) for TorchScript, reference.as_module() for torch.export"
+)
+
+
+def refuse_tracing() -> None:
+    """Raise `InputError` while torch.export or torch.compile traces a call."""
+    if torch.compiler.is_compiling():
+        raise InputError("call", None, PLAIN_PYTHON, remedy=MAKE_A_GRAPH)
+
+
+class ScriptingRefusal(Attachment):
+    """Attribute ``__prepare_scriptable__`` of a model, which `torch.jit.script` calls first."""
+
+    def __call__(self) -> Any:
+        """Raise `InputError`."""
+        raise InputError("torch.jit.script", None, PLAIN_PYTHON, remedy=MAKE_A_GRAPH)
+
+
 class InterceptedCall(Attachment):
     """Replacement for the forward of a non-leaf module."""
 
@@ -97,8 +121,14 @@ class InterceptedCall(Attachment):
         found = inspect.signature(self.function)
         return found.replace(parameters=list(found.parameters.values())[1:])
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """Return the code of the module's own forward, which `torch.export` reads."""
+        return self.function.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward; a call from outside starts an intercepted run."""
+        refuse_tracing()
         run = current.run
         if run is None or run.session is not self.session:
             return call_intercepted(self.session, self.path, self._forward, args, kwargs)
@@ -160,6 +190,7 @@ def attach(session: Session, as_children: bool = False) -> None:
     """
     inside: set[int] = set()
     others = ids_prepared_separately(session.model)
+    object.__setattr__(session.model, "__prepare_scriptable__", ScriptingRefusal())
     state_dict_hooks(session.model)[STATE_KEY] = SaveHook(session)
     for path, module in list(session.model.named_modules()):
         if id(module) in others:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from intaglio.argument_checks import check_arguments
 from intaglio.eager.recording.events import Event, RecordedTensor, leaves
 from intaglio.eager.segments.fused_operators import computing_operators, display_name, regions_with_events
 from intaglio.eager.segments.segment import Segment
@@ -53,6 +54,7 @@ class SeenOpInfo:
     instead: str
     after: str
 
+    @check_arguments
     def lines(self, index: int, converted: bool) -> list[str]:
         """Return the lines that `AutoQuantizationState` prints for this operator."""
         found = [f"{index}: (type): {self.type}" + (f" ({self.path})" if self.path else "")]

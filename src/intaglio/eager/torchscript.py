@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
+from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.quant.qdq.convert import Reference
 from intaglio.torch_private import OpOverload, pytree
+from intaglio.tracing.captured import expect
 
 
+@check_arguments_except("reference")
 def scriptable(reference: Reference) -> fx.GraphModule:
     """Return the graph of a reference model with operators called by names that TorchScript resolves.
 
@@ -19,6 +22,7 @@ def scriptable(reference: Reference) -> fx.GraphModule:
     Args:
         reference: Reference model, for example from `rewrite`.
     """
+    expect(reference, Reference, "scriptable")
     module = copy_graph(reference.module)
     for node in module.graph.nodes:
         if isinstance(node.target, OpOverload):

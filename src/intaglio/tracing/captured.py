@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from intaglio.argument_checks import value_text
 from intaglio.errors import ArtifactError, InputError
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
@@ -130,16 +131,27 @@ MADE_BY = {
 """The call that returns each stage."""
 
 
+EAGER_CALLS = {
+    "calibrate": "call the prepared model with each batch: it collects its statistics itself",
+    "convert": "call eager.convert(prepared)",
+}
+"""Remedy for a model of `intaglio.eager` that is given to a function of the same name as one of its own."""
+REWRITE = "convert the model if it is only prepared, and take its graph: {}(eager.rewrite(converted))"
+
+
 def expect(stage: Any, wanted: type, verb: str) -> None:
     """Check the type of a stage.
 
     Raises:
         InputError: the stage is not a `wanted`; the message names the call that returns one.
     """
-    if not isinstance(stage, wanted):
-        name = wanted.__name__
-        remedy = f"call {MADE_BY[name]}, which returns one"
-        raise InputError(verb, None, f"takes a {name}, got a {type(stage).__name__}", remedy=remedy)
+    if isinstance(stage, wanted):
+        return
+    name, got = wanted.__name__, value_text(stage)
+    remedy = f"call {MADE_BY[name]}, which returns one"
+    if isinstance(stage, nn.Module) and hasattr(stage, "_auto_quant_state"):
+        got, remedy = "a model of intaglio.eager", EAGER_CALLS.get(verb) or REWRITE.format(verb)
+    raise InputError(verb, None, f"takes a {name}, got {got}", remedy=remedy)
 
 
 def fx_text(graph: fx.Graph) -> str:

@@ -189,7 +189,7 @@ class Segment:
 
     def accepts(self, number: int, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
         """Return whether a tensor can replace this value, and add the dynamic sizes it determines to `symbols`."""
-        if tensor.dtype is not self.recording.types[number] or tensor.device.type != "cpu":
+        if tensor.dtype is not self.recording.types[number] or tensor.device.type != "cpu" or tensor.is_nested:
             return False
         shape = self.shapes.get(number)
         if shape is None or tensor.dim() != len(shape):
