@@ -13,17 +13,20 @@ __all__ = [
     "QuantizedModel",
     "Recipe",
     "Setting",
+    "annotation",
     "autotune",
+    "calibration",
     "compare",
     "eager",
     "errors",
     "load",
+    "patterns",
     "quantize",
     "stages",
 ]
 
 if TYPE_CHECKING:
-    from intaglio import eager, stages
+    from intaglio import annotation, calibration, eager, patterns, stages
     from intaglio.api import autotune, quantize
     from intaglio.backends.native_backend import CompileOptions
     from intaglio.build import load
@@ -46,10 +49,27 @@ else:
     }
     """Public name -> the module that defines it. Names that are missing here are modules themselves."""
 
+    STAGES = frozenset(
+        {
+            "annotate",
+            "calibrate",
+            "capture",
+            "compile",
+            "convert",
+            "correct",
+            "equalize",
+            "plan",
+            "prepare",
+            "requantize",
+        }
+    )
+    """Functions of `intaglio.stages`, which an error names."""
+
     def __getattr__(name: str) -> Any:
         """Import a public name at its first use, so that `intaglio --help` does not wait for PyTorch."""
         if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            there = f"; call intaglio.stages.{name}" if name in STAGES else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = MODULES.get(name)
         found = getattr(import_module(home), name) if home else import_module(f"intaglio.{name}")
         globals()[name] = found

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from intaglio.argument_checks import check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.recipe import Recipe, Selectors
 from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.stages import (
@@ -36,10 +37,10 @@ from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.detached_copy import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
-Selectors = str | Iterable[str]
 logger = logging.getLogger("intaglio")
 
 
+@check_arguments_except("model")
 @log_once()
 def quantize(
     model: nn.Module,
@@ -48,8 +49,8 @@ def quantize(
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
-    skip: Selectors = (),
-    only: Selectors = (),
+    skip: Selectors | None = None,
+    only: Selectors | None = None,
     input: Image | Mapping[str, Image] | None = None,
     quantizer: Quantizer | None = None,
     samples: int | None = None,
@@ -68,7 +69,7 @@ def quantize(
         dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes (default: the batch is dynamic).
         recipe: a `Recipe`, the name of one ("accurate", or "int8_dynamic", which needs no data), its entries as a
             mapping, or the path of its TOML file. A recipe that has parameters replaces calibration.
-        skip: selectors of the operators that stay in float.
+        skip: selectors of the operators that stay in float (default: none).
         only: selectors of the operators to quantize; all others stay in float (default: quantize all).
         input: the normalization of image inputs. An `Image`, or a mapping from input name to `Image` if there are
             several inputs. The quantized model then accepts uint8 images too.
@@ -107,6 +108,7 @@ def quantize(
     return quantized
 
 
+@check_arguments_except("model")
 @log_once()
 def autotune(
     model: nn.Module,
@@ -175,8 +177,8 @@ def autotune(
 def _quantizer_for(
     quantizer: Quantizer | None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
-    skip: Selectors,
-    only: Selectors,
+    skip: Selectors | None,
+    only: Selectors | None,
     images: Image | Mapping[str, Image] | None,
 ) -> Quantizer:
     """Return the given quantizer, or one made of a recipe and images, with the selection of ``skip`` and ``only``

@@ -6,10 +6,38 @@ activations, and `Call` describes a call to the functions of the record. `quanti
 arithmetic for the reference implementation of an operator.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from intaglio import numerics
+from intaglio.argument_checks import check_arguments
+from intaglio.errors import InputError
 from intaglio.fusion.pattern import Pattern, const, op, seq, wildcard
-from intaglio.numerics import dequantize, quantize
 from intaglio.ops import Call, OpDef, Roles
 from intaglio.quant.recipes.user_patterns import BUILT_IN, QuantizerPattern, builtin
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _with_shape_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make a NumPy function raise an `InputError` for arrays whose shapes do not fit each other."""
+
+    @check_arguments
+    @wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except ValueError as error:
+            remedy = "pass numbers as parameters, or arrays that broadcast against the values"
+            raise InputError(function.__name__, None, str(error), remedy=remedy) from error
+
+    return run
+
+
+quantize = _with_shape_errors(numerics.quantize)
+dequantize = _with_shape_errors(numerics.dequantize)
 
 __all__ = [
     "BUILT_IN",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from intaglio import build
+from intaglio.argument_checks import check_arguments_except
 from intaglio.backends import BACKENDS
 from intaglio.backends.c_backend import COptions
 from intaglio.backends.inductor.inductor_backend import InductorOptions
@@ -90,6 +91,7 @@ def prepare(
 ) -> PreparedQat: ...
 @overload
 def prepare(captured: Captured, quantizer: Quantizer | Annotator | None, qat: Literal[True]) -> PreparedQat: ...
+@check_arguments_except("captured", "quantizer")
 def prepare(
     captured: Captured, quantizer: Quantizer | Annotator | None = None, qat: bool = False
 ) -> Prepared | PreparedQat:
@@ -114,6 +116,7 @@ def prepare(
     return prepare_qat(captured, quantizer) if qat else prepare_captured(captured, quantizer)
 
 
+@check_arguments_except("prepared")
 def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ranges:
     """Collect statistics of every site over the data, which is read once.
 
@@ -145,6 +148,7 @@ def calibrate(prepared: Prepared | PreparedQat, data: Any, **options: Any) -> Ra
     return Calibrator(prepared, data, **options).calibrate()
 
 
+@check_arguments_except("prepared")
 def convert(
     prepared: Prepared | PreparedQat, ranges: Ranges | Parameters | None = None, corrections: Corrections | None = None
 ) -> Reference:
@@ -179,6 +183,7 @@ def convert(
     return convert_qat(prepared)
 
 
+@check_arguments_except("model")
 def from_qdq(
     model: nn.Module | ExportedProgram | Captured,
     example_inputs: Any = None,
@@ -219,6 +224,7 @@ def from_qdq(
     return from_captured(captured)
 
 
+@check_arguments_except("lowered")
 def plan(lowered: Lowered, isa: str | None = None) -> Planned:
     """Plan an integer graph for an instruction set: partitions, layouts, memory and schedules, each with its reason.
 
@@ -259,6 +265,7 @@ def compile(
 def compile(
     stage: Reference | Lowered, backend: Literal["c"], *, folder: str | Path, isa: str | Iterable[str] | None = None
 ) -> Path: ...
+@check_arguments_except("stage")
 def compile(stage: Reference | Lowered | Planned, backend: str = "native", **options: Any) -> Any:
     """Compile a reference model, an integer graph or a plan with one of the backends.
 

@@ -7,13 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim
 
 import intaglio
-from intaglio import build, eager, stages
+from intaglio import build, eager, patterns, stages
 from intaglio.cli import bench
 from intaglio.config import cache_limit_bytes
 from intaglio.errors import IntaglioError
@@ -310,7 +311,68 @@ def torch_file(folder: Path) -> Path:
     return folder / "weights.pt"
 
 
+def each_form_of(reference: stages.Reference) -> None:
+    stages.compile(reference, isa="portable")
+    torch.jit.script(eager.scriptable(reference))
+    torch.export.export(reference.as_module(), (X,))
+
+
 FAST = [
+    Case(
+        "did you mean 'skip'?",
+        lambda _: intaglio.quantize(linears(), [X], skp="0"),
+        lambda _: intaglio.Recipe().with_selection(skip="0"),
+    ),
+    Case(
+        "check that model(*example_inputs, **example_kwargs) runs",
+        lambda _: eager.prepare(linears(), X[:, :2]),
+        lambda _: (linears()(X), eager.prepare(linears(), X)),
+    ),
+    Case(
+        "convert the model and make a graph of it: reference = eager.rewrite(converted); compile(reference) for speed, "
+        "eager.scriptable(reference) for TorchScript, reference.as_module() for torch.export",
+        lambda _: torch.export.export(eager.convert(prepared_eagerly(linears())), (X,)),
+        lambda _: each_form_of(eager.rewrite(eager.convert(prepared_eagerly(linears())))),
+    ),
+    Case(
+        "call the prepared model with each batch: it collects its statistics itself",
+        lambda _: stages.calibrate(prepared_eagerly(linears()), [X]),
+        lambda _: eager.convert(prepared_eagerly(linears())),
+    ),
+    Case(
+        "call eager.convert(prepared)",
+        lambda _: stages.convert(prepared_eagerly(linears())),
+        lambda _: eager.convert(prepared_eagerly(linears())),
+    ),
+    Case(
+        "convert the model if it is only prepared, and take its graph: compile(eager.rewrite(converted))",
+        lambda _: stages.compile(prepared_eagerly(linears())),
+        lambda _: stages.compile(eager.rewrite(eager.convert(prepared_eagerly(linears())))),
+    ),
+    Case(
+        "call it, or call eager.rewrite(converted) for its graph",
+        lambda _: eager.convert(eager.convert(prepared_eagerly(linears()))),
+        lambda _: (
+            eager.convert(prepared_eagerly(linears()))(X),
+            eager.rewrite(eager.convert(prepared_eagerly(linears()))),
+        ),
+    ),
+    Case(
+        "pass operators=[record, ...]",
+        lambda folder: intaglio.load(folder / "nothing", operators=iter(["mirror_add"])),
+        lambda _: stages.Quantizer(operators=[MIRROR_ADD]),
+    ),
+    Case(
+        "pass numbers as parameters, or arrays that broadcast against the values",
+        lambda _: patterns.quantize(np.ones((2, 3)), np.ones(2), 0, 0, 255),
+        lambda _: patterns.quantize(np.ones((2, 3)), np.ones((2, 1)), 0, 0, 255),
+    ),
+    Case(
+        "pass a share, such as macs=0.95",
+        lambda _: compiled().assert_int8(macs=95),
+        lambda _: compiled().assert_int8(macs=0.95),
+    ),
+    Case("leave calls out", lambda _: compiled().profile(X, calls=0), lambda _: compiled().profile(X)),
     Case(
         "pass isa to plan(lowered, isa=...)",
         lambda _: stages.compile(stages.plan(lowered()), isa="portable"),

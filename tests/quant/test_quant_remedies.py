@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import re2
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -97,6 +98,10 @@ def prepared(kind: str = "two", quantizer: object = None) -> stages.Prepared:
 def recipe(default: dict | None = None, **entries: object) -> Quantizer:
     """A quantizer by a recipe: default settings, and settings of modules."""
     return Quantizer(intaglio.Recipe.of({**({"*": default} if default else {}), **entries}))
+
+
+def recipe_without(selector: str) -> Quantizer:
+    return Quantizer(intaglio.Recipe().with_selection(skip=selector))
 
 
 def calibrated(data: object, kind: str = "two", quantizer: object = None, **options: object) -> Ranges:
@@ -284,7 +289,37 @@ CALIBRATION = {
         lambda: Ranges.from_json(calibrated([X]).to_json()),
     ),
     "no file of ranges": (lambda: Ranges.merge_files([]), "pass one path or more", None),
+    "a callback that returns nothing": (
+        lambda: chosen(lambda info: None),
+        "return {} to choose nothing, or parameters by name for #0/input.args_0, a.weight",
+        lambda: [chosen(lambda info: {}), chosen(lambda info: {"a.weight": (0.1, 0)})],
+    ),
+    "a zero point that is a float": (
+        lambda: chosen(lambda info: {info.sites.inputs[0]: (np.float32(0.02), np.round(127.6))}),
+        "return (scale, zero point) with an integer zero point, int(zero_point), or (low, high) with low at most 0",
+        lambda: [
+            chosen(lambda info: {info.sites.inputs[0]: (np.float32(0.02), int(np.round(127.6)))}),
+            chosen(lambda info: {info.sites.inputs[0]: (0.0, 128.0)}),
+        ],
+    ),
+    "scales of other channels": (
+        lambda: chosen(lambda info: {info.sites.weight: (np.full(5, 0.1), 0)}),
+        "return one scale, or one for each channel",
+        lambda: [chosen(lambda info, n=n: {info.sites.weight: (np.full(n, 0.1), 0)}) for n in (1, 3)],
+    ),
+    "a callback without its method": (
+        lambda: calibrated([X], "one", Quantizer(patterns=builtin("conv2d", calibration=OfTheDocument()))),
+        "define calibrate(self, info), which returns a dictionary from site name to parameters",
+        lambda: chosen(lambda info: {}),
+    ),
 }
+
+
+class OfTheDocument(CalibrationCallback):
+    """A callback with the method name of another framework."""
+
+    def calibrate_pattern(self, info):
+        return {}
 
 
 def observing(node, scales: int) -> Annotation:
@@ -314,7 +349,39 @@ def plain_of(kind: str, quantizer: object) -> Ranges:
     return Ranges.from_json(calibrated([X], kind, quantizer).to_json())
 
 
+class OnlyBatches(DatasetManager):
+    """A subclass with one of its methods only."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def get_next_batch(self):
+        return next(self.batches)
+
+
+class AllMethods(OnlyBatches):
+    """A subclass with all of its methods."""
+
+    def reset(self):
+        self.left = 1
+
+    def is_empty(self):
+        return not self.left
+
+    def num_batches(self):
+        return 1
+
+    def get_next_batch(self):
+        self.left = 0
+        return X
+
+
 DATASETS = {
+    "a subclass without methods that are needed": (
+        lambda: calibrated(OnlyBatches([X])),
+        "define get_next_batch, num_batches, is_empty and reset, or call super().__init__(data)",
+        lambda: calibrated(AllMethods([])),
+    ),
     "an object that is no data": (
         lambda: DatasetManager(3),
         "pass an array, a tensor, an iterable of batches, a data set, or a function that returns one",
@@ -349,6 +416,11 @@ def twice(data: DatasetManager) -> None:
 
 
 PARAMETERS = {
+    "a zero point of a file that is a float": (
+        lambda: plain().parameters.changed("#0/relu.0", scale=0.02, zero_point=128.0),
+        "write the entry as reference.parameters.save(path) does, such as scale 0.02 and zero_point 128",
+        lambda: plain().parameters.changed("#0/relu.0", scale=0.02, zero_point=128),
+    ),
     "a site that does not exist": (
         lambda: plain().parameters.changed("nothing", scale=0.1),
         "choose from #0/input",
@@ -454,6 +526,46 @@ def equalized() -> stages.Prepared:
 
 
 RECIPES = {
+    "a selector that is no string": (
+        lambda: intaglio.Recipe().with_selection(skip=iter([None])),
+        "pass strings such as 'layer1.*' or 'type:Linear'",
+        lambda: intaglio.Recipe().with_selection(skip=["layer1.*", "type:Linear"]),
+    ),
+    "a number as a recipe": (
+        lambda: intaglio.Recipe.of(7),
+        "write {'layer1.*': {'bits': 7}, 'head': None}",
+        lambda: intaglio.Recipe.of({"layer1.*": {"bits": 7}, "head": None}),
+    ),
+    "a number as settings": (
+        lambda: intaglio.Recipe.of({"a": 7}),
+        "write settings such as {'bits': 7}",
+        lambda: intaglio.Recipe.of({"a": {"bits": 7}}),
+    ),
+    "a backreference": (
+        lambda: prepared("two", recipe_without(r"re:(a)\1")),
+        "select what it matches by several selectors: skip=['layer1.*', 're:layer[23]']",
+        lambda: prepared("two", recipe_without("a")),
+    ),
+    "an open bracket": (
+        lambda: prepared("two", recipe_without("re:(a")),
+        "write \\ before signs that are part of a name",
+        lambda: re2.compile(r"\(a"),
+    ),
+    "a number as a pattern": (
+        lambda: Quantizer(patterns=iter([5])),
+        "pass patterns as builtin(...) returns them",
+        lambda: Quantizer(patterns=iter([builtin("conv2d"), builtin("dense")])),
+    ),
+    "pixels of other channels": (
+        lambda: intaglio.Image((0.5, 0.5), 0.5).normalize(X),
+        "pass a tensor [n, c, h, w] of as many channels",
+        lambda: intaglio.Image((0.5, 0.5), 0.5).normalize(X[:, :2]),
+    ),
+    "an image without channels": (
+        lambda: IMAGE.pixels(0),
+        "pass the number of channels of the input",
+        lambda: IMAGE.pixels(3),
+    ),
     "an image with a deviation of zero": (
         lambda: intaglio.Image(std=0.0),
         "give one number, or one number per channel",
@@ -580,6 +692,14 @@ def buffer_of_16_bits(buffers: tuple) -> Quantizer:
 
 
 ANNOTATIONS = {
+    "a list of annotations": (
+        lambda: Annotation([QuantizedAs()]),
+        "pass inputs={node.args[0]: QuantizedAs()}",
+        lambda: prepared(
+            "one",
+            By(conv2d=lambda node: Annotation(inputs={node.args[0]: QuantizedAs(), node.args[1]: QuantizedAs("s8")})),
+        ),
+    ),
     "a node that is annotated twice": (
         lambda: prepared("one", Composed([By(conv2d=layer), By(conv2d=layer)])),
         "annotate a node only if annotation_of(node) is None",

@@ -52,6 +52,16 @@ REMEDIES = {
         "compare the reference with the float model that it was made from",
         lambda: intaglio.compare(model(), reference(model()), [X]),
     ),
+    "nothing to compare": (
+        lambda: intaglio.compare(model(), None, [X]),
+        "pass what quantize, convert or eager.convert returns",
+        lambda: intaglio.compare(model(), reference(model()), [X]),
+    ),
+    "results of another number": (
+        lambda: intaglio.compare(model(), lambda x: (x, x), [X]),
+        "compare a quantized model with its own float model",
+        lambda: intaglio.compare(model(), lambda x: x[:, :4], [X]),
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
+from intaglio.argument_checks import check_fields
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.backends.protocol import integer_graph
 from intaglio.lower import Lowered
@@ -14,6 +15,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.while_loops import WhileLoop
 
 
+@check_fields
 @dataclass(frozen=True)
 class COptions:
     """Options of the C backend.

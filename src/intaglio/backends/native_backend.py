@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from intaglio import build
+from intaglio.argument_checks import check_fields
 from intaglio.backends.protocol import integer_graph
 from intaglio.build.planned import Planned
 from intaglio.errors import InputError
@@ -23,6 +24,7 @@ from intaglio.tune import first_sample, random_sample, search
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
+@check_fields
 @dataclass(frozen=True)
 class CompileOptions:
     """Options of the native backend.

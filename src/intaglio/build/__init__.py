@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from intaglio.argument_checks import check_arguments
 from intaglio.build.check import check_schedules
 from intaglio.build.planned import Planned
 from intaglio.codegen import emit
@@ -19,7 +20,7 @@ from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import cpu as machine
 from intaglio.native.compile import install
-from intaglio.ops import OpDef, check_graph
+from intaglio.ops import OpDef, check_graph, checked_records
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
 from intaglio.runtime import (
     Artifact,
@@ -116,6 +117,7 @@ def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, Ho
     }
 
 
+@check_arguments
 def load(
     path: str | Path, *, trust: bool = False, isa: str | None = None, operators: Iterable[OpDef] = ()
 ) -> QuantizedModel:
@@ -142,7 +144,7 @@ def load(
         >>> int8.save("model.int8")
         >>> int8 = intaglio.load("model.int8")
     """
-    given = {record.name: record for record in operators}
+    given = {record.name: record for record in checked_records(operators)}
     with _without_collector():
         saved = load_saved(path)
     return _opened(saved, path, trust, isa, given)

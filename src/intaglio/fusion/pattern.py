@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from intaglio.argument_checks import check_arguments, check_fields
 
+
+@check_fields
 @dataclass(frozen=True)
 class Pattern:
     """A node of a pattern: an operator of one of these ``kinds``, or a leaf without ``kinds``.
@@ -48,6 +51,7 @@ class Pattern:
             yield from operand.named_kinds()
 
 
+@check_arguments
 def wildcard(name: str = "") -> Pattern:
     """Return a pattern that matches any value.
 
@@ -57,6 +61,7 @@ def wildcard(name: str = "") -> Pattern:
     return Pattern(name=name)
 
 
+@check_arguments
 def const(name: str = "") -> Pattern:
     """Return a pattern that matches a constant.
 
@@ -66,6 +71,7 @@ def const(name: str = "") -> Pattern:
     return Pattern(name=name, is_constant=True)
 
 
+@check_arguments
 def op(
     kinds: str | Iterable[str],
     *operands: Pattern,
@@ -93,6 +99,7 @@ def reads(kinds: str | Iterable[str], operand: Pattern) -> Pattern:
     return Pattern((kinds,) if isinstance(kinds, str) else tuple(kinds), (operand,), any_operand=True)
 
 
+@check_arguments
 def seq(*kinds: str | Iterable[str]) -> Pattern:
     """Return a chain along first operands: ``seq("conv2d", "clamp")`` is ``op("clamp", op("conv2d", wildcard()))``.
 

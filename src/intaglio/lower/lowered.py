@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from intaglio.argument_checks import check_arguments
 from intaglio.ir import Dim, DType, Graph, ModelInfo, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.quant.annotate.sites import Skip
@@ -85,6 +86,7 @@ class Lowered:
         """Return the values of mutable buffers: the captured ones at first, then those of the last call."""
         return initial_state(self.signature)
 
+    @check_arguments
     def runner(self, symbols: Mapping[str, int]) -> Any:
         """Return the callback that runs islands for the interpreter, for these values of the dynamic dimensions."""
 

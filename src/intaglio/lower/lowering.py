@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import Graph, Signature
@@ -27,6 +28,7 @@ from intaglio.tracing.captured import expect
 from intaglio.tracing.while_loops import replace_loop_bodies
 
 
+@check_arguments_except("reference")
 def requantize(reference: Reference) -> Lowered:
     """Lower a reference model to an integer graph.
 

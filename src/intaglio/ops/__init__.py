@@ -6,7 +6,7 @@ from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles
 from intaglio.ops.operator_groups import ACCUMULATING, ADD_OPS, ANCHORS, PRECISE_FUNCTIONS, SCALAR_OPS
 from intaglio.ops.preconditions import check_graph, needs, verify
-from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, index, op_def
+from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, checked_records, index, op_def
 
 __all__ = [
     "ACCUMULATING",
@@ -22,6 +22,7 @@ __all__ = [
     "OpDef",
     "Roles",
     "check_graph",
+    "checked_records",
     "index",
     "interpret",
     "needs",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.ir import Attrs, Dim, DType, Graph, Op, Shape, TensorType
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.loop_ops.float_loop import FloatLoop
@@ -25,6 +26,7 @@ KernelConstants = tuple[Mapping[str, np.ndarray], Attrs]
 """Constants that a kernel reads after its operand, by label in order, and the attributes of the integer operator."""
 
 
+@check_fields
 @dataclass(frozen=True)
 class Roles:
     """Roles of operands, as positions in ``OpDef.operands``.
@@ -62,6 +64,7 @@ class Call:
     constant: tuple[bool | None, ...]
     result: Shape
 
+    @check_arguments
     def shape(self, operand: int = 0) -> Shape:
         """Return the shape of an operand; raise `ValueError` if it is left out."""
         found = self.shapes[operand]
@@ -69,6 +72,7 @@ class Call:
             raise ValueError(f"{self.target}: the optional operand {operand} is missing")
         return found
 
+    @check_arguments
     def sizes(self, operand: int) -> tuple[int, ...]:
         """Return the integer sizes of a constant operand."""
         return tuple(int(size) for size in self.shape(operand) if isinstance(size, int))
@@ -95,6 +99,7 @@ class Tail(StrEnum):
     DEQUANTIZE_ROWS = "dequantize_rows"
 
 
+@check_fields
 @dataclass(frozen=True)
 class OpDef:
     """All properties of one operator.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from intaglio.argument_checks import value_text
+from intaglio.errors import InputError
 from intaglio.ir import Op
 from intaglio.ops import (
     channels,
@@ -63,6 +65,16 @@ BY_NAME, BY_TARGET = index(
 """All records, by name and by ATen overload."""
 OPS: Mapping[str, OpDef] = MappingProxyType({name: found for name, found in BY_NAME.items() if found.has_integer_form})
 """Operators that have an integer form or exist only in the integer graph, by name."""
+
+
+def checked_records(operators: Iterable[OpDef]) -> tuple[OpDef, ...]:
+    """Return the records of user-defined operators; raise `InputError` for anything else among them."""
+    found = tuple(operators)
+    for record in found:
+        if not isinstance(record, OpDef):
+            problem = f"operators takes records (OpDef), got {value_text(record)}"
+            raise InputError("operators", None, problem, remedy="pass operators=[record, ...]")
+    return found
 
 
 def op_def(op: Op) -> OpDef:

@@ -122,7 +122,9 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
     """Return the instruction sets, best first, in the order in which the exported program tries them."""
     requested = tuple(isas) if isas is not None else (model.artifact.program.isa,)
     if not requested or (unknown := [isa for isa in requested if isa not in ISA_FLAGS]):
-        problem = f"there are no kernels for {', '.join(unknown)}" if requested else "no instruction set is given"
+        problem = (
+            f"there are no kernels for {', '.join(map(str, unknown))}" if requested else "no instruction set is given"
+        )
         raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}")
     return [isa for isa in ISA_FLAGS if isa in requested]
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from intaglio import config
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
@@ -205,6 +206,7 @@ class ProgramModule(nn.Module):
         model."""
         return (NewShapePolicy.FALLBACK if self._fallback_model else NewShapePolicy.PLAN).value
 
+    @check_arguments
     def fall_back_to(self, float_model: nn.Module) -> Self:
         """Run calls whose shapes were not planned with this float model, without gradients.
 

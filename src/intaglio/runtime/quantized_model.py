@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from intaglio import config
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
@@ -21,7 +22,7 @@ from intaglio.output_paths import check_file
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
 from intaglio.runtime.float_islands import HostLoop, loops_in
-from intaglio.runtime.program_module import ProgramModule
+from intaglio.runtime.program_module import INSTEAD_OF_TRACING, ProgramModule
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.reports.profile import Profile, profile_of
 from intaglio.runtime.saved import state_dict_io
@@ -59,6 +60,7 @@ class QuantizedModel(ProgramModule):
 
     # -- public methods ------------------------------------------------------------------------------------------
 
+    @check_arguments
     def text(self, stage: str) -> str:
         """Return the text of a stage.
 
@@ -76,6 +78,7 @@ class QuantizedModel(ProgramModule):
             raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
         return texts[stage]
 
+    @check_arguments
     def profile(self, *args: Any, calls: int = 20, **kwargs: Any) -> Profile:
         """Measure every step of the program and every float island.
 
@@ -90,7 +93,12 @@ class QuantizedModel(ProgramModule):
 
         Returns:
             The steps with their kernels and share of the peak throughput, and the overhead of a call.
+
+        Raises:
+            InputError: ``calls`` is less than 1.
         """
+        if calls < 1:
+            raise InputError("profile", None, f"calls = {calls}; it must be at least 1", remedy="leave calls out")
         if self.signature.updated_inputs:  # a call updates its inputs in place; profiling must not
             args, kwargs = copy.deepcopy((args, kwargs))
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
@@ -141,6 +149,7 @@ class QuantizedModel(ProgramModule):
     def on_clipping(self, policy: str) -> None:
         self._clipping.set_policy(policy)
 
+    @check_arguments
     def share_clipping(self, monitor: ClippingMonitor) -> None:
         """Count into the report of several models, which has one policy, from now on."""
         self._clipping = monitor
@@ -152,10 +161,12 @@ class QuantizedModel(ProgramModule):
         for index, tensor in enumerate(initial_state(self.signature)):
             setattr(self, f"state{index}", tensor)
 
+    @check_arguments
     def assert_int8(self, macs: float = 1.0) -> None:
         """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
         self.coverage.assert_int8(macs)
 
+    @check_arguments
     def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
         """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is
         complete.
@@ -204,6 +215,7 @@ class QuantizedModel(ProgramModule):
         each is a `QuantizedModel`."""
         return {name: loop for module in self.islands.values() for name, loop in loops_in(module).items()}
 
+    @check_arguments
     def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
         """Write the program as C sources that build and run without Python, with bit-identical results.
 
@@ -331,6 +343,11 @@ class QuantizedModel(ProgramModule):
             )
         super()._apply(fn, recurse)
         return self
+
+    def __prepare_scriptable__(self) -> Any:
+        """Raise `InputError`: `torch.jit.script`, which calls this method, compiles no native program."""
+        problem = "the model is already quantized; torch.jit.script cannot compile its program"
+        raise InputError("torch.jit.script", None, problem, remedy=INSTEAD_OF_TRACING)
 
     def train(self, mode: bool = True) -> QuantizedModel:
         """Warn that an int8 program cannot be trained, and change nothing."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.graph_passes import run
 from intaglio.tracing.capture_check import disagreement, resized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -16,6 +17,7 @@ from intaglio.tracing.captured import Captured, fx_text
 __all__ = ["CAPTURE_PASSES", "Captured", "capture", "disagreement", "fx_text", "resized", "run"]
 
 
+@check_arguments_except("model")
 def capture(
     model: nn.Module,
     example_inputs: Any,

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from intaglio import eager
+from intaglio.argument_checks import check_arguments, value_text
 from intaglio.eager.recording.plain_objects import named_tensors
 from intaglio.eager.run_trace import binder_of, captured_by_number, float_copy, float_counterpart, run_traced
 from intaglio.errors import InputError, IntaglioError
@@ -32,6 +33,7 @@ from intaglio.tune.op_error import ErrorSums, GraphComparison
 from intaglio.tune.verdict import ResultTotals, classifies
 
 
+@check_arguments
 @log_once()
 def compare(
     exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, *, samples: int | None = None
@@ -62,6 +64,9 @@ def compare(
     if isinstance(exact, QuantizedModel):
         problem = "the first argument is an int8 model, and the second one is compared with it"
         raise InputError("compare", None, problem, remedy="call compare(model, int8, data), with the float model first")
+    if not callable(quantized) or isinstance(quantized, type):
+        problem = f"quantized takes a stage or a model, got {value_text(quantized)}"
+        raise InputError("compare", None, problem, remedy="pass what quantize, convert or eager.convert returns")
     first, items = peek(data)
     compared: StageComparison | SegmentComparison
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
@@ -238,9 +243,13 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
 
 
 def _pairs(expected: Any, found: Any, strict: bool = True) -> Results:
-    """Return the tensors of two results side by side, with their names in the first."""
-    both = zip(_tensors(expected), _tensors(found), strict=strict)
-    return [(name, exact, quantized) for (name, exact), (_, quantized) in both]
+    """Return the tensors of two results side by side, with their names in the first. Raise `InputError` if ``strict``
+    and their numbers differ."""
+    first, second = _tensors(expected), _tensors(found)
+    if strict and len(first) != len(second):
+        problem = f"the float model returns {len(first)} float tensors, the quantized one {len(second)}"
+        raise InputError("compare", None, problem, remedy="compare a quantized model with its own float model")
+    return [(name, exact, quantized) for (name, exact), (_, quantized) in zip(first, second, strict=False)]
 
 
 def _tensors(value: Any) -> list[tuple[str, torch.Tensor]]:

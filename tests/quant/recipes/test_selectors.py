@@ -98,3 +98,63 @@ def test_a_selector_is_checked_before_any_data_is_read():
     with pytest.raises(SelectorError):
         intaglio.quantize(nets.randomize(nets.Residual()), batches(), skip="nowhere", progress=False)
     assert len(read) == 1, "the first batch is the example"
+
+
+class Repeated(nn.Module):
+    """A network whose module names take a backtracking expression exponential time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a" * 28 + "b", nn.Linear(4, 4))
+        self.a12 = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a12(getattr(self, "a" * 28 + "b")(x))
+
+
+@pytest.fixture(scope="module")
+def repeated():
+    return intaglio.stages.capture(Repeated(), torch.randn(2, 4))
+
+
+def skipped_by(captured, **selection):
+    found = annotate(captured, Quantizer(Recipe().with_selection(**selection))).skipped
+    return [skip.origin.path for skip in found if skip.macs]
+
+
+@pytest.mark.parametrize("expression", ["(a+)+$", "(.*)*c", "(a|a)*d", "((a+)+)+e"])
+def test_regular_expressions_take_linear_time(repeated, expression):
+    with pytest.raises(SelectorError, match="matches no operator of the model"):
+        skipped_by(repeated, skip=f"re:{expression}")
+
+
+def test_regular_expressions_match_whole_paths(repeated):
+    assert skipped_by(repeated, skip=r"re:a\d+") == ["a12"]
+    assert skipped_by(repeated, skip=["re:a+b", "re:(?i)A12"]) == ["a" * 28 + "b", "a12"]
+
+
+@pytest.mark.parametrize("expression", [r"(a)\1", "(?=a)a12", "(?<!a)b", "(?P<x>a)(?P=x)", "(?>a)"])
+def test_expressions_that_need_backtracking_are_an_error_with_a_remedy(repeated, expression):
+    with pytest.raises(SelectorError, match="no lookaround and no backreferences") as raised:
+        skipped_by(repeated, skip=f"re:{expression}")
+    assert "by several selectors" in raised.value.remedy
+
+
+@pytest.mark.parametrize("expression", ["(a", "[", "*", "a\udc80", "a{100000}"])
+def test_text_that_is_not_a_regular_expression_is_an_error(repeated, expression):
+    with pytest.raises(SelectorError, match="not a regular expression"):
+        skipped_by(repeated, skip=f"re:{expression}")
+
+
+def test_none_selects_nothing(repeated):
+    assert Recipe().with_selection(skip=None, only=None) == Recipe()
+    model = intaglio.quantize(Repeated(), [torch.randn(4, 4)], skip=None, only=None, progress=False)
+    assert model.coverage.macs == 1
+
+
+@pytest.mark.parametrize("selection", [5, [None], [5], 1.0, b"a"])
+def test_selectors_that_are_no_strings_are_an_error(repeated, selection):
+    with pytest.raises(intaglio.errors.IntaglioError, match="skip takes a string, an iterable of strings or None"):
+        intaglio.quantize(Repeated(), [torch.randn(4, 4)], skip=selection)
+    with pytest.raises(SelectorError, match="is not a selector"):
+        Recipe().with_selection(skip=iter([None]))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
+from intaglio.argument_checks import check_fields
 from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.errors import InputError
 from intaglio.lower import Lowered
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from intaglio.backends.inductor.inductor_model import InductorModel
 
 
+@check_fields
 @dataclass(frozen=True)
 class InductorOptions:
     """Options of the TorchInductor backend.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
+from intaglio.argument_checks import check_fields
 from intaglio.backends.onnx.onnx_export import OnnxFile, Sums, export_onnx
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
@@ -14,6 +15,7 @@ from intaglio.tracing.captured import expect
 from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
 
 
+@check_fields
 @dataclass(frozen=True)
 class OnnxOptions:
     """Options of the ONNX backend.

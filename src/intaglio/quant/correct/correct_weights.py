@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import SIGN_OFFSET, DType, QParams
 from intaglio.quant.annotate.regions import Annotations, Region
@@ -39,6 +40,7 @@ from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
 
+@check_arguments_except("prepared")
 def correct(
     prepared: Prepared,
     ranges: Ranges,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from intaglio.argument_checks import check_arguments
 from intaglio.ir import QParams
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Corrections:
     activations: Mapping[str, QParams] = field(default_factory=dict, repr=False)
     weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
+    @check_arguments
     def activations_for(self, prepared: Any, ranges: Any) -> dict[str, QParams] | None:
         """Return the parameters of activations if they were computed from these two objects, and ``None`` otherwise."""
         if self.source is None or self.source[0] is not prepared or self.source[1] is not ranges:

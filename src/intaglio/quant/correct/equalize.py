@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.quant.calibrate.distributed import Group
@@ -39,6 +40,7 @@ FLOOR = 0.1
 channels, because a short calibration may underestimate quiet channels."""
 
 
+@check_arguments_except("prepared")
 def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Prepared:
     """Return a prepared model of the same function with less quantization error, and with new observers.
 

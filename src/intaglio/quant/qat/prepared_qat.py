@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from intaglio.argument_checks import check_arguments
 from intaglio.errors import ArtifactError, CalibrationError, InputError, UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin
@@ -80,10 +81,12 @@ class PreparedQat(nn.Module):
             update_inputs(signature, leaves, results)
         return unflatten_result(signature, tuple(results), symbols)
 
+    @check_arguments
     def observe_ranges(self, on: bool = True) -> PreparedQat:
         """Let scales follow the values if `on`, which ends their training; otherwise keep them constant."""
         return self._switch(observe=on, learn=self._mode.learn and not on)
 
+    @check_arguments
     def learn_scales(self, on: bool = True) -> PreparedQat:
         """Train the scales if `on`, which ends observation; the optimizer must contain `scale_parameters`.
 
@@ -101,10 +104,12 @@ class PreparedQat(nn.Module):
             self.follow_weights()
         return self._switch(learn=on, observe=self._mode.observe and not on)
 
+    @check_arguments
     def round_values(self, on: bool = True) -> PreparedQat:
         """Enable or disable fake quantization. Without it the model computes the float results."""
         return self._switch(quantize=on)
 
+    @check_arguments
     def freeze_batch_norms(self, on: bool = True) -> PreparedQat:
         """Use running statistics of batch norms in training too, without updating them, if `on`.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
 from intaglio.ir import QParams
 from intaglio.numerics import MIN_SCALE
@@ -22,10 +23,12 @@ from intaglio.quant.recipes.choices import Role
 PARAMETERS_VERSION = 1
 KEYS = ("dtype", "qmin", "qmax", "scale", "zero_point", "group")
 """Keys of an entry; "group" is optional."""
+ENTRY_REMEDY = "write the entry as reference.parameters.save(path) does, such as scale 0.02 and zero_point 128"
 SHOWN_PARAMETERS = 5
 """Maximum number of names that an error lists."""
 
 
+@check_fields
 @dataclass(frozen=True)
 class Parameter:
     """Quantization parameters of one site.
@@ -75,9 +78,10 @@ class Parameter:
                 )
             return Parameter(str(entry["dtype"]), low, high, scales, zeros, group)
         except MALFORMED as error:
-            raise ArtifactError(f"parameters of {name}", None, str(error)) from error
+            raise ArtifactError(f"parameters of {name}", None, str(error), remedy=ENTRY_REMEDY) from error
 
 
+@check_fields
 @dataclass(frozen=True)
 class Parameters:
     """Parameters by site name, for every site that has parameters of its own: observed activations and weights.
@@ -94,6 +98,7 @@ class Parameters:
     corrected: Corrected = field(default_factory=Corrected)
 
     @staticmethod
+    @check_arguments
     def of(
         sites: Iterable[Site], leaders: Mapping[str, str], qparams: Mapping[str, QParams], corrected: Corrected
     ) -> Parameters:
@@ -110,6 +115,7 @@ class Parameters:
         kept = {name: entry for name, entry in self.entries.items() if "#" in name}  # activations belong to a call
         return Parameters(kept, Corrected(self.corrected.equalization, biases=self.corrected.biases))
 
+    @check_arguments
     def without(self, sites: Collection[str], anchors: Collection[str]) -> Parameters:
         """Return a copy without the entries and corrections of some sites, and without the biases of some anchors.
 
@@ -123,6 +129,7 @@ class Parameters:
         kept = {name: entry for name, entry in self.entries.items() if name not in sites}
         return Parameters(kept, Corrected(old.equalization, quantized, biases))
 
+    @check_arguments
     def split(self, names: Iterable[str]) -> tuple[Parameters, Parameters]:
         """Return the parameters of all other sites, with all corrections, and those of the sites `names`."""
         inner = set(names)
@@ -130,6 +137,7 @@ class Parameters:
         part = {name: entry for name, entry in self.entries.items() if name in inner}
         return replace(self, entries=own), Parameters(part)
 
+    @check_arguments
     def changed(self, name: str, **fields: Any) -> Parameters:
         """Return a copy with some fields of the entry `name` replaced, as in ``changed(name, scale=0.02)``."""
         if name not in self.entries:
@@ -139,6 +147,7 @@ class Parameters:
         entry = Parameter.from_dict(name, {**self.entries[name].to_dict(), **fields})
         return replace(self, entries={**self.entries, name: entry})
 
+    @check_arguments
     def checked(self, sites: Iterable[Site], leaders: Mapping[str, str]) -> dict[str, QParams]:
         """Return the quantization parameters by name of the sites that own them.
 
@@ -170,6 +179,7 @@ class Parameters:
         return text + "}\n"
 
     @staticmethod
+    @check_arguments
     def from_json(text: str) -> Parameters:
         """Parse the text of `to_json`. Scales may also be decimal (``0.02``); they are rounded to float32."""
         try:
@@ -183,6 +193,7 @@ class Parameters:
         return Parameters.from_dicts(dict(sites), {k: v for k, v in content.items() if k not in ("version", "sites")})
 
     @staticmethod
+    @check_arguments
     def from_dicts(
         entries: Mapping[str, Mapping[str, Any]], sections: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Parameters:
@@ -198,11 +209,13 @@ class Parameters:
             raise ArtifactError("parameters", None, f"the corrections are not valid: {error}") from error
         return Parameters({name: Parameter.from_dict(name, entry) for name, entry in entries.items()}, corrected)
 
+    @check_arguments
     def save(self, path: str | Path) -> None:
         """Write the text of `to_json` to a file."""
         write_text(path, self.to_json())
 
     @staticmethod
+    @check_arguments
     def load(path: str | Path) -> Parameters:
         """Read a file that `save` wrote."""
         return Parameters.from_json(read_text(path))

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from intaglio.errors import UnsupportedError
+from intaglio.argument_checks import check_arguments, check_fields, value_text
+from intaglio.errors import InputError, UnsupportedError
 
 LARGEST_BYTE = 255
+MOST_CHANNELS = 65536
 
 
+@check_fields
 @dataclass(frozen=True)
 class Image:
     """Declares that byte p of channel c represents ``(p / 255 - mean[c]) / std[c]``.
@@ -43,18 +46,32 @@ class Image:
                 remedy="give mean and std of pixels that were divided by 255",
             )
 
+    @check_arguments
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the float32 values of uint8 pixels [n, c, h, w]."""
-        mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
-        return (pixels / LARGEST_BYTE - mean) / std
+        """Return the float32 values of uint8 pixels [n, c, h, w].
 
+        Raises:
+            InputError: `pixels` has another number of channels than `mean` or `std`.
+        """
+        mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
+        try:
+            return (pixels / LARGEST_BYTE - mean) / std
+        except RuntimeError as error:
+            shape = "nested" if pixels.is_nested else list(pixels.shape)
+            problem = f"pixels of shape {shape} do not fit mean {self.mean} and std {self.std}"
+            raise InputError("Image", None, problem, remedy="pass a tensor [n, c, h, w] of as many channels") from error
+
+    @check_arguments
     def pixels(self, channels: int) -> Pixels:
         """Return the conversion from values to bytes for a number of channels.
 
         Raises:
-            UnsupportedError: `mean` or `std` has another number of channels.
+            UnsupportedError: `mean` or `std` has another number of channels, or there are none or too many.
         """
         spread = {}
+        if not 1 <= channels <= MOST_CHANNELS:
+            problem = f"{channels} channels; there must be between 1 and {MOST_CHANNELS}"
+            raise UnsupportedError("Image", None, problem, remedy="pass the number of channels of the input")
         for name, values in (("mean", _each(self.mean)), ("std", _each(self.std))):
             if len(values) not in (1, channels):
                 problem = f"{name} has {len(values)} values, but the input has {channels} channels"
@@ -83,4 +100,8 @@ class Pixels:
 
 
 def _each(values: Iterable[float] | float) -> list[float]:
-    return [float(value) for value in (values if isinstance(values, Iterable) else (values,))]
+    try:
+        return [float(value) for value in (values if isinstance(values, Iterable) else (values,))]
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = f"mean and std are numbers, not {value_text(values)}"
+        raise UnsupportedError("Image", None, problem, remedy="give one number, or one number per channel") from error

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import InputError, SelectorError
-from intaglio.ops import OpDef
+from intaglio.ops import OpDef, checked_records
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.recipes.choices import OutputType
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import OPEN_RECIPE, Recipe, as_tuple, toml_table, toml_text
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
 
+GivenPatterns = Iterable[QuantizerPattern | str | Sequence[QuantizerPattern | str]]
+"""Patterns, names of built-in ones, and lists of them."""
 
+
+@check_fields
 @dataclass(frozen=True)
 class Quantizer:
     """Configuration of what is quantized and how.
@@ -23,8 +28,8 @@ class Quantizer:
     Attributes:
         recipe: settings by selector.
         input: what the bytes of the only input represent, or of several inputs by name.
-        patterns: user patterns or names of built-in ones (`patterns.builtin`). If there are any, only their matches are
-            quantized, and the data movement and clamps next to them.
+        patterns: user patterns, names of built-in ones, or lists of them such as `patterns.builtin` returns. If there
+            are any, only their matches are quantized, and the data movement and clamps next to them.
         operators: records of user-defined operators.
         skip_first: leave in float the compute operators that an input reaches without passing another quantized one.
         skip_last: leave in float the compute operators that reach an output without passing another quantized one.
@@ -37,7 +42,7 @@ class Quantizer:
 
     recipe: Recipe = OPEN_RECIPE
     input: Image | Mapping[str, Image] | None = None
-    patterns: Iterable[QuantizerPattern | str] = ()
+    patterns: GivenPatterns = ()
     operators: Iterable[OpDef] = ()
     skip_first: bool = False
     skip_last: bool = False
@@ -59,10 +64,11 @@ class Quantizer:
             object.__setattr__(self, "patterns", (self.patterns,))
         if not isinstance(self.int8_buffers, (bool, str)):
             object.__setattr__(self, "int8_buffers", tuple(self.int8_buffers))
-        for name in ("patterns", "operators"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "patterns", tuple(flat_patterns(self.patterns)))
+        object.__setattr__(self, "operators", checked_records(self.operators))
 
     @staticmethod
+    @check_arguments_except("given")
     def of(given: Quantizer | Annotator | None) -> Quantizer:
         """Return the quantizer that `prepare` was given as a `Quantizer`, an annotator or nothing."""
         if given is None or isinstance(given, Quantizer):
@@ -98,12 +104,32 @@ class Quantizer:
         return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
 
     @staticmethod
+    @check_arguments
     def from_toml(text: str) -> Quantizer:
-        """Parse the text of `to_toml`."""
-        tables = tomllib.loads(text).get(INPUT, {})
-        images = {name: Image(**table) for name, table in tables.items()}
+        """Parse the text of `to_toml`.
+
+        Raises:
+            SelectorError: the text is not valid TOML or has an unknown key.
+        """
         recipe = Recipe.from_toml(text.partition(f"\n[{INPUT}.")[0])
+        try:
+            tables = tomllib.loads(text).get(INPUT, {})
+            images = {name: Image(**table) for name, table in tables.items()}
+        except (tomllib.TOMLDecodeError, AttributeError, TypeError) as error:
+            raise SelectorError("quantizer", None, f"its images are not valid TOML tables: {error}") from error
         return Quantizer(recipe, images.get("", images))
+
+
+def flat_patterns(given: GivenPatterns) -> Iterator[QuantizerPattern | str]:
+    """Yield patterns and names, also those in lists; raise `SelectorError` for anything else."""
+    for entry in given:
+        if isinstance(entry, (list, tuple)):
+            yield from flat_patterns(entry)
+        elif isinstance(entry, (QuantizerPattern, str)):
+            yield entry
+        else:
+            problem = f"{value_text(entry)} is neither a QuantizerPattern nor the name of one"
+            raise SelectorError("patterns", None, problem, remedy="pass patterns as builtin(...) returns them")
 
 
 INPUT = "input"

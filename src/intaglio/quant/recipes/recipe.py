@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
 from intaglio.output_paths import unreadable_reason, write_text
@@ -18,11 +20,13 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
 from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
 
+Selectors = str | Iterable[str]
 PARAMETERS = "parameters"
 CORRECTED = "corrected"
 """Names of the TOML tables that are not settings."""
 
 
+@check_fields
 @dataclass(frozen=True)
 class Recipe:
     """Quantization settings by selector, over a default.
@@ -43,6 +47,7 @@ class Recipe:
     parameters: Parameters | None = None
 
     @staticmethod
+    @check_arguments
     def named(name: str) -> Recipe:
         """Return a built-in recipe.
 
@@ -60,11 +65,16 @@ class Recipe:
         return Recipe(default=NAMED[name])
 
     @staticmethod
+    @check_arguments_except("entries")
     def of(entries: Mapping[str, Setting | Mapping[str, Any] | None], default: Setting = UNSET) -> Recipe:
         """Build a recipe from a mapping. ``None`` means "leave in float"; a dictionary holds fields of a `Setting`."""
+        if not isinstance(entries, Mapping) or not all(isinstance(selector, str) for selector in entries):
+            problem = f"it takes settings by selector, got {value_text(entries)}"
+            raise SelectorError("Recipe.of", None, problem, remedy="write {'layer1.*': {'bits': 7}, 'head': None}")
         return Recipe(tuple((selector, _setting(selector, value)) for selector, value in entries.items()), default)
 
     @staticmethod
+    @check_arguments
     def given(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
         """Return the recipe that a user gave as nothing, a name, a file, a mapping or a `Recipe`.
 
@@ -75,21 +85,24 @@ class Recipe:
             return Recipe()
         if isinstance(recipe, str) and recipe in NAMED:
             return Recipe.named(recipe)
-        if isinstance(recipe, str) and not Path(recipe).exists():
+        if isinstance(recipe, str) and not os.path.exists(recipe):
             problem = f"{recipe!r} is neither the name of a recipe nor an existing file; names are {', '.join(NAMED)}"
             raise SelectorError("recipe", None, problem, remedy=_nearest_name(recipe))
         if isinstance(recipe, (str, Path)):
             return Recipe.load(recipe)
         return recipe if isinstance(recipe, Recipe) else Recipe.of(recipe)
 
-    def with_selection(self, skip: Iterable[str] = (), only: Iterable[str] = ()) -> Recipe:
-        """Return a copy that quantizes only the selectors `only`, if given, and leaves those of `skip` in float."""
+    @check_arguments
+    def with_selection(self, skip: Selectors | None = (), only: Selectors | None = ()) -> Recipe:
+        """Return a copy that quantizes only the selectors `only`, if given, and leaves those of `skip` in float.
+        ``None`` is the same as no selectors."""
         skip, only = as_tuple(skip), as_tuple(only)
         default = replace(self.default, quantize=False) if only else self.default
         chosen = [(selector, Setting(quantize=True)) for selector in only]
         left = [(selector, Setting(quantize=False)) for selector in skip]
         return replace(self, entries=(*self.entries, *chosen, *left), default=default)
 
+    @check_arguments
     def with_parameters(self, parameters: Parameters | None) -> Recipe:
         """Return a copy with these quantization parameters."""
         return replace(self, parameters=parameters)
@@ -104,10 +117,12 @@ class Recipe:
         entries = tuple((selector, _unskipped(setting)) for selector, setting in self.entries)
         return replace(self, entries=entries, default=_unskipped(self.default))
 
+    @check_arguments
     def with_defaults(self, attention: bool) -> Recipe:
         """Return a copy whose default leaves nothing open, for a model with or without attention."""
         return replace(self, default=self.default.with_defaults(TRANSFORMER if attention else DEFAULT))
 
+    @check_arguments_except("classes")
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
         """Return the setting of one operator.
 
@@ -126,6 +141,7 @@ class Recipe:
                 result = setting.with_defaults(result)
         return result
 
+    @check_arguments_except("classes")
     def check(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> None:
         """Check that every selector matches one of these operators.
 
@@ -142,6 +158,7 @@ class Recipe:
                     remedy=nearest(selector, origins, classes),
                 )
 
+    @check_arguments_except("classes")
     def for_part(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> Recipe:
         """Return a copy without the selectors that match none of these operators, for a part of a model."""
         origins = list(origins)
@@ -168,6 +185,7 @@ class Recipe:
         return "\n".join(tables)
 
     @staticmethod
+    @check_arguments
     def from_toml(text: str) -> Recipe:
         """Parse ``[default]``, one table per selector, and ``[parameters."site"]`` tables.
 
@@ -185,6 +203,7 @@ class Recipe:
         return Recipe(tuple((name, _setting(name, table)) for name, table in tables.items()), default, parameters)
 
     @staticmethod
+    @check_arguments
     def load(path: str | Path) -> Recipe:
         """Read a TOML file, as `save` writes it.
 
@@ -200,6 +219,7 @@ class Recipe:
             raise SelectorError("recipe", None, problem, remedy=_file_remedy(Path(path))) from error
         return Recipe.from_toml(text)
 
+    @check_arguments
     def save(self, path: str | Path) -> None:
         """Write the text of `to_toml` to a file."""
         write_text(path, self.to_toml())
@@ -233,10 +253,13 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
         return Setting(quantize=False)
     if isinstance(value, Setting):
         return value
+    if not isinstance(value, Mapping):
+        problem = f"its settings are {value_text(value)}; they must be a dictionary or a TOML table"
+        raise SelectorError(f"recipe [{selector}]", None, problem, remedy="write settings such as {'bits': 7}")
     known = [field.name for field in dataclasses.fields(Setting)]
     for key in value:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
+            close = difflib.get_close_matches(str(key), known, n=1)
             raise SelectorError(
                 f"recipe [{selector}]",
                 None,
@@ -277,6 +300,15 @@ def toml_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def as_tuple(selectors: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one selector or several as a tuple."""
-    return (selectors,) if isinstance(selectors, str) else tuple(selectors)
+def as_tuple(selectors: Selectors | None) -> tuple[str, ...]:
+    """Return one selector, several or none as a tuple.
+
+    Raises:
+        SelectorError: one of them is not a string.
+    """
+    found = (selectors,) if isinstance(selectors, str) else tuple(() if selectors is None else selectors)
+    for selector in found:
+        if not isinstance(selector, str):
+            problem = f"{value_text(selector)} is not a selector, which is a string"
+            raise SelectorError("selectors", None, problem, remedy="pass strings such as 'layer1.*' or 'type:Linear'")
+    return found

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import SelectorError
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.recipes.choices import (
@@ -22,6 +23,7 @@ from intaglio.quant.recipes.choices import (
 from intaglio.quant.recipes.datatypes import Datatype, datatype_names, datatype_of
 
 
+@check_fields
 @dataclass(frozen=True)
 class Setting:
     """Quantization settings of one operator. A field that is ``None`` is filled from the next weaker setting.
@@ -117,6 +119,7 @@ class Setting:
         found = GROUPS.fullmatch(self.weights or "")
         return int(found[1]) if found else 0
 
+    @check_arguments
     def with_defaults(self, other: Setting) -> Setting:
         """Return this setting with its open fields filled from a weaker one."""
         both = {key: vars(other)[key] if value is None else value for key, value in vars(self).items()}

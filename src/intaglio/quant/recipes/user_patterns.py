@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fusion.matcher import Match, match
 from intaglio.fusion.pattern import Pattern, const, op, wildcard
@@ -30,6 +31,7 @@ class ParameterChooser(Protocol):
         """Return parameters by site name for the region that a `CalibrationInfo` describes."""
 
 
+@check_fields
 @dataclass(frozen=True)
 class QuantizerPattern:
     """A named pattern, a small DAG of operators (`intaglio.patterns`), whose matches are quantized.
@@ -129,6 +131,7 @@ BUILT_IN: Mapping[str, Pattern] = {
 """Built-in patterns by name: fusion rows, operators, and layers with a bias."""
 
 
+@check_arguments
 def builtin(
     *names: str, calibration: ParameterChooser | None = None, priority: int = 0, setting: Setting | None = None
 ) -> list[QuantizerPattern]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from intaglio.argument_checks import check_arguments
+from intaglio.errors import InputError
 from intaglio.number_text import count_text, size_text
 
 SHOWN_ISLANDS = 3
@@ -68,6 +70,7 @@ class Coverage:
     hosts: tuple[FloatPart, ...] = ()
     loops: tuple[FloatPart, ...] = ()
 
+    @check_arguments
     def with_body(self, body: Coverage) -> Coverage:
         """Return the coverage with the body of a loop added. The body counts once, however often it runs."""
         return replace(
@@ -82,12 +85,17 @@ class Coverage:
             loops=self.loops + body.loops,
         )
 
+    @check_arguments
     def with_sizes(self, before: int, after: int, notes: tuple[str, ...]) -> Coverage:
         """Return the coverage with these sizes in bytes and notes."""
         return replace(self, bytes_before=before, bytes_after=after, notes=notes)
 
+    @check_arguments
     def assert_int8(self, macs: float = 1.0) -> None:
         """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
+        if not 0 <= macs <= 1:
+            problem = f"macs = {macs}; it must be between 0 and 1"
+            raise InputError("assert_int8", None, problem, remedy="pass a share, such as macs=0.95")
         if self.macs < macs:
             share = f"{100 * self.macs:.2f} % of MACs in int8, asked for {100 * macs:.2f} %"
             raise AssertionError(f"{share}\n{self}")
