@@ -91,6 +91,24 @@ class Scaled(nn.Module):
         return self.linear(x) * factor
 
 
+class Selected(nn.Module):
+    """The rows of a linear layer's result whose first element is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.last(y[y[:, 0] > y[:, 0].mean()])
+
+
+def eager_selected() -> torch.Tensor:
+    prepared = intaglio.eager.prepare(Selected().eval(), X)
+    prepared(X)
+    return intaglio.eager.convert(prepared)(X)
+
+
 class FirstOf(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -373,6 +391,11 @@ FAST = [
         lambda _: compiled().assert_int8(macs=0.95),
     ),
     Case("leave calls out", lambda _: compiled().profile(X, calls=0), lambda _: compiled().profile(X)),
+    Case(
+        "quantize the model with intaglio.eager, which takes sizes as they come",
+        lambda _: intaglio.quantize(Selected().eval(), [X], progress=False),
+        lambda _: eager_selected(),
+    ),
     Case(
         "pass isa to plan(lowered, isa=...)",
         lambda _: stages.compile(stages.plan(lowered()), isa="portable"),

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from intaglio.fxgraph.node_info import info, origin, tensor_type
+from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
-from intaglio.ir import Attrs, DType, Op
+from intaglio.ir import Attrs, DType, Op, symbols_of
 from intaglio.lower.cut_islands import Unit, extract_island
 from intaglio.lower.dynamic_linear import is_dynamic_quantization, lower_dynamic_linear, lower_dynamic_quantize
 from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_part, lower_arange, lower_embedding_bag
@@ -41,6 +42,7 @@ class NodeLowering:
         regions: Operators between dequantize and quantize nodes, which run on integers.
         float_ops: Float operators that the program runs itself, with their loop or data movement.
         cut: Nodes of each island.
+        symbols: Names of the dynamic dimensions of the inputs.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -48,6 +50,8 @@ class NodeLowering:
         self.regions = marked_regions(module.graph)
         self.float_ops: dict[fx.Node, FloatCall | tuple[OpDef, Attrs]] = {}
         self.cut: list[list[fx.Node]] = []
+        inputs = (node for node in module.graph.nodes if node.op == "placeholder")
+        self.symbols = frozenset[str]().union(*map(_symbols, inputs))
 
     def run(self) -> GraphBuilder:
         """Lower all nodes: alternately all native work that is ready, and all other ready work as one island."""
@@ -100,6 +104,8 @@ class NodeLowering:
         kind = tensor_type(node)
         is_buffer = kind is not None and kind.q is not None  # a quantized buffer of the model
         found = (None if is_buffer else float_call(node, self.builder.module)) or data_movement_of(node)
+        if not all(_symbols(value) <= self.symbols for value in (node, *needs)):
+            found = None  # only PyTorch computes sizes that depend on values
         if found is not None:
             self.float_ops[node] = found
         return Unit((node,), tuple(dict.fromkeys(needs)), found is not None)
@@ -144,6 +150,8 @@ class NodeLowering:
         builder = self.builder
         key = f"island{len(builder.islands)}"
         part = extract_island(builder.module, nodes)
+        for node in part.outputs:
+            _require_known_size(node, self.symbols)
         inputs = [builder.external_value(node) for node in part.inputs]
         outputs = [builder.add_external(node) for node in part.outputs]
         found = [node.target for node in loops_of(part.module)]
@@ -153,6 +161,27 @@ class NodeLowering:
         self.cut.append(nodes)
         for node in nodes:
             builder.values.setdefault(node, "")
+
+
+def _symbols(node: fx.Node) -> frozenset[str]:
+    """Return the names of the dynamic dimensions of a value."""
+    kind = tensor_type(node)
+    return frozenset[str]().union(*map(symbols_of, kind.shape)) if kind is not None else frozenset()
+
+
+def _require_known_size(node: fx.Node, symbols: frozenset[str]) -> None:
+    """Raise `UnsupportedError` if the size of an island's result depends on values: calls are planned by size."""
+    if not _symbols(node) <= symbols:
+        where = origin(node)
+        shape = ", ".join(map(str, known_type(node).shape))
+        problem = f"its result has the shape [{shape}], which depends on the values of the inputs"
+        raise UnsupportedError(
+            where.path or "model",
+            where.operator,
+            problem,
+            remedy="quantize the model with intaglio.eager, which takes sizes as they come",
+            source=where.source,
+        )
 
 
 def _region_unit(region: IntegerRegion) -> Unit:
