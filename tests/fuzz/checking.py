@@ -21,6 +21,7 @@ from fuzz.drawing import Options
 from fuzz.network import BATCH, Network
 from fuzz.permitted_noise import RUNS, NoisyModel, is_compared, too_far
 from intaglio import patterns, stages
+from intaglio.calibration import AverageMaxCalibrationCallback
 from intaglio.errors import InputError
 from intaglio.fxgraph.node_info import origin
 from intaglio.lower import Lowered
@@ -89,9 +90,10 @@ def quantizer(networks: Sequence[Network], captured: Any, options: Options) -> s
     entries = {f"models.{place}": network.settings for place, network in enumerate(networks) if network.settings}
     recipe = intaglio.Recipe.of(entries).with_selection(options.skip, options.only)
     origins = [origin(node) for node in captured.module.graph.nodes if node.op == "call_function"]
+    average = AverageMaxCalibrationCallback() if options.average else None
     return stages.Quantizer(
         recipe.for_part(origins, captured.classes),
-        patterns=patterns.builtin(*options.patterns) if options.patterns else (),
+        patterns=patterns.builtin(*dict.fromkeys(options.patterns), calibration=average) if options.patterns else (),
         skip_first=options.ends[0],
         skip_last=options.ends[1],
         outputs=options.outputs,

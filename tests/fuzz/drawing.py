@@ -10,6 +10,7 @@ from typing import Any
 from fuzz.builder import Builder
 from fuzz.generators import COMPOSITIONS, GENERATORS, LAYERS
 from fuzz.network import Network
+from intaglio.patterns import BUILT_IN
 
 TRIES = 60
 
@@ -76,6 +77,7 @@ class Options:
         skip: selectors that stay in float.
         only: selectors of all that is quantized.
         patterns: built-in patterns, the only ones that are quantized.
+        average: whether the patterns have a calibration callback.
         outputs: "float" or "int8".
         ends: skip_first and skip_last.
         saved: whether the model is saved and loaded.
@@ -87,6 +89,7 @@ class Options:
     skip: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
+    average: bool = False
     outputs: str = "float"
     ends: tuple[bool, bool] = (False, False)
     saved: bool = False
@@ -102,16 +105,17 @@ def draw_options(index: int, isas: Sequence[str]) -> Options:
     one = rng.random()
     skip = tuple(rng.sample(("type:Conv2d", "type:Linear", "op:aten.add", "op:aten.cat"), 1)) if one < 0.1 else ()
     only = ("type:Conv2d", "type:Linear") if 0.1 <= one < 0.15 else ()
-    patterns = ("conv2d", "dense") if 0.15 <= one < 0.2 else ()
-    ends = (rng.random() < 0.5, rng.random() < 0.5) if 0.2 <= one < 0.25 else (False, False)
-    outputs = "int8" if 0.25 <= one < 0.3 else "float"
+    patterns = tuple(rng.sample(sorted(BUILT_IN), rng.choice((2, 5, 20)))) if 0.15 <= one < 0.25 else ()
+    ends = (rng.random() < 0.5, rng.random() < 0.5) if 0.25 <= one < 0.3 else (False, False)
+    outputs = "int8" if 0.3 <= one < 0.35 else "float"
     return Options(
         isa=isas[(index // len(SHAPES) + index) % len(isas)],
         shapes=SHAPES[index % len(SHAPES)],
         corrections=rng.random() < 0.25,
         skip=skip,
         only=only,
-        patterns=patterns,
+        patterns=("conv2d", "linear", *patterns) if patterns else (),
+        average=bool(patterns) and rng.random() < 0.3,
         outputs=outputs,
         ends=ends,
         saved=rng.random() < 0.25,
