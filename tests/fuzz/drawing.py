@@ -28,7 +28,9 @@ def draw_network(seed: int) -> Network:
         name = wanted.pop(0) if wanted else rng.choice(LAYERS if rng.random() < 0.4 else names)
         if not builder.attempt((GENERATORS | COMPOSITIONS)[name], name) and name == subject and tries < TRIES // 2:
             wanted.insert(0, name)
-    network = builder.network() if builder.lines else draw_network(seed + 2**31)
+    network = builder.network()
+    if not network.lines or not network.inputs:  # nothing was drawn, or constants only
+        return draw_network(seed + 2**31)
     return replace(network, settings=draw_settings(rng, network))
 
 

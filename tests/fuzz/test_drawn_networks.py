@@ -1,6 +1,9 @@
 """The driver of drawn networks: what it draws, that it notices, and networks that failed once."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 
@@ -44,7 +47,7 @@ def test_a_seed_gives_one_network_with_the_same_values():
 
 
 def test_drawn_networks_agree_at_all_stages():
-    assert not list(examine([draw_network(seed) for seed in range(5)], Options(shapes="fixed"), 0, Seen()))
+    assert not list(examine([draw_network(seed) for seed in range(4)], Options(shapes="fixed"), 0, Seen()))
 
 
 def stored_cases():
@@ -61,6 +64,17 @@ def test_networks_that_failed_once_agree(options):
     names, networks = zip(*stored_cases()[options], strict=True)
     for wrong in check(networks, options, 0, Seen()):
         pytest.fail(f"{wrong}: {[names[place] for place in wrong.networks]}")
+
+
+@pytest.mark.slow(reason="two processes import PyTorch; the stages of a module have tests of their own")
+def test_the_command_logs_each_module(tmp_path):
+    log, path = tmp_path / "log.jsonl", os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "fuzz.graphs", "--count", "3", "--processes", "1", "--log", str(log)]
+    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.startswith("3 networks with ")
+    (line,) = map(json.loads, log.read_text().splitlines())
+    assert (line["index"], line["networks"], line["findings"]) == (0, 3, [])
 
 
 def test_a_wrong_constant_is_noticed():
@@ -86,7 +100,7 @@ def test_a_wrong_weight_of_the_reference_is_noticed():
     assert found.value.networks == (1,)
 
 
-def test_other_bits_of_a_program_are_noticed(monkeypatch):
+def test_other_bits_of_a_program_are_noticed():
     case = to_lowered([SMALL], Options(), Seen())
     results = checking.call(case.lowered, checking.inputs_of([SMALL]))
     others = checking.call(case.lowered, checking.inputs_of([SMALL]))
