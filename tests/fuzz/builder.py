@@ -100,6 +100,8 @@ class Builder:
         except Exception as error:
             raise Refused from error
         fill(made, name, self.seed)
+        if hasattr(self.holder, name):  # of a generator that was refused
+            delattr(self.holder, name)
         setattr(self.holder, name, made)
         self.holder.eval()
         self.parts[name] = text
