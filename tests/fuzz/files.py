@@ -29,7 +29,7 @@ import torch
 import intaglio
 import intaglio.build
 from fuzz import mutations, originals
-from fuzz.isolated import Summary, isolated
+from fuzz.isolated import Summary, TookTooLongError, isolated
 from intaglio.errors import IntaglioError
 from intaglio.ir import Program
 from intaglio.runtime import Artifact, build_artifact
@@ -168,6 +168,10 @@ class Driver:
                 results.append(model(*originals.cloned(args), **originals.cloned(kwargs)))
             except IntaglioError:
                 return "refused when it runs"
+            except TookTooLongError:
+                if not model.loops:
+                    raise
+                return "loops for as long as its condition says"
             except IndexError as error:
                 if str(error) != "index out of range in self":  # the documented error of lookups
                     raise
