@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,20 @@ class External:
     is_output: bool
     row_major: bool = False
     dense: bool = False
+
+    @property
+    def is_image(self) -> bool:
+        """Return whether the program accesses the tensor as an image with channels last."""
+        return len(self.shape) in (3, 4, 5) and not self.row_major
+
+    def strides(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides of the tensor when the program writes it: dense, with channels last for images."""
+        order = [0, *range(2, len(sizes)), 1] if self.is_image else range(len(sizes))
+        steps, step = [0] * len(sizes), 1
+        for axis in reversed(order):
+            steps[axis] = step
+            step *= max(sizes[axis], 1)
+        return tuple(steps)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from intaglio.argument_checks import check_arguments
-from intaglio.ir import Dim, DType, Graph, ModelInfo, Op, Signature, evaluate, graph_text
+from intaglio.ir import Dim, DType, External, Graph, ModelInfo, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
+from intaglio.plan import plan_graph
 from intaglio.quant.annotate.sites import Skip
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 
@@ -92,7 +93,7 @@ class Lowered:
 
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
-            tensors = list(map(self._tensor, op.inputs, arrays))
+            tensors = list(map(self._island_input, op.inputs, arrays))
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
             return [_array(result) for result in results]
@@ -102,6 +103,26 @@ class Lowered:
     def _tensor(self, name: str, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.asarray(array, order="C"))  # ascontiguousarray would add an axis to a scalar
         return tensor.bfloat16() if self.graph.types[name].dtype is DType.BF16 else tensor
+
+    def _island_input(self, name: str, array: np.ndarray) -> torch.Tensor:
+        """Return an operand of an island with the strides that it has in a compiled program.
+
+        PyTorch adds in the order of the memory, so that other strides can change the last bits of a result.
+        """
+        external = self._computed_externals.get(name)
+        if external is None:  # a tensor of the caller or of another island, whose strides the array has
+            tensor = torch.from_numpy(array)
+            return tensor.bfloat16() if self.graph.types[name].dtype is DType.BF16 else tensor
+        tensor = self._tensor(name, array)
+        return torch.empty_strided(array.shape, external.strides(array.shape), dtype=tensor.dtype).copy_(tensor)
+
+    @cached_property
+    def _computed_externals(self) -> dict[str, External]:
+        """Return the operands of islands that the program computes, with their memory formats."""
+        row_major, types = plan_graph(self.graph).row_major, self.graph.types
+        computed = {name for op in self.graph.ops if not op.is_island for name in op.outputs}
+        read = computed.intersection(name for op in self.graph.ops if op.is_island for name in op.inputs)
+        return {name: External(name, types[name].shape, types[name].dtype, True, name in row_major) for name in read}
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -140,7 +140,7 @@ class CallPlan:
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
         self.outputs = [
-            (e.value, s, result_strides(e, s)) for e, s in zip(externals, found, strict=False) if e.is_output
+            (e.value, s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output
         ]
         self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
 
@@ -157,27 +157,12 @@ class CallPlan:
         return found
 
 
-def result_strides(external: External, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides to allocate for an external tensor: dense, with channels last for images."""
-    order = [0, *range(2, len(sizes)), 1] if is_image(external) else range(len(sizes))
-    steps, step = [0] * len(sizes), 1
-    for axis in reversed(order):
-        steps[axis] = step
-        step *= max(sizes[axis], 1)
-    return tuple(steps)
-
-
-def is_image(external: External) -> bool:
-    """Return whether the program accesses the tensor as an image with channels last."""
-    return len(external.shape) in (3, 4, 5) and not external.row_major
-
-
 class ExternalInput:
     """An entry of the table of external tensors that the program reads."""
 
     def __init__(self, index: int, external: External, accepts_bytes: bool) -> None:
         self.index, self.external, self.accepts_bytes = index, external, accepts_bytes
-        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), is_image(external)
+        self.value, self.dtype, self.strided = external.value, TORCH_DTYPES.get(external.dtype), external.is_image
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that the program can read in place of ``tensor``.
@@ -201,6 +186,6 @@ class ExternalInput:
 
 def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without gaps in the layout of an entry, without a copy if it has that layout already."""
-    if not is_image(external):
+    if not external.is_image:
         return tensor.contiguous()
     return tensor.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from intaglio.ir import evaluate
-from intaglio.runtime.call_plans import result_strides
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 
@@ -68,7 +67,7 @@ def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict
     for name in model.graph.outputs:
         sizes = [evaluate(dim, symbols) for dim in model.graph.types[name].shape]
         if name in made and (len(sizes) != 4 or last):
-            found.append(result_strides(made[name], sizes))
+            found.append(made[name].strides(sizes))
         else:
             found.append(_dense(sizes))
     return found

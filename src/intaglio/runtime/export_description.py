@@ -8,7 +8,6 @@ from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signat
 from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import needs
 from intaglio.runtime import threads
-from intaglio.runtime.call_plans import is_image
 from intaglio.runtime.export_weights import HEADER, PADDING_BYTES, WEIGHTS_VERSION, array_offsets, weights_digest
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
@@ -123,7 +122,7 @@ def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
 
 def _layout(external: External) -> str:
     """Return the layout that the program expects, in accordance with `runtime.call_plans`."""
-    if is_image(external):
+    if external.is_image:
         return "CHANNELS_LAST" if external.dense or external.is_output else "ANY_STRIDES"
     return "ROW_MAJOR" if external.dense or external.is_output or len(external.shape) >= 5 else "ANY_STRIDES"
 
