@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -20,7 +20,7 @@ from intaglio.ops import verify
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.annotate.embedding_tables import table_operands
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
-from intaglio.quant.annotate.refusals import macs
+from intaglio.quant.annotate.refusals import is_added_cast, macs
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Skip
 from intaglio.quant.qdq.convert import Reference
@@ -60,6 +60,7 @@ def requantize(reference: Reference) -> Lowered:
     floats += _simulated_operators(reference.annotations, inside)
     simulated = {site.value: site.datatype for site in reference.annotations.sites if not site.native}
     floats += _islands_without_reason(nodes.cut, {skip.node for skip in floats}, simulated)
+    inside, floats = _counted_once(reference.module.graph, inside, floats)
     bodies = {name: requantize(body) for name, body in reference.bodies.items()}
     for island in builder.islands.values():
         replace_loop_bodies(island.module, bodies)
@@ -86,6 +87,38 @@ def _with_types(signature: Signature, graph: Graph) -> Signature:
     """Return the signature with the types of a graph's inputs, which may have quantization parameters."""
     pairs = zip(signature.inputs, graph.inputs, strict=False)  # mutable buffers follow the inputs
     return replace(signature, inputs=tuple(replace(entry, type=graph.types[name]) for entry, name in pairs))
+
+
+def _counted_once(
+    graph: fx.Graph, inside: Collection[str], floats: Iterable[Skip]
+) -> tuple[set[str], tuple[Skip, ...]]:
+    """Count an operator of the model once if capture expressed it by several, such as a mean by a pool and a reshape.
+
+    Args:
+        graph: the reference.
+        inside: names of operators in int8.
+        floats: operators in float.
+
+    Returns:
+        One name for each operator all of whose parts are in int8, and the first part in float of each other operator.
+    """
+    first: dict[str, str] = {}
+    for node in graph.nodes:
+        where, sources = origin(node), [_computed_value(value) for value in node.all_input_nodes]
+        is_part = node.op == "call_function" and where.operator not in ("", operator(node)) and not is_added_cast(node)
+        same = [value for value in sources if is_part and value.name in first and origin(value) == where]
+        first[node.name] = first[same[0].name] if same else node.name
+    left: dict[str, Skip] = {}
+    for skip in floats:
+        left.setdefault(first.get(skip.node, skip.node), skip)
+    return {first.get(name, name) for name in inside} - left.keys(), tuple(left.values())
+
+
+def _computed_value(node: fx.Node) -> fx.Node:
+    """Return the operator whose value a node quantizes or dequantizes, or the node itself."""
+    while operator(node).startswith("quantized_decomposed.") and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _islands_without_reason(

@@ -122,9 +122,19 @@ def _counts(node: fx.Node) -> bool:
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False
+    if is_added_cast(node):
+        return False
     if operator(node).startswith("quantized_decomposed."):  # The node is part of the model's own quantization.
         return False
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
+
+
+def is_added_cast(node: fx.Node) -> bool:
+    """Return whether capture added a cast to or from half precision, which is not an operator of the model."""
+    if operator(node) != "aten._to_copy.default":
+        return False
+    where = origin(node)
+    return not where.operator or (where.operator != operator(node) and where == origin(node.args[0]))
 
 
 def _skip(node: fx.Node, reason: str | None) -> Skip:
