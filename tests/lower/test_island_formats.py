@@ -1,12 +1,15 @@
-"""Float islands get operands of the same memory format from the program and from the interpreter, so the same bits."""
+"""Float islands give the same bits in the program and in the interpreter: strides of operands, and zero points."""
 
 import pytest
 import torch
 from torch import nn
 
-from intaglio import stages
+from intaglio import Recipe, stages
+from intaglio.ir import DType
 from intaglio.lower import Lowered
 from intaglio.patterns import builtin
+from intaglio.quant.recipes.choices import Role
+from intaglio.quant.recipes.datatypes import DATATYPES, Datatype
 from intaglio.runtime import QuantizedModel
 from support.nets import Body, randomize
 
@@ -38,3 +41,18 @@ def _compiled(model: nn.Module, **options: object) -> tuple[QuantizedModel, Lowe
     prepared = stages.prepare(stages.capture(model, X), stages.Quantizer(**options))
     lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [X])))
     return stages.compile(lowered), lowered
+
+
+def test_zero_points_of_a_datatype_without_kernels_are_kept(monkeypatch):
+    affine = Datatype("s8a", (Role.ACTIVATION,), DType.S8, -128, 127, zero_point=True, native=False)
+    monkeypatch.setitem(DATATYPES, "s8a", affine)
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    model = randomize(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
+    prepared = stages.prepare(
+        stages.capture(model, x), stages.Quantizer(Recipe.of({"*": {"activations_dtype": "s8a"}}))
+    )
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
+    assert any(zero for q in reference.qparams.values() for zero in q.zeros)
+    lowered = stages.requantize(reference)
+    torch.testing.assert_close(lowered(x), reference(x))
+    assert torch.equal(stages.compile(lowered)(x), lowered(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -75,7 +76,7 @@ def extract_island(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
     return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(symbols.values()), outputs)
 
 
-# Quantize and dequantize nodes become ATen arithmetic, because files store only ATen operators. Zero points are 0.
+# Quantize and dequantize nodes become ATen arithmetic, because files store only ATen operators.
 
 
 def _decompose_quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -85,19 +86,30 @@ def _decompose_quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node,
         rounded = graph.call_function(aten.nan_to_num.default, (steps, 0.0))
     else:
         rounded = graph.call_function(aten.round.default, (steps,))
+    if node.args[2]:
+        rounded = graph.call_function(aten.add.Tensor, (rounded, node.args[2]))
     bounded = graph.call_function(aten.clamp.default, (rounded, low, high))
     return graph.call_function(aten._to_copy.default, (bounded,), {"dtype": dtype})
 
 
 def _decompose_dequantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
     aten = torch.ops.aten
-    scale: float | fx.Node = node.args[1]
-    if isinstance(scale, fx.Node):
-        axes = len(known_type(node).shape)
-        shape = [-1 if axis == node.args[3] else 1 for axis in range(axes)]
-        scale = graph.call_function(aten.reshape.default, (copies[scale], shape))
+    scale, zero = (_per_channel(graph, node, parameter, copies) for parameter in node.args[1:3])
     real = graph.call_function(aten._to_copy.default, (copies[node.args[0]],), {"dtype": torch.float32})
+    if zero is not None:
+        real = graph.call_function(aten.sub.Tensor, (real, zero))
     return graph.call_function(aten.mul.Tensor, (real, scale))
+
+
+def _per_channel(graph: fx.Graph, node: fx.Node, parameter: Any, copies: Mapping[fx.Node, fx.Node]) -> Any:
+    """Return a parameter of a dequantize node: a number, a constant along the axis of the channels, or ``None`` for
+    zeros."""
+    if not isinstance(parameter, fx.Node):
+        return parameter or None
+    if not getattr(node.graph.owning_module, str(parameter.target)).any():
+        return None
+    shape = [-1 if axis == node.args[3] else 1 for axis in range(len(known_type(node).shape))]
+    return graph.call_function(torch.ops.aten.reshape.default, (copies[parameter], shape))
 
 
 QDQ_DECOMPOSITIONS: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
