@@ -13,8 +13,10 @@ import torch
 
 import intaglio
 from intaglio.errors import ArtifactError, InputError
+from intaglio.ir import DType, QParams, TensorType
 from intaglio.ops.images.pool import adaptive_counts, adaptive_windows
 from intaglio.runtime.saved.island_operators import check_arguments_of, function_of
+from intaglio.runtime.saved.json_codec import INTEGER_BOUNDS, ParameterTable, decode_type, encode_type
 from intaglio.runtime.saved.state_dict_io import GRAPH
 from support import nets
 from support.int8_models import assert_same, compiled
@@ -143,3 +145,21 @@ def test_adaptive_pools_have_a_factor_for_their_longest_window(size, outputs):
 
 def test_counts_of_huge_pools_are_not_listed():
     assert len(adaptive_counts({"size": (2**31, 1)}, (1, 1, 7, 1))) == 2
+
+
+@pytest.mark.parametrize("dtype", [DType.U8, DType.S8, DType.U16, DType.I16, DType.I32])
+def test_quantized_values_must_fit_their_data_type(dtype):
+    low, high = INTEGER_BOUNDS[dtype]
+    for ends, fits in (((low, high), True), ((low - 1, high), False), ((low, high + 1), False), ((1, 1), False)):
+        entry = encode_type(TensorType((2,), dtype, QParams((0.1,), (0,), *ends)), ParameterTable())
+        if fits:
+            assert decode_type(entry, ParameterTable()).qparams.qmin == low
+        else:
+            with pytest.raises(ValueError, match="do not fit data type"):
+                decode_type(entry, ParameterTable())
+
+
+def test_floats_have_no_quantization_parameters():
+    entry = encode_type(TensorType((2,), DType.F32, QParams((0.1,), (0,), 0, 255)), ParameterTable())
+    with pytest.raises(ValueError, match="do not fit data type"):
+        decode_type(entry, ParameterTable())

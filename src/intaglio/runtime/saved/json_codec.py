@@ -51,7 +51,13 @@ NUMPY_DTYPES: Mapping[DType, Any] = {
     DType.F64: np.float64,
     DType.BOOL: np.bool_,
 }
-INTEGER_BOUNDS = {DType.U8: (0, 255), DType.S8: (-128, 127)}
+INTEGER_BOUNDS = {
+    DType.U8: (0, 2**8 - 1),
+    DType.S8: (-(2**7), 2**7 - 1),
+    DType.U16: (0, 2**16 - 1),
+    DType.I16: (-(2**15), 2**15 - 1),
+    DType.I32: (-(2**31), 2**31 - 1),
+}
 TORCH_TYPES: Mapping[str, Any] = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 NUMPY_SCALARS = ("bool", "int8", "uint8", "int16", "int32", "int64", "float32", "float64")
 
@@ -241,8 +247,8 @@ def decode_type(entry: Any, parameters: ParameterTable) -> TensorType:
         raise ValueError(f"the shape {shape} has a negative size")
     dtype = DType(entry["dtype"])
     q = _decode_q(entry["q"], parameters) if "q" in entry else None
-    if q is not None and dtype in INTEGER_BOUNDS:
-        low, high = INTEGER_BOUNDS[dtype]
+    if q is not None:
+        low, high = INTEGER_BOUNDS.get(dtype, (0, -1))  # floats and booleans hold no quantized values
         if not low <= q.qmin < q.qmax <= high:
             raise ValueError(f"quantized values from {q.qmin} to {q.qmax} do not fit data type {dtype}")
     return TensorType(shape, dtype, q, _decode_packing(entry["packing"]) if "packing" in entry else None)
