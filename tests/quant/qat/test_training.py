@@ -651,3 +651,12 @@ def test_a_model_prepared_for_training_says_how_to_save_it():
     with pytest.raises(ArtifactError, match="cannot be pickled") as raised:
         pickle.dumps(prepared)
     assert "state_dict()" in raised.value.remedy
+
+
+def test_a_batch_norm_whose_result_is_not_read_needs_no_evaluation():
+    model = Body(lambda m, x: (m.spare(m.c(x)), m.norm(m.c(x)))[1], c=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4))
+    model.spare = nn.BatchNorm2d(4)
+    x = torch.randn(4, 3, 8, 8)
+    prepared = stages.prepare(stages.capture(model.train(), x, train=True), qat=True).train()
+    prepared(x).sum().backward()
+    assert_evaluates_alike(prepared.eval(), x)

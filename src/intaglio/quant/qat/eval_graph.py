@@ -103,18 +103,20 @@ def _evaluate_norms(module: fx.GraphModule, states: Mapping[str, State]) -> set[
     for number, node in enumerate([node for node in module.graph.nodes if operator(node) == TRAINED_NORM]):
         x, weight, bias, mean, variance, _, momentum, eps = node.args
         counted = [states[_before_calls(value).name] for value in (mean, variance)]
+        path = counted[0].path.rpartition(".")[0]
+        known.add(path)
+        first = next((user for user in node.users if user.args[1] == 0), None)
+        if first is None:  # the model does not read the result of this norm, which only updates its statistics
+            continue
         constants = [_as_constant(module, state) for state in counted]
         with module.graph.inserting_before(node):
             norm = module.graph.call_function(EVALUATED_NORM, (x, weight, bias, *constants, momentum, eps))
             value = module.graph.call_function(python_operator.getitem, (norm, 0))
-        first = next(user for user in node.users if user.args[1] == 0)
         inherit_info(norm, node)
         copy_info(value, first)
-        path = counted[0].path.rpartition(".")[0]
         names = tuple(None if c is None else str(c.target) for c in (weight, bias, *constants))
         _add_mark(value, BatchNormMark(path, names, float(momentum), float(eps), number))
         first.replace_all_uses_with(value)
-        known.add(path)
     return known
 
 
