@@ -46,6 +46,7 @@ FOLLOWED_ELSEWHERE = {
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
     "calibrate with data like that of this call": "runtime/reports/test_clipping.py",
     "calibrate with data for which the model runs these operators": "eager/test_control_flow.py",
+    "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }
 """Beginnings of remedies that a test of the behaviour follows, with the file of that test."""

@@ -559,3 +559,17 @@ def test_the_state_of_another_model_is_refused_by_name():
     other.head = nn.Linear(8, 6)
     with pytest.raises(InputError, match=r"head \(aten.linear.default\)"):
         intaglio.compare(other.eval(), converted, [images(0)])
+
+
+def test_a_state_of_other_modules_is_refused_when_it_is_loaded():
+    def prepared(function: nn.Module) -> nn.Module:
+        found = eager.prepare(nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 4)).eval(), torch.randn(4, 8))
+        found(torch.randn(4, 8))
+        return found
+
+    tanh, relu = prepared(nn.Tanh()), prepared(nn.ReLU())
+    for given, own in ((tanh, relu), (eager.convert(tanh), eager.convert(relu)), (eager.convert(tanh), relu)):
+        with pytest.raises(InputError, match="the module '1' is a Tanh in the state, and a ReLU here"):
+            own.load_state_dict(given.state_dict())
+        own(torch.randn(4, 8))
+    prepared(nn.Tanh()).load_state_dict(tanh.state_dict())

@@ -1,6 +1,7 @@
 """Define-by-run: what stays in float is as little as possible, and is reported."""
 
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from intaglio import eager
 from intaglio.errors import InputError, UnsupportedError
 from support.eager_models import integers, warnings_of
 from support.lowering import sqnr
+from support.nets import Body
 
 
 class Head(nn.Module):
@@ -182,3 +184,72 @@ def test_a_model_that_stays_in_float_is_an_error(model, reason, strict):
     prepared(x)
     with pytest.raises(UnsupportedError, match=f"nothing in it can be quantized: .*{reason}"):
         eager.convert(prepared, strict=strict)
+
+
+class Sum(nn.Module):
+    """A linear layer for every tensor of an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, values: Any) -> list[Tensor]:
+        return [torch.relu(self.a(x)) for x in values]
+
+
+@pytest.mark.parametrize("kind", [iter, lambda values: (x for x in values)], ids=["iterator", "generator"])
+def test_tensors_that_an_iterator_yields_are_inputs(kind):
+    torch.manual_seed(0)
+    model = Sum().eval()
+    prepared = eager.prepare(model, (kind([rows(0), rows(1)]),))
+    prepared(kind([rows(1), rows(2)]))
+    found = eager.convert(prepared)
+    assert eager.coverage(found).operators == 1
+    for mine, its in zip(found(kind([rows(1), rows(2)])), model(kind([rows(1), rows(2)])), strict=True):
+        assert sqnr(mine, its) > 20
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(3), lambda x: x[1:3].zero_(), lambda x: x.copy_(x + 1)])
+@pytest.mark.parametrize("weak", [False, True], ids=["plain", "with a weak reference"])
+def test_tensors_that_a_call_leaves_behind_can_be_written_to(write, weak):
+    references: list[Any] = []
+
+    def forward(m: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        y = torch.relu(m.a(x))
+        kept.append(y)
+        references.append(weakref.ref(y) if weak else y)
+        return m.b(y)
+
+    torch.manual_seed(0)
+    model = Body(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 4)).eval()
+    prepared = eager.prepare(model, (rows(), []))
+    prepared(rows(1), [])
+    found, mine, its = eager.convert(prepared), [], []
+    expected = found(rows(1), mine)
+    model(rows(1), its)
+    write(mine[0])
+    write(its[0])
+    assert sqnr(mine[0], its[0]) > 20
+    assert torch.equal(found(rows(1), []), expected)
+
+
+class Listed(nn.Module):
+    """One of two paths has an operator that cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.sum() > 0 else torch.fake_quantize_per_tensor_affine(self.b(x), 0.1, 128, 0, 255)
+
+
+def test_a_recording_that_stays_in_float_is_one_warning_with_the_reason(caplog):
+    prepared = eager.prepare(Listed().eval(), rows().abs())
+    prepared(-rows().abs())
+    prepared(rows().abs())
+    found = eager.convert(prepared)
+    (text,) = [text for text in warnings_of(caplog) if "stays in float" in text]
+    (part,) = [part for part in eager.coverage(found).floats if part.path == "b"]
+    assert part.reason in text
+    assert "in forward" in text

@@ -40,11 +40,11 @@ class SerializedSession:
     Attributes:
         recordings: One `Recording` per segment.
         entries: One entry per recording, under its index as text, and one under `FLOW_ENTRY`. The entry of a recording
-            has "operators" (lines), "weights" (digest), "free" (dynamic axes of inputs), and "statistics" by site with
-            the index of the next "batch", or "parameters" (JSON). The `FLOW_ENTRY` entry has "runs", "follows"
-            (transitions by index), and for strict models "turns" (pairs of consecutive operators), "outside"
-            (operators outside recordings) and "calls" (structures of arguments). "floats" lists what runs in float
-            outside of recordings.
+            has "operators" (lines), "modules" (class names by path), "weights" (digest), "free" (dynamic axes of
+            inputs), and "statistics" by site with the index of the next "batch", or "parameters" (JSON). The
+            `FLOW_ENTRY` entry has "runs", "follows" (transitions by index), and for strict models "turns" (pairs of
+            consecutive operators), "outside" (operators outside recordings) and "calls" (structures of arguments).
+            "floats" lists what runs in float outside of recordings.
     """
 
     recordings: tuple[Recording, ...]
@@ -78,7 +78,15 @@ def store(session: RecordedState) -> SerializedSession:
 
 def _entry(segment: Segment, weights: str) -> Entry:
     free = {str(number): sorted(axes) for number, axes in segment.recording.free.items()}
-    entry: Entry = {"version": STATE_VERSION, "operators": lines(segment.recording), "weights": weights, "free": free}
+    leaves = {event.path for event in segment.events if event.function is None}
+    classes = {path: type(segment.model.get_submodule(path)).__name__ for path in sorted(leaves)}
+    entry: Entry = {
+        "version": STATE_VERSION,
+        "operators": lines(segment.recording),
+        "modules": classes,
+        "weights": weights,
+        "free": free,
+    }
     if segment.reference is not None:
         return {**entry, "parameters": segment.reference.parameters.to_json()}
     if segment.given is not None:

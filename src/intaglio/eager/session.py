@@ -249,7 +249,7 @@ class Session:
                 what = f"recording {number} ({count} operators from {first}) stays in float: {segment.error.problem}"
                 if self.strict:
                     raise UnsupportedError(first.path, first.name, what, source=first.source, remedy=NOT_STRICT)
-                logger.info("%s\n  at %s", what, first.source)
+                logger.warning("%s\n  at %s", what, first.source)
         in_float = all(segment.reference is None or segment.refused is not None for segment in self.segments)
         if in_float and (not self.segments or any(segment.computes for segment in self.segments)):
             reasons = "; ".join(dict.fromkeys(s.error.problem if s.error else str(s.refused) for s in self.segments))

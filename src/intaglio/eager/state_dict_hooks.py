@@ -104,6 +104,11 @@ def _checked_entry(key: str, name: str, entry: Entry, session: Session, stored: 
         seen, own = other or ("no operator", stored.entries[name]["operators"][len(entry["operators"])])
         problem = f"the operators differ: {seen.strip()!r} in the state, {own.strip()!r} here"
         raise InputError(key, None, problem, remedy=remedy)
+    here = stored.entries[name].get("modules", {})
+    for path, kind in entry.get("modules", {}).items():
+        if here.get(path, kind) != kind:
+            problem = f"the module {path!r} is a {kind} in the state, and a {here[path]} here"
+            raise InputError(key, None, problem, remedy="load the state into a model with the same modules")
     if not session.is_recording and "parameters" not in entry and "statistics" in entry:
         problem = "the state has statistics of a prepared model, but this model is converted"
         raise InputError(key, None, problem, remedy="load the state into a prepared model, and convert that")

@@ -7,7 +7,7 @@ of the compiled program.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -139,9 +139,7 @@ class CallPlan:
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
-        self.outputs = [
-            (e.value, s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output
-        ]
+        self.outputs = [(e.value, s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output]
         self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
 
     @cached_property

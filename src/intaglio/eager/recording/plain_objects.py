@@ -46,7 +46,8 @@ def object_with_tensors(value: Any) -> Any:
 
 
 def iterator_inside(value: Any) -> Any:
-    """Return an iterator in a result, whose values the model computes after its call ended, or None."""
+    """Return an iterator in arguments or in a result, or None. The values of one in a result are computed after the
+    call ended."""
     return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Iterator)), None)
 
 

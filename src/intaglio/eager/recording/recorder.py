@@ -86,10 +86,10 @@ class Recorder:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the arguments of the model, for a recording that begins with the call.
 
-        Arguments with objects that `torch.export` does not take are not stored: the recording then begins at the first
-        operator, and tensors from the arguments are inputs like those from elsewhere.
+        Arguments with objects that `torch.export` does not take, and iterators, are not stored: the recording then
+        begins at the first operator, and tensors from the arguments are inputs like those from elsewhere.
         """
-        if object_with_tensors((args, kwargs)) is None:
+        if object_with_tensors((args, kwargs)) is None and iterator_inside((args, kwargs)) is None:
             self.recording.call = fill((args, kwargs), self._leaf)
 
     def end(self, result: Any) -> None:
