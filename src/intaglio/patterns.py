@@ -22,14 +22,15 @@ Result = TypeVar("Result")
 
 
 def _with_shape_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make a NumPy function raise an `InputError` for arrays whose shapes do not fit each other."""
+    """Make a NumPy function raise an `InputError` for shapes that do not fit each other, and numbers beyond
+    int32."""
 
     @check_arguments
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             remedy = "pass numbers as parameters, or arrays that broadcast against the values"
             raise InputError(function.__name__, None, str(error), remedy=remedy) from error
 

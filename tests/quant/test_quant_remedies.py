@@ -349,6 +349,10 @@ def plain_of(kind: str, quantizer: object) -> Ranges:
     return Ranges.from_json(calibrated([X], kind, quantizer).to_json())
 
 
+def ragged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 class OnlyBatches(DatasetManager):
     """A subclass with one of its methods only."""
 
@@ -377,6 +381,16 @@ class AllMethods(OnlyBatches):
 
 
 DATASETS = {
+    "a function that returns nothing": (
+        lambda: list(DatasetManager(lambda: None)),
+        "return an iterable of batches",
+        lambda: list(DatasetManager(lambda: iter([X]))),
+    ),
+    "a nested tensor": (
+        lambda: DatasetManager(ragged()),
+        "convert it with torch.nested.to_padded_tensor",
+        lambda: list(DatasetManager(torch.nested.to_padded_tensor(ragged(), 0.0))),
+    ),
     "a subclass without methods that are needed": (
         lambda: calibrated(OnlyBatches([X])),
         "define get_next_batch, num_batches, is_empty and reset, or call super().__init__(data)",

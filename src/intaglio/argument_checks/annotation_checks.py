@@ -52,7 +52,7 @@ def _is_numeric(value: Any) -> bool:
     """Return whether a value can be converted to an array of numbers."""
     try:
         return np.asarray(value).dtype.kind in "biuf"
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a ragged tensor
         return False
 
 

@@ -125,7 +125,11 @@ class DatasetManager:
 
     def _pass(self, source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         """Yield the batches of one pass, cut off after ``num_samples``."""
-        for item in source():
+        items = source()
+        if not hasattr(items, "__iter__"):
+            problem = f"the function returned {value_text(items)}, which cannot be read as batches"
+            raise CalibrationError("data", None, problem, remedy="return an iterable of batches")
+        for item in items:
             self._read = True
             batch = _tensors(item, self.columns)
             size = samples_of(batch)
@@ -153,6 +157,9 @@ def _first(batch: Any, count: int, size: int) -> Any:
 
 def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> Callable[[], Iterable[Any]]:
     """Return a function that starts a pass over the data."""
+    if isinstance(data, torch.Tensor) and data.is_nested:
+        remedy = "convert it with torch.nested.to_padded_tensor"
+        raise CalibrationError("data", None, "it is a nested tensor, which has no common shape", remedy=remedy)
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
         tensors = _tensors(data, columns)
         size = samples_of(tensors)
