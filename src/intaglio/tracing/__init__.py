@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from intaglio.argument_checks import check_arguments_except
+from intaglio.errors import InputError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.tracing.capture_check import disagreement, resized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -52,6 +54,9 @@ def capture(
         >>> captured = stages.capture(model, (torch.randn(2, 3, 224, 224),))
         >>> print(captured.text())
     """
+    if isinstance(dynamic_shapes, torch.Tensor):
+        problem = "dynamic_shapes is a tensor; it takes dimensions in the format of torch.export"
+        raise InputError("capture", None, problem, remedy="pass dynamic_shapes that fit the model: ({0: Dim('n')},)")
     from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import
 
     return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free)
