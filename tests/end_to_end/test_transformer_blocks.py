@@ -211,3 +211,25 @@ def test_attention_with_queries_keys_or_values_of_zeros_runs_in_int8(zero):
     program = intaglio.quantize(model, [x], progress=False)
     assert program.coverage.macs == 1
     assert sqnr(program(x), model(x)) > 25
+
+
+MIXERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a sum": lambda m, x: m.c(m.a(x) + x),
+    "a sum and padding": lambda m, x: m.c(F.pad(m.a(x) + x, (2, 1), mode="circular")),
+    "an activation": lambda m, x: m.c(F.silu(m.a(x)) * x),
+    "both": lambda m, x: m.c(m.a(x) + x).mean(1, keepdim=True) + m.b(m.a(x) + x),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_convolution_over_time_reads_channels_that_a_linear_layer_mixed(name):
+    """The linear layer reads the last axis and the convolution the second one, with a float residual stream between."""
+    model = randomize(Body(MIXERS[name], a=nn.Linear(8, 8), b=nn.Linear(8, 7), c=nn.Conv1d(17, 15, 2)))
+    x = torch.randn(3, 17, 8, generator=torch.Generator().manual_seed(1))
+    reference, lowered = quantized(model, x, recipe=Recipe.named("transformer"))
+    program = stages.compile(lowered)
+    for batch in (x, x[:1]):
+        assert_same(program(batch), lowered(batch))
+    assert sqnr(program(x), model(x)) > 25
+    assert_equal_quantized(reference, lowered, x)

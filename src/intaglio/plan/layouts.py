@@ -235,7 +235,8 @@ def separate_layouts(graph: Graph) -> tuple[Graph, int]:
             inputs = tuple(moved.get(name, name) for name in inputs)
         ops.append(Op(op.kind, inputs, op.outputs, op.attrs, op.body, op.origin))
         for name in op.outputs:
-            if op.outputs in cut and _requires_row_major(op, types[name]):
+            is_float = types[name].dtype is DType.F32 and _layout_is_free(types[name])  # loops pass layouts on
+            if op.outputs in cut and (is_float or _requires_row_major(op, types[name])):
                 renamed[name] = copy(name, f"{name}_image", op)
     outputs = tuple(renamed.get(name, name) for name in graph.outputs)
     return graph.replace(ops=tuple(ops), types=types, outputs=outputs), len(moved) + len(renamed)
