@@ -317,7 +317,7 @@ def test_a_per_channel_input_without_a_declaration_takes_no_bytes():
     torch.manual_seed(0)
     x = torch.rand(8, 3, 11, 9) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
     captured = stages.capture(Stem().eval(), x)
-    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of({"*": {"equalize": True}})))
+    prepared = stages.prepare(captured, stages.Quantizer(intaglio.Recipe.of({"*": {"equalize": 1.0}})))
     prepared = stages.equalize(prepared, [x])
     reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     handed = graph_for_inductor(reference)

@@ -293,3 +293,8 @@ def test_tensors_of_a_free_shape_are_not_constants():
         Body(lambda m, x: m.c(x) + torch.zeros_like(m.c(x)) + x.new_ones((x.shape[0], 6, 9, 9)), c=conv()), X
     )
     assert {"aten.zeros_like.default", "aten.new_ones.default"} <= {operator(node) for node in graph.graph.nodes}
+
+
+def test_movement_of_a_number_has_no_batch_that_could_move():
+    graph, _ = passed(Body(lambda m, x: m.c(x) * m.c(x).max().reshape(-1, 1, 1, 1).transpose(1, 2), c=conv()), X)
+    assert "aten.reshape.default" in [operator(node) for node in graph.graph.nodes]

@@ -75,6 +75,8 @@ def _sizes_agree(loop: FloatLoop, call: FloatCall) -> bool:
 
 def _is_rounded_by_torch(node: fx.Node) -> bool:
     """Return whether a result is rounded to a data type without kernels, next to which sums have PyTorch's order."""
+    if any(map(table_operands, node.args)):  # no sum, and PyTorch cannot read the quantized table of the program
+        return False
     return any(operator(u).split(".")[1:2] == ["quantize_per_tensor"] and u.args[-1] not in U8_S8 for u in node.users)
 
 

@@ -150,13 +150,18 @@ def test_counts_of_huge_pools_are_not_listed():
 @pytest.mark.parametrize("dtype", [DType.U8, DType.S8, DType.U16, DType.I16, DType.I32])
 def test_quantized_values_must_fit_their_data_type(dtype):
     low, high = INTEGER_BOUNDS[dtype]
-    for ends, fits in (((low, high), True), ((low - 1, high), False), ((low, high + 1), False), ((1, 1), False)):
+    for ends, fits in (((low, high), True), ((low - 1, high), False), ((low, high + 1), False)):
         entry = encode_type(TensorType((2,), dtype, QParams((0.1,), (0,), *ends)), ParameterTable())
         if fits:
             assert decode_type(entry, ParameterTable()).qparams.qmin == low
         else:
             with pytest.raises(ValueError, match="do not fit data type"):
                 decode_type(entry, ParameterTable())
+
+
+def test_quantized_values_are_at_least_two():
+    with pytest.raises(ValueError, match="qmin must be below qmax"):
+        QParams((0.1,), (0,), 1, 1)
 
 
 def test_floats_have_no_quantization_parameters():

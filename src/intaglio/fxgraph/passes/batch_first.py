@@ -63,7 +63,7 @@ class AxisOrder:
 
     def batch_moved(self) -> bool:
         """Return whether the first axis no longer starts with the source's first axis."""
-        batch = any(factor.count != 1 for factor in self.source[0])
+        batch = any(factor.count != 1 for axis in self.source[:1] for factor in axis)  # a number has no axis
         return batch and next(axis[0] for axis in self.axes if axis).axis != 0
 
 
