@@ -68,6 +68,8 @@ class NodeInfo:
     """Record of a user-defined operator."""
     composite: Any = None
     """`quant.recipes.user_patterns.CompositeMatch` of the operators that one record represents."""
+    rewritten_by: tuple[str, str] | None = None
+    """User pattern whose callback wrote the node, and the name of the match's last operator."""
     zero_points: Any = None
     """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
     takes_bytes: bool = False
@@ -155,8 +157,14 @@ def inherit_info(node: fx.Node, source: fx.Node, **values: Any) -> None:
 
 
 def adopt_origin(node: fx.Node, source: fx.Node) -> None:
-    """Copy the origin of another node, and its loop iteration and tag if it has them."""
-    update_info(node, origin=origin(source), iteration=info(source).iteration or info(node).iteration)
+    """Copy the origin of another node, and its loop iteration, pattern and tag if it has them."""
+    known, own = info(source), info(node)
+    update_info(
+        node,
+        origin=origin(source),
+        iteration=known.iteration or own.iteration,
+        rewritten_by=known.rewritten_by or own.rewritten_by,
+    )
     if TAG_KEY in source.meta:
         node.meta[TAG_KEY] = source.meta[TAG_KEY]
 

@@ -30,6 +30,7 @@ from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
+from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
@@ -58,7 +59,8 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     rejected: list[Rejected] = []
     matches: dict[fx.Node, Found] | None = None
     if quantizer.patterns:
-        won, rejected = find(graph, patterns_of(flat_patterns(quantizer.patterns)), reasons)
+        patterns = patterns_of(flat_patterns(quantizer.patterns))
+        won, rejected = find(graph, patterns, reasons, replacements(graph, patterns))
         matches = {node: found for found in won for node in found.nodes}
         _apply_patterns(matches, recipe, classes, settings, reasons)
     if annotator is not None and resolved is not None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
@@ -29,7 +30,9 @@ from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
+from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
+from intaglio.quant.recipes.user_patterns import patterns_of
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
@@ -122,7 +125,7 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
-    run(module, passes_for(quantizer, PTQ_PASSES))
+    run_passes(module, quantizer, PTQ_PASSES)
     quantizer = _resolve_options(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
     return annotate_graph(module, quantizer, captured.classes)
@@ -194,8 +197,7 @@ def _prepared(
         )
         for loop in (node.target for node in loops_of(module))
     }
-    steps = passes_for(quantizer, passes)
-    run(module, steps)
+    steps = run_passes(module, quantizer, passes)
     quantizer = _resolve_options(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
     annotations = annotate_graph(module, quantizer, captured.classes)
@@ -227,6 +229,24 @@ def _body_quantizer(quantizer: Quantizer, body: Captured) -> Quantizer:
     return replace(
         quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
     )
+
+
+def run_passes(module: fx.GraphModule, quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
+    """Run the passes of a mode, replace the matches of patterns that rewrite, and return the passes.
+
+    Raises:
+        UnsupportedError: a pattern rewrites in quantization-aware training, or its callback fails.
+    """
+    steps = passes_for(quantizer, lists)
+    run(module, steps)
+    patterns = patterns_of(flat_patterns(quantizer.patterns))
+    if lists is not PTQ_PASSES and (names := [pattern.name for pattern in patterns if pattern.rewrite is not None]):
+        problem = "quantization-aware training cannot train what a callback builds"
+        raise UnsupportedError(f"pattern {names[0]!r}", None, problem)
+    if rewrite_matches(module, patterns, quantizer.operators):
+        finish_pass(module, "rewrite_matches")
+        run(module, steps)  # a callback may build operators that these passes bring into their final form
+    return steps
 
 
 def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,7 @@ class QuantizerPattern:
             next to something quantized.
         operator: record of the whole match, with operands named as the leaves of the pattern. Without it the
             built-in fusion rows and records decide which kernels run the match.
+        rewrite: callback(pre, post, node_map) that replaces a match, or returns ``None`` to keep it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class QuantizerPattern:
     ranks: tuple[int, ...] = ()
     quantize_always: bool = True
     operator: OpDef | None = None
+    rewrite: Callable[..., fx.Node | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +266,10 @@ def name_operators(graph: fx.Graph, records: Iterable[OpDef]) -> None:
 
 
 def find(
-    graph: fx.Graph, patterns: Sequence[QuantizerPattern], reasons: Mapping[fx.Node, str | None]
+    graph: fx.Graph,
+    patterns: Sequence[QuantizerPattern],
+    reasons: Mapping[fx.Node, str | None],
+    replaced: Iterable[Found] = (),
 ) -> tuple[list[Found], list[Rejected]]:
     """Match all patterns on a graph, and return the matches that won and those that were rejected.
 
@@ -274,10 +279,11 @@ def find(
         graph: prepared graph.
         patterns: user patterns.
         reasons: candidate root -> reason why the operator stays in float, or ``None``.
+        replaced: what `rewrite` callbacks have built, which competes with the matches.
     """
     view = FxGraphView(graph)
     _check_kinds(patterns, view, graph)
-    candidates: list[Found] = []
+    candidates = [found for found in replaced if all(reasons[node] is None for node in found.nodes)]
     rejected: list[Rejected] = []
     for pattern in patterns:
         for node in reasons:
