@@ -174,7 +174,10 @@ def main() -> None:
     if arguments.one:
         print("\n" + json.dumps(examine(arguments.one, arguments.quick)))
         return
+    library = networks.declare_operators()
+    leave_out_extension()
     names = arguments.names or list(models())
+    del library  # operators exist as long as their library
     if arguments.list:
         print("\n".join(names))
         return
