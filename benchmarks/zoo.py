@@ -1,4 +1,4 @@
-"""How many of the models that people use are quantized as they are.
+"""Count the models in common use that `intaglio.quantize` takes unedited.
 
     python benchmarks/zoo.py                          all of them, each in a process of its own
     python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections

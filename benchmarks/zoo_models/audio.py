@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-from zoo_models.entry import Entry
+from zoo_models.entry import Entry, random_transformer
 
 SPEECH = {
     "hidden_size": 64,
@@ -34,12 +33,9 @@ MOST_USED = {"wav2vec2", "whisper"}
 
 def speech(name: str) -> Entry:
     """Return a model that reads samples of sound, f32[n, samples]."""
-    torch.manual_seed(0)
     kind, options = KINDS[name]
-    cls = getattr(transformers, kind)
-    model = cls(cls.config_class(**options)).eval()
     return Entry(
-        model,
+        random_transformer(kind, **options),
         lambda count: {"input_values": torch.randn(count, 4000)},
         {"6000 samples": {"input_values": torch.randn(2, 6000)}},
         "transformer",
@@ -49,8 +45,8 @@ def speech(name: str) -> Entry:
 
 def whisper() -> Entry:
     """Return Whisper: log-mel spectrograms and tokens in, logits out."""
-    torch.manual_seed(0)
-    config = transformers.WhisperConfig(
+    model = random_transformer(
+        "WhisperForConditionalGeneration",
         vocab_size=500,
         d_model=64,
         encoder_layers=2,
@@ -66,7 +62,6 @@ def whisper() -> Entry:
         eos_token_id=2,
         decoder_start_token_id=1,
     )
-    model = transformers.WhisperForConditionalGeneration(config).eval()
 
     def batch(count: int) -> dict[str, torch.Tensor]:
         return {"input_features": torch.randn(count, 80, 200), "decoder_input_ids": torch.randint(5, 500, (count, 12))}
@@ -76,8 +71,8 @@ def whisper() -> Entry:
 
 def spectrogram_transformer() -> Entry:
     """Return the audio spectrogram transformer."""
-    torch.manual_seed(0)
-    config = transformers.ASTConfig(
+    model = random_transformer(
+        "ASTForAudioClassification",
         hidden_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -85,7 +80,6 @@ def spectrogram_transformer() -> Entry:
         max_length=128,
         num_mel_bins=64,
     )
-    model = transformers.ASTForAudioClassification(config).eval()
     return Entry(model, lambda count: {"input_values": torch.randn(count, 128, 64)}, {}, "transformer")
 
 

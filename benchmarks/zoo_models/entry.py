@@ -45,6 +45,20 @@ def image_entry(model: nn.Module, size: int, *, free: bool = False, most_used: b
     return Entry(model.eval(), lambda count: (torch.randn(count, 3, size, size),), other, most_used=most_used)
 
 
+def random_transformer(kind: str, **options: Any) -> nn.Module:
+    """Return a model of transformers with random weights, which are the same in every call, in evaluation mode.
+
+    Args:
+        kind: name of its class.
+        options: options of its configuration.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    cls = getattr(transformers, kind)
+    return cls(cls.config_class(**options)).eval()
+
+
 def draw_statistics(model: nn.Module) -> None:
     """Draw statistics of batch norms, weights of layers that begin with zeros, and biases, as trained models have."""
     for module in model.modules():

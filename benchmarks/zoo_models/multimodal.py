@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from zoo_models.entry import Entry, draw_statistics
+from zoo_models.entry import Entry, draw_statistics, random_transformer
 
 VIT = {
     "hidden_size": 64,
@@ -48,8 +48,6 @@ MOST_USED = {"clip", "convnext", "deit", "dinov2", "segformer", "siglip", "vit"}
 
 def vision(name: str, kind: str, options: dict[str, Any], size: int) -> Entry:
     """Return the entry of a vision model of transformers with a small configuration."""
-    torch.manual_seed(0)
-    cls = getattr(transformers, kind)
     if name == "depth_anything":
         backbone = transformers.Dinov2Config(
             hidden_size=64,
@@ -69,21 +67,17 @@ def vision(name: str, kind: str, options: dict[str, Any], size: int) -> Entry:
             "fusion_hidden_size": 16,
             "patch_size": 14,
         }
-    model = cls(cls.config_class(**options))
+    model = random_transformer(kind, **options)
     draw_statistics(model)
-    return Entry(
-        model.eval(), lambda count: {"pixel_values": torch.randn(count, 3, size, size)}, {}, None, name in MOST_USED
-    )
+    return Entry(model, lambda count: {"pixel_values": torch.randn(count, 3, size, size)}, {}, None, name in MOST_USED)
 
 
 def clip(kind: str) -> Entry:
     """Return CLIP or SigLIP: images and texts in one space."""
-    torch.manual_seed(0)
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     text = small | {"vocab_size": 500, "max_position_embeddings": 32, "eos_token_id": 499}
     picture = small | {"image_size": 64, "patch_size": 16}
-    config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}Model")
-    net = model(config(text_config=text, vision_config=picture)).eval()
+    model = random_transformer(f"{kind}Model", text_config=text, vision_config=picture)
 
     def batch(count: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(5, 498, (count, 16))
@@ -91,16 +85,16 @@ def clip(kind: str) -> Entry:
         call = {"input_ids": ids, "pixel_values": torch.randn(count, 3, 64, 64)}
         return call | ({"attention_mask": torch.ones_like(ids)} if kind == "CLIP" else {})
 
-    return Entry(net, batch, {}, "transformer", kind.lower() in MOST_USED)
+    return Entry(model, batch, {}, "transformer", kind.lower() in MOST_USED)
 
 
 def detr() -> Entry:
     """Return DETR with a small backbone."""
-    torch.manual_seed(0)
     backbone = transformers.ResNetConfig(
         embedding_size=16, hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1], out_features=["stage4"]
     )
-    config = transformers.DetrConfig(
+    model = random_transformer(
+        "DetrForObjectDetection",
         use_timm_backbone=False,
         use_pretrained_backbone=False,
         backbone=None,
@@ -114,18 +108,21 @@ def detr() -> Entry:
         decoder_ffn_dim=128,
         num_queries=10,
     )
-    model = transformers.DetrForObjectDetection(config)
     draw_statistics(model)
-    return Entry(model.eval(), lambda count: {"pixel_values": torch.randn(count, 3, 96, 96)})
+    return Entry(model, lambda count: {"pixel_values": torch.randn(count, 3, 96, 96)})
 
 
 def sam() -> Entry:
     """Return the image encoder of SAM."""
-    torch.manual_seed(0)
-    config = transformers.SamVisionConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=128, mlp_dim=128, global_attn_indexes=[1]
+    model = random_transformer(
+        "SamVisionModel",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=128,
+        mlp_dim=128,
+        global_attn_indexes=[1],
     )
-    model = transformers.SamVisionModel(config).eval()
     return Entry(model, lambda count: {"pixel_values": torch.randn(count, 3, 128, 128)})
 
 

@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
-from zoo_models.entry import Entry
+from zoo_models.entry import Entry, random_transformer
 
 
 class DLRM(nn.Module):
@@ -163,7 +162,8 @@ def mlp() -> Entry:
 
 def patch_tst() -> Entry:
     """Return PatchTST of transformers."""
-    config = transformers.PatchTSTConfig(
+    model = random_transformer(
+        "PatchTSTForPrediction",
         num_input_channels=3,
         context_length=64,
         patch_length=8,
@@ -174,7 +174,6 @@ def patch_tst() -> Entry:
         num_hidden_layers=2,
         ffn_dim=64,
     )
-    model = transformers.PatchTSTForPrediction(config).eval()
     return Entry(model, lambda count: {"past_values": torch.randn(count, 64, 3)}, {}, "transformer")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from zoo_models.entry import Entry, token_batch
+from zoo_models.entry import Entry, random_transformer, token_batch
 
 WORDS, LENGTH = 500, 24
 SMALL = {
@@ -129,19 +129,16 @@ MOST_USED = {
 }
 
 
-def of_class(name: str, kind: str, options: dict[str, Any], *, decoder: bool = False, both: bool = False) -> Entry:
+def of_class(name: str, kind: str, options: dict[str, Any], *, both: bool = False) -> Entry:
     """Return the entry of a class of transformers with a small configuration.
 
     Args:
         name: name in the zoo.
         kind: class of transformers.
         options: options of its configuration.
-        decoder: whether the model predicts the next token.
         both: whether the model has an encoder and a decoder.
     """
-    torch.manual_seed(0)
-    cls = getattr(transformers, kind)
-    model = cls(cls.config_class(**options)).eval()
+    model = random_transformer(kind, **options)
     make = token_batch(WORDS, LENGTH)
 
     def batch(count: int, make: Any = make) -> dict[str, torch.Tensor]:
@@ -173,8 +170,7 @@ def minilm() -> Entry:
 
 
 MODELS = (
-    {name: partial(of_class, name, *options) for name, options in ENCODERS.items()}
-    | {name: partial(of_class, name, *options, decoder=True) for name, options in DECODERS.items()}
+    {name: partial(of_class, name, *options) for name, options in (ENCODERS | DECODERS).items()}
     | {name: partial(of_class, name, *options, both=True) for name, options in ENCODER_DECODERS.items()}
     | {"all-MiniLM-L6-v2": minilm}
 )
