@@ -79,7 +79,8 @@ def correct(
     through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
     evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=through_outputs, cache=cache)
     corrector, regions = _WeightCorrector(evaluation, units, group), iter(evaluation)
-    while (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
+    corrected = any(_is_corrected(annotations, region) for region in annotations.regions)
+    while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
             corrector.correct_region(region)
     final = annotated_with_biases(annotations, evaluation.biases)
@@ -119,7 +120,7 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating:
             return
-        if region.dynamic or moments_refusal(region, operand_site(annotations, region)):
+        if not _is_corrected(annotations, region):
             self._set_weight(weight_node, grid, grid.nearest(weight))
             return
         found = self._moments(region, x)
@@ -263,14 +264,22 @@ def _annotations_with_biases(prepared: Prepared) -> Annotations:
     return annotated_with_biases(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
 
 
+def _is_corrected(annotations: Annotations, region: Region) -> bool:
+    """Return whether data decides how the weight of a region is rounded, or its bias."""
+    setting = region.setting
+    if region.record.roles.weight is None or region.dynamic:
+        return False
+    if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
+        return False
+    return not moments_refusal(region, operand_site(annotations, region))
+
+
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     """Return whether the bias of a region is to be corrected, but the region has no bias yet."""
     corrects = region.setting.bias != BiasCorrection.NONE
     if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
         return False
-    if region.dynamic:
-        return False
-    return not moments_refusal(region, operand_site(annotations, region))
+    return _is_corrected(annotations, region)
 
 
 def operand_site(annotations: Annotations, region: Region) -> Site:

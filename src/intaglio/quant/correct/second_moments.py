@@ -29,6 +29,8 @@ EXACT_POSITIONS = 1 << 10
 """Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 represents exactly."""
 GATHERED = 1 << 25
 """Bytes of columns that are multiplied together if batches are small."""
+LARGEST_MOMENTS = 1 << 27
+"""Largest number of products that are computed for one weight, 1 GiB; the correction needs several times as much."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,19 @@ class Moments:
 
 def moments_refusal(region: Region, site: Site) -> bool:
     """Return whether moments of an anchor's operand cannot be computed; its weight is then rounded to nearest."""
-    return region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype not in (DType.U8, DType.S8)
+    if region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype not in (DType.U8, DType.S8):
+        return True
+    return _groups_of(region) * _row_length(region) ** 2 > LARGEST_MOMENTS
+
+
+def _groups_of(region: Region) -> int:
+    """Return the number of groups of an anchor."""
+    return int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+
+
+def _row_length(region: Region) -> int:
+    """Return the number of weights of one output."""
+    return int(np.prod(_weight_sizes(region)[1:]))
 
 
 def _weight_sizes(region: Region) -> tuple[int, ...]:
@@ -78,8 +92,7 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
         quantized: batches of quantized operands, u8 in logical order; without batches all moments are zero.
         q: parameters of the operand.
     """
-    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-    k = int(np.prod(_weight_sizes(region)[1:]))
+    groups, k = _groups_of(region), _row_length(region)
     samples = 0
 
     def columns_of_batches() -> Iterator[torch.Tensor]:
@@ -156,9 +169,9 @@ def float_gram(x: torch.Tensor) -> torch.Tensor:
 
 def _shifted(total: Moments, offset: torch.Tensor) -> Moments:
     """Return the moments of x + offset, int64 [groups, k], computed from those of x."""
-    cross = offset[:, :, None] * total.sums[:, None, :]
-    squares = total.count * offset[:, :, None] * offset[:, None, :]
-    products = total.products + cross + cross.transpose(1, 2) + squares
+    products, row = total.products, total.sums[:, None, :] + total.count * offset[:, None, :]
+    products += offset[:, :, None] * row
+    products += total.sums[:, :, None] * offset[:, None, :]
     return Moments(products, total.sums + total.count * offset, total.count, total.samples)
 
 

@@ -1,0 +1,36 @@
+"""Weights that are rounded to nearest without a look at data."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from intaglio import Recipe, stages
+from intaglio.quant.correct import correct_weights, second_moments
+from intaglio.quant.recipes.recipe import Setting
+
+BATCHES = [torch.randn(32, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+def reference(**setting):
+    torch.manual_seed(0)
+    quantizer = stages.Quantizer(Recipe(default=Setting(equalize=0.0, **setting)))
+    prepared = stages.prepare(stages.capture(nn.Linear(6, 4).eval(), BATCHES[0]), quantizer)
+    ranges = stages.calibrate(prepared, BATCHES)
+    return stages.convert(prepared, ranges, stages.correct(prepared, ranges, BATCHES))
+
+
+def weight_of(found):
+    return next(b.numpy() for b in found.module.buffers() if b.dtype is torch.int8)
+
+
+def test_a_recipe_without_corrections_computes_no_moments(monkeypatch):
+    monkeypatch.setattr(correct_weights, "moments", lambda *args: pytest.fail("moments are computed"))
+    reference(rounding="nearest", bias="none")
+
+
+def test_weights_with_large_moments_are_rounded_to_nearest(monkeypatch):
+    corrected, nearest = weight_of(reference(rounding="gptq")), weight_of(reference(rounding="nearest"))
+    assert not np.array_equal(corrected, nearest)
+    monkeypatch.setattr(second_moments, "LARGEST_MOMENTS", 35)
+    assert np.array_equal(weight_of(reference(rounding="gptq")), nearest)
