@@ -13,6 +13,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
+from intaglio.integrations import integration_for
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
@@ -92,8 +93,32 @@ def quantize(
         >>> int8 = intaglio.quantize(model, [torch.randn(8, 16) for _ in range(4)])
         >>> y = int8(torch.randn(2, 16))
     """
+    refuse_quantized(model)
     options = options or CompileOptions()
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
+
+    def quantize_module(module: nn.Module, batches: Any) -> QuantizedModel:
+        return _quantized(module, batches, example_inputs, dynamic_shapes, quantizer, samples, progress, options)
+
+    integration = integration_for(model)
+    return (
+        quantize_module(model, data)
+        if integration is None
+        else integration.quantize_model(model, data, quantize_module)
+    )
+
+
+def _quantized(
+    model: nn.Module,
+    data: Any,
+    example_inputs: Any,
+    dynamic_shapes: Any,
+    quantizer: Quantizer,
+    samples: int | None,
+    progress: bool | None,
+    options: CompileOptions,
+) -> QuantizedModel:
+    """Run all stages for one module."""
     captured, call, data = _capture_model(model, data, example_inputs, dynamic_shapes)
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(
@@ -158,6 +183,7 @@ def autotune(
         >>> tuned = intaglio.autotune(model, batches, evaluate=lambda m: accuracy(m, test_set), max_drop=0.005)
         >>> tuned.model.save("model.int8")
     """
+    refuse_quantized(model)
     criterion = Criterion(evaluate, max_drop, relative, evaluations)
     quantizer = quantizer or Quantizer()
     captured, _, data = _capture_model(model, data, example_inputs, dynamic_shapes)
@@ -193,7 +219,6 @@ def _quantizer_for(
 
 def _capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
-    refuse_quantized(model)
     call, data = _first_call(model, data, example_inputs)
     return capture(model, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes), call, data
 

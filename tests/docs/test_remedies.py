@@ -46,6 +46,11 @@ FOLLOWED_ELSEWHERE = {
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
     "calibrate with data like that of this call": "runtime/reports/test_clipping.py",
     "calibrate with data for which the model runs these operators": "eager/test_control_flow.py",
+    "pass arguments by their names": "integrations/test_quantized_transformers.py",
+    "leave it out, or quantize again with batches that have": "integrations/test_quantized_transformers.py",
+    "call intaglio.integrations.transformers.from_pretrained(folder)": "integrations/test_quantized_transformers.py",
+    "pass a folder that save_pretrained of an int8 model wrote": "integrations/test_quantized_transformers.py",
+    "pass model_class= if it is a class of yours": "integrations/test_quantized_transformers.py",
     "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }

@@ -34,6 +34,7 @@ QUANTIZED_MODULES = {
     "torchao.quantization.pt2e.fake_quantize.": (PREPARED, CONVERT),
     "intaglio.runtime.": (PROGRAM, OUTSIDE),
     "intaglio.backends.": (PROGRAM, OUTSIDE),
+    "intaglio.integrations.": (PROGRAM, OUTSIDE),
 }
 """Problem and remedy by prefix of the qualified class name, first match; ``None``: the module can be traced."""
 

@@ -1,0 +1,45 @@
+"""Support for model libraries whose models are more than a forward: what `intaglio.quantize` returns for them keeps the
+configuration, the methods and the class that the library's own tools expect.
+
+A library is imported only for a model whose class comes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from torch import nn
+
+from intaglio.runtime import QuantizedModel
+
+__all__ = ["INTEGRATIONS", "Integration", "integration_for"]
+
+Quantize = Callable[[nn.Module, Any], QuantizedModel]
+"""Quantizes a module with data, with the other arguments of the user's call of `intaglio.quantize`."""
+
+
+class Integration(Protocol):
+    """Interface of the modules that `INTEGRATIONS` names."""
+
+    def quantize_model(self, model: nn.Module, data: Any, quantize: Quantize) -> Any:
+        """Return the quantized model.
+
+        Args:
+            model: a float model of the library.
+            data: calibration data, as the user gave them.
+            quantize: quantizes one module of the model, or the model itself, as `intaglio.quantize` does for models of
+                no library.
+        """
+
+
+INTEGRATIONS = (("transformers.modeling_utils.PreTrainedModel", "intaglio.integrations.transformers"),)
+"""Base class of the models of a library, and the module that quantizes them; the first match counts."""
+
+
+def integration_for(model: nn.Module) -> Integration | None:
+    """Return the integration for a model's class, or ``None`` if its class comes from no library listed here."""
+    bases = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
+    home = next((home for base, home in INTEGRATIONS if base in bases), None)
+    return None if home is None else cast(Integration, import_module(home))
