@@ -1,13 +1,11 @@
 """The reference pages name objects and members that exist; only the slow build of the site would notice otherwise."""
 
-import contextlib
 import importlib
 import re
 
 import pytest
 
 from support.project_files import ROOT
-from support.torchvision_stub import import_torchvision
 
 PAGES = sorted((ROOT / "docs" / "reference").glob("*.md"))
 DIRECTIVE = re.compile(r"^\.\. (currentmodule|autofunction|autoclass):: (\S+)|^   :members: (.+)$", re.MULTILINE)
@@ -29,8 +27,6 @@ def found(name: str) -> object:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_names_on_reference_pages_exist(page):
-    with contextlib.suppress(ImportError):
-        import_torchvision()  # libraries of the page on integrations import it where it is installed
     module, latest = "", None
     for directive, name, members in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
         if directive == "currentmodule":

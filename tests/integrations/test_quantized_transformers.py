@@ -6,6 +6,8 @@ import inspect
 import json
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -188,6 +190,11 @@ def test_the_class_itself_loads_no_int8_models(int8_model):
 def test_int8_models_are_not_quantized_again(int8_model, batch):
     with pytest.raises(CaptureError, match="quantized already"):
         intaglio.quantize(int8_model, [batch])
+
+
+def test_a_library_is_imported_only_for_its_models():
+    code = "import sys, intaglio.integrations.transformers; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_other_models_have_no_integration():

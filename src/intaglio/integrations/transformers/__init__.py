@@ -8,15 +8,18 @@ generates), which copies of attributes alone could not answer.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from intaglio.argument_checks import check_arguments
 from intaglio.build import load
 from intaglio.integrations import Quantize
 from intaglio.integrations.transformers.folders import MODEL_FILE, read_configs
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer, with_surface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["QuantizedTransformer", "from_pretrained", "quantize_model", "with_surface"]
 
@@ -32,7 +35,7 @@ def from_pretrained(
     *,
     trust: bool = False,
     isa: str | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    model_class: type[nn.Module] | None = None,
 ) -> QuantizedTransformer:
     """Load an int8 model that `QuantizedTransformer.save_pretrained` wrote.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
-
-import transformers
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import ArtifactError
 from intaglio.output_paths import check_folder, read_text, write_text
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 MODEL_FILE = "model.intaglio"
 CONFIG_FILE = "config.json"
@@ -41,7 +41,7 @@ def write_configs(folder: Path, name: str, config: PreTrainedConfig, generation:
 
 
 def read_configs(
-    folder: Path, given: type[PreTrainedModel] | None
+    folder: Path, given: type[Any] | None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig, GenerationConfig | None]:
     """Return the class of the float model, its configuration and its generation configuration.
 
@@ -52,6 +52,8 @@ def read_configs(
     Raises:
         ArtifactError: a file is missing or malformed, or names a class that ``transformers`` does not have.
     """
+    from transformers import GenerationConfig
+
     entries = _entries(folder / CONFIG_FILE)
     kind = given or _class_named(folder, entries)
     assert kind.config_class is not None
@@ -81,13 +83,17 @@ def _entries(path: Path) -> dict[str, Any]:
 
 def _class_named(folder: Path, entries: dict[str, Any]) -> type[PreTrainedModel]:
     """Return the class of ``transformers`` that a configuration names. Nothing else is imported."""
+    import transformers
+
     names = entries.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
     if name is None:
         problem = f"the architectures in {CONFIG_FILE} are {names!r:.60}, not one class"
         raise ArtifactError(str(folder), None, problem, remedy=OTHER_FOLDER)
     kind = getattr(transformers, name, None) if name.isidentifier() and not name.startswith("_") else None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.config_class is not None):
+    if not (
+        isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and kind.config_class is not None
+    ):
         problem = f"{name!r:.60}, which {CONFIG_FILE} names, is not a model of transformers {transformers.__version__}"
         remedy = "pass model_class= if it is a class of yours, or install the version that has it"
         raise ArtifactError(str(folder), None, problem, remedy=remedy)

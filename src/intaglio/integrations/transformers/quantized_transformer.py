@@ -7,16 +7,18 @@ import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.integrations.transformers.folders import MODEL_FILE, write_configs
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 RESULT_SWITCHES = ("output_attentions", "output_hidden_states", "use_cache")
 """Arguments of forward that request more results. ``False`` requests none, whatever the configuration says."""
@@ -37,10 +39,11 @@ class QuantizedTransformer(QuantizedModel):
         name_or_path: the name under which the float model was loaded.
     """
 
-    float_class: ClassVar[type[PreTrainedModel]]
+    # The library evaluates the annotations of its models' classes, so none of them is a name of the library.
+    float_class: ClassVar[type[Any]]
     forward_parameters: ClassVar[Mapping[str, inspect.Parameter]]
-    config: PreTrainedConfig
-    generation_config: GenerationConfig | None
+    config: Any
+    generation_config: Any
     name_or_path: str
 
     @property
