@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from fuzz.builder import Builder, Refused
+from fuzz.network import BATCH
 
 
 def reshape(b: Builder) -> str:
@@ -123,6 +124,77 @@ def expand(b: Builder) -> str:
     if b.chance(0.2):
         return b.emit(f"{x}.repeat({', '.join('1' if n == -1 else str(n) for n in sizes)})")
     return b.emit(f"{x}.expand({', '.join(map(str, sizes))})")
+
+
+def _places(b: Builder, shape: tuple[int, ...], limit: int) -> str:
+    """Ids below a limit, as an input or computed."""
+    ids = b.input(shape=shape, kind="ids", limit=limit, free=(0,) if shape[0] == BATCH else ())
+    return b.emit(f"{ids} - 0") if b.chance(0.3) else ids
+
+
+def index(b: Builder) -> str:
+    x = b.value((2, 3, 4))
+    shape = b.shape(x)
+    axis = b.rng.randrange(1, len(shape))
+    count = b.size(1, 5)
+    ids = _places(b, (count,), shape[axis])
+    way = b.rng.randrange(4)
+    if way == 0:
+        return b.emit(f"{x}.index_select({axis}, {ids})")
+    if way == 1 and axis + 1 < len(shape):
+        other = _places(b, (b.pick(1, count),), shape[axis + 1])
+        return b.emit(f"{x}[{':, ' * axis}{ids}, {other}]")
+    if way == 2:
+        return b.emit(f"{x}[{':, ' * axis}{ids} - {shape[axis]}]")
+    return b.emit(f"{x}[torch.arange({x}.shape[0])[:, None], {ids}]" if axis == 1 else f"{x}[{':, ' * axis}{ids}]")
+
+
+def gather(b: Builder) -> str:
+    x = b.value((2, 3))
+    shape = b.shape(x)
+    axis = b.rng.randrange(1, len(shape))
+    read = tuple(b.size(1, 4) if at == axis else size for at, size in enumerate(shape))
+    return b.emit(f"torch.gather({x}, {axis}, {_places(b, read, shape[axis])})")
+
+
+def scatter(b: Builder) -> str:
+    """Elements added to places, or the largest or last of those that meet; also whole slices."""
+    x = b.value((2, 3))
+    shape = b.shape(x)
+    axis, rows = b.rng.randrange(1, len(shape)), b.size(1, 5)
+    target = b.emit(f"{x}.narrow({axis}, 0, 1) * {b.number(-1, 1)}")
+    ids = _places(b, shape, 1)
+    if b.chance(0.3):
+        flat = _places(b, (shape[axis],), 1)
+        return b.emit(f"{target}.index_add({axis}, {flat}, {x})")
+    wide = b.emit(f"torch.cat([{target}] * {rows}, {axis})")
+    mode = b.pick("amax", "amin", "sum")
+    forms = (f"scatter_add({axis}, {ids}, {x})", f"scatter({axis}, {ids}, {x})")
+    return b.emit(f"{wide}.{b.pick(*forms, f'scatter_reduce({axis}, {ids}, {x}, {mode!r})')}")
+
+
+def cumsum(b: Builder) -> str:
+    x = b.value((2, 3, 4))
+    axis = b.rng.randrange(1, len(b.shape(x)))
+    return b.emit(
+        b.pick(f"{x}.cumsum({axis})", f"({x} > 0).cumsum({axis}).float()", f"({x} * 3).long().cumsum({axis})")
+    )
+
+
+def extremum(b: Builder) -> str:
+    x = b.value((2, 3, 4))
+    axis = b.rng.randrange(1, len(b.shape(x)))
+    return b.emit(f"{x}.{b.pick('argmax', 'argmin')}({axis}, keepdim={b.chance(0.5)})")
+
+
+def integers(b: Builder) -> str:
+    """Arithmetic on integers of 64 or 32 bits, which selects or shifts values."""
+    x = b.value()
+    whole = b.emit(f"({x} * {b.number(1, 9)}).{b.pick('long', 'round().long', 'sign().long')}()")
+    narrow = b.emit(f"({whole} > 0).int() * {b.emit(f'({whole} < 3).int()')}") if b.chance(0.3) else whole
+    forms = ("{i} * 3 - 2", "{i}.abs().clamp(1, 5)", "-{i} + {j}", "torch.where({i} > {j}, {i}, {j})", "{i} << 2")
+    found = b.emit(b.pick(*forms, "{i}.sign() * 4", "torch.maximum({i}, {j})", "{i} >> 1").format(i=whole, j=narrow))
+    return b.emit(f"{x} + {found}" if b.chance(0.5) else f"{found}.float()")
 
 
 def other_movement(b: Builder) -> str:

@@ -131,6 +131,24 @@ OPERATORS = {
     ),
     "norms": lambda x, y: (F.layer_norm(x - y, (9,)), F.rms_norm(x - y, (9,)), F.log_softmax(x - y, -1)),
     "maxima": lambda x, y: (torch.maximum(x, y), torch.minimum(x, y * 2), x.round() + y),
+    "activations of exponentials": lambda x, y: (
+        F.elu(x - y, 0.7),
+        F.selu(x - y),
+        F.celu(x - y, 0.6),
+        F.softplus(x - y, 2.0, 3.0),
+        F.mish(x - y),
+        F.logsigmoid(x - y),
+        F.threshold(x - y, 0.3, -0.5),
+    ),
+    "whole numbers": lambda x, y: (torch.floor(x - y), torch.ceil(x - y), torch.sign(x - y), (x * 3).long()),
+    "integers": lambda x, y: (
+        (x * 9).long() * 3 - (y * 9).long(),
+        torch.where(x > y, (x * 9).long(), -2),
+        (x * 9).long().clamp(-3, 5).abs() + (x > y),
+        torch.maximum((x * 9).long(), (y * 9).long()) > 4,
+        ((x > y).int() * (y > 0).int() + 1).long(),
+        -(x * 9).long().sign() << 3,
+    ),
 }
 
 

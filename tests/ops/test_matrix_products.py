@@ -8,18 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 from intaglio import build, numerics
 from intaglio.ir import DType, Op, QParams, TensorType, evaluate
 from intaglio.ops import OPS
 from intaglio.ops.products.scratch_memory import CACHE_LINE
+from intaglio.tracing import capture
 from support.attention_library import kernels
 from support.integer_graphs import H, N, Net
 from support.lowering import assert_equal_quantized, quantized
+from support.lowering import lowered as calibrated
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS, Memory
 from support.nets import Body, randomize
-from support.programs import assert_bits_of_the_interpreter, assert_stays_inside, built, compiled
+from support.programs import assert_bits_of_the_interpreter, assert_same_bits, assert_stays_inside, built, compiled
 
 SLACK = 64
 MEMORY = [Memory(1 << 20) for _ in range(3)]
@@ -225,6 +228,28 @@ def test_products_of_activations_in_a_model_are_integer(isa):
     compiled_model = build.compile(lowered, isa=isa)
     for batch in (x, x[:1]):
         assert torch.equal(compiled_model(batch), lowered(batch))
+
+
+def similarities(m, x):
+    """Scores of all pairs of rows, and their sums of rows: a free last axis, then a free depth."""
+    a, b = m.a(x), m.b(x)
+    scores = torch.relu(a @ b.transpose(-2, -1))
+    return scores, m.out(scores @ b), torch.relu(a[:, 0]) @ torch.tanh(b[:, 0]).t()
+
+
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_products_along_free_axes_are_integer(isa):
+    model = randomize(Body(similarities, a=nn.Linear(8, 8), b=nn.Linear(8, 8), out=nn.Linear(8, 5)))
+    x = torch.randn(3, 21, 8, generator=torch.Generator().manual_seed(0))
+    captured = capture(model.eval(), (x,), dynamic_shapes=(({0: Dim("n"), 1: Dim("rows")},),))
+    reference, lowered = calibrated(captured, x)
+    assert not lowered.islands
+    assert lowered.macs[0] == lowered.macs[1]
+    assert_equal_quantized(reference, lowered, x)
+    compiled_model = build.compile(lowered, isa=isa)
+    for rows in (1, 2, 5, 21, 70):
+        batch = torch.randn(1 + rows % 3, rows, 8)
+        assert_same_bits(compiled_model(batch), lowered(batch))
 
 
 EINSUMS = {

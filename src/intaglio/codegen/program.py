@@ -9,6 +9,13 @@ from intaglio.codegen.context import Context, describe
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
 from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places
 from intaglio.codegen.emitters.emit_data_movement import emit_movement
+from intaglio.codegen.emitters.emit_direct import (
+    emit_cumsum,
+    emit_extremum,
+    emit_gather_elements,
+    emit_index,
+    emit_scatter,
+)
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
 from intaglio.codegen.emitters.emit_linear_f32 import emit_linear_f32
@@ -59,6 +66,11 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "linear_f32": emit_linear_f32,
     "embedding_bag": emit_embedding_bag,
     "arange": emit_arange,
+    "index": emit_index,
+    "gather_elements": emit_gather_elements,
+    "cumsum": emit_cumsum,
+    "extremum": emit_extremum,
+    "scatter": emit_scatter,
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,
 }

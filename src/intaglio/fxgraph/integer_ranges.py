@@ -17,6 +17,7 @@ RESHAPING_TARGETS = (
     "aten.unsqueeze.default",
     "aten.squeeze.dim",
     "aten.expand.default",
+    "aten.repeat.default",
     "aten.reshape.default",
     "aten.slice.Tensor",
     "aten.transpose.int",
@@ -55,6 +56,9 @@ def iota_range_of(node: fx.Node, ranges: Mapping[fx.Node, IotaRange]) -> IotaRan
     if name == "aten.unsqueeze.default":
         axis = node.args[1] % len(shape)
         return replace(source, axis=source.axis + (axis <= source.axis))
+    if name == "aten.repeat.default":
+        added = len(shape) - len(known_type(node.args[0]).shape)
+        return replace(source, axis=source.axis + added) if node.args[1][source.axis + added] == 1 else None
     if name in ("aten.expand.default", "aten.reshape.default"):
         return _reshaped_range(source, known_type(node.args[0]).shape, shape)
     is_integer_cast = name == "aten._to_copy.default" and known_type(node).dtype in (DType.I64, DType.I32)

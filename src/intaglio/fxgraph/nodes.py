@@ -72,7 +72,7 @@ def record_of(node: fx.Node) -> OpDef | None:
     A record of the user takes precedence. If one overload has two records, the constant operands decide.
     """
     record = info(node).record or BY_TARGET.get(operator(node))
-    if record is None or not record.has_integer_form:
+    if record is None or record.direct or not record.has_integer_form:
         return None
     if record.if_not_constant:
         given = arguments(node)

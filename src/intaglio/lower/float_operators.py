@@ -1,9 +1,9 @@
-"""Lower float operators to loops and data movement of the integer graph."""
+"""Lower float operators to loops, data movement and direct operators of the integer graph."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from intaglio.fxgraph.nodes import (
     resolve_dims,
     tensor_nodes,
 )
-from intaglio.ir import Attrs, Graph, Op, Origin, TensorType
+from intaglio.ir import Attrs, DType, Graph, Op, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.ops import BY_TARGET, OpDef
+from intaglio.ops import BY_TARGET, Call, OpDef
+from intaglio.ops.direct import ELEMENTS
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import primitive
@@ -193,3 +194,68 @@ def lower_data_movement(builder: GraphBuilder, node: fx.Node, record: OpDef, att
         if value is not None
     ]
     builder.values[node] = builder.add_op(record.name, names, node.name, known_type(node), origin(node), **attrs)
+
+
+# ---- operators whose kernels take tensors as the model has them ---------------------------------------------------
+
+
+OTHER_NAMES = {"indices": "index", "src": "source"}
+"""Names of operands in index_select and index_add, by those of index and scatter."""
+
+
+@dataclass(frozen=True)
+class DirectCall:
+    """A call of a direct operator: record, attributes and operands."""
+
+    record: OpDef
+    attrs: Attrs
+    operands: tuple[fx.Node, ...]
+
+
+def direct_call(node: fx.Node) -> DirectCall | None:
+    """Return record, attributes and operands of a direct operator, or ``None`` for any other node."""
+    record, kind = BY_TARGET.get(operator(node)), tensor_type(node)
+    if record is None or not record.direct or kind is None:
+        return None
+    given = arguments(node)
+    first, *others = (given.get(name, given.get(OTHER_NAMES.get(name, ""))) for name in record.operands)
+    named = {name: value for name, value in given.items() if name not in record.operands}
+    values, axes = [first], []
+    for other in others:
+        for axis, value in enumerate(other if isinstance(other, Sequence) else (other,)):
+            if value is not None:
+                values.append(value)
+                axes.append(axis)
+    if isinstance(given.get("dim"), int):
+        axes = [given["dim"] % max(len(known_type(first).shape), 1)]
+    if named.get("dtype") is not None or not all(isinstance(v, fx.Node) and tensor_type(v) for v in values):
+        return None
+    call = replace(_call(node, record, values), arguments={**named, "axes": axes})
+    if _refused(call, record, values, kind.dtype):
+        return None
+    return DirectCall(record, record.bind(call), tuple(values))
+
+
+def _call(node: fx.Node, record: OpDef, values: Sequence[fx.Node]) -> Call:
+    return replace(
+        call_of(node, replace(record, operands=())), shapes=tuple(known_type(value).shape for value in values)
+    )
+
+
+def _refused(call: Call, record: OpDef, values: Sequence[fx.Node], result: DType) -> bool:
+    """Return whether the kernel cannot run a call: for its element types, or as its record says."""
+    kinds = [known_type(value) for value in values]
+    if any(kind.dtype not in ELEMENTS or kind.q is not None for kind in kinds) or result not in ELEMENTS:
+        return True
+    if any(kind.dtype not in (DType.I64, result) for kind in kinds[1:]):
+        return True
+    return record.check(call) is not None
+
+
+def lower_direct(builder: GraphBuilder, node: fx.Node, call: DirectCall) -> None:
+    """Add a direct operator."""
+    names = [
+        builder.add_parameter(value) if is_constant(value) else builder.float_value(value) for value in call.operands
+    ]
+    name, kind = call.record.name, known_type(node)
+    builder.values[node] = builder.add_op(name, names, node.name, kind, origin(node), **call.attrs)

@@ -13,7 +13,15 @@ from intaglio.ir import Attrs, DType, Op, symbols_of
 from intaglio.lower.cut_islands import Unit, extract_island
 from intaglio.lower.dynamic_linear import is_dynamic_quantization, lower_dynamic_linear, lower_dynamic_quantize
 from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_part, lower_arange, lower_embedding_bag
-from intaglio.lower.float_operators import data_movement_of, float_call, lower_data_movement, lower_float_loop
+from intaglio.lower.float_operators import (
+    DirectCall,
+    data_movement_of,
+    direct_call,
+    float_call,
+    lower_data_movement,
+    lower_direct,
+    lower_float_loop,
+)
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island
 from intaglio.lower.recurrent_calls import is_recurrent_part, lower_recurrent
@@ -48,7 +56,7 @@ class NodeLowering:
     def __init__(self, module: fx.GraphModule) -> None:
         self.builder = GraphBuilder(module)
         self.regions = marked_regions(module.graph)
-        self.float_ops: dict[fx.Node, FloatCall | tuple[OpDef, Attrs]] = {}
+        self.float_ops: dict[fx.Node, FloatCall | tuple[OpDef, Attrs] | DirectCall] = {}
         self.cut: list[list[fx.Node]] = []
         inputs = (node for node in module.graph.nodes if node.op == "placeholder")
         self.symbols = frozenset[str]().union(*map(_symbols, inputs))
@@ -103,7 +111,9 @@ class NodeLowering:
         needs = [n for n in read if n.op != "get_attr" and info(n).dim is None]
         kind = tensor_type(node)
         is_buffer = kind is not None and kind.q is not None  # a quantized buffer of the model
-        found = (None if is_buffer else float_call(node, self.builder.module)) or data_movement_of(node)
+        module = self.builder.module
+        computed = None if is_buffer else float_call(node, module) or direct_call(node)
+        found = computed or data_movement_of(node)
         if not all(_symbols(value) <= self.symbols for value in (node, *needs)):
             found = None  # only PyTorch computes sizes that depend on values
         if found is not None:
@@ -138,6 +148,8 @@ class NodeLowering:
             found = self.float_ops[node]
             if isinstance(found, FloatCall):
                 lower_float_loop(builder, node, found)
+            elif isinstance(found, DirectCall):
+                lower_direct(builder, node, found)
             else:
                 lower_data_movement(builder, node, *found)
         else:

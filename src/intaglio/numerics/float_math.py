@@ -146,6 +146,11 @@ def minimum(a: FloatArray, b: FloatArray) -> FloatArray:
     return np.where((a < b) | np.isnan(a), a, b)
 
 
+def sign(x: np.ndarray) -> np.ndarray:
+    """Return -1, 0 or 1 in the element type of x; 0 for NaN."""
+    return np.subtract(x > 0, x < 0, dtype=x.dtype)
+
+
 def reduce_in_lanes(x: FloatArray, start: float, join: Callable[[FloatArray, FloatArray], FloatArray]) -> FloatArray:
     """Reduce f32[..., C] to f32[..., 1] in the order of a 16-lane vector loop.
 

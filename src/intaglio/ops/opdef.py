@@ -155,6 +155,7 @@ class OpDef:
         sums_image: Threads may sum one image together if the result is one pixel.
         scratch: 64-byte lines of scratch memory that each thread needs.
         shared_scratch: 64-byte lines of scratch memory that all threads share.
+        direct: The kernel reads and writes tensors as the model has them; no recipe quantizes them.
         kernel: Kernel family; ``None`` for a host operator.
         emit: Key of the emitter if it is not that of the family.
     """
@@ -204,6 +205,7 @@ class OpDef:
     sums_image: bool = False
     scratch: Callable[[Op, Mapping[str, TensorType]], Dim] = lambda op, types: 0
     shared_scratch: Callable[[Op, Mapping[str, TensorType]], Dim] = lambda op, types: 0
+    direct: bool = False
     kernel: str | None = None
     emit: str = ""
 

@@ -10,6 +10,7 @@ from intaglio.errors import InputError
 from intaglio.ir import Op
 from intaglio.ops import (
     channels,
+    direct,
     dynamic_quant,
     embedding,
     fused_activations,
@@ -58,6 +59,7 @@ BY_NAME, BY_TARGET = index(
     dynamic_quant.DYNAMIC_QUANT_OPS,
     lstm_gru.RECURRENT_OPS,
     embedding.EMBEDDING_OPS,
+    direct.DIRECT_OPS,
     linear_f32.WEIGHT_ONLY_OPS,
     float_only.FLOAT_ONLY_OPS,
     float_products.FLOAT_PRODUCT_OPS,

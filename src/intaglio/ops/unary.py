@@ -14,6 +14,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.ir import Attrs
 from intaglio.ops.loop_ops import loop_bodies as bodies
+from intaglio.ops.loop_ops import smooth_activations as smooth
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.opdef import Call, OpDef, first_reason, require_float_operands
 
@@ -141,19 +142,23 @@ UNARY_OPS = (
         "hardswish", lambda x, a: x * _hardsigmoid(x), loop=bodies.unary("hardswish"), precise=activate("hardswish")
     ),
     function("silu", lambda x, a: x * _sigmoid(x), loop=bodies.unary("silu"), precise=activate("silu")),
-    function("mish", lambda x, a: x * np.tanh(_softplus(x))),
+    function("mish", lambda x, a: x * np.tanh(_softplus(x)), loop=FloatLoop(smooth.mish)),
     function("tanh", lambda x, a: np.tanh(x), loop=bodies.unary("tanh"), precise=activate("tanh")),
     function("gelu", _gelu, loop=FloatLoop(bodies.gelu), precise=_activate_gelu),
-    function("elu", _elu),
-    function("selu", lambda x, a: _elu(x, SELU)),
+    function("elu", _elu, loop=FloatLoop(smooth.elu)),
+    function("selu", lambda x, a: _elu(x, SELU), loop=FloatLoop(smooth.selu)),
     function("leaky_relu", _leaky_relu, loop=FloatLoop(bodies.leaky_relu), precise=_activate_leaky_relu),
     function("abs", lambda x, a: np.abs(x), loop=bodies.unary("abs")),
     function("neg", lambda x, a: -x, loop=bodies.unary("neg")),
     function("square", lambda x, a: x * x, loop=FloatLoop(bodies.square)),
-    function("celu", _celu),
-    function("softplus", _softplus_of),
-    function("log_sigmoid", lambda x, a: -_softplus(-x)),
-    function("threshold", lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"]))),
+    function("celu", _celu, loop=FloatLoop(smooth.celu)),
+    function("softplus", _softplus_of, loop=FloatLoop(smooth.softplus)),
+    function("log_sigmoid", lambda x, a: -_softplus(-x), loop=FloatLoop(smooth.log_sigmoid)),
+    function(
+        "threshold",
+        lambda x, a: np.where(x > float(a["threshold"]), x, float(a["value"])),
+        loop=FloatLoop(smooth.threshold),
+    ),
     function("exp", lambda x, a: np.exp(x), loop=bodies.unary("exp")),
     function("sin", lambda x, a: np.sin(x), loop=bodies.unary("sin")),
     function("cos", lambda x, a: np.cos(x), loop=bodies.unary("cos")),

@@ -302,7 +302,8 @@ def _operand(name: str, loop: Loop) -> str:
     """Return the C variable of a value, its i-th vector if it varies along the row, or a constant in every lane."""
     array = loop.body.constants.get(name)
     if array is not None:
-        return f"all_lanes({number(array)})"
+        is_integer = loop.body.types[name].dtype is DType.I64
+        return f"all_{'integers' if is_integer else 'lanes'}({number(array)})"
     return loop.names[name] if name in loop.schedule.row_values else f"{loop.names[name]}[i]"
 
 
@@ -322,12 +323,17 @@ def _value(op: Op, loop: Loop) -> str:
         return _cast(given[0], types[op.inputs[0]].dtype, result.dtype)
     if row.takes_number and op.inputs[1] in constants and op.inputs[0] not in constants:
         given[1] = number(constants[op.inputs[1]])
-    found = row.c.format(*given, **{name: number(op.attrs[name]) for name in row.attrs})
-    compares_integers = result.dtype is DType.BOOL and types[op.inputs[0]].dtype is DType.I64
+    integers = types[op.inputs[-1]].dtype is DType.I64
+    text = row.c_of_integers if integers and row.c_of_integers else row.c
+    found = text.format(*given, **{name: number(op.attrs[name]) for name in row.attrs})
+    compares_integers = result.dtype is DType.BOOL and integers
     return f"__builtin_convertvector({found}, RealBits)" if compares_integers else found
 
 
 def _cast(value: str, source: DType, result: DType) -> str:
+    if result is DType.I64:
+        truth = f"-__builtin_convertvector({value}, Longs)"
+        return {DType.I64: value, DType.BOOL: truth}.get(source, f"whole_numbers({value})")
     if result is DType.BOOL:
         nonzero = f"{value} != 0"
         if source is DType.I64:
@@ -338,7 +344,9 @@ def _cast(value: str, source: DType, result: DType) -> str:
 
 
 def number(value: float | np.ndarray) -> str:
-    """Return a float32 as an exact C literal."""
+    """Return a number as an exact C literal: an int64 array as an integer, any other number as a float32."""
+    if isinstance(value, np.ndarray) and value.dtype == np.int64:
+        return f"(int64_t){int(value) & (2**64 - 1):#x}u"
     single = float(np.float32(value))
     if np.isnan(single):
         return '__builtin_nanf("")'

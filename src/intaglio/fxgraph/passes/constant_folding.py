@@ -26,7 +26,9 @@ FILLED_WITH = {
     for name in names
 }
 """Number that an operator fills its result with."""
-FILLED_WITH_ARGUMENT = {"aten.full.default": 1, "aten.full_like.default": 1, "aten.new_full.default": 2}
+FILLED_WITH_ARGUMENT = {f"aten.{name}": 1 for name in ("full.default", "full_like.default", "fill.Scalar")} | {
+    "aten.new_full.default": 2
+}
 """Position of the number that an operator fills its result with."""
 CREATED = (
     "aten.arange.default",
@@ -84,13 +86,20 @@ def _created(node: fx.Node) -> torch.Tensor | None:
         return None
     if kind.dtype not in TORCH_DTYPES:
         return None
-    number = node.args[FILLED_WITH_ARGUMENT[name]] if name in FILLED_WITH_ARGUMENT else FILLED_WITH.get(name)
-    if isinstance(number, (bool, int, float)):
+    number = fill_value(node)
+    if number is not None:
         return torch.full(shape, number, dtype=TORCH_DTYPES[kind.dtype])
     if name not in CREATED or node.all_input_nodes:
         return None
     options = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory", "layout")}
     return node.target(*node.args, **options).to(TORCH_DTYPES[kind.dtype])
+
+
+def fill_value(node: fx.Node) -> float | None:
+    """Return the number that an operator fills its result with; ``None`` for other operators and computed numbers."""
+    name = operator(node)
+    number = node.args[FILLED_WITH_ARGUMENT[name]] if name in FILLED_WITH_ARGUMENT else FILLED_WITH.get(name)
+    return number if isinstance(number, (bool, int, float)) else None
 
 
 def _is_recurrent_state(node: fx.Node) -> bool:

@@ -125,57 +125,6 @@ def decompose_stack(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def decompose_repeat(module: fx.GraphModule) -> int:
-    """Replace repeat along one axis by a concatenation, or by an expand if the axis has size 1."""
-    hits = [(node, found) for node in module.graph.nodes if (found := _repeated(node)) is not None]
-    for node, (axis, count) in hits:
-        source, shape = node.args[0], known_type(node).shape
-        if known_type(source).shape[axis] == 1:
-            sizes = [count if i == axis else -1 for i in range(len(shape))]
-            replace_node(node, _call(node, shape, aten.expand.default, source, sizes))
-        else:
-            replace_node(node, _call(node, shape, aten.cat.default, [source] * count, axis))
-    return len(hits)
-
-
-def _repeated(node: fx.Node) -> tuple[int, int] | None:
-    """Return the only axis that repeats and its count, or ``None``."""
-    if operator(node) != "aten.repeat.default":
-        return None
-    source, counts = known_type(node.args[0]).shape, node.args[1]
-    axes = [axis for axis, count in enumerate(counts) if count != 1]
-    if len(counts) != len(source) or len(axes) != 1 or not isinstance(counts[axes[0]], int):
-        return None
-    return (axes[0], counts[axes[0]]) if counts[axes[0]] > 1 and isinstance(source[axes[0]], int) else None
-
-
-def decompose_roll(module: fx.GraphModule) -> int:
-    """Decompose roll along static axes into slices and concatenations."""
-    hits = [(node, found) for node in module.graph.nodes if (found := _rolled_axes(node)) is not None]
-    for node, moves in hits:
-        value, shape = node.args[0], known_type(node).shape
-        for axis, cut in moves:
-            parts = []
-            for start, stop in ((cut, shape[axis]), (0, cut)):
-                part = (*shape[:axis], stop - start, *shape[axis + 1 :])
-                parts.append(_call(node, part, aten.slice.Tensor, value, axis, start, stop))
-            value = _call(node, shape, aten.cat.default, parts, axis)
-        replace_node(node, value)
-    return len(hits)
-
-
-def _rolled_axes(node: fx.Node) -> list[tuple[int, int]] | None:
-    """Return the axes that roll and the index that becomes first; ``None`` for dynamic sizes or a flattened roll."""
-    if operator(node) != "aten.roll.default":
-        return None
-    given, shape = arguments(node), known_type(node).shape
-    shifts, axes = given["shifts"], [axis % len(shape) for axis in given["dims"]]
-    if not axes or not all(isinstance(n, int) and n for n in (*shifts, *(shape[axis] for axis in axes))):
-        return None
-    found = [(axis, -shift % shape[axis]) for axis, shift in zip(axes, shifts, strict=True)]
-    return [(axis, cut) for axis, cut in found if cut]
-
-
 def fuse_channel_shuffle(module: fx.GraphModule) -> int:
     """Fuse a view as [n, groups, c / groups, h, w], a transpose of axes 1 and 2 and a view back to channel_shuffle."""
     count = 0

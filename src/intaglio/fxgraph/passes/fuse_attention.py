@@ -21,6 +21,7 @@ DIV_TARGETS = ("aten.div.Tensor", "aten.div.Scalar")
 ADD_TARGETS = ("aten.add.Tensor", "aten.add.Scalar")
 MASKED_FILL_TARGETS = ("aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 WHERE_TARGETS = ("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+ATTENTION_TARGET = "aten.scaled_dot_product_attention.default"
 MASKED_SCORE = -1e4
 """Scores at or below this value, added or filled in, count as minus infinity."""
 NUMBER_OPERATORS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -62,6 +63,30 @@ def fuse_attention(module: fx.GraphModule) -> int:
         ):
             hits += 1
     return hits
+
+
+def attention_to_four_axes(module: fx.GraphModule) -> int:
+    """Give attention whose heads are part of the batch an axis of one head, as kernels take four axes."""
+    hits = [node for node in module.graph.nodes if operator(node) == ATTENTION_TARGET and _has_three_axes(node)]
+    for node in hits:
+        values, kind = list(node.args), known_type(node)
+        for place in (0, 1, 2, 3):
+            value = values[place] if place < len(values) else None
+            if not isinstance(value, fx.Node) or len(known_type(value).shape) < 3:
+                continue
+            batch, *rest = known_type(value).shape
+            wide = TensorType((batch, 1, *rest), known_type(value).dtype)
+            values[place] = call_before(node, wide, aten.unsqueeze.default, value, 1)
+        wide = TensorType((kind.shape[0], 1, *kind.shape[1:]), kind.dtype)
+        found = call_before(node, wide, aten.scaled_dot_product_attention.default, *values, **node.kwargs)
+        replace_node(node, call_before(node, kind, aten.squeeze.dim, found, 1))
+    return len(hits)
+
+
+def _has_three_axes(node: fx.Node) -> bool:
+    """Return whether queries, keys and values have three axes each, and all are positional arguments."""
+    kinds = [tensor_type(value) for value in node.args[:3] if isinstance(value, fx.Node)]
+    return len(kinds) == 3 and all(kind is not None and len(kind.shape) == 3 for kind in kinds)
 
 
 def _match_scores(module: fx.GraphModule, softmax: fx.Node) -> ScoreOperators | None:

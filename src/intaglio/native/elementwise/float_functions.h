@@ -63,6 +63,33 @@ static inline Reals nearest(Reals x) {
 #endif
 }
 
+// Round to the largest integer that is not above x, and keep the sign of zero.
+static inline Reals rounded_down(Reals x) {
+#if defined(__AVX512F__)
+    return (Reals)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif defined(__AVX2__)
+    return (Reals)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+    const Reals near = nearest(x);
+    return near > x ? near - 1.0f : near;
+#endif
+}
+
+// Return -1, 0 or 1; 0 for NaN.
+static inline Reals sign_of(Reals x) { return ones(x > 0.0f) - ones(x < 0.0f); }
+
+// Return floats without their fraction, as torch casts them: values that int64 cannot hold become the smallest int64.
+static inline Longs whole_numbers(Reals x) {
+    const RealBits fits = (x >= -0x1p63f) & (x < 0x1p63f);
+    const Longs whole = __builtin_convertvector(fits ? x : all_lanes(0.0f), Longs);
+    return __builtin_convertvector(fits, Longs) ? whole : (Longs){} + INT64_MIN;
+}
+
+static inline Longs larger_integer(Longs a, Longs b) { return a > b ? a : b; }
+static inline Longs smaller_integer(Longs a, Longs b) { return a < b ? a : b; }
+static inline Longs magnitude(Longs a) { return a < 0 ? -a : a; }
+static inline Longs sign_of_integer(Longs a) { return (a < 0) - (a > 0); }
+
 static inline Reals exponential(Reals x) {
     const Reals bounded = at_most(at_least(x, -87.0f), 89.0f),
                 rounded = add_magic(bounded * 1.44269502162933349609375f);

@@ -126,6 +126,7 @@ static inline Reals all_f32(const float* from) { return all_lanes(*from); }
 static inline Reals all_bf16(const uint16_t* from) { return (Reals)(((RealBits){} + *from) << 16); }
 static inline RealBits all_bool(const uint8_t* from) { return ((RealBits){} + *from) != 0; }
 static inline RealBits all_u8(const uint8_t* from) { return (RealBits){} + *from; }
+static inline Longs all_integers(int64_t value) { return (Longs){} + value; }
 static inline Longs all_i64(const int64_t* from) { return (Longs){} + *from; }
 
 // -- quantized values -------------------------------------------------------------------------------------------------

@@ -47,8 +47,6 @@ class FloatLoop:
                 return f"a tensor has data type {kind.dtype}; the program computes in f32"
             if len(kind.shape) > MAX_LOOP_AXES:
                 return f"a tensor has {len(kind.shape)} axes; the program supports at most {MAX_LOOP_AXES}"
-        if call.result.dtype is I64:
-            return "its result is an integer tensor; the program computes in f32"
         return self.check(call)
 
     def write_call(self, call: FloatCall, body: Body, values: Values) -> str:

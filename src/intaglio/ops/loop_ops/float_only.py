@@ -41,6 +41,11 @@ ELEMENTWISE = (
     _function("reciprocal", bodies.unary("reciprocal")),
     _function("log", bodies.unary("log")),
     _function("rsqrt", FloatLoop(bodies.rsqrt)),
+    _function("floor", bodies.unary("floor")),
+    _function("ceil", bodies.unary("ceil")),
+    _function("sign", bodies.unary("sign")),
+    OpDef("shift_left", _forms("__lshift__", "Scalar"), ("self", "other"), loop=bodies.binary("shift_left")),
+    OpDef("shift_right", _forms("__rshift__", "Scalar"), ("self", "other"), loop=bodies.binary("shift_right")),
     OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.require_integer_rounding)),
     _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_sub)),
     _of_two(

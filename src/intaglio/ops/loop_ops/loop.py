@@ -12,7 +12,7 @@ from intaglio.ops.loop_ops.primitives import PRIMITIVES, infer, primitive
 from intaglio.ops.opdef import Layout, OpDef, Result
 
 LOOP_DTYPES = (DType.F32, DType.BF16, DType.U8, DType.BOOL, DType.I64)
-"""Element types of a loop's operands; results may have all but i64."""
+"""Element types of a loop's operands and results."""
 
 
 def loop_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> Result:
@@ -29,8 +29,8 @@ def loop_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorTyp
 def check_loop(op: Op, graph: Graph) -> None:
     """Raise `ValueError` for a body that kernels cannot run: unknown primitives, wrong types, wrong shapes."""
     body, constants = body_of(op), {name: np.shape(array) for name, array in body_of(op).constants.items()}
-    if any(shape != () or body.types[name].dtype is not DType.F32 for name, shape in constants.items()):
-        raise ValueError(f"%{op.output}: constants in a loop body must be single f32 numbers")
+    if any(shape != () or body.types[name].dtype not in (DType.F32, DType.I64) for name, shape in constants.items()):
+        raise ValueError(f"%{op.output}: constants in a loop body must be single numbers, f32 or i64")
     for names, inner in ((op.inputs, body.inputs), (op.outputs, body.outputs)):
         if [_end(graph.types[name]) for name in names] != [_end(body.types[name]) for name in inner]:
             raise ValueError(f"%{op.output}: the types of operands and results differ from those of the loop body")
@@ -71,8 +71,9 @@ def _check_step(step: Op, op: Op, body: Graph) -> None:
     types = [body.types[name] for name in step.inputs]
     given = [kind.dtype for kind in types]
     fits = any(len(given) == len(one) and all(d in a for d, a in zip(given, one, strict=True)) for one in row.operands)
-    gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.result_dtype
-    wrong = result.dtype not in (DType.F32, DType.BF16, DType.BOOL) if gives is None else result.dtype is not gives
+    gives = given[0] if step.kind in ("squeeze", "unsqueeze") else row.result_of(given[-1]) if given else None
+    casts = (DType.F32, DType.BF16, DType.BOOL, DType.I64)
+    wrong = result.dtype not in casts if gives is None else result.dtype is not gives
     if not fits or wrong:
         raise ValueError(f"{where} cannot compute {result} from {[str(kind) for kind in types]}")
     if infer(step.kind, step.attrs, [kind.shape for kind in types]) != result.shape:

@@ -29,7 +29,7 @@ def binary(kind: str, check: Check = lambda call: None) -> FloatLoop:
 def add_or_sub(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``self + alpha * other``, or ``self - alpha * other`` for aten.sub."""
     kind, alpha = "sub" if call.target.startswith("aten.sub.") else "add", v.get("alpha", 1)
-    return body(kind, v["self"], v["other"] if alpha == 1 else body("mul", v["other"], float(alpha)))
+    return body(kind, v["self"], v["other"] if alpha == 1 else body("mul", v["other"], alpha))
 
 
 def addcmul(body: Body, call: FloatCall, v: Values) -> str:
@@ -44,7 +44,7 @@ def addcmul(body: Body, call: FloatCall, v: Values) -> str:
 def reversed_sub(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``other - alpha * self``."""
     alpha = v.get("alpha", 1)
-    return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], float(alpha)))
+    return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], alpha))
 
 
 def require_exact_division(call: FloatCall) -> str | None:
@@ -80,6 +80,9 @@ def clamp(body: Body, call: FloatCall, v: Values) -> str:
     if call.target == "aten.relu6.default":
         return body("clamp", v["self"], low=0.0, high=6.0)
     low, high = v.get("min", v.get("min_val")), v.get("max", v.get("max_val"))
+    if call.result.dtype is I64:
+        found = v["self"] if low is None else body("maximum", v["self"], low)
+        return found if high is None else body("minimum", found, high)
     least, most = -np.inf if low is None else float(low), np.inf if high is None else float(high)
     return body("clamp", v["self"], low=least, high=most)
 
@@ -118,7 +121,8 @@ def require_exact_comparison(call: FloatCall) -> str | None:
     if any(kind.dtype is BOOL for kind in kinds):
         return "comparing booleans is not supported"
     other = call.arguments["other"]
-    if len(kinds) == 1 and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
+    is_fraction = len(kinds) == 1 and not isinstance(other, int)
+    if is_fraction and kinds[0].dtype is I64 and abs(float(other)) >= 2**24:
         return f"integers are compared with {other}, but float32 is exact only below 2^24"
     return None
 
@@ -143,16 +147,18 @@ def require_boolean_operands(call: FloatCall) -> str | None:
 
 def where(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``where(condition, self, other)``."""
-    return body("where", v["condition"], *[_as_float(body, v[name]) for name in ("self", "other")])
+    return body("where", v["condition"], *[_value(body, call, v[name]) for name in ("self", "other")])
 
 
 def masked_fill(body: Body, call: FloatCall, v: Values) -> str:
     """Write ``self`` with ``value`` where the mask is true."""
-    return body("where", v["mask"], _as_float(body, v["value"]), _as_float(body, v["self"]))
+    return body("where", v["mask"], _value(body, call, v["value"]), _value(body, call, v["self"]))
 
 
-def _as_float(body: Body, value: str | float) -> str | float:
-    """Return an operand as floats."""
+def _value(body: Body, call: FloatCall, value: str | float) -> str | float:
+    """Return a selected operand: an integer if the result is i64, else a float."""
+    if call.result.dtype is I64:
+        return value if not isinstance(value, str) or body.types[value].dtype is I64 else body("cast", value, dtype=I64)
     return body.as_float(value) if isinstance(value, str) else float(value)
 
 
@@ -175,8 +181,14 @@ def require_axes(call: FloatCall) -> str | None:
     axes = _axes(call) if kind.shape else []
     if not axes or len({*axes}) < len(axes):
         return f"the reduction is over {len(axes)} axes of a tensor with {len(kind.shape)}"
-    if call.arguments.get("dtype") is not None:
-        return "the dtype argument of a reduction is not supported"
+    return _element_types(call)
+
+
+def _element_types(call: FloatCall) -> str | None:
+    """Return why a reduction is refused: it takes floats, and its dtype argument is that of its operand."""
+    kind, given = call.kind("self"), call.arguments.get("dtype")
+    if given is not None and not (given == "torch.float32" and kind.dtype is F32):
+        return "a dtype argument of a reduction that changes the element type is not supported"
     return None if kind.dtype in FLOAT_TYPES else f"reductions of {kind.dtype} are not supported"
 
 
@@ -195,9 +207,7 @@ def require_single_axis(call: FloatCall) -> str | None:
     axes = len(dim) if isinstance(dim, (list, tuple)) else int(dim is not None)
     if axes != 1 or not kind.shape:
         return f"the reduction is over {axes or 'all'} axes; the program supports one"
-    if call.arguments.get("dtype") is not None:
-        return "the dtype argument of a reduction is not supported"
-    return None if kind.dtype in FLOAT_TYPES else f"reductions of {kind.dtype} are not supported"
+    return _element_types(call)
 
 
 def reduction(kind: str) -> FloatLoop:

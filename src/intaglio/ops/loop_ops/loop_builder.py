@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from intaglio.ir import DType, Op, TensorType, fresh
-from intaglio.ops.loop_ops.primitives import BOOL, F32, FLOAT_TYPES, I64, PRIMITIVES, infer
+from intaglio.ops.loop_ops.primitives import BOOL, F32, FLOAT_TYPES, I64, PRIMITIVES, Primitive, infer
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,37 @@ class Body:
         self.ops: list[Op] = []
 
     def __call__(self, kind: str, *operands: str | float, dtype: DType | None = None, **attrs: Any) -> str:
-        """Append one primitive and return the name of its result; operands that must be real are cast first."""
+        """Append one primitive and return the name of its result.
+
+        Operands that must be real are cast first. Where the primitive takes integers, integers stay integers, also
+        together with booleans and whole numbers.
+        """
         row = PRIMITIVES[kind]
-        names = [name if isinstance(name, str) else self.number(name) for name in operands]
-        if row.operands[0] == (FLOAT_TYPES,) * len(names) and kind != "cast":
-            are_integers = [self.types[name].dtype is I64 for name in names]
-            if len(row.operands) == 1 or not all(are_integers):
-                names = [self.as_float(name) for name in names]
+        first = int(kind == "where")
+        integers = self._are_integers(row, operands[first:])
+        names = [self._operand(name, integers and index >= first) for index, name in enumerate(operands)]
+        if row.operands[0][first:] == (FLOAT_TYPES,) * (len(names) - first) and kind != "cast" and not integers:
+            names[first:] = [self.as_float(name) for name in names[first:]]
         shape = infer(kind, attrs, [self.types[name].shape for name in names])
-        given = dtype or row.result_dtype or self.types[names[0]].dtype
+        given = dtype or row.result_of(self.types[names[-1]].dtype) or self.types[names[0]].dtype
         name = self._name(kind)
         self.types[name] = TensorType(shape, given)
         self.ops.append(Op(kind, tuple(names), (name,), attrs))
         return name
+
+    def _are_integers(self, row: Primitive, operands: Sequence[str | float]) -> bool:
+        """Return whether a primitive computes integers: one operand is i64, the others are, booleans or numbers."""
+        if not any(all(kinds == (I64,) for kinds in one[-len(operands) :]) for one in row.operands):
+            return False
+        kinds = [self.types[name].dtype for name in operands if isinstance(name, str)]
+        numbers = [number for number in operands if not isinstance(number, str)]
+        return I64 in kinds and {*kinds} <= {I64, BOOL} and all(isinstance(number, int) for number in numbers)
+
+    def _operand(self, operand: str | float, is_integer: bool) -> str:
+        """Return the name of an operand, as an integer if the primitive computes integers."""
+        if not isinstance(operand, str):
+            return self.integer(int(operand)) if is_integer else self.number(operand)
+        return self("cast", operand, dtype=I64) if is_integer and self.types[operand].dtype is BOOL else operand
 
     def as_float(self, name: str) -> str:
         """Return the value as floats, cast if necessary."""
@@ -84,12 +102,18 @@ class Body:
 
     def number(self, value: float) -> str:
         """Return the name of a scalar constant, which is added unless the body already has it."""
-        array = np.asarray(value, np.float32).reshape(())
+        return self._scalar(np.asarray(value, np.float32).reshape(()), F32)
+
+    def integer(self, value: int) -> str:
+        """Return the name of a scalar i64 constant, which is added unless the body already has it."""
+        return self._scalar(np.asarray(value, np.int64).reshape(()), I64)
+
+    def _scalar(self, array: np.ndarray, dtype: DType) -> str:
         for name, known in self.constants.items():
-            if known.tobytes() == array.tobytes():
+            if known.tobytes() == array.tobytes() and self.types[name].dtype is dtype:
                 return name
         name = self._name("number")
-        self.constants[name], self.types[name] = array, TensorType((), F32)
+        self.constants[name], self.types[name] = array, TensorType((), dtype)
         return name
 
     def array(self, label: str, array: np.ndarray, dtype: DType = F32) -> str:

@@ -67,7 +67,9 @@ class Primitive:
         approximation: Primitive whose result is close enough if it is quantized next.
         subtracts: The difference of its operands.
         cheap: Takes about one instruction.
+        integers: From i64 operands, the result is i64.
         c: C over vectors of the operands and its attributes; empty where it depends on types.
+        c_of_integers: The same for vectors of i64, where it differs.
         takes_number: A constant second operand is emitted as a number.
         c_of_vectors: C that handles several vectors at a time where a single one would be bound by latency.
         c_of_nonpositive: The same for values that are at most 0.
@@ -88,12 +90,18 @@ class Primitive:
     approximation: str = ""
     subtracts: bool = False
     cheap: bool = False
+    integers: bool = False
     c: str = ""
+    c_of_integers: str = ""
     takes_number: bool = False
     c_of_vectors: str = ""
     c_of_nonpositive: str = ""
     lanes: Lanes | None = None
     bound: Bound = no_bound
+
+    def result_of(self, operand: DType) -> DType | None:
+        """Return the element type of the result for that of the last operand; ``None`` where any is possible."""
+        return I64 if self.integers and operand is I64 else self.result_dtype
 
     @property
     def quantizes(self) -> bool:
@@ -121,12 +129,21 @@ def _plain(function: Callable[..., np.ndarray]) -> ReferenceFunction:
     return reference
 
 
+def _rows(count: int, facts: Mapping[str, Any]) -> tuple[tuple[tuple[DType, ...], ...], ...]:
+    return tuple((kinds,) * count for kinds in (FLOAT_TYPES, INTEGER_TYPES)[: 1 + facts.get("integers", False)])
+
+
 def _unary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
-    return Primitive(name, ((FLOAT_TYPES,),), F32, _plain(function), c=c, **facts)
+    return Primitive(name, _rows(1, facts), F32, _plain(function), c=c, **facts)
 
 
 def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
-    return Primitive(name, ((FLOAT_TYPES, FLOAT_TYPES),), F32, _plain(function), c=c, **facts)
+    return Primitive(name, _rows(2, facts), F32, _plain(function), c=c, **facts)
+
+
+def _of_integers(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
+    """Return the record of an operator that takes two i64 operands only."""
+    return Primitive(name, ((INTEGER_TYPES,) * 2,), I64, _plain(function), c=c, takes_number=True)
 
 
 def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
@@ -166,8 +183,12 @@ def _clamp(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out:
 
 
 def _cast(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Cast values. Floats lose their fraction as integers; those that int64 cannot hold become the smallest int64."""
     if out.dtype is BOOL:
         return args[0] != 0
+    if out.dtype is I64:
+        fits = (args[0] >= -(2.0**63)) & (args[0] < 2.0**63) if args[0].dtype == np.float32 else True
+        return np.where(fits, np.where(fits, args[0], 0).astype(np.int64), np.iinfo(np.int64).min)
     real = args[0].astype(np.float32)
     return float_math.to_bfloat16(real) if out.dtype is BF16 else real
 
@@ -212,14 +233,38 @@ def bound_of_leaky_relu(sizes: Sequence[float], attrs: Attrs) -> float | None:
 
 ANY_TYPE = ((FLOAT_TYPES,), (BOOL_TYPES,), (INTEGER_TYPES,))
 ROWS = (
-    _binary("add", "{0} + {1}", np.add, takes_number=True, cheap=True, bound=sum_of_sizes),
-    _binary("sub", "{0} - {1}", np.subtract, takes_number=True, cheap=True, subtracts=True, bound=sum_of_sizes),
-    _binary("mul", "{0} * {1}", np.multiply, takes_number=True, cheap=True, bound=product_of_sizes),
+    _binary("add", "{0} + {1}", np.add, integers=True, takes_number=True, cheap=True, bound=sum_of_sizes),
+    _binary(
+        *("sub", "{0} - {1}", np.subtract),
+        integers=True,
+        takes_number=True,
+        cheap=True,
+        subtracts=True,
+        bound=sum_of_sizes,
+    ),
+    _binary("mul", "{0} * {1}", np.multiply, integers=True, takes_number=True, cheap=True, bound=product_of_sizes),
     _binary("div", "{0} / {1}", np.divide, takes_number=True),
-    _binary("maximum", "larger({0}, {1})", float_math.maximum, cheap=True, bound=largest),
-    _binary("minimum", "smaller({0}, {1})", float_math.minimum, cheap=True, bound=largest),
-    _unary("neg", "-{0}", np.negative, cheap=True, bound=largest),
-    _unary("abs", "absolute({0})", np.abs, cheap=True, bound=largest),
+    _binary(
+        *("maximum", "larger({0}, {1})", float_math.maximum),
+        integers=True,
+        c_of_integers="larger_integer({0}, {1})",
+        cheap=True,
+        bound=largest,
+    ),
+    _binary(
+        *("minimum", "smaller({0}, {1})", float_math.minimum),
+        integers=True,
+        c_of_integers="smaller_integer({0}, {1})",
+        cheap=True,
+        bound=largest,
+    ),
+    _unary("neg", "-{0}", np.negative, integers=True, cheap=True, bound=largest),
+    _unary("abs", "absolute({0})", np.abs, integers=True, c_of_integers="magnitude({0})", cheap=True, bound=largest),
+    _of_integers("shift_left", "{0} << {1}", np.left_shift),
+    _of_integers("shift_right", "{0} >> {1}", np.right_shift),
+    _unary("floor", "rounded_down({0})", np.floor),
+    _unary("ceil", "-rounded_down(-{0})", np.ceil),
+    _unary("sign", "sign_of({0})", float_math.sign, integers=True, c_of_integers="sign_of_integer({0})", bound=one),
     _unary("sqrt", "root({0})", np.sqrt),
     _unary("reciprocal", "1.0f / {0}", lambda x: np.float32(1) / x),
     _unary("round", "nearest({0})", np.rint),
@@ -270,7 +315,15 @@ ROWS = (
     _truth("or", "{0} | {1}", np.logical_or),
     _truth("xor", "{0} ^ {1}", np.logical_xor),
     _truth("not", "~{0}", np.logical_not, 1),
-    Primitive("where", ((BOOL_TYPES, FLOAT_TYPES, FLOAT_TYPES),), F32, _plain(np.where), c="{0} ? {1} : {2}"),
+    Primitive(
+        "where",
+        ((BOOL_TYPES, FLOAT_TYPES, FLOAT_TYPES), (BOOL_TYPES, INTEGER_TYPES, INTEGER_TYPES)),
+        F32,
+        _plain(np.where),
+        integers=True,
+        c="{0} ? {1} : {2}",
+        c_of_integers="__builtin_convertvector({0}, Longs) ? {1} : {2}",
+    ),
     Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),

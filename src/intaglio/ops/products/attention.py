@@ -6,12 +6,12 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from intaglio import numerics
-from intaglio.ir import Attrs, Dim, Op, Shape, TensorType, numel
+from intaglio.ir import Attrs, Dim, Graph, Op, Shape, TensorType, numel
 from intaglio.ir.types import BOOL, F32, I32, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles, first_reason, require_float_operands
@@ -94,17 +94,20 @@ def require_no_constants(call: Call) -> str | None:
 
 
 def require_product_axes(call: Call) -> str | None:
-    """Return why a product is refused: it takes two to four axes, and the last axis of both operands must be fixed."""
+    """Return why a product is refused: it takes two to four axes, and its sums must fit into int32."""
     shapes = [call.shape(operand) for operand in (0, 1)]
     if not all(2 <= len(shape) <= 4 for shape in shapes):
         return f"the operands have {len(shapes[0])} and {len(shapes[1])} axes; the kernel supports 2 to 4"
-    free = [shape[-1] for shape in shapes if not isinstance(shape[-1], int)]
-    if free:
-        return f"the size of the last axis of an operand, {free[0]}, is dynamic"
     inner = shapes[0][-1]
     if isinstance(inner, int) and not 0 < inner <= MAX_KEYS:
         return f"an output sums {inner} products; 1 to {MAX_KEYS} fit an int32 accumulator"
     return None
+
+
+def sums_fit(op: Op, graph: Graph) -> Iterable[tuple[Dim, str]]:
+    """Yield the requirement that the sums of a product whose depth is free fit into int32."""
+    inner = graph.types[op.inputs[0]].shape[-1]
+    yield MAX_KEYS - inner, f"an output would sum {inner} products; up to {MAX_KEYS} fit an int32 accumulator"
 
 
 def bmm_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -181,6 +184,7 @@ BMM = OpDef(
     infer=bmm_shape,
     reference=bmm_reference,
     types=TypeRule(((U8,), (U8,)), (I32,), symmetric=(1,)),
+    needs=sums_fit,
     macs=bmm_macs,
     computed_in_float32=True,
     accumulates=True,

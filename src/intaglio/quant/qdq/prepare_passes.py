@@ -16,8 +16,6 @@ from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_aff
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
     decompose_group_norm,
-    decompose_repeat,
-    decompose_roll,
     decompose_select,
     decompose_split,
     decompose_stack,
@@ -25,9 +23,20 @@ from intaglio.fxgraph.passes.decompositions import (
     mean_to_adaptive_avg_pool,
     use_scalar_overloads,
 )
-from intaglio.fxgraph.passes.fuse_attention import fuse_attention
+from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations
+from intaglio.fxgraph.passes.identities import drop_identity
 from intaglio.fxgraph.passes.lift_slices import lift_slices
+from intaglio.fxgraph.passes.movement_decompositions import (
+    decompose_copy,
+    decompose_repeat,
+    decompose_roll,
+    decompose_slice_scatter,
+    decompose_unfold,
+    decompose_windows,
+    expand_filled,
+)
+from intaglio.fxgraph.passes.widen_integers import type_as_to_cast, widen_integers
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
@@ -52,13 +61,21 @@ QDQ_PASSES: tuple[Pass, ...] = (
 CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
     constant_matmul_to_linear,  # needs constant matrices
+    expand_filled,  # after folding: only tensors of a free size are left
     lift_slices,  # after folding, which already replaces operators on whole constants
+)
+ATTENTION_PASSES: tuple[Pass, ...] = (
+    fuse_attention,  # before `bmm_to_matmul`, which takes all products that are not part of attention
+    attention_to_four_axes,
 )
 LAYER_PASSES: tuple[Pass, ...] = (
     bmm_to_matmul,  # after attention, whose matcher accepts every form of product
     fold_batch_norm_after,  # before folding forward: folding backward needs no condition on padding
 )
 OPERATOR_PASSES: tuple[Pass, ...] = (
+    type_as_to_cast,
+    widen_integers,  # after casts are explicit
+    drop_identity,  # casts between integers are identities now
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
@@ -69,6 +86,10 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_stack,  # after selects: stacked elements are slices by now
     decompose_repeat,
     decompose_roll,
+    decompose_copy,  # before writes into slices, whose values are copies
+    decompose_slice_scatter,
+    decompose_unfold,
+    decompose_windows,
     fuse_channel_shuffle,
     mean_to_adaptive_avg_pool,
     scalar_constants_to_numbers,  # after `channel_constants_to_affine`, which handles constants with several elements
@@ -95,19 +116,31 @@ class PassLists:
 PTQ_PASSES = PassLists(
     recipe=(
         *CONSTANT_PASSES,
-        fuse_attention,  # before `bmm_to_matmul`, which takes all products that are not part of attention
+        *ATTENTION_PASSES,
         *LAYER_PASSES,
         fold_batch_norm_before,
         *OPERATOR_PASSES,
         fuse_gated_activations,  # last: the fusion table has a row for the fused function
     ),
-    patterns=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
-    annotator=(*CONSTANT_PASSES, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
+    patterns=(
+        *CONSTANT_PASSES,
+        *ATTENTION_PASSES,
+        *LAYER_PASSES,
+        fold_batch_norm_before,
+        *OPERATOR_PASSES,
+    ),
+    annotator=(*CONSTANT_PASSES, attention_to_four_axes, *LAYER_PASSES, fold_batch_norm_before, *OPERATOR_PASSES),
 )
 QAT_PASSES = PassLists(
-    recipe=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, *OPERATOR_PASSES, fuse_gated_activations),
-    patterns=(*CONSTANT_PASSES, fuse_attention, *LAYER_PASSES, *OPERATOR_PASSES),
-    annotator=(*CONSTANT_PASSES, *LAYER_PASSES, *OPERATOR_PASSES),
+    recipe=(
+        *CONSTANT_PASSES,
+        *ATTENTION_PASSES,
+        *LAYER_PASSES,
+        *OPERATOR_PASSES,
+        fuse_gated_activations,
+    ),
+    patterns=(*CONSTANT_PASSES, *ATTENTION_PASSES, *LAYER_PASSES, *OPERATOR_PASSES),
+    annotator=(*CONSTANT_PASSES, attention_to_four_axes, *LAYER_PASSES, *OPERATOR_PASSES),
 )
 """Pass lists for training. A batch norm in front of a layer stays an operator: the weights behind it would otherwise
 have to follow its statistics."""

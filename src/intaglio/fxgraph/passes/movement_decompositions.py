@@ -1,0 +1,263 @@
+"""Decomposition of data movement without a record into slices, concatenations, expands and reshapes."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import info, known_type, tensor_type
+from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node, resolve_dims, size_of
+from intaglio.fxgraph.passes.constant_folding import fill_value
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ir import Dim, Shape, TensorType
+from intaglio.signature import TORCH_DTYPES
+
+aten = torch.ops.aten
+COPY_TARGETS = ("aten.copy.default", "aten.fill.Tensor")
+FEW_COPIES = 8
+"""Largest number of copies that one concatenation makes."""
+LARGEST_WINDOW = 64
+"""Largest number of taps of a window that `decompose_unfold` replaces."""
+
+
+def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
+    """Insert a call with this shape and the element type of `old` in front of `old`."""
+    return call_before(old, TensorType(shape, known_type(old).dtype), target, *args)
+
+
+def _reshaped(old: fx.Node, value: fx.Node, shape: Shape) -> fx.Node | None:
+    """Insert a reshape in front of `old`; return ``None`` if several free sizes of the shape are unavailable."""
+    sizes = [size_of(old, dim) for dim in shape]
+    if sizes.count(None) > 1:
+        return None
+    return _call(old, shape, aten.reshape.default, value, [-1 if size is None else size for size in sizes])
+
+
+def expand_filled(module: fx.GraphModule) -> int:
+    """Replace tensors of a free size that are filled with one number by an expand of a constant."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        kind, number = tensor_type(node), fill_value(node)
+        if number is None or kind is None or kind.dtype not in TORCH_DTYPES or not kind.shape:
+            continue
+        sizes = [size_of(node, dim) for dim in kind.shape]
+        if None in sizes:
+            continue
+        name = add_constant(module, "filled", torch.full([1] * len(sizes), number, dtype=TORCH_DTYPES[kind.dtype]))
+        one = constant_node(module, name, node.name)
+        replace_node(node, _call(node, kind.shape, aten.expand.default, one, sizes))
+        hits += 1
+    return hits
+
+
+def decompose_repeat(module: fx.GraphModule) -> int:
+    """Replace repeat by expands of axes of size 1, and by concatenations or a new axis for other axes."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) == "aten.repeat.default"]:
+        source, counts = node.args[0], list(node.args[1])
+        if 0 in known_type(node).shape:
+            continue
+        value: fx.Node | None = source
+        shape = (*[1] * (len(counts) - len(known_type(source).shape)), *known_type(source).shape)
+        if shape != known_type(source).shape:
+            value = _reshaped(node, source, shape)
+        for axis, count in enumerate(counts):
+            if shape[axis] != 1 and count != 1 and value is not None:
+                value, shape = _repeated(node, value, shape, axis, count)
+        sizes = [count if size == 1 else -1 for size, count in zip(shape, counts, strict=True)]
+        if value is None:
+            continue
+        if any(size not in (1, -1) for size in sizes):
+            value = _call(node, known_type(node).shape, aten.expand.default, value, sizes)
+        replace_node(node, value)
+        hits += 1
+    return hits
+
+
+def _repeated(
+    node: fx.Node, value: fx.Node, shape: Shape, axis: int, count: int | fx.Node
+) -> tuple[fx.Node | None, Shape]:
+    """Insert the repetition of an axis of more than one element; return it and its shape, or ``None``."""
+    times: Dim = resolve_dims(count)
+    made = (*shape[:axis], shape[axis] * times, *shape[axis + 1 :])
+    if isinstance(count, int) and count <= FEW_COPIES:
+        return _call(node, made, aten.cat.default, [value] * count, axis), made
+    one, wide = ((*shape[:axis], size, *shape[axis:]) for size in (1, times))
+    value = _call(node, one, aten.unsqueeze.default, value, axis)
+    sizes = [count if index == axis else -1 for index in range(len(wide))]
+    value = _call(node, wide, aten.expand.default, value, sizes)
+    return _reshaped(node, value, made), made
+
+
+def decompose_roll(module: fx.GraphModule) -> int:
+    """Decompose roll along static axes into slices and concatenations."""
+    hits = [(node, found) for node in module.graph.nodes if (found := _rolled_axes(node)) is not None]
+    for node, moves in hits:
+        value, shape = node.args[0], known_type(node).shape
+        for axis, cut in moves:
+            parts = []
+            for start, stop in ((cut, shape[axis]), (0, cut)):
+                part = (*shape[:axis], stop - start, *shape[axis + 1 :])
+                parts.append(_call(node, part, aten.slice.Tensor, value, axis, start, stop))
+            value = _call(node, shape, aten.cat.default, parts, axis)
+        replace_node(node, value)
+    return len(hits)
+
+
+def _rolled_axes(node: fx.Node) -> list[tuple[int, int]] | None:
+    """Return the axes that roll and the index that becomes first; ``None`` for dynamic sizes or a flattened roll."""
+    if operator(node) != "aten.roll.default":
+        return None
+    given, shape = arguments(node), known_type(node).shape
+    shifts, axes = given["shifts"], [axis % len(shape) for axis in given["dims"]]
+    if not axes or not all(isinstance(n, int) and n for n in (*shifts, *(shape[axis] for axis in axes))):
+        return None
+    found = [(axis, -shift % shape[axis]) for axis, shift in zip(axes, shifts, strict=True)]
+    return [(axis, cut) for axis, cut in found if cut]
+
+
+def decompose_copy(module: fx.GraphModule) -> int:
+    """Replace ``copy(x, y)`` and ``fill(x, y)``, y with the shape and element type of x, by a cast and an expand."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) in COPY_TARGETS]:
+        value, kind = node.args[1], known_type(node)
+        sizes = [size_of(node, dim) for dim in kind.shape]
+        given = known_type(value)
+        if kind.dtype not in TORCH_DTYPES or (given.shape != kind.shape and None in sizes):
+            continue
+        if given.dtype is not kind.dtype:
+            cast, dtype = TensorType(given.shape, kind.dtype), TORCH_DTYPES[kind.dtype]
+            value = call_before(node, cast, aten._to_copy.default, value, dtype=dtype)
+        for _ in range(len(kind.shape) - len(given.shape)):
+            value = _call(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
+        if given.shape != kind.shape:
+            value = _call(node, kind.shape, aten.expand.default, value, sizes)
+        replace_node(node, value)
+        hits += 1
+    return hits
+
+
+def decompose_slice_scatter(module: fx.GraphModule) -> int:
+    """Replace a write into a slice of static bounds by a concatenation of what is kept and what is written."""
+    hits = 0
+    for node in list(module.graph.nodes):
+        if _overwrites_all(node):
+            replace_node(node, node.args[1])
+            hits += 1
+            continue
+        found = _written_slice(node)
+        if found is None:
+            continue
+        (part, axis, start, stop), hits = found, hits + 1
+        source, shape = node.args[0], known_type(node).shape
+        parts = []
+        for first, last in ((0, start), (start, stop), (stop, shape[axis])):
+            if first == last:
+                continue
+            kept = (*shape[:axis], last - first, *shape[axis + 1 :])
+            inside = first == start and last == stop
+            parts.append(part if inside else _call(node, kept, aten.slice.Tensor, source, axis, first, last))
+        joined = parts[0] if len(parts) == 1 else _call(node, shape, aten.cat.default, parts, axis)
+        replace_node(node, joined)
+    return hits
+
+
+def _overwrites_all(node: fx.Node) -> bool:
+    """Return whether a node writes a whole tensor of the same type into a tensor."""
+    if operator(node) != "aten.slice_scatter.default":
+        return False
+    given = arguments(node)
+    whole = given["start"] in (None, 0) and given["step"] == 1
+    return whole and tensor_type(given["src"]) == tensor_type(node) is not None
+
+
+def _written_slice(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
+    """Return what a node writes, and axis, start and stop of the slice; ``None`` for other operators."""
+    name = operator(node)
+    if name not in ("aten.slice_scatter.default", "aten.select_scatter.default"):
+        return None
+    given, shape = arguments(node), known_type(node).shape
+    axis = given["dim"] % len(shape)
+    size, part = shape[axis], given["src"]
+    if not isinstance(size, int):
+        return None
+    if name == "aten.select_scatter.default":
+        start = given["index"] % size if isinstance(given["index"], int) else None
+        if start is None:
+            return None
+        one = (*shape[:axis], 1, *shape[axis + 1 :])
+        return _call(node, one, aten.unsqueeze.default, part, axis), axis, start, start + 1
+    bounds = (given["start"] or 0, size if given["end"] is None else given["end"])
+    if given["step"] != 1 or not all(isinstance(bound, int) for bound in bounds):
+        return None
+    start, stop, _ = slice(*bounds).indices(size)
+    length = known_type(part).shape[axis]
+    return (part, axis, start, stop) if stop - start == length and start < stop else None
+
+
+def decompose_unfold(module: fx.GraphModule) -> int:
+    """Replace im2col (``F.unfold``) of an image of static size by padding and one slice for each tap of the window."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.im2col.default" and _has_static_image(node)]
+    for node in hits:
+        given, value = arguments(node), node.args[0]
+        batch, channels, *sizes = known_type(value).shape
+        pads = given["padding"]
+        if any(pads):
+            sizes = [size + 2 * pad for size, pad in zip(sizes, pads, strict=True)]
+            around = [pads[1], pads[1], pads[0], pads[0]]
+            value = _call(node, (batch, channels, *sizes), aten.constant_pad_nd.default, value, around, 0.0)
+        kernel, spacing, stride = given["kernel_size"], given["dilation"], given["stride"]
+        counts = [(sizes[i] - spacing[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+        taps = []
+        for place in product(*map(range, kernel)):
+            tap = value
+            for axis in range(2):
+                start = place[axis] * spacing[axis]
+                stop = start + (counts[axis] - 1) * stride[axis] + 1
+                shape = (*known_type(tap).shape[: 2 + axis], counts[axis], *known_type(tap).shape[3 + axis :])
+                tap = _call(node, shape, aten.slice.Tensor, tap, 2 + axis, start, stop, stride[axis])
+            one = (batch, channels, 1, counts[0] * counts[1])
+            taps.append(_call(node, one, aten.reshape.default, tap, [-1, *one[1:]]))
+        shape = (batch, channels, len(taps), counts[0] * counts[1])
+        joined = _call(node, shape, aten.cat.default, taps, 2)
+        shape = known_type(node).shape
+        replace_node(node, _call(node, shape, aten.reshape.default, joined, [-1, *shape[1:]]))
+    return len(hits)
+
+
+def decompose_windows(module: fx.GraphModule) -> int:
+    """Replace ``x.unfold(axis, size, step)`` of a static axis by a reshape, or by one slice for each window."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) == "aten.unfold.default"]:
+        value, made = node.args[0], known_type(node).shape
+        shape, (axis, size, step) = known_type(value).shape, node.args[1:4]
+        axis, count = axis % len(shape), made[axis % len(shape)]
+        if not isinstance(shape[axis], int) or not isinstance(count, int) or count > LARGEST_WINDOW:
+            continue
+        if step == size:
+            cut = (*shape[:axis], count * size, *shape[axis + 1 :])
+            part = _call(node, cut, aten.slice.Tensor, value, axis, 0, count * size)
+            joined = _reshaped(node, part, (*shape[:axis], count, size, *shape[axis + 1 :]))
+            if joined is None:
+                continue
+        else:
+            one = (*shape[:axis], size, *shape[axis + 1 :])
+            starts = range(0, count * step, step)
+            parts = [_call(node, one, aten.slice.Tensor, value, axis, start, start + size) for start in starts]
+            parts = [_call(node, (*one[:axis], 1, *one[axis:]), aten.unsqueeze.default, part, axis) for part in parts]
+            joined = _call(node, (*one[:axis], count, *one[axis:]), aten.cat.default, parts, axis)
+        order = [at for at in range(len(shape) + 1) if at != axis + 1] + [axis + 1]
+        replace_node(node, _call(node, made, aten.permute.default, joined, order))
+        hits += 1
+    return hits
+
+
+def _has_static_image(node: fx.Node) -> bool:
+    """Return whether channels, height and width are static, and the window has a few taps."""
+    kind, kernel = tensor_type(node.args[0]), arguments(node)["kernel_size"]
+    if kind is None or len(kind.shape) != 4 or kernel[0] * kernel[1] > LARGEST_WINDOW:
+        return False
+    return all(isinstance(size, int) for size in kind.shape[1:]) and info(node).dim is None

@@ -1,0 +1,64 @@
+"""Loop bodies of activations that are made of exponentials and logarithms."""
+
+from __future__ import annotations
+
+from intaglio.ops.loop_ops.float_loop import Values
+from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
+
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+"""Constants of Klambauer et al. 2017."""
+
+
+def elu(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ELU, with the scales of its arguments."""
+    alpha, scale, inner = (float(v.get(name, 1)) for name in ("alpha", "scale", "input_scale"))
+    return _elu(body, v["self"], alpha * scale, scale, inner)
+
+
+def selu(body: Body, call: FloatCall, v: Values) -> str:
+    """Write SELU."""
+    return _elu(body, v["self"], SELU_ALPHA * SELU_SCALE, SELU_SCALE, 1.0)
+
+
+def celu(body: Body, call: FloatCall, v: Values) -> str:
+    """Write CELU."""
+    alpha = float(v.get("alpha", 1))
+    return _elu(body, v["self"], alpha, 1.0, 1 / alpha)
+
+
+def _elu(body: Body, x: str, low: float, high: float, inner: float) -> str:
+    """Write ``high * x`` above 0, and ``low * (exp(inner * x) - 1)`` below."""
+    power = body("exp", x if inner == 1 else body("mul", x, inner))
+    below = body("mul", body("sub", power, 1.0), low)
+    return body("where", body("gt", x, 0.0), x if high == 1 else body("mul", x, high), below)
+
+
+def softplus(body: Body, call: FloatCall, v: Values) -> str:
+    """Write softplus, which is linear above a threshold."""
+    x, beta, threshold = v["self"], float(v.get("beta", 1)), float(v.get("threshold", 20))
+    scaled = x if beta == 1 else body("mul", x, beta)
+    soft = _softplus(body, scaled)
+    soft = soft if beta == 1 else body("div", soft, beta)
+    return body("where", body("gt", scaled, threshold), x, soft)
+
+
+def _softplus(body: Body, x: str) -> str:
+    """Write ``max(x, 0) + log(1 + exp(-|x|))``."""
+    small = body("log", body("add", body("exp", body("neg", body("abs", x))), 1.0))
+    return body("add", body("relu", x), small)
+
+
+def mish(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x * tanh(softplus(x))``."""
+    return body("mul", v["self"], body("tanh", _softplus(body, v["self"])))
+
+
+def log_sigmoid(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``-softplus(-x)``."""
+    return body("neg", _softplus(body, body("neg", v["self"])))
+
+
+def threshold(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``x`` above a threshold, and a number elsewhere."""
+    above = body("gt", v["self"], float(v["threshold"]))
+    return body("where", above, v["self"], float(v["value"]))
