@@ -7,7 +7,6 @@ see, and batch norm statistics are drawn, so that folding them changes something
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision_operators import declare_operators
 
 Shape = tuple[int, ...]
 
@@ -132,16 +132,6 @@ LOCAL_NETWORKS = {
     "resnet18": lambda: ResNet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: ResNet((3, 4, 6, 3), bottleneck=True),
 }
-
-
-@cache
-def declare_operators() -> torch.library.Library:
-    """Beside a CPU build of torch, torchvision's own operators may not load; its models do not use them, but importing
-    torchvision, which transformers does, wants two to exist."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for operator in ("nms", "qnms"):
-        library.define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-    return library
 
 
 def torchvision_model(name: str) -> nn.Module:

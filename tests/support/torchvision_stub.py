@@ -1,23 +1,22 @@
-"""torchvision beside a CPU build of torch.
-
-It has no CPU wheel of its own: its operators may not load there, and importing it wants two of them to exist. Its
-classifiers use none.
-"""
+"""torchvision with plain operators in place of compiled ones that do not load, as the benchmarks have it."""
 
 from __future__ import annotations
 
-import torch
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
-LIBRARIES: list[torch.library.Library] = []
-"""Held: operators go when their library does."""
+OPERATORS = Path(__file__).parents[2] / "benchmarks" / "torchvision_operators.py"
 
 
 def import_torchvision() -> None:
-    """Import it; where its operators do not load, with two empty ones in their place."""
-    try:
-        import torchvision
-    except RuntimeError:
-        LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
-        for operator in ("nms", "qnms"):
-            LIBRARIES[-1].define(f"{operator}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        import torchvision  # noqa: F401
+    """Import torchvision, with plain `nms` and `roi_align` where its own do not load."""
+    spec = spec_from_file_location("torchvision_operators", OPERATORS)
+    assert spec is not None
+    assert spec.loader is not None
+    operators = module_from_spec(spec)
+    spec.loader.exec_module(operators)
+    LIBRARIES.append(operators.declare_operators())
+
+
+LIBRARIES: list[object] = []
+"""Held, because operators exist as long as their library does."""
