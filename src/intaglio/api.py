@@ -35,7 +35,7 @@ from intaglio.stages import (
     requantize,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
-from intaglio.tracing.detached_copy import copy_model
+from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 logger = logging.getLogger("intaglio")

@@ -179,6 +179,16 @@ def size_hint(size: torch.SymInt) -> Any:
     return size.node.hint
 
 
+def forget_new_symbols(number: torch.SymFloat) -> None:
+    """Forget symbols for numbers that were read from tensors and that no operator has returned.
+
+    torch.export leaves them behind for numbers that it reads twice, and its decompositions then refuse the graph.
+    """
+    pending = getattr(number.node.shape_env, "pending_fresh_unbacked_symbols", None)
+    if pending is not None:
+        pending.clear()
+
+
 @contextmanager
 def call_replace_hook(module: fx.GraphModule, hook: Callable[[fx.Node, str, fx.Node], None]) -> Iterator[None]:
     """Call ``hook`` whenever a node replaces another one. Without it, training would lose track of which values had a

@@ -10,7 +10,7 @@ from torch import nn
 
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
-from intaglio.tracing.detached_copy import copy_model
+from intaglio.tracing.earlier_results import copy_model
 
 
 class Attachment:

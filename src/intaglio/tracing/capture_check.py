@@ -16,7 +16,7 @@ from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
-from intaglio.tracing.detached_copy import copy_model
+from intaglio.tracing.earlier_results import copy_model
 
 BATCH_SIZES = (1, 3)
 TRAINING_BATCH_SIZES = (2, 3)

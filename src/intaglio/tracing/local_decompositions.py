@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 
-from intaglio.torch_private import OpOverload, schema_of, size_expression
+from intaglio.torch_private import OpOverload, forget_new_symbols, schema_of, size_expression
 
 aten = torch.ops.aten
 
+CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 OUT_OF_PLACE = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
@@ -37,9 +39,11 @@ OUT_OF_PLACE = {
 def decompose_single_operators(program: ExportedProgram) -> None:
     """Replace batch norms in evaluation mode, flattened images and in-place operators whose write nothing else sees.
 
-    Other operators stay as they are, for `torch_private.decompose_used_composites`.
+    Numbers that the model reads from its own float tensors become Python numbers. Other operators stay as they are, for
+    `torch_private.decompose_used_composites`.
     """
     graph = program.graph
+    fold_numbers(program)
     for node in list(graph.nodes):
         with graph.inserting_before(node):
             if node.target is aten.batch_norm.default:
@@ -57,6 +61,37 @@ def decompose_single_operators(program: ExportedProgram) -> None:
                 spec.arg.name = found.name if spec.arg.name == node.name else spec.arg.name
             graph.erase_node(node)
     program.graph_module.recompile()
+
+
+def fold_numbers(program: ExportedProgram) -> None:
+    """Replace ``tensor.item()`` by its value for elements of float tensors of the model that calls do not change."""
+    signature = program.graph_signature
+    inputs = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind in CONSTANT_KINDS}
+    changed = {spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION}
+    for node in list(program.graph.nodes):
+        if node.target is not aten.item.default:
+            continue
+        selections: list[fx.Node] = []
+        source = node.args[0]
+        while isinstance(source, fx.Node) and source.target is aten.select.int:
+            selections.append(source)
+            source = source.args[0]
+        target = inputs.get(getattr(source, "name", ""))
+        if target is None or target in changed or not source.meta["val"].is_floating_point() or _is_written(source):
+            continue
+        value = program.state_dict.get(target, program.constants.get(target))
+        for selection in reversed(selections):
+            value = value.select(*selection.args[1:])
+        forget_new_symbols(node.meta["val"])
+        node.replace_all_uses_with(value.item())
+        for unused in (node, *selections):
+            if not unused.users:
+                program.graph.erase_node(unused)
+
+
+def _is_written(source: fx.Node) -> bool:
+    """Return whether an in-place operator may write to a tensor."""
+    return any(schema_of(user.target).is_mutable for user in source.users if isinstance(user.target, OpOverload))
 
 
 def _evaluated_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -35,16 +35,15 @@ from intaglio.torch_private import (
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
-from intaglio.tracing.detached_copy import copy_model
+from intaglio.tracing.earlier_results import copy_model, without_size_caches
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
-from intaglio.tracing.local_decompositions import decompose_single_operators
+from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
 from intaglio.tracing.operator_aliases import resolve_aliases
 from intaglio.tracing.recurrent_layers import RecurrentCapture, restore_torch_operators
 from intaglio.tracing.unroll_scans import unroll_loops
 from intaglio.tracing.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 
-CONSTANT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
 
@@ -58,7 +57,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         with warnings.catch_warnings(), _quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
-            with RecurrentCapture():
+            with RecurrentCapture(), without_size_caches(model, args, kwargs):
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             resolve_aliases(program)
             decompose_single_operators(program)
