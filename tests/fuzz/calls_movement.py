@@ -18,7 +18,7 @@ def reshape(b: Builder) -> str:
         return b.emit(f"torch.flatten({x}, 1)" if b.chance(0.5) else f"{x}.flatten({b.rng.randrange(len(shape))})")
     if way == 1:
         return b.emit(f"{x}.unsqueeze({b.rng.randint(-1, len(shape))})")
-    if way == 2:
+    if way == 2 and shape:
         x = b.emit(f"{x}.unsqueeze({b.rng.randint(1, len(shape))})") if 1 not in shape else x
         axes = [axis for axis, size in enumerate(b.shape(x)) if size == 1 and axis] or [0]
         return b.emit(b.pick(f"{x}.squeeze({axes[0]})", f"{x}.squeeze({tuple(axes)})", f"{x}.squeeze({axes[-1]})"))

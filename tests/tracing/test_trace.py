@@ -465,3 +465,20 @@ def test_a_dynamic_number_as_input_is_refused_and_a_fixed_one_is_not():
     ):
         capture(model, (torch.ones(2, 4), 3), dynamic_shapes=shapes)
     capture(model, (torch.ones(2, 4), 3), dynamic_shapes=(({0: Dim.AUTO}, None),))
+
+
+def test_a_batch_whose_slice_has_one_element_in_the_example_is_fixed():
+    """torch.export takes the one element for the size of all calls."""
+    captured = capture(body(lambda m, x: F.hardsigmoid(x[1:-1:3])), torch.ones(3, 4))
+    (note,) = captured.notes
+    assert note.endswith("returns shape [0, 4], but torch.export states [1, 4]")
+    assert captured.signature.inputs[0].type.shape == (3, 4)
+
+
+def test_an_axis_whose_slice_has_one_element_in_the_example_is_refused():
+    shapes = {"args": ({1: Dim.AUTO},)}
+    with pytest.raises(CaptureError, match=r"with twice the sizes .* but torch.export states \[3, 1\]") as caught:
+        capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 4), dynamic_shapes=shapes)
+    assert caught.value.remedy == "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
+    larger = capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 10), dynamic_shapes=shapes)
+    assert larger(torch.ones(3, 5)).shape == (3, 1)

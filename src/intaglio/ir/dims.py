@@ -232,6 +232,11 @@ def symbols_of(dim: Dim) -> frozenset[str]:
     return frozenset().union(*inner)
 
 
+def has_quotient(dim: Dim) -> bool:
+    """Return whether a dimension contains a floor division of symbols."""
+    return isinstance(dim, Expression) and any(isinstance(atom, FloorDiv) for atoms, _ in dim.terms for atom in atoms)
+
+
 def numel(shape: Shape) -> Dim:
     """Return the number of elements of a shape."""
     total: Dim = 1

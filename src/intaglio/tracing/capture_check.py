@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from intaglio.errors import InputError
+from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
-from intaglio.ir import DType, Expression, evaluate, symbol, symbols_of
+from intaglio.ir import DType, Expression, evaluate, has_quotient, symbol, symbols_of
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.earlier_results import copy_model
 
 BATCH_SIZES = (1, 3)
+LARGER_BATCH_SIZES = (4, 8)
+"""Further batch sizes if a size in the graph is a quotient, which may be equal for several batches."""
 TRAINING_BATCH_SIZES = (2, 3)
 """Batch sizes at which graph and model are compared in training; batch norm in training needs more than one vector."""
 ADDITIONAL_TOKENS = 3
@@ -48,11 +51,34 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
         return f"it does not take the example inputs: {error.problem}"
     if not free_symbols(captured):
         return _differs(captured, model, args, kwargs, "the example inputs")
-    for batch in TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES:
+    batches = TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES
+    quotients = _symbols_of_quotients(captured)
+    for batch in (*batches, *LARGER_BATCH_SIZES) if quotients & _batch(captured) else batches:
         sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
         if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
             return reason
+    return _wrong_type_at_twice(captured, args, kwargs, quotients - _batch(captured))
+
+
+def _wrong_type_at_twice(
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
+) -> str | None:
+    """Return a value of the graph whose type does not fit calls with these dimensions at twice their size, or ``None``.
+
+    Not every model can be called with these sizes, so other errors are ignored.
+    """
+    sizes = _sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False)
+    twice = {name: 2 * size if name in names else size for name, size in sizes.items()}
+    ranges = captured.signature.ranges
+    if not names or any((high := ranges.get(name, (0, None))[1]) is not None and twice[name] > high for name in names):
+        return None
+    try:
+        _call_checked(captured, *resized(captured, args, kwargs, twice))
+    except _WrongTypeError as error:
+        return f"with twice the sizes {error}"
+    except Exception:
+        return None
     return None
 
 
@@ -68,12 +94,63 @@ def _differs(
     except Exception as error:
         return f"with {label} the model itself fails: {error}"
     try:
-        got = captured(*clone_tensors(args), **clone_tensors(kwargs))
+        got = _call_checked(captured, clone_tensors(args), clone_tensors(kwargs))
     except Exception as error:
         return f"with {label} the graph fails: {error}"
     near = HALF_TOLERANCE if UPCAST_NOTE in captured.notes else FLOAT32_TOLERANCE
     difference = _difference(got, expected, NO_TOLERANCE_LIMIT if _is_random(captured) else near)
     return difference and f"with {label} {difference}"
+
+
+WRONG_TYPE = "but torch.export states"
+"""Part of the message about a value that does not have the shape of its type."""
+
+
+class _WrongTypeError(Exception):
+    """A value of a graph does not have the shape of its type."""
+
+
+class _TypeChecker(fx.Interpreter):
+    """Runs a graph and checks that the tensors have the shapes that the types of their nodes state.
+
+    torch.export may take a size of the example for the size of all calls, for example if a slice of the batch has one
+    element.
+
+    Attributes:
+        symbols: sizes of the dynamic dimensions in this call.
+        wrong: the first wrong type, or an empty text.
+    """
+
+    def __init__(self, module: fx.GraphModule, symbols: Mapping[str, int]) -> None:
+        super().__init__(module)
+        self.symbols, self.wrong = symbols, ""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        kind = tensor_type(node) if node.op == "call_function" and isinstance(result, torch.Tensor) else None
+        if kind is None or any(not symbols_of(dim) <= self.symbols.keys() for dim in kind.shape):
+            return result
+        expected = [evaluate(dim, self.symbols) for dim in kind.shape]
+        if list(result.shape) != expected and not self.wrong:
+            self.wrong = f"{node.target} returns shape {list(result.shape)}, {WRONG_TYPE} {expected}"
+        return result
+
+
+def _call_checked(captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call the graph and return its result; raise `_WrongTypeError` if a value has another shape than its type."""
+    symbols = dims_of(captured.signature, bind(captured.signature, args, kwargs))
+    checker = _TypeChecker(captured.module, symbols)
+    result = replace(captured, module=checker.run)(*args, **kwargs)
+    if checker.wrong:
+        raise _WrongTypeError(checker.wrong)
+    return result
+
+
+def _symbols_of_quotients(captured: Captured) -> set[str]:
+    """Return the dynamic dimensions that occur in sizes of the graph that are quotients."""
+    kinds = [tensor_type(node) for node in captured.module.graph.nodes if node.op == "call_function"]
+    dims = [dim for kind in kinds if kind is not None for dim in kind.shape if has_quotient(dim)]
+    return set().union(*map(symbols_of, dims))
 
 
 def _is_random(captured: Captured) -> bool:
@@ -104,8 +181,12 @@ def _lengths(captured: Captured) -> set[str]:
     """Return the dynamic dimensions that are lengths of token ids and not the batch."""
     inputs = [entry.type for entry in captured.signature.inputs]
     matrices = [kind.shape[1] for kind in inputs if len(kind.shape) == 2 and kind.dtype in TOKEN_DTYPES]
-    batch = set().union(*[symbols_of(kind.shape[0]) for kind in inputs if kind.shape])
-    return {name for dim in matrices for name in symbols_of(dim)} - batch
+    return {name for dim in matrices for name in symbols_of(dim)} - _batch(captured)
+
+
+def _batch(captured: Captured) -> set[str]:
+    """Return the dynamic dimensions that are first axes of inputs."""
+    return set().union(*[symbols_of(entry.type.shape[0]) for entry in captured.signature.inputs if entry.type.shape])
 
 
 def _sizes(

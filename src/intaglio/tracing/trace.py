@@ -14,7 +14,7 @@ from torch.export import Dim as TorchDim
 from intaglio.errors import CaptureError
 from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
 from intaglio.torch_private import pytree
-from intaglio.tracing.capture_check import allow_length_one, disagreement, free_symbols
+from intaglio.tracing.capture_check import WRONG_TYPE, allow_length_one, disagreement, free_symbols
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
@@ -181,13 +181,17 @@ def _fixed_lengths(
     return tuple(f"the length of '{entry.name}' is fixed to that of the example: {reason}" for entry in inputs)
 
 
+LARGER_EXAMPLE = "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
+INDEPENDENT_PART = "capture a part of the model that does not depend on data or on random numbers"
+
+
 def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
     if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
         raise CaptureError(
             type(model).__name__,
             None,
             f"the captured graph does not compute what the model computes: {reason}",
-            remedy="capture a part of the model that does not depend on data or on random numbers",
+            remedy=LARGER_EXAMPLE if WRONG_TYPE in reason else INDEPENDENT_PART,
         )
     return captured
 

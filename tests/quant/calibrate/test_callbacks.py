@@ -359,3 +359,28 @@ def test_quantize_asks_callbacks_with_and_without_corrections():
     )
     exact = model(DATA[0])
     assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()
+
+
+def attention_calibrated_by(given):
+    """Return the integer graph of an attention whose keys and values have parameters by a callback."""
+    model = Body(lambda m, x: F.scaled_dot_product_attention(x, m.k(x), m.v(x)), k=nn.Linear(4, 4), v=nn.Linear(4, 4))
+    x = torch.randn(2, 1, 5, 4, generator=torch.Generator().manual_seed(3))
+    captured = stages.capture(nets.randomize(model), x)
+    callback = Watching(lambda info: dict.fromkeys(info.sites.inputs[1:], given))
+    ready = stages.prepare(captured, Quantizer(patterns=builtin("attention", calibration=callback)))
+    return stages.requantize(stages.convert(ready, stages.calibrate(ready, [x]))).graph
+
+
+def test_a_range_for_a_symmetric_site_becomes_symmetric():
+    graph = attention_calibrated_by((-1.0, 3.0))
+    (attention,) = (op for op in graph.ops if op.kind == "attention")
+    for operand in attention.inputs[1:3]:
+        q = graph.types[operand].qparams
+        assert (q.scales, q.zeros) == ((float(np.float32(3 / 127)),), (128,))
+
+
+def test_a_zero_point_that_a_symmetric_site_cannot_have_is_an_error():
+    with pytest.raises(CalibrationError, match="do not fit the site") as caught:
+        attention_calibrated_by((0.05, 100))
+    assert caught.value.remedy == "return a pair of scale and zero point 128, or a range"
+    attention_calibrated_by((0.05, 128))

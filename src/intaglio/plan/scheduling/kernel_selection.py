@@ -173,7 +173,7 @@ def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
 
 
 MOVEMENT_REASONS = {
-    Movement.INTERLEAVE: "two groups of channels of images",
+    Movement.INTERLEAVE: "two groups of channels of images, a byte per element",
     Movement.COPY: "operand and result have the same axes, merged where both are without gaps",
     Movement.RESHAPE: "only the logical order is the same on both sides",
 }
@@ -186,6 +186,7 @@ def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
     if (
         record is SHUFFLE
         and op.attrs["groups"] == 2
+        and types[result].dtype.bytes == 1
         and all(image is not None and image.channels_last for image in images)
     ):
         return MovementKernel(Movement.INTERLEAVE)

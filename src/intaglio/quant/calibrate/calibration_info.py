@@ -17,7 +17,7 @@ from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.annotate.sites import Fixed, Site
+from intaglio.quant.annotate.sites import Fixed, Observed, Site
 from intaglio.quant.calibrate.dataset_manager import DatasetManager
 from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import anchor_sites, scale_per_output, weight_qparams
@@ -279,18 +279,27 @@ def given_parameters(site: Site, value: Given, region: Region) -> QParams:
     except (ValueError, TypeError, RuntimeError) as error:  # of NumPy, or of a tensor that has no array
         problem = f"the callback returned {value_text(value)}: {error}"
         raise CalibrationError(site.name, site.origin.operator, problem, remedy=FORMS) from error
-    symmetric = site.role != Role.WEIGHT or set(found.zeros) == {0}
-    if (found.qmin, found.qmax) != (site.qmin, site.qmax) or not symmetric or (found.axis not in (None, site.axis)):
+    zero = _only_zero_point(site)
+    fits = (found.qmin, found.qmax) == (site.qmin, site.qmax) and found.axis in (None, site.axis)
+    if not fits or (zero is not None and set(found.zeros) != {zero}):
         raise CalibrationError(
             site.name,
             site.origin.operator,
             f"the callback returned {found} in [{found.qmin}, {found.qmax}], which do not fit the site {site}",
             remedy="return a pair of scale and zero point "
-            + ("0" if site.role == Role.WEIGHT else f"in {site.qmin}..{site.qmax}"),
+            + (f"in {site.qmin}..{site.qmax}" if zero is None else f"{zero}, or a range"),
         )
     if site.role == Role.WEIGHT and isinstance(site.axis, int):
         return _for_each_channel(found, site, fixed_size(layer_operands(region.anchor).weight, site.axis))
     return found
+
+
+def _only_zero_point(site: Site) -> int | None:
+    """Return the zero point that a weight or a symmetric activation must have; ``None`` if it may have any."""
+    if site.role == Role.WEIGHT:
+        return 0
+    symmetric = isinstance(site.spec, Observed) and site.spec.symmetric
+    return (site.qmin + site.qmax) // 2 if symmetric else None
 
 
 def _for_each_channel(found: QParams, site: Site, channels: int) -> QParams:
@@ -335,7 +344,10 @@ def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QPara
     else:
         if first.size != 1 or second.size != 1 or not first[0] <= second[0]:
             raise ValueError("a range must be a low and a high number")
-        scale, zero = numerics.affine_qparams(float(first[0]), max(float(second[0]), 0.0), site.qmin, site.qmax)
+        low, high = float(first[0]), max(float(second[0]), 0.0)
+        if _only_zero_point(site) is not None:
+            low, high = -max(-low, high), max(-low, high)
+        scale, zero = numerics.affine_qparams(low, high, site.qmin, site.qmax)
         scales, zeros = (scale,), (zero,)
     if any(not site.qmin <= zero <= site.qmax for zero in zeros):
         raise ValueError(f"a zero point is outside [{site.qmin}, {site.qmax}]")
