@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -190,14 +191,17 @@ def test_a_sum_does_not_overwrite_an_input_or_a_constant():
 
 
 @compiles
-def test_ranges_narrower_than_the_type_are_clamped():
+@pytest.mark.parametrize(
+    ("layer", "call"), [(nn.Linear, "qlinear"), (partial(nn.Conv2d, kernel_size=1), "qconv")], ids=["linear", "conv"]
+)
+def test_ranges_narrower_than_the_type_are_clamped(layer, call):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
-    x = torch.randn(8, 16)
+    net = nn.Sequential(layer(16, 16), nn.ReLU(), layer(16, 8))
+    x = torch.randn(8, 16) if layer is nn.Linear else torch.randn(8, 16, 2, 2)
     reference = converted(net, x, recipe={"*": {"activations_dtype": "u7"}})
     model = stages.compile(reference, backend="inductor", example_inputs=x)
     assert_close(model(8 * x), reference(8 * x))
-    assert [one.call for one in model.report.of("int8 call")] == ["qlinear + relu -> uint8", "qlinear -> float32"]
+    assert [one.call for one in model.report.of("int8 call")] == [f"{call} + relu -> uint8", f"{call} -> float32"]
 
 
 def test_a_transposed_convolution_is_computed_in_float():

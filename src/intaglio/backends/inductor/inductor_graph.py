@@ -145,13 +145,21 @@ def remove_qdq_around_data_movement(module: fx.GraphModule) -> None:
 
 def clamp_narrow_ranges(module: fx.GraphModule) -> None:
     """Rewrite a quantize to a range narrower than its element type as one to the full range, which oneDNN clamps to,
-    followed by a clamp."""
+    followed by a clamp.
+
+    The upper bound comes first: oneDNN's convolutions would take bounds in the other order for a hardtanh of theirs.
+    """
     for node in [node for node in module.graph.nodes if operator(node) == QUANTIZE_TENSOR]:
         x, scale, zero, low, high, dtype = node.args
         if dtype not in DTYPE_RANGES or (low, high) == DTYPE_RANGES[dtype]:
             continue
-        quantized = _call_before(node, node.target, x, scale, zero, *DTYPE_RANGES[dtype], dtype)
-        node.replace_all_uses_with(_call_before(node, aten.clamp.default, quantized, low, high))
+        lowest, highest = DTYPE_RANGES[dtype]
+        result = _call_before(node, node.target, x, scale, zero, lowest, highest, dtype)
+        if high < highest:
+            result = _call_before(node, aten.clamp_max.default, result, high)
+        if low > lowest:
+            result = _call_before(node, aten.clamp_min.default, result, low)
+        node.replace_all_uses_with(result)
 
 
 def subtract_negated_inputs(module: fx.GraphModule) -> None:
