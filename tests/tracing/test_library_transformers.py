@@ -167,6 +167,13 @@ def test_a_decoder_is_captured_without_its_cache(library):
         capture(model, (), example_kwargs={"input_ids": ids, "use_cache": True})
 
 
+def test_encoders_have_no_note_about_caches(library):
+    """Their configurations have the setting use_cache too, which only decoders read."""
+    model, captured = captured_encoder(library, "Bert", "sdpa", 2)
+    assert model.config.use_cache
+    assert not captured.notes
+
+
 def test_a_captured_image_encoder_has_no_mask(library):
     model, x = encoder(library, "ViT", image_size=32, patch_size=8), torch.randn(1, 3, 32, 32)
     captured = capture(model, x)

@@ -35,13 +35,14 @@ def trace(
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         model_copy = frozen_copy(model, train)
-        notes = () if "use_cache" in kwargs else _without_caches(model_copy)
         model_copy = with_named_keywords(model_copy, kwargs)
+        returns_caches = train
         if not train:
             buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
-            _run_example(model_copy, args, kwargs)
+            returns_caches = _returns_caches(_run_example(model_copy, args, kwargs))
             for name, buffer in model_copy.named_buffers():
                 buffer.copy_(buffers[name])
+        notes = _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
         if dynamic_shapes is not None:
             captured = to_captured(export(model_copy, args, kwargs, dynamic_shapes), model_copy, (), train)
             captured = _checked(captured, model_copy, args, kwargs)
@@ -58,13 +59,24 @@ def _without_caches(model_copy: nn.Module) -> tuple[str, ...]:
     """Switch off the key-value caches of decoders of Transformers, which return them by default, and return a note.
 
     torch.export cannot return objects of their classes, and a call without a cache as argument computes the
-    same result without one.
+    same result without one. Configurations of encoders have the same setting, so what the example returns decides; in
+    training, where no example runs, the setting does.
     """
     configs = [getattr(module, "config", None) for module in model_copy.modules()]
     using = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in using:
         vars(config)["use_cache"] = False
     return (WITHOUT_CACHE,) if using else ()
+
+
+def _returns_caches(result: Any) -> bool:
+    return any(map(_is_cache, pytree.tree_leaves(result, is_leaf=_is_cache)))
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether a value is a key-value cache of Transformers, or the state that other decoders keep as one."""
+    bases = type(value).__mro__
+    return any(cls.__module__.startswith("transformers.") and cls.__name__.endswith("Cache") for cls in bases)
 
 
 PADDING_SKIPPED = (
@@ -90,15 +102,15 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
 
 
-def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run the float model on its example, to report its own errors before torch.export does.
+def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the float model on its example, to report its own errors before torch.export does, and return the result.
 
     Raises:
         CaptureError: the model fails.
     """
     try:
         with torch.no_grad():
-            model_copy(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
+            return model_copy(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
         raise CaptureError(
