@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from intaglio.ops import BY_TARGET
-from intaglio.torch_private import OpOverload, TorchDispatchMode, decomposition_of, pytree
+from intaglio.torch_private import OpOverload, TorchDispatchMode, decomposition_of, pytree, schema_of
 
 
 def resolve_aliases(program: ExportedProgram) -> None:
@@ -47,7 +47,7 @@ def _resolve(graph: fx.Graph) -> dict[str, str]:
 
 def _canonical_call(node: fx.Node) -> tuple[OpOverload, Any, Any] | None:
     """Return operator, operands and keywords of the only call that computes a node; ``None`` for others."""
-    if not isinstance(node.target, OpOverload) or _rank(node.target) == 2:
+    if not isinstance(node.target, OpOverload) or _rank(node.target) == 2 or not _returns_one_tensor(node.target):
         return None
     kernel = decomposition_of(node.target)
     operands = [operand for operand in node.all_input_nodes if isinstance(operand.meta.get("val"), torch.Tensor)]
@@ -71,6 +71,10 @@ def _canonical_call(node: fx.Node) -> tuple[OpOverload, Any, Any] | None:
     return target, new_args, new_kwargs
 
 
+def _returns_one_tensor(target: OpOverload) -> bool:
+    return [str(result.type) for result in schema_of(target).returns] == ["Tensor"]
+
+
 def _rank(target: OpOverload) -> int:
     """Return 2 for an operator with an integer form, 1 for one with another record, 0 for one without a record."""
     record = BY_TARGET.get(str(target))
@@ -81,7 +85,7 @@ class CallLog(TorchDispatchMode):
     """Record of the operators that PyTorch runs, without those that are computed by others."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch does not annotate it
         self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,8 +59,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
             forget_compiled_loops()
             with RecurrentCapture(), without_size_caches(model, args, kwargs):
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+            decompose_single_operators(program)  # first: no kernels of batch norms run to find aliases
             resolve_aliases(program)
-            decompose_single_operators(program)
             return restore_torch_operators(decompose_used_composites(program))
     except Exception as error:
         if ALIASED in str(error) and (shared := _shared_memory(model)):
