@@ -58,12 +58,16 @@ else:
             "convert",
             "correct",
             "equalize",
+            "from_qdq",
             "plan",
             "prepare",
             "requantize",
         }
     )
-    """Functions of `intaglio.stages`, which an error names."""
+    """Functions of `intaglio.stages`, which an error names.
+
+    That module is not asked for them, because `__getattr__` runs while it is imported.
+    """
 
     def __getattr__(name: str) -> Any:
         """Import a public name at its first use, so that `intaglio --help` does not wait for PyTorch."""

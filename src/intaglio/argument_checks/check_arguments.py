@@ -42,6 +42,7 @@ def check_fields_except(*names: str) -> Callable[[type[Kind]], type[Kind]]:
     """Return `check_fields` without these fields, about which the class itself says more."""
 
     def decorate(kind: type[Kind]) -> type[Kind]:
+        # mypy allows no change of a class, which is what this decorator is for
         kind.__init__ = check_arguments_except(*names)(kind.__init__)  # type: ignore[method-assign]
         return kind
 
@@ -56,7 +57,7 @@ def _checked(function: Callable[Parameters, Result], unchecked: frozenset[str]) 
         checks(args, kwargs)
         return function(*args, **kwargs)
 
-    checked.checks_arguments = True  # type: ignore[attr-defined]
+    checked.checks_arguments = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     return checked
 
 

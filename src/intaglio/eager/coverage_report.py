@@ -15,7 +15,7 @@ from intaglio.eager.recording.float_calls import FloatWork, batch_of, counted
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session
 from intaglio.errors import InputError, UnsupportedError
-from intaglio.lower import requantize
+from intaglio.lower import Lowered, requantize
 from intaglio.quant.calibrate.prepare import annotate
 from intaglio.runtime import Coverage, FloatPart
 from intaglio.runtime.reports.clipping import Clipping
@@ -40,12 +40,14 @@ def coverage(converted: nn.Module) -> Coverage:
     session = _converted_session(converted, "coverage")
     found = Coverage(0, 0, 0, 0, 0, (), _bytes_of(session), 0)
     notes: dict[str, None] = {}
+    size = 0
     for segment in session.segments:
-        part = _of_segment(segment)
+        lowered = _lowered(segment)
+        part = _of_segment(segment) if lowered is None else build.coverage_of(lowered)
+        size += 0 if lowered is None else sum(array.nbytes for array in lowered.graph.constants.values())
         found = found.with_body(part)
         notes.update(dict.fromkeys(part.notes))
     found = found.with_body(_outside_recordings(session))
-    size = sum(_constant_bytes(segment) for segment in session.segments)
     clipped = tuple(f"calls clipped {value}" for value in session.clipping.report().values)
     return found.with_sizes(found.bytes_before, size, (*notes, *clipped))
 
@@ -84,10 +86,13 @@ def _converted_session(model: nn.Module, asked: str) -> Session:
     return session
 
 
+def _lowered(segment: Segment) -> Lowered | None:
+    """Return the integer graph of a recording, or ``None`` if it runs in float."""
+    return None if segment.reference is None or segment.refused is not None else requantize(segment.reference)
+
+
 def _of_segment(segment: Segment) -> Coverage:
-    """Return the coverage of one recording."""
-    if segment.reference is not None and segment.refused is None:
-        return build.coverage_of(requantize(segment.reference))
+    """Return the coverage of a recording that runs in float."""
     if isinstance(segment.error, UnsupportedError):
         skips = annotate(segment.captured, segment.quantizer).skipped
         found = tuple(FloatPart(s.origin.path, s.origin.operator, s.reason, s.macs, s.origin.source) for s in skips)
@@ -130,9 +135,3 @@ def _in_float(found: tuple[FloatPart, ...], islands: int) -> Coverage:
 def _bytes_of(session: Session) -> int:
     tensors: list[torch.Tensor] = [*session.model.parameters(), *session.model.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_floating_point())
-
-
-def _constant_bytes(segment: Segment) -> int:
-    if segment.reference is None or segment.refused is not None:
-        return 0
-    return sum(array.nbytes for array in requantize(segment.reference).graph.constants.values())

@@ -140,7 +140,7 @@ def _islands_without_reason(
 
 def _reason_of(node: fx.Node, simulated: Mapping[str, str]) -> str:
     """Return why the first node of an island stays in PyTorch."""
-    rounded = next((simulated[name] for name in (v.name for v in node.all_input_nodes) if name in simulated), None)
+    rounded = next((simulated[v.name] for v in node.all_input_nodes if v.name in simulated), None)
     if rounded is not None and "quantize" in operator(node):
         return f"no kernel computes with {rounded} values, so PyTorch rounds them"
     return "it computes integers or booleans, which stay in PyTorch"

@@ -56,7 +56,7 @@ class QuantizedModel(ProgramModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.share_clipping(ClippingMonitor())
+        self.share_clipping(self._clipping)
 
     # -- public methods ------------------------------------------------------------------------------------------
 

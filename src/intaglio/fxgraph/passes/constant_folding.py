@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
-from intaglio.fxgraph.nodes import is_constant, operator
+from intaglio.fxgraph.nodes import is_constant, operator, record_of
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.signature import TORCH_DTYPES
 
@@ -42,7 +42,6 @@ CREATED = (
     "aten.triu_indices.default",
 )
 """Operators without tensor operands."""
-RECURRENT_TARGETS = ("aten.lstm.input", "aten.gru.input", "aten.lstm_cell.default", "aten.gru_cell.default")
 LARGEST_CREATED = 1 << 24
 """Largest number of elements of a tensor that becomes a constant although no operand is one."""
 
@@ -104,7 +103,7 @@ def fill_value(node: fx.Node) -> float | None:
 
 def _is_recurrent_state(node: fx.Node) -> bool:
     """Return whether a recurrent layer reads a node as its initial state, which its kernel takes as an activation."""
-    return any(operator(user) in RECURRENT_TARGETS for user in node.users)
+    return any((record := record_of(user)) is not None and record.recurrent for user in node.users)
 
 
 def _folds(node: fx.Node) -> bool:

@@ -220,10 +220,10 @@ def _reduced(body: Body, call: FloatCall, v: Values, kind: str, found: str, then
 
     Each axis is dropped behind its reduction, which ends a loop; nothing else can follow in it.
     """
-    *others, last = _axes(call)
-    for axis in (*others, last):
+    axes = _axes(call)
+    for axis in axes:
         found = body(kind, found, axis=axis)
-        if then and axis == last:
+        if then and axis == axes[-1]:
             found = body(then, found)
         found = found if v.get("keepdim") else body("squeeze", found, axis=axis)
     return found
