@@ -19,7 +19,7 @@ LARGEST = 300.0
 """Largest magnitude of a value; functions such as exp, one after the other, would leave float32."""
 
 
-class Refused(Exception):  # noqa: N818 (it is a way out of a generator and no error)
+class RefusedError(Exception):
     """The line cannot be drawn here."""
 
 
@@ -65,13 +65,13 @@ class Builder:
         else:
             found = self.input(self.rng.choice(axes) if axes else self.pick(2, 3, 4, 4))
         if not where(self.values[found]):
-            raise Refused
+            raise RefusedError
         return found
 
     def input(self, axes: int = 4, shape: Sequence[int] | None = None, **fields: Any) -> str:
         """Add an input and return its name."""
         if len(self.inputs) >= 4:
-            raise Refused
+            raise RefusedError
         if shape is None:
             channels = self.size(1, 33)
             image = [self.size(1, 9) for _ in range(axes - 2)]
@@ -98,7 +98,7 @@ class Builder:
         try:
             made = eval(text, {"torch": torch, "nn": nn})  # the text is our own
         except Exception as error:
-            raise Refused from error
+            raise RefusedError from error
         fill(made, name, self.seed)
         if hasattr(self.holder, name):  # of a generator that was refused
             delattr(self.holder, name)
@@ -115,7 +115,7 @@ class Builder:
             with torch.no_grad():
                 found = eval(text, space)  # the text is our own
         except Exception as error:
-            raise Refused from error
+            raise RefusedError from error
         self.check(found)
         self.lines.append(f"{name} = {text}")
         self.makers.append(self.maker)
@@ -124,9 +124,9 @@ class Builder:
 
     def check(self, found: Tensor) -> None:
         if not isinstance(found, Tensor) or not 0 < found.numel() <= MOST_VALUES or found.dim() > 6:
-            raise Refused
+            raise RefusedError
         if found.is_floating_point() and not (found.isfinite().all() and found.abs().max() < LARGEST):
-            raise Refused
+            raise RefusedError
 
     # -- whole networks ------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Builder:
         try:
             maker(self)
             return True
-        except Refused:
+        except RefusedError:
             self.inputs, self.parts, self.lines, self.makers, self.values = before
             for key, value in self.values.items():
                 if value._version != versions[key]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fuzz.builder import Builder, Refused
+from fuzz.builder import Builder, RefusedError
 
 Generator = Callable[[Builder], str]
 
@@ -174,6 +174,6 @@ def separable(b: Builder) -> str:
 def global_pool_head(b: Builder) -> str:
     x = image(b, 2)
     if min(b.shape(x)[2:]) < 1:
-        raise Refused
+        raise RefusedError
     flat = b.emit(f"torch.flatten(F.adaptive_avg_pool2d({x}, 1), 1)" if b.chance(0.5) else f"{x}.mean((2, 3))")
     return b.emit(f"{b.part(f'nn.Linear({b.shape(x)[1]}, {b.size(1, 20)})')}({flat})")

@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from fuzz.builder import Builder, Refused
+from fuzz.builder import Builder, RefusedError
 from fuzz.network import BATCH
 
 
@@ -202,7 +202,7 @@ def other_movement(b: Builder) -> str:
     x = b.value((2, 3, 4))
     axis = b.rng.randrange(1, len(b.shape(x)))
     if b.shape(x)[axis] < 1:
-        raise Refused
+        raise RefusedError
     return b.emit(
         b.pick(
             *(f"{x}.flip({axis})", f"torch.roll({x}, {b.rng.randint(0, 3)}, {axis})", f"{x}.unbind({axis})[0]"),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fuzz.builder import Builder, Refused
+from fuzz.builder import Builder, RefusedError
 from fuzz.network import BATCH
 
 Generator = Callable[[Builder], str]
@@ -198,5 +198,5 @@ def int_values(b: Builder) -> str:
     """Ids that are computed, for tables of floats."""
     ids = b.input(shape=(BATCH, b.size(1, 6)), kind="ids", limit=7, free=(0,))
     if b.values[ids].dtype is not torch.int64:
-        raise Refused
+        raise RefusedError
     return b.emit(f"{b.part('nn.Embedding(9, 6)')}({ids} + {b.pick(0, 1, 2)})")

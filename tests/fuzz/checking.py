@@ -36,7 +36,7 @@ FLOAT_TOLERANCE = 2e-3
 REGION_FLOATS = 1e-4
 
 
-class Wrong(AssertionError):  # noqa: N818 (a finding)
+class MismatchError(AssertionError):
     """Two ways of computing a network differ; ``networks``: those that do, by place."""
 
     def __init__(self, stage: str, problem: str, networks: Sequence[int] = ()) -> None:
@@ -46,7 +46,7 @@ class Wrong(AssertionError):  # noqa: N818 (a finding)
 
 @dataclass
 class Seen:
-    """What a run has covered."""
+    """Operators, kinds, refusals and values that a run has covered, as counts."""
 
     targets: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -151,11 +151,11 @@ def compare_prepared(case: Case) -> None:
         if any(not near(a, b) for a, b in zip(ours, theirs, strict=True))
     ]
     if wrong:
-        raise Wrong("float", "the prepared model differs from the float model", wrong)
+        raise MismatchError("float", "the prepared model differs from the float model", wrong)
     starts = owners(case.networks)
     wrong = [place for place, a, b in zip(starts, written, updated, strict=True) if not near(a, b)]
     if wrong:
-        raise Wrong("float", "the prepared model updates inputs differently", wrong)
+        raise MismatchError("float", "the prepared model updates inputs differently", wrong)
 
 
 def compare_reference(case: Case, seed: int) -> None:
@@ -173,7 +173,7 @@ def compare_reference(case: Case, seed: int) -> None:
         and (problem := too_far(expected[place], found[place], [run[place] for run in runs])) is not None
     }
     if problems:
-        raise Wrong("reference", next(iter(problems.values())), sorted(problems))
+        raise MismatchError("reference", next(iter(problems.values())), sorted(problems))
 
 
 def owners(networks: Sequence[Network]) -> list[int]:
@@ -204,9 +204,10 @@ def compare_regions(case: Case, seen: Seen) -> None:
     seen.differing += differences.wrong
     if far:
         places = {place for name in far for place in places_behind(case.lowered, name)}
-        raise Wrong("interpreter", f"further from the reference than the contract allows: {far}", sorted(places))
+        problem = f"further from the reference than the contract allows: {far}"
+        raise MismatchError("interpreter", problem, sorted(places))
     if differences.floats > REGION_FLOATS:
-        raise Wrong("interpreter", f"floats differ from the reference by {differences.floats:.1e}")
+        raise MismatchError("interpreter", f"floats differ from the reference by {differences.floats:.1e}")
 
 
 def places_behind(lowered: Lowered, name: str) -> list[int]:
@@ -227,7 +228,7 @@ def compare_bits(case: Case, expected: Any, found: Any, what: str) -> None:
                 wrong.append(place)
     wrong += [p for p, a, b in zip(owners(case.networks), found[1], expected[1], strict=True) if not near(a, b)]
     if wrong:
-        raise Wrong("program", what, sorted(set(wrong)))
+        raise MismatchError("program", what, sorted(set(wrong)))
 
 
 def exact_leaves(case: Case, results: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
@@ -363,7 +364,7 @@ def run_program(case: Case, seed: int, seen: Seen) -> None:
             compare_bits(case, expected, call(loaded, inputs), "the loaded model differs from the interpreter")
 
 
-def check(networks: Sequence[Network], options: Options, seed: int, seen: Seen) -> list[Wrong]:
+def check(networks: Sequence[Network], options: Options, seed: int, seen: Seen) -> list[MismatchError]:
     """Return what differs. Errors of stages are not caught, and neither are differences that name no network."""
     case = to_lowered(networks, options, seen)
     found = []
@@ -375,7 +376,7 @@ def check(networks: Sequence[Network], options: Options, seed: int, seen: Seen) 
     ):
         try:
             compare(case)
-        except Wrong as wrong:
+        except MismatchError as wrong:
             if not wrong.networks and len(networks) > 1:
                 raise
             found.append(wrong)

@@ -69,7 +69,7 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all networks of a module.
+    """Settings of all networks of a module.
 
     Attributes:
         isa: instruction set.

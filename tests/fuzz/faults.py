@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fuzz.faulty_operations import OPERATIONS, Operation, Wrong
+from fuzz.faulty_operations import OPERATIONS, MismatchError, Operation
 
 SOURCE = Path(__file__).parents[1] / "support" / "failing_calls.c"
 KILL = "KILL"
@@ -163,7 +163,7 @@ def _wrong(operation: Operation, raised: BaseException | None, with_drafts: bool
         operation.run_again()
         operation.check_files(False)
         operation.check_done()
-    except Wrong as wrong:
+    except MismatchError as wrong:
         return str(wrong)
     except Exception as error:
         return f"the next attempt raises {type(error).__name__}: {error}"

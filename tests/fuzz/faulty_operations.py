@@ -31,8 +31,8 @@ DRAFT = re.compile(r"(^|/)\.(intaglio|build)-[0-9a-f]+\.tmp")
 """Temporary files and folders of intaglio."""
 
 
-class Wrong(AssertionError):  # noqa: N818
-    """Raised for what must not be after an attempt."""
+class MismatchError(AssertionError):
+    """An attempt has left something that must not be."""
 
 
 @cache
@@ -57,9 +57,9 @@ class Operation:
     """An operation on files of a folder. Subclasses say what it does and what holds when it is done."""
 
     names_path = True
-    """Whether an error must name the folder or a file in it."""
+    """An error must name the folder or a file in it."""
     may_fail = True
-    """Whether the operation may raise an error at all."""
+    """The operation may raise an error."""
 
     def __init__(self, folder: Path) -> None:
         self.root, self.folder = folder, folder / "folder"
@@ -89,9 +89,9 @@ class Operation:
         if raised is None:
             return
         if not isinstance(raised, IntaglioError) or not self.may_fail:
-            raise Wrong(f"raises {type(raised).__name__}: {raised}") from raised
+            raise MismatchError(f"raises {type(raised).__name__}: {raised}") from raised
         if self.names_path and str(self.folder) not in str(raised):
-            raise Wrong(f"the error does not name the path: {raised}")
+            raise MismatchError(f"the error does not name the path: {raised}")
 
     def check_files(self, with_drafts: bool) -> None:
         """Check that the folder is as it was before or as it is afterwards, possibly with drafts."""
@@ -100,7 +100,7 @@ class Operation:
             found = {name: content for name, content in found.items() if not DRAFT.search(name)}
         if found != self.before and not self.is_complete(found):
             changed = sorted(name for name in {*found, *self.before} if found.get(name) != self.before.get(name))
-            raise Wrong(f"files are neither as before nor complete: {', '.join(changed)}")
+            raise MismatchError(f"files are neither as before nor complete: {', '.join(changed)}")
 
     def is_complete(self, found: Mapping[str, bytes]) -> bool:
         """Return whether the files are those of an attempt that succeeds."""
@@ -120,7 +120,7 @@ class Operation:
     def check_done(self) -> None:
         """Check the files after the next attempt."""
         if not self.is_complete(contents(self.folder)):
-            raise Wrong(f"the next attempt gives other files: {sorted(contents(self.folder))}")
+            raise MismatchError(f"the next attempt gives other files: {sorted(contents(self.folder))}")
 
 
 def contents(folder: Path) -> Files:
@@ -196,7 +196,7 @@ class Load(Operation):
     def run(self) -> None:
         loaded, x = intaglio.load(self.folder / "file"), torch.ones(2, 6)
         if not torch.equal(loaded(x), model()(x)):
-            raise Wrong("the loaded model gives other bits")
+            raise MismatchError("the loaded model gives other bits")
 
     def check_done(self) -> None:
         """Nothing is written."""
@@ -210,7 +210,7 @@ class ReadRanges(Operation):
 
     def run(self) -> None:
         if Ranges.load(self.folder / "file") != converted()[1]:
-            raise Wrong("other ranges are read")
+            raise MismatchError("other ranges are read")
 
     def check_done(self) -> None:
         """Nothing is written."""
@@ -231,7 +231,7 @@ class Compile(Operation):
         with mock.patch.dict(os.environ, {"INTAGLIO_CACHE_DIR": str(self.folder)}):
             path = build(self.source + more, name="k", isa="portable", units=(self.unit,))
             if load(path).two() != 2:
-                raise Wrong("the program computes something else")
+                raise MismatchError("the program computes something else")
 
     def run_again(self) -> None:
         """Find the program or compile it, and compile another one, which removes drafts of killed processes."""
@@ -245,7 +245,7 @@ class Compile(Operation):
     def check_done(self) -> None:
         names = {Path(name).suffix for name in contents(self.folder)}
         if names != {"", ".so", ".o", ".cpp"}:
-            raise Wrong(f"the cache has {sorted(contents(self.folder))}")
+            raise MismatchError(f"the cache has {sorted(contents(self.folder))}")
 
 
 class Install(Operation):
@@ -278,7 +278,7 @@ class StoreSchedule(Operation):
         with mock.patch.dict(os.environ, {"INTAGLIO_CACHE_DIR": str(self.folder)}):
             self.cache.store(dict.fromkeys(self.geometries, schedule))
             if any(self.cache.load(geometry) not in (None, schedule) for geometry in self.geometries):
-                raise Wrong("another schedule is read")
+                raise MismatchError("another schedule is read")
 
     def is_complete(self, found: Mapping[str, bytes]) -> bool:
         """Return whether there are complete entries only."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fuzz.checking import Seen, Wrong, check
+from fuzz.checking import MismatchError, Seen, check
 from fuzz.drawing import Options
 from fuzz.network import Input, Network
 from intaglio.errors import IntaglioError
@@ -66,7 +66,7 @@ def examine(networks: Sequence[Network], options: Options, seed: int, seen: Seen
 
 def kind_of(error: Exception) -> str:
     """Return stage or class and problem of an error, without what differs between networks."""
-    if isinstance(error, Wrong):
+    if isinstance(error, MismatchError):
         return f"{error.stage}: {_plain(error.problem)}".partition(" is #")[0]
     text = error.problem if isinstance(error, IntaglioError) else str(error)
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if "intaglio" in frame.filename]

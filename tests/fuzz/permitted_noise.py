@@ -1,4 +1,4 @@
-"""How far a reference model may be from the float model.
+"""Bound of the difference between a reference model and its float model.
 
 The float model is run with noise of at most half a quantization step wherever the reference quantizes, weights
 included, and with values clamped to the ranges of the reference. Results of the reference may be `NOISE_FACTOR` times

@@ -38,7 +38,7 @@ LARGEST_GROWTH = 24 << 20
 
 
 class Held(NamedTuple):
-    """What a process holds: resident bytes, descriptors, threads and mapped shared objects."""
+    """Resident bytes, descriptors, threads and mapped shared objects of a process."""
 
     bytes: int
     descriptors: int

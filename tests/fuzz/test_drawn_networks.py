@@ -12,7 +12,7 @@ import torch
 
 from fuzz import checking, findings
 from fuzz.builder import Builder
-from fuzz.checking import Seen, Wrong, check, compare_reference, compare_regions, to_lowered
+from fuzz.checking import MismatchError, Seen, check, compare_reference, compare_regions, to_lowered
 from fuzz.drawing import Options, draw_network
 from fuzz.findings import FAILURES, Finding, examine, shrunk, stored
 from fuzz.generators import COMPOSITIONS, GENERATORS, WITHOUT_GENERATOR
@@ -83,7 +83,7 @@ def test_a_wrong_constant_is_noticed():
         name for name in case.lowered.graph.constants if "multiplier" in name and name.startswith("models_1")
     )
     case.lowered.graph.constants[multiplier][:] *= 1.1
-    with pytest.raises(Wrong, match="interpreter") as found:
+    with pytest.raises(MismatchError, match="interpreter") as found:
         compare_regions(case, Seen())
     assert found.value.networks == (1,)
 
@@ -95,7 +95,7 @@ def test_a_wrong_weight_of_the_reference_is_noticed():
         b for name, b in case.reference.module.named_buffers() if "models_1_p1" in name and b.dtype is torch.int8
     )
     weight.neg_()
-    with pytest.raises(Wrong, match="reference") as found:
+    with pytest.raises(MismatchError, match="reference") as found:
         compare_reference(case, 0)
     assert found.value.networks == (1,)
 
@@ -105,7 +105,7 @@ def test_other_bits_of_a_program_are_noticed():
     results = checking.call(case.lowered, checking.inputs_of([SMALL]))
     others = checking.call(case.lowered, checking.inputs_of([SMALL]))
     others[0][0][0].flatten()[3] += 1e-6
-    with pytest.raises(Wrong, match="program"):
+    with pytest.raises(MismatchError, match="program"):
         checking.compare_bits(case, results, others, "")
 
 

@@ -1,4 +1,4 @@
-"""What saves loads: names of modules, inputs, dictionary keys and sources with any characters, from end to end."""
+"""Names of modules, inputs, dictionary keys and sources with any characters are saved and loaded, from end to end."""
 
 import tempfile
 from pathlib import Path

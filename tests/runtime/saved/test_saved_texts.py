@@ -1,4 +1,4 @@
-"""What can be saved can be loaded: names, source paths and texts with any characters."""
+"""Names, source paths and texts with any characters that are saved can be loaded."""
 
 from dataclasses import replace
 from functools import cache
