@@ -82,7 +82,8 @@ def quantize(
             with the first sample of the example inputs.
 
     Returns:
-        The int8 model, which is called like the float model.
+        The int8 model, which is called like the float model. A model of ``transformers`` keeps its class and
+        configuration, and of a ``SentenceTransformer`` a copy is returned whose transformer is quantized.
 
     Raises:
         IntaglioError: the model cannot be captured, quantized or compiled. The error says where and why, and suggests a

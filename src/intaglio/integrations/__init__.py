@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.runtime import QuantizedModel
 
-__all__ = ["INTEGRATIONS", "Integration", "integration_for"]
+__all__ = ["INTEGRATIONS", "Integration", "Quantize", "integration_for", "is_of_library"]
 
 Quantize = Callable[[nn.Module, Any], QuantizedModel]
 """Quantizes a module with data, with the other arguments of the user's call of `intaglio.quantize`."""
@@ -34,12 +34,24 @@ class Integration(Protocol):
         """
 
 
-INTEGRATIONS = (("transformers.modeling_utils.PreTrainedModel", "intaglio.integrations.transformers"),)
+INTEGRATIONS = (
+    ("sentence_transformers.SentenceTransformer", "intaglio.integrations.sentence_transformers"),
+    ("transformers.PreTrainedModel", "intaglio.integrations.transformers"),
+)
 """Base class of the models of a library, and the module that quantizes them; the first match counts."""
 
 
 def integration_for(model: nn.Module) -> Integration | None:
     """Return the integration for a model's class, or ``None`` if its class comes from no library listed here."""
-    bases = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
-    home = next((home for base, home in INTEGRATIONS if base in bases), None)
+    home = next((home for base, home in INTEGRATIONS if is_of_library(model, base)), None)
     return None if home is None else cast(Integration, import_module(home))
+
+
+def is_of_library(model: nn.Module, base: str) -> bool:
+    """Return whether a model's class derives from a class of a library, without importing the library.
+
+    Args:
+        model: the model.
+        base: the package and the name of the class: "transformers.PreTrainedModel".
+    """
+    return base in {f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" for kind in type(model).__mro__}

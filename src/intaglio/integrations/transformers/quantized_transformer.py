@@ -119,7 +119,7 @@ class QuantizedTransformer(QuantizedModel):
         return name not in RESULT_SWITCHES and hasattr(self.config, name) and value == getattr(self.config, name)
 
     @check_arguments
-    def save_pretrained(self, save_directory: str | Path) -> None:
+    def save_pretrained(self, save_directory: str | Path, *, safe_serialization: bool = True) -> None:
         """Write the model to a folder for `intaglio.integrations.transformers.from_pretrained`.
 
         The folder gets ``config.json``, the int8 model as ``model.intaglio`` and, if there is one,
@@ -127,6 +127,7 @@ class QuantizedTransformer(QuantizedModel):
 
         Args:
             save_directory: the folder, which is created if it does not exist.
+            safe_serialization: has no effect, because the file is always safe to load. Other libraries pass it.
 
         Raises:
             ArtifactError: a file cannot be written.
