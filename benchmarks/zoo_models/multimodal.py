@@ -23,7 +23,7 @@ VISION: dict[str, tuple[str, dict[str, Any], int]] = {
     "beit": ("BeitForImageClassification", VIT, 64),
     "convnext": ("ConvNextForImageClassification", STAGES, 64),
     "convnextv2": ("ConvNextV2ForImageClassification", STAGES, 64),
-    "cvt": ("CvtForImageClassification", {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 1, 1]}, 64),
+    "cvt": ("CvtForImageClassification", {"embed_dim": [16, 32, 64], "num_heads": [1, 2, 4], "depth": [1, 2, 3]}, 64),
     "deit": ("DeiTForImageClassification", VIT, 64),
     "depth_anything": ("DepthAnythingForDepthEstimation", {}, 56),
     "dinov2": ("Dinov2ForImageClassification", VIT | {"mlp_ratio": 2, "patch_size": 14, "image_size": 56}, 56),
@@ -69,7 +69,14 @@ def vision(name: str, kind: str, options: dict[str, Any], size: int) -> Entry:
         }
     model = random_transformer(kind, **options)
     draw_statistics(model)
-    return Entry(model, lambda count: {"pixel_values": torch.randn(count, 3, size, size)}, {}, None, name in MOST_USED)
+
+    def batch(count: int) -> dict[str, torch.Tensor]:
+        call = {"pixel_values": torch.randn(count, 3, size, size)}
+        if name == "vit_mae":  # without it, the model draws the patches that it masks
+            call["noise"] = torch.rand(count, (size // options["patch_size"]) ** 2)
+        return call
+
+    return Entry(model, batch, {}, None, name in MOST_USED)
 
 
 def clip(kind: str) -> Entry:

@@ -143,6 +143,8 @@ def of_class(name: str, kind: str, options: dict[str, Any], *, both: bool = Fals
 
     def batch(count: int, make: Any = make) -> dict[str, torch.Tensor]:
         call = make(count)
+        if name == "nystromformer":  # with a mask, the model of transformers fails
+            del call["attention_mask"]
         if both:
             call["decoder_input_ids"] = torch.randint(5, WORDS, (count, 12))
         return call

@@ -52,6 +52,7 @@ __all__ = [
     "state_dict_hooks",
     "storage_key",
     "submodules_of",
+    "uncompared_masks",
     "unset_fake_temporarily",
     "without_current_function_mode",
 ]
@@ -195,6 +196,20 @@ def call_replace_hook(module: fx.GraphModule, hook: Callable[[fx.Node, str, fx.N
     batch norm or a dropout when passes replace their nodes."""
     with module._set_replace_hook(hook):
         yield
+
+
+@contextmanager
+def uncompared_masks() -> Iterator[None]:
+    """Let encoders and decoders of PyTorch take masks as they are, unless ``is_causal`` is given. Without it, they
+    compare the values of a mask with those of a causal one, which only chooses a kernel and cannot be exported."""
+    from torch.nn.modules import transformer
+
+    compare = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = compare
 
 
 def quantized_decomposed() -> Any:

@@ -87,8 +87,9 @@ def writes(m, x):
     unfolded = F.unfold(h.transpose(1, 2).unsqueeze(-1), (3, 1), padding=(1, 0))
     windows = h.unfold(1, 2, 2), h.unfold(1, 3, 2)
     repeated = h.repeat(2, 1, 1), h.repeat(1, 2, 3), m.token.repeat(x.shape[0], 1, 1)
+    joined = torch.cat([h, h[..., 8:]], -1)
     heads = F.scaled_dot_product_attention(h, h * 2, h + 1)
-    return filled, written, unfolded, *windows, *repeated, heads, torch.softmax(h, -1, dtype=torch.float32)
+    return filled, written, unfolded, *windows, *repeated, joined, heads, torch.softmax(h, -1, dtype=torch.float32)
 
 
 def test_movement_without_a_record_needs_no_island():
@@ -100,3 +101,24 @@ def test_movement_without_a_record_needs_no_island():
         for found, expected in zip(lowered(batch), reference(batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-2)
         assert [one.shape for one in lowered(batch)] == [one.shape for one in model(batch)]
+
+
+def selections(m, x):
+    """Rows that a condition selects, and what is computed of them, on both sides of a layer."""
+    h = m.a(x)
+    keep = h[:, 0] > 0
+    rows, part = torch.nonzero(keep)[:, 0], h[keep]
+    y = m.b(torch.zeros_like(h).index_add(0, rows, part * 2))
+    return m.b(y.index_add(0, rows, part.softmax(-1))), part.sum(0)
+
+
+def test_islands_compute_values_again_whose_size_depends_on_values():
+    model = randomize(Body(selections, a=nn.Linear(6, 8), b=nn.Linear(8, 8)))
+    x = X[0]
+    reference, lowered = quantized(model, x)
+    assert lowered.macs[0] == lowered.macs[1]
+    compiled = stages.compile(lowered)
+    for batch in (x, X[1], -x[:4]):
+        assert_same_bits(compiled(batch), lowered(batch))
+        for found, expected in zip(lowered(batch), reference(batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,20 @@ class IslandPart:
     outputs: tuple[fx.Node, ...]
 
 
-def extract_island(module: fx.GraphModule, nodes: list[fx.Node]) -> IslandPart:
-    """Copy these nodes, given in execution order, to a separate module. Constants are shared with `module`."""
+def extract_island(module: fx.GraphModule, nodes: list[fx.Node], results: Collection[fx.Node]) -> IslandPart:
+    """Copy these nodes, given in execution order, to a separate module. Constants are shared with `module`.
+
+    Args:
+        module: the graph.
+        nodes: the nodes to copy.
+        results: those of them that other operators may read.
+    """
     own = set(nodes)
     used = dict.fromkeys(leaf for node in nodes for leaf in tensor_nodes((node.args, node.kwargs)) if leaf not in own)
     symbols = {leaf: dim for leaf in used if (dim := info(leaf).dim) is not None}
     constants = [leaf for leaf in used if leaf.op == "get_attr"]
     inputs = [leaf for leaf in used if leaf not in symbols and leaf not in constants]
-    outputs = tuple(node for node in nodes if any(user not in own for user in node.users))
+    outputs = tuple(node for node in nodes if node in results and any(user not in own for user in node.users))
     graph, root = fx.Graph(), nn.Module()
     copies: dict[fx.Node, fx.Node] = {}
     for leaf in (*inputs, *symbols):

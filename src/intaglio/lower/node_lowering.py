@@ -50,6 +50,7 @@ class NodeLowering:
         regions: Operators between dequantize and quantize nodes, which run on integers.
         float_ops: Float operators that the program runs itself, with their loop or data movement.
         cut: Nodes of each island.
+        native: Nodes that the program computes.
         symbols: Names of the dynamic dimensions of the inputs.
     """
 
@@ -58,6 +59,7 @@ class NodeLowering:
         self.regions = marked_regions(module.graph)
         self.float_ops: dict[fx.Node, FloatCall | tuple[OpDef, Attrs] | DirectCall] = {}
         self.cut: list[list[fx.Node]] = []
+        self.native = set[fx.Node]()
         inputs = (node for node in module.graph.nodes if node.op == "placeholder")
         self.symbols = frozenset[str]().union(*map(_symbols, inputs))
 
@@ -68,6 +70,7 @@ class NodeLowering:
             if node.op == "placeholder":
                 builder.inputs.append(builder.add_external(node))
         pending = list(self._units())
+        self.native = {node for unit in pending if unit.native for node in unit.nodes}
         while pending:
             ready = next((unit for unit in pending if unit.native and self._ready(unit)), None)
             if ready is not None:
@@ -161,18 +164,38 @@ class NodeLowering:
         """Add an island with these nodes, which the runtime calls."""
         builder = self.builder
         key = f"island{len(builder.islands)}"
-        part = extract_island(builder.module, nodes)
-        for node in part.outputs:
-            _require_known_size(node, self.symbols)
+        hidden = [node for node in nodes if not _has_known_size(node, self.symbols)]
+        for node in hidden:
+            if any(user.op == "output" or user in self.native for user in node.users):
+                raise _unknown_size(node)
+        own = {*nodes, *self._recomputed(nodes)}
+        ordered = [node for node in builder.module.graph.nodes if node in own]
+        part = extract_island(builder.module, ordered, set(nodes).difference(hidden))
+        for node in nodes:
+            builder.values.setdefault(node, "")
+        if not part.outputs:  # the islands that read the values compute them
+            return
         inputs = [builder.external_value(node) for node in part.inputs]
         outputs = [builder.add_external(node) for node in part.outputs]
         found = [node.target for node in loops_of(part.module)]
         loops = {loop.name: (loop.carried, loop.condition.module) for loop in found}
-        builder.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in nodes), loops)
+        builder.islands[key] = Island(part.module, part.dims, tuple(operator(node) for node in ordered), loops)
         builder.ops.append(Op("island", tuple(inputs), tuple(outputs), {"key": key}, origin=origin(nodes[0])))
         self.cut.append(nodes)
-        for node in nodes:
-            builder.values.setdefault(node, "")
+
+    def _recomputed(self, nodes: list[fx.Node]) -> set[fx.Node]:
+        """Return the nodes of earlier islands that these nodes read and that have no place in a program's memory.
+
+        Their sizes depend on values, or they are several tensors. Every island that reads them computes them again.
+        """
+        found, waiting = set[fx.Node](), list(nodes)
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                computed = source.op == "call_function" and source not in found and source not in nodes
+                if computed and not _has_known_size(source, self.symbols):
+                    found.add(source)
+                    waiting.append(source)
+        return found
 
 
 def _symbols(node: fx.Node) -> frozenset[str]:
@@ -181,19 +204,19 @@ def _symbols(node: fx.Node) -> frozenset[str]:
     return frozenset[str]().union(*map(symbols_of, kind.shape)) if kind is not None else frozenset()
 
 
-def _require_known_size(node: fx.Node, symbols: frozenset[str]) -> None:
-    """Raise `UnsupportedError` if the size of an island's result depends on values: calls are planned by size."""
-    if not _symbols(node) <= symbols:
-        where = origin(node)
-        shape = ", ".join(map(str, known_type(node).shape))
-        problem = f"its result has the shape [{shape}], which depends on the values of the inputs"
-        raise UnsupportedError(
-            where.path or "model",
-            where.operator,
-            problem,
-            remedy="quantize the model with intaglio.eager, which takes sizes as they come",
-            source=where.source,
-        )
+def _has_known_size(node: fx.Node, symbols: frozenset[str]) -> bool:
+    """Return whether a node is a tensor, or a number, whose size follows from those of the inputs."""
+    kind, dim = tensor_type(node), info(node).dim
+    return (dim is not None and symbols_of(dim) <= symbols) or (kind is not None and _symbols(node) <= symbols)
+
+
+def _unknown_size(node: fx.Node) -> UnsupportedError:
+    """Return the error for a value that a program reads or returns although its size depends on values."""
+    where = origin(node)
+    shape = ", ".join(map(str, known_type(node).shape))
+    problem = f"its result has the shape [{shape}], which depends on the values of the inputs"
+    remedy = "quantize the model with intaglio.eager, which takes sizes as they come"
+    return UnsupportedError(where.path or "model", where.operator, problem, remedy=remedy, source=where.source)
 
 
 def _region_unit(region: IntegerRegion) -> Unit:

@@ -8,7 +8,6 @@ import functools
 import inspect
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from intaglio.torch_private import (
     forget_compiled_loops,
     parameters_of,
     pytree,
+    uncompared_masks,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -54,7 +54,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         CaptureError: torch.export fails; the message contains its reason.
     """
     try:
-        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+        with warnings.catch_warnings(), _quiet(), torch.no_grad(), uncompared_masks():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
             with RecurrentCapture(), without_size_caches(model, args, kwargs):
@@ -95,18 +95,12 @@ def _shared_memory(model: nn.Module) -> list[str]:
 
 
 def _remedy(error: Exception, shapes: Any) -> str:
-    if LOOKS_AT_MASK in (frame.name for frame in traceback.extract_tb(error.__traceback__)):
-        return "pass is_causal=True or is_causal=False in the call of the encoder"
     if "register" in (said := str(error)):
         of_cache = "leave out use_cache, or pass use_cache=False with the inputs"
         return of_cache if "cache_utils" in said else "call torch.export.register_dataclass(YourClass) once before"
     if shapes is not None and ("dynamic_shapes" in said or "Constraints violated" in said):
         return "pass dynamic_shapes that fit the model"
     return "quantize the submodules that do not depend on data one by one, or use intaglio.eager"
-
-
-LOOKS_AT_MASK = "_detect_is_causal_mask"
-"""Function of torch's encoders and decoders that compares mask values unless ``is_causal`` is given."""
 
 
 @contextlib.contextmanager

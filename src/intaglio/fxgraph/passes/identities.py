@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import tensor_type
+from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, operator
 from intaglio.ops.movement.shape import END
 
@@ -51,6 +51,21 @@ def view_to_reshape(module: fx.GraphModule) -> int:
     for node in hits:
         node.target = torch.ops.aten.reshape.default
     return len(hits)
+
+
+def drop_empty_parts(module: fx.GraphModule) -> int:
+    """Remove operands without elements from concatenations, as rotary embeddings of whole heads have them."""
+    hits = 0
+    for node in module.graph.nodes:
+        if operator(node) != "aten.cat.default":
+            continue
+        parts = [part for part in node.args[0] if 0 not in known_type(part).shape]
+        if parts and len(parts) < len(node.args[0]):
+            node.args = (parts, *node.args[1:])
+            hits += 1
+    if hits:
+        module.graph.eliminate_dead_code()
+    return hits
 
 
 def drop_identity(module: fx.GraphModule) -> int:

@@ -53,6 +53,21 @@ def expand_filled(module: fx.GraphModule) -> int:
     return hits
 
 
+def decompose_expand(module: fx.GraphModule) -> int:
+    """Add the axes that an expand adds by unsqueezes in front of it."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) == "aten.expand.default"]:
+        value, sizes = node.args[:2]
+        added = len(sizes) - len(known_type(value).shape)
+        if added == 0:
+            continue
+        for _ in range(added):
+            value = _call(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
+        replace_node(node, _call(node, known_type(node).shape, aten.expand.default, value, sizes))
+        hits += 1
+    return hits
+
+
 def decompose_repeat(module: fx.GraphModule) -> int:
     """Replace repeat by expands of axes of size 1, and by concatenations or a new axis for other axes."""
     hits = 0

@@ -24,11 +24,12 @@ from intaglio.fxgraph.passes.decompositions import (
     use_scalar_overloads,
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
-from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations
+from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
 from intaglio.fxgraph.passes.identities import drop_identity
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
+    decompose_expand,
     decompose_repeat,
     decompose_roll,
     decompose_slice_scatter,
@@ -60,6 +61,7 @@ QDQ_PASSES: tuple[Pass, ...] = (
 
 CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
+    fuse_gelu,  # before numbers and overloads change
     constant_matmul_to_linear,  # needs constant matrices
     expand_filled,  # after folding: only tensors of a free size are left
     lift_slices,  # after folding, which already replaces operators on whole constants
@@ -84,6 +86,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     keep_batch_first,
     split_linear_by_slices,  # after `keep_batch_first`: slices of a layer must run along its output channels
     decompose_stack,  # after selects: stacked elements are slices by now
+    decompose_expand,
     decompose_repeat,
     decompose_roll,
     decompose_copy,  # before writes into slices, whose values are copies
