@@ -13,7 +13,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import InputError
-from intaglio.integrations import integration_for
+from intaglio.integrations import ExportExample, integration_for
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
@@ -35,6 +35,7 @@ from intaglio.stages import (
     requantize,
 )
 from intaglio.tracing.already_quantized import refuse_quantized
+from intaglio.tracing.capture_check import check_calls
 from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
@@ -98,12 +99,17 @@ def quantize(
     options = options or CompileOptions()
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
 
-    def quantize_module(module: nn.Module, batches: Any) -> QuantizedModel:
-        return _quantized(module, batches, example_inputs, dynamic_shapes, quantizer, samples, progress, options)
+    def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
+        if example is not None and dynamic_shapes is not None:
+            problem = "dynamic_shapes is given, but the sizes of a model with a cache are chosen for it"
+            remedy = "leave dynamic_shapes out, or set model.config.use_cache = False"
+            raise InputError("quantize", None, problem, remedy=remedy)
+        example = example or ExportExample(example_inputs, dynamic_shapes)
+        return _quantized(module, batches, example, quantizer, samples, progress, options)
 
     integration = integration_for(model)
     return (
-        quantize_module(model, data)
+        quantize_module(model, data, None)
         if integration is None
         else integration.quantize_model(model, data, quantize_module)
     )
@@ -112,15 +118,15 @@ def quantize(
 def _quantized(
     model: nn.Module,
     data: Any,
-    example_inputs: Any,
-    dynamic_shapes: Any,
+    example: ExportExample,
     quantizer: Quantizer,
     samples: int | None,
     progress: bool | None,
     options: CompileOptions,
 ) -> QuantizedModel:
     """Run all stages for one module."""
-    captured, call, data = _capture_model(model, data, example_inputs, dynamic_shapes)
+    captured, call, data = _capture_model(model, data, example.inputs, example.dynamic_shapes)
+    check_calls(captured, model, example.checks)
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(
             captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ()

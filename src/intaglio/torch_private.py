@@ -296,3 +296,8 @@ def _is_left_alone(target: Any) -> bool:
         return getattr(target, "__module__", "") == "_operator"
     unsafe = torch.Tag.maybe_aliasing_or_mutating in target.tags or "lift" in target.name()
     return not (unsafe or target._schema.is_mutable) and bool(target._schema.returns)
+
+
+def assume(condition: Any) -> None:
+    """Tell torch.export that a condition on sizes always holds. Raise `RuntimeError` if it does not."""
+    torch._check(condition)

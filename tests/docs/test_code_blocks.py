@@ -30,6 +30,7 @@ LONG = (
     "define_by_run",
     "define_by_run_state",
     "deploying",
+    "generation",
     "guide",
     "inaccurate",
     "inductor",

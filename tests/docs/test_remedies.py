@@ -53,6 +53,12 @@ FOLLOWED_ELSEWHERE = {
     "quantize its modules one by one": "integrations/test_quantized_sentence_transformers.py",
     "pass a list of sentences, or batches that preprocess": "integrations/test_quantized_sentence_transformers.py",
     "pass model_class= if it is a class of yours": "integrations/test_quantized_transformers.py",
+    "leave dynamic_shapes out, or set model.config.use_cache": "integrations/test_quantized_generators.py",
+    "add '": "integrations/test_quantized_generators.py",
+    "pass a mask of the whole sequence": "integrations/test_quantized_generators.py",
+    "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
+    "leave past_key_values and cache_implementation out": "integrations/test_quantized_generators.py",
+    "call the model with {}": "integrations/test_quantized_generators.py",
     "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }

@@ -7,6 +7,7 @@ A library is imported only for a model whose class comes from it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -14,10 +15,27 @@ from torch import nn
 
 from intaglio.runtime import QuantizedModel
 
-__all__ = ["INTEGRATIONS", "Integration", "Quantize", "integration_for", "is_of_library"]
+__all__ = ["INTEGRATIONS", "ExportExample", "Integration", "Quantize", "integration_for", "is_of_library"]
 
-Quantize = Callable[[nn.Module, Any], QuantizedModel]
-"""Quantizes a module with data, with the other arguments of the user's call of `intaglio.quantize`."""
+
+@dataclass(frozen=True)
+class ExportExample:
+    """A call from which a module is captured.
+
+    Attributes:
+        inputs: positional arguments (default: the first batch).
+        dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes.
+        checks: further calls, of other sizes, in which the captured graph must agree with the module.
+    """
+
+    inputs: Any
+    dynamic_shapes: Any
+    checks: tuple[tuple[Any, ...], ...] = ()
+
+
+Quantize = Callable[[nn.Module, Any, ExportExample | None], QuantizedModel]
+"""Quantizes a module with data and an example (default: the one of the user's call, or the first batch), with the other
+arguments of the user's call of `intaglio.quantize`."""
 
 
 class Integration(Protocol):

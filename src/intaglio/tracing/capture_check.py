@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intaglio.errors import InputError
+from intaglio.errors import CaptureError, InputError
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
 from intaglio.ir import DType, Expression, evaluate, has_quotient, symbol, symbols_of
@@ -80,6 +80,20 @@ def _wrong_type_at_twice(
     except Exception:
         return None
     return None
+
+
+def check_calls(captured: Captured, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> None:
+    """Raise `CaptureError` unless graph and model agree in calls of other sizes than the example.
+
+    Args:
+        captured: the captured model.
+        model: the float model.
+        calls: positional arguments of each call.
+    """
+    for number, args in enumerate(calls):
+        if (reason := _differs(captured, model, args, {}, f"check {number}")) is not None:
+            problem = f"the captured graph does not compute what the model computes: {reason}"
+            raise CaptureError(type(model).__name__, None, problem, remedy="pass other dynamic_shapes")
 
 
 def _differs(

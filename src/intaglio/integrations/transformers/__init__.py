@@ -1,12 +1,15 @@
 """Quantized models of the library ``transformers``.
 
-`intaglio.quantize` returns a `QuantizedTransformer` for a `PreTrainedModel`. Its class is a subclass of the float
+`intaglio.quantize` returns a `QuantizedTransformer` for a `PreTrainedModel`, or a `QuantizedGenerator` for one that
+generates with a cache. Its class is a subclass of the float
 model's class, because the library decides by class in many places (which pipeline accepts a model, whether it
 generates), which copies of attributes alone could not answer.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +18,39 @@ from torch import nn
 from intaglio.argument_checks import check_arguments
 from intaglio.build import load
 from intaglio.integrations import Quantize
-from intaglio.integrations.transformers.folders import MODEL_FILE, read_configs
+from intaglio.integrations.transformers.folders import MODEL_FILE, program_file, read_configs, read_programs
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer, with_surface
+from intaglio.runtime import QuantizedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from intaglio.integrations.transformers.quantized_generator import QuantizedGenerator
+
 __all__ = ["QuantizedTransformer", "from_pretrained", "quantize_model", "with_surface"]
 
+logger = logging.getLogger("intaglio")
 
-def quantize_model(model: PreTrainedModel, data: Any, quantize: Quantize) -> QuantizedTransformer:
-    """Return the int8 model with the surface of the float model."""
-    return with_surface(quantize(model, data), type(model), model.config, getattr(model, "generation_config", None))
+
+def quantize_model(model: PreTrainedModel, data: Any, quantize: Quantize) -> QuantizedTransformer | QuantizedGenerator:
+    """Return the int8 model with the surface of the float model, and with a cache if the float model has one."""
+    from intaglio.integrations.transformers.generation import (
+        cache_refusal,
+        generates_with_cache,
+        quantize_generator,
+        without_cache,
+    )
+
+    data = list(data) if isinstance(data, Iterator) else data
+    if generates_with_cache(model, data):
+        if (reason := cache_refusal(model, data)) is None:
+            return quantize_generator(model, data, quantize)
+        logger.warning("%s: quantized without a key-value cache, because %s", type(model).__name__, reason)
+    found = with_surface(
+        quantize(model, data, None), type(model), model.config, getattr(model, "generation_config", None)
+    )
+    without_cache(found)
+    return found
 
 
 @check_arguments
@@ -36,8 +60,8 @@ def from_pretrained(
     trust: bool = False,
     isa: str | None = None,
     model_class: type[nn.Module] | None = None,
-) -> QuantizedTransformer:
-    """Load an int8 model that `QuantizedTransformer.save_pretrained` wrote.
+) -> Any:
+    """Load an int8 model that ``save_pretrained`` of one wrote.
 
     Nothing is unpickled, and only ``transformers`` is imported: ``config.json`` names the class, which must be one of
     that library. Code that the folder brings is ignored.
@@ -60,4 +84,13 @@ def from_pretrained(
         >>> int8 = intaglio.integrations.transformers.from_pretrained("folder")
     """
     kind, config, generation = read_configs(Path(folder), model_class)
-    return with_surface(load(Path(folder) / MODEL_FILE, trust=trust, isa=isa), kind, config, generation)
+
+    def loaded(name: str) -> QuantizedModel:
+        return load(Path(folder) / name, trust=trust, isa=isa)
+
+    if (found := read_programs(Path(folder))) is not None:
+        from intaglio.integrations.transformers.quantized_generator import generator_with_surface
+
+        programs = {name: loaded(program_file(name)) for name in found.names}
+        return generator_with_surface(programs, found.counts_padding, kind, config, generation)
+    return with_surface(loaded(MODEL_FILE), kind, config, generation)

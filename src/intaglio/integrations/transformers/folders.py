@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 MODEL_FILE = "model.intaglio"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+PROGRAMS_FILE = "programs.json"
+PROGRAM_NAMES = (("decoder",), ("decoder", "encoder", "cross_attention"))
+"""Names of the programs of a model with a cache: of a decoder, and of an encoder-decoder."""
 OTHER_FOLDER = "pass a folder that save_pretrained of an int8 model wrote"
 
 
@@ -68,6 +72,46 @@ def read_configs(
         raise ArtifactError(str(folder), None, problem, remedy=OTHER_FOLDER) from error
     config.name_or_path = str(folder)
     return kind, config, generation
+
+
+@dataclass(frozen=True)
+class ProgramList:
+    """The programs in the folder of a model with a cache.
+
+    Attributes:
+        names: names of the programs.
+        counts_padding: see `QuantizedGenerator`.
+    """
+
+    names: tuple[str, ...]
+    counts_padding: bool
+
+
+def program_file(name: str) -> str:
+    """Return the name of a program's file."""
+    return f"{name}.intaglio"
+
+
+def write_programs(folder: Path, programs: ProgramList) -> None:
+    """Write the list of the programs of a model with a cache."""
+    entries = {"programs": programs.names, "counts_padding": programs.counts_padding}
+    write_text(folder / PROGRAMS_FILE, json.dumps(entries, indent=2) + "\n")
+
+
+def read_programs(folder: Path) -> ProgramList | None:
+    """Return the list of programs, or ``None`` for a model without a cache.
+
+    Raises:
+        ArtifactError: the list is malformed.
+    """
+    path = folder / PROGRAMS_FILE
+    if not path.exists():
+        return None
+    entries = _entries(path)
+    names, counts = entries.get("programs"), entries.get("counts_padding")
+    if names not in [list(known) for known in PROGRAM_NAMES] or not isinstance(counts, bool):
+        raise ArtifactError(str(path), None, "it does not list the programs of a model", remedy=OTHER_FOLDER)
+    return ProgramList(tuple(names), counts)
 
 
 def _entries(path: Path) -> dict[str, Any]:

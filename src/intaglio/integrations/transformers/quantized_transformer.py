@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.integrations.transformers.folders import MODEL_FILE, write_configs
+from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, quantized_class
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 
@@ -24,43 +22,20 @@ RESULT_SWITCHES = ("output_attentions", "output_hidden_states", "use_cache")
 """Arguments of forward that request more results. ``False`` requests none, whatever the configuration says."""
 
 
-class QuantizedTransformer(QuantizedModel):
+class QuantizedTransformer(TransformerSurface, QuantizedModel):
     """Runs the int8 program of a model of the library ``transformers``.
 
     Its class is also a subclass of the float model's class, with the same name, so ``isinstance`` and class attributes
     such as ``main_input_name`` are those of the float model. Everything that a `QuantizedModel` has comes first.
     Methods of the float class that need its weights or submodules raise `AttributeError`.
-
-    Attributes:
-        float_class: class of the float model.
-        forward_parameters: the parameters of its forward by name.
-        config: a copy of the float model's configuration.
-        generation_config: a copy of the float model's generation configuration, or ``None``.
-        name_or_path: the name under which the float model was loaded.
     """
-
-    # The library evaluates the annotations of its models' classes, so none of them is a name of the library.
-    float_class: ClassVar[type[Any]]
-    forward_parameters: ClassVar[Mapping[str, inspect.Parameter]]
-    config: Any
-    generation_config: Any
-    name_or_path: str
-
-    @property
-    def device(self) -> torch.device:
-        """Return the CPU, the device on which int8 models run."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return float32, the data type of the results that are floats."""
-        return torch.float32
 
     def run_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of forward.
 
         Arguments that the example did not have are accepted where they change nothing: ``None``, the default of
-        forward, the value of the configuration, ``False`` for an additional result, and an ``attention_mask`` of ones.
+        forward, the value of the configuration, ``False`` for an additional result, an ``attention_mask`` of ones, and
+        ``position_ids`` from 0. ``logits_to_keep`` selects from the result.
         ``return_dict=False`` returns a tuple.
 
         Args:
@@ -70,34 +45,31 @@ class QuantizedTransformer(QuantizedModel):
         Raises:
             InputError: an argument is missing, or the example did not have it and it would change the result.
         """
-        given = self._named(args, kwargs)
+        given = self.named_arguments(args, kwargs)
         as_tuple = given.get("return_dict") is False
         example_args, example_kwargs = pytree.tree_unflatten(
             [None] * self.signature.in_tree.num_leaves, self.signature.in_tree
         )
         known = {*self.signature.names[: len(example_args)], *example_kwargs}
-        if extra := {name: value for name, value in given.items() if name not in known}:
-            self._check_ignorable(extra)
-            given = {name: value for name, value in given.items() if name in known}
-        result = QuantizedModel.forward(self, **given)
+        extra = {name: value for name, value in given.items() if name not in known}
+        kept = extra.pop("logits_to_keep", None)
+        if "attention_mask" in known and given.get("attention_mask") is None and "input_ids" in given:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
+        self._check_ignorable(extra, _is_full(given.get("attention_mask")))
+        result = QuantizedModel.forward(self, **{name: value for name, value in given.items() if name in known})
+        if kept and "logits" in result:
+            result["logits"] = kept_logits(result["logits"], kept)
         return result.to_tuple() if as_tuple and hasattr(result, "to_tuple") else result
 
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
-        names = [name for name, one in self.forward_parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
-        if len(args) > len(names):
-            problem = f"it has {len(args)} positional arguments, but forward takes {len(names)}"
-            raise InputError("call", None, problem, remedy="pass arguments by their names")
-        given = dict(zip(names, args, strict=False))
-        if twice := sorted(given.keys() & kwargs.keys()):
-            problem = f"{', '.join(twice)} is given by position and by name"
-            raise InputError("call", None, problem, remedy="pass arguments by their names")
-        return {**given, **kwargs}
+    def _check_ignorable(self, extra: Mapping[str, Any], is_full: bool) -> None:
+        """Raise `InputError` unless arguments that the example did not have change nothing.
 
-    def _check_ignorable(self, extra: Mapping[str, Any]) -> None:
-        """Raise `InputError` unless arguments that the example did not have change nothing."""
+        Args:
+            extra: the arguments.
+            is_full: whether no token is padding.
+        """
         for name, value in extra.items():
-            if self._is_ignorable(name, value):
+            if self._is_ignorable(name, value) or (is_full and _are_default_positions(name, value)):
                 continue
             shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise InputError(
@@ -110,7 +82,7 @@ class QuantizedTransformer(QuantizedModel):
     def _is_ignorable(self, name: str, value: Any) -> bool:
         """Return whether an argument that the example did not have changes nothing."""
         if isinstance(value, torch.Tensor):
-            return name == "attention_mask" and bool((value == 1).all())
+            return name == "attention_mask" and _is_full(value)
         if value is None or name == "return_dict" or (name in RESULT_SWITCHES and value is False):
             return True
         parameter = self.forward_parameters.get(name)
@@ -136,19 +108,17 @@ class QuantizedTransformer(QuantizedModel):
         write_configs(folder, self.float_class.__name__, self.config, self.generation_config)
         self.save(folder / MODEL_FILE)
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
-        """Raise `InputError`: a class does not load int8 models, because its name is that of a float class."""
-        raise InputError(
-            "from_pretrained",
-            None,
-            "an int8 model is not loaded by its class",
-            remedy="call intaglio.integrations.transformers.from_pretrained(folder)",
-        )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how to copy and pickle an object whose class is made at run time."""
-        return _new_object, (self.float_class,), self.__getstate__()
+def _is_full(mask: torch.Tensor | None) -> bool:
+    """Return whether a padding mask has ones only."""
+    return mask is None or bool((mask == 1).all())
+
+
+def _are_default_positions(name: str, value: Any) -> bool:
+    """Return whether an argument is the positions 0, 1, 2 ..., which models take if there is none."""
+    if name != "position_ids" or not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return False
+    return bool((value == torch.arange(value.shape[1])).all())
 
 
 def with_surface(
@@ -162,43 +132,10 @@ def with_surface(
     Args:
         quantized: the int8 model, whose class changes.
         float_class: class of the float model.
-        forward_parameters: the parameters of its forward by name.
         config: configuration of the float model.
         generation_config: its generation configuration.
     """
-    quantized.__class__ = quantized_class(float_class)
+    quantized.__class__ = quantized_class(QuantizedTransformer, float_class)
     assert isinstance(quantized, QuantizedTransformer)
-    quantized.config = copy.deepcopy(config)
-    quantized.generation_config = copy.deepcopy(generation_config)
-    quantized.name_or_path = config.name_or_path or ""
+    quantized.keep_configuration(config, generation_config)
     return quantized
-
-
-def quantized_class(float_class: type[PreTrainedModel]) -> type[QuantizedTransformer]:
-    """Return the class of quantized models of a float class, the same one every time. It has the name of the float
-    class, by which pipelines look models up."""
-    if float_class in _CLASSES:
-        return _CLASSES[float_class]
-
-    @functools.wraps(float_class.forward)
-    def forward(self: QuantizedTransformer, *args: Any, **kwargs: Any) -> Any:
-        return self.run_forward(args, kwargs)
-
-    members = {
-        "__doc__": QuantizedTransformer.__doc__,
-        "__module__": __name__,
-        "float_class": float_class,
-        "forward_parameters": dict(list(inspect.signature(float_class.forward).parameters.items())[1:]),
-        "forward": forward,
-    }
-    return _CLASSES.setdefault(float_class, type(float_class.__name__, (QuantizedTransformer, float_class), members))
-
-
-_CLASSES: dict[Any, type[QuantizedTransformer]] = {}
-"""Classes that `quantized_class` has made, by float class."""
-
-
-def _new_object(float_class: type[PreTrainedModel]) -> QuantizedTransformer:
-    """Return an object without state, which copies and unpickled models start as."""
-    kind = quantized_class(float_class)
-    return kind.__new__(kind)

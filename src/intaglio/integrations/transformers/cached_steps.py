@@ -1,0 +1,168 @@
+"""Float modules with a key-value cache as plain tensors, which torch.export can trace: the step of a decoder, and for
+encoder-decoders also the encoder and the keys and values of cross-attention.
+
+Each is a copy of the whole model with another forward, so that module paths and selectors are those of the float model.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+from intaglio.integrations.transformers.decoder_cache import keys_and_values
+from intaglio.torch_private import assume
+from intaglio.tracing.earlier_results import copy_model
+
+KeyValues = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of every layer, each of shape [batch, heads, length, head size]."""
+
+EXAMPLE_PAST, EXAMPLE_NEW, EXAMPLE_BATCH = 5, 3, 2
+"""Sizes of the example that is exported. torch.export fixes sizes of 0 and 1, and equal sizes look related."""
+
+
+class TracedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """A layer of a cache that holds the past of a call and keeps new keys and values apart."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self.dtype, self.device = keys.dtype, keys.device
+        self.new: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return all."""
+        self.new = key_states, value_states
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        """Return the length, which may be a dynamic dimension."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+
+@dataclass(frozen=True)
+class StepNames:
+    """Names of the arguments of forward that a step passes on, ``None`` for those that forward does not take.
+
+    Attributes:
+        tokens: token ids of the decoder.
+        mask: padding mask of the decoder, of the past and the new tokens.
+        positions: positions of the new tokens.
+    """
+
+    tokens: str
+    mask: str | None
+    positions: str | None
+
+
+def names_of(config: PreTrainedConfig, parameters: Collection[str]) -> StepNames:
+    """Return the names for a model, from its configuration and the parameters of its forward."""
+    start = "decoder_" if config.is_encoder_decoder else ""
+    found = [f"{start}{name}" for name in ("attention_mask", "position_ids")]
+    mask, positions = (name if name in parameters else None for name in found)
+    return StepNames(f"{start}input_ids", mask, positions)
+
+
+def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
+    """Return a module that computes logits, and new keys and values, for new tokens after a past.
+
+    Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new], ``mask`` [batch, new] and
+    ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes positions, and for encoder-decoders
+    ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer; and for
+    encoder-decoders those of cross-attention, ``cross``.
+    """
+
+    def forward(self: Any, inputs: Mapping[str, Tensor], past: KeyValues, cross: KeyValues = ()) -> Any:
+        given = _decoder_arguments(names, inputs, past)
+        layers = [TracedLayer(keys, values) for keys, values in past]
+        cache = Cache(layers=list(layers))
+        if cross:
+            other = Cache(layers=[TracedLayer(keys, values) for keys, values in cross])
+            given |= _encoder_arguments(self.config, inputs, cross)
+            result = _float_forward(self)(past_key_values=EncoderDecoderCache(cache, other), use_cache=True, **given)
+        else:
+            result = _float_forward(self)(past_key_values=cache, use_cache=True, **given)
+        return result.logits, [layer.new for layer in layers]
+
+    return _with_forward(model, forward)
+
+
+def _decoder_arguments(names: StepNames, inputs: Mapping[str, Tensor], past: KeyValues) -> dict[str, Any]:
+    """Return arguments of the float model's forward, and tell torch.export which sizes are equal."""
+    length = inputs["past_mask"].shape[1]
+    for tensor in (tensor for pair in past for tensor in pair):
+        assume(tensor.shape[2] == length)
+    for name in ("mask", "positions"):
+        if name in inputs:
+            assume(inputs[name].shape[1] == inputs["tokens"].shape[1])
+    given: dict[str, Any] = {names.tokens: inputs["tokens"]}
+    if names.mask:
+        given[names.mask] = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
+    if names.positions:
+        given[names.positions] = inputs["positions"]
+    return given
+
+
+def _encoder_arguments(config: Any, inputs: Mapping[str, Tensor], cross: KeyValues) -> dict[str, Any]:
+    """Return arguments that stand for the encoder's results: of these the decoder reads the sizes only, because the
+    cache already has the keys and values of cross-attention."""
+    keys = cross[0][0]
+    for tensor in (tensor for pair in cross for tensor in pair):
+        assume(tensor.shape[2] == keys.shape[2])
+    hidden = keys.new_zeros(keys.shape[0], keys.shape[2], config.hidden_size)
+    given: dict[str, Any] = {"encoder_outputs": (hidden,)}
+    if "encoder_mask" in inputs:
+        assume(inputs["encoder_mask"].shape[1] == keys.shape[2])
+        given["attention_mask"] = inputs["encoder_mask"]
+    return given
+
+
+def encoder_module(model: PreTrainedModel, arguments: Sequence[str]) -> nn.Module:
+    """Return a module that computes the encoder's last hidden state.
+
+    Args:
+        model: the float model.
+        arguments: names of the encoder's arguments, in the order in which forward takes them.
+    """
+
+    def forward(self: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.get_encoder()(**{name: inputs[name] for name in arguments}, return_dict=True).last_hidden_state
+
+    return _with_forward(model, forward)
+
+
+def cross_module(model: PreTrainedModel) -> nn.Module:
+    """Return a module that computes the keys and values of cross-attention from the encoder's last hidden state."""
+
+    def forward(self: Any, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        cache = EncoderDecoderCache(_empty_cache(), _empty_cache())
+        tokens = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
+        _float_forward(self)(encoder_outputs=(hidden,), decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
+        return keys_and_values(cache.cross_attention_cache)
+
+    return _with_forward(model, forward)
+
+
+def _empty_cache() -> Cache:
+    return Cache(layer_class_to_replicate=DynamicLayer)
+
+
+def _float_forward(model: Any) -> Callable[..., Any]:
+    """Return the forward of a model's class, which `_with_forward` hides."""
+    return types.MethodType(type(model).forward, model)
+
+
+def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Module:
+    """Return a copy of a model with another forward, whose cache is what that forward passes."""
+    own = copy_model(model).eval()
+    for config in {id(found): found for part in own.modules() if (found := getattr(part, "config", None))}.values():
+        if getattr(config, "use_cache", None) is True:
+            vars(config)["use_cache"] = False
+    own.forward = types.MethodType(forward, own)
+    return own

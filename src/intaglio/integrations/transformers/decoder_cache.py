@@ -1,0 +1,135 @@
+"""Conversion between the caches of ``transformers`` and the tensors that the program of a decoder takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+)
+
+from intaglio.errors import InputError
+from intaglio.ir import TensorType
+
+GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
+USE_DYNAMIC = "leave past_key_values and cache_implementation out, or pass transformers.DynamicCache()"
+
+
+def unsupported_layer(config: PreTrainedConfig) -> str | None:
+    """Return the kind of the first layer whose cache does not consist of keys and values, or ``None``."""
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return next((type(layer).__name__ for layer in layers if type(layer) not in GROWING), None)
+
+
+def new_cache(is_encoder_decoder: bool) -> Cache:
+    """Return an empty cache that grows with every call."""
+    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if is_encoder_decoder else DynamicCache()
+
+
+def self_attention_of(cache: Cache) -> Cache:
+    """Return the part of a cache that is for the tokens of the decoder."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
+    """Return keys and values of every layer of a cache that has them."""
+    layers: list[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
+    """Return keys and values of the tokens before a call, layer by layer.
+
+    An empty layer of a sliding window is replaced by one that keeps all tokens, because the program, like the float
+    model, computes the window as a mask.
+
+    Args:
+        cache: a cache of self-attention.
+        layers: types of keys and values of every layer.
+        batch: batch size of the call.
+
+    Raises:
+        InputError: a layer of the cache is of another kind.
+    """
+    past: list[Tensor] = []
+    for index in range(len(layers) // 2):
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
+        if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
+            layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]
+        if layer is not None and type(layer) not in (DynamicLayer, StaticLayer):
+            problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
+            raise InputError("argument 'past_key_values'", None, problem, remedy=USE_DYNAMIC)
+        length = int(layer.get_seq_length()) if layer is not None else 0
+        for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
+            sizes: Any = (batch, kind.shape[1], 0, kind.shape[3])
+            past.append(torch.empty(sizes) if not length or held is None else held[:, :, :length])
+    return past
+
+
+def _tensors(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if layer is None else (layer.keys, layer.values)
+
+
+def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
+    """Add new keys and values to every layer of a cache."""
+    for index, (keys, values) in enumerate(new):
+        cache.update(keys, values, index)
+
+
+def cross_attention(cache: EncoderDecoderCache, layers: int) -> list[tuple[Tensor, Tensor]] | None:
+    """Return the keys and values of cross-attention, or ``None`` if the cache does not have them yet."""
+    if not all(cache.is_updated.get(index) for index in range(layers)):
+        return None
+    return keys_and_values(cache.cross_attention_cache)[:layers]
+
+
+def keep_cross_attention(cache: EncoderDecoderCache, new: list[tuple[Tensor, Tensor]]) -> None:
+    """Store the keys and values of cross-attention in a cache that does not have them."""
+    append(cache.cross_attention_cache, new)
+    cache.is_updated.update(dict.fromkeys(range(len(new)), True))
+
+
+def padding_mask(mask: Tensor | None, batch: int, length: int, new: int, name: str) -> Tensor:
+    """Return the padding mask of all tokens, [batch, length], int64.
+
+    Args:
+        mask: the mask of a call: ``None``, [batch, length], or a causal one of four axes as `generate` makes for static
+            caches, true or 0 where attention is allowed.
+        batch: batch size.
+        length: number of tokens, the past included.
+        new: number of new tokens, the last ones.
+        name: name of the argument.
+
+    Raises:
+        InputError: the mask has another shape, or is not causal with padding.
+    """
+    if mask is None:
+        return torch.ones(batch, length, dtype=torch.long)
+    if mask.dim() == 4:
+        return _from_causal(mask, length, new, name)
+    if mask.dim() != 2 or mask.shape[1] < length:
+        problem = f"its shape is {list(mask.shape)}, but there are {length} tokens with those of the cache"
+        raise InputError(f"argument '{name}'", None, problem, remedy="pass a mask of the whole sequence")
+    return mask[:, :length].long()
+
+
+def _from_causal(mask: Tensor, length: int, new: int, name: str) -> Tensor:
+    """Return the padding mask from which a causal mask of four axes was made."""
+    allowed = (mask if mask.dtype is torch.bool else mask == 0)[:, :, :, :length]
+    padding = allowed[:, 0, -1]
+    causal = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+    # The rows of padding tokens are free: nothing reads what they compute.
+    wanted, is_token = causal & padding[:, None], padding[:, length - new :, None]
+    if allowed.shape[1] != 1 or not torch.equal(allowed[:, 0] & is_token, wanted & is_token):
+        problem = "it is not the causal mask of a padded batch, which the program computes itself"
+        raise InputError(f"argument '{name}'", None, problem, remedy="pass a mask of shape [batch, length]")
+    return padding.long()

@@ -1,0 +1,312 @@
+"""`QuantizedGenerator`: int8 programs with a key-value cache behind the surface of a model that generates."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import ModelOutput
+
+from intaglio.argument_checks import check_arguments
+from intaglio.errors import InputError
+from intaglio.integrations.transformers import decoder_cache
+from intaglio.integrations.transformers.cached_steps import names_of
+from intaglio.integrations.transformers.calibration_calls import DecoderTokens, padded_positions, step_inputs
+from intaglio.integrations.transformers.folders import ProgramList, program_file, write_configs, write_programs
+from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, quantized_class
+from intaglio.ir import TensorType
+from intaglio.runtime import Coverage, QuantizedModel
+from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
+from intaglio.torch_private import pytree
+
+DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
+"""Names of the programs of a generator."""
+IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
+"""Arguments that are not tensors and that a call understands, or ignores if they are false."""
+
+
+class QuantizedGenerator(TransformerSurface, nn.Module):
+    """Runs a model that generates with int8 programs and a key-value cache.
+
+    One program computes the decoder, for a prompt as well as for one new token: it takes new tokens and the keys and
+    values before them, which may be none, and returns logits and the new keys and values. These are kept in the caches
+    of the library, in float32. Encoder-decoders have a program for the encoder too, and one for the keys and values of
+    cross-attention. `generate`, pipelines and direct calls work as with the float model, whose class is a base class.
+
+    Attributes:
+        programs: the programs by name, each a `QuantizedModel`: "decoder", "encoder" and "cross_attention".
+        counts_padding: whether padding counts in the positions of tokens in calls without positions, as in the float
+            model. `generate` always passes positions, in which it does not count.
+    """
+
+    programs: nn.ModuleDict
+
+    def __init__(self, programs: Mapping[str, QuantizedModel], counts_padding: bool) -> None:
+        nn.Module.__init__(self)
+        self.programs, self.counts_padding = nn.ModuleDict(programs), counts_padding
+        self._clipping = ClippingMonitor()
+        for program in programs.values():
+            program.share_clipping(self._clipping)
+        self.training = False
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def run_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of forward, and append keys and values of the new tokens to its cache.
+
+        Arguments beside tokens, masks, positions, the cache and the encoder's inputs are accepted if they are ``None``
+        or false.
+
+        Raises:
+            InputError: an argument is missing or would change the result in a way that the programs cannot.
+        """
+        given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
+        use_cache = given.pop("use_cache", self.config.get_text_config(decoder=True).use_cache)
+        as_tuple, kept = given.pop("return_dict", True) is False, given.pop("logits_to_keep", 0)
+        cache = given.pop("past_key_values", None)
+        cache = decoder_cache.new_cache(bool(self.config.is_encoder_decoder)) if cache is None else cache
+        extra = {}
+        if self.config.is_encoder_decoder:
+            cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
+            extra = {"encoder_last_hidden_state": self._encoder_output(given)}
+        logits, new = self._step(given, cache, extra.get("encoder_last_hidden_state"))
+        decoder_cache.append(decoder_cache.self_attention_of(cache), new)
+        returned = {"past_key_values": cache} if use_cache else {}
+        result = _output_class(cast(Any, self.float_class))(logits=kept_logits(logits, kept), **returned, **extra)
+        return result.to_tuple() if as_tuple else result
+
+    def _step(
+        self, given: dict[str, Any], cache: Cache, hidden: Tensor | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run the program of the decoder for new tokens, and return logits, and new keys and values."""
+        names = names_of(self.config, self.forward_parameters)
+        tokens = given.pop(names.tokens, None)
+        if tokens is None:
+            raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
+        own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
+        kinds = _types_of_past(program)
+        past = decoder_cache.past_of(own, kinds, tokens.shape[0])
+        start = int(own.get_seq_length())
+        length = start + tokens.shape[1]
+        mask_name = names.mask or "attention_mask"
+        mask = decoder_cache.padding_mask(
+            given.pop(mask_name, None), tokens.shape[0], length, tokens.shape[1], mask_name
+        )
+        positions = given.pop(names.positions, None) if names.positions else None
+        inputs = step_inputs(self._tokens_with_past(tokens, mask, positions, bool(names.positions)), start)
+        call: list[Any] = [inputs, _pairs(past)]
+        if hidden is not None:
+            encoder_mask = given.pop("attention_mask", None)
+            call.append(self._cross_attention(cache, hidden))
+            if "encoder_mask" in _input_names(program):
+                ones = torch.ones(hidden.shape[:2], dtype=torch.long)
+                inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
+        _check_ignorable(given)
+        logits, new = program(*call)
+        return logits, new
+
+    def _tokens_with_past(
+        self, tokens: Tensor, mask: Tensor, positions: Tensor | None, has_positions: bool
+    ) -> DecoderTokens:
+        """Return all tokens with masks and positions; those of the past have any value, because only their mask is
+        read."""
+        start = mask.shape[1] - tokens.shape[1]
+        if positions is None and has_positions:
+            positions = (torch.arange(mask.shape[1])[None] if self.counts_padding else padded_positions(mask))[
+                :, start:
+            ]
+        if positions is not None:
+            positions = nn.functional.pad(positions.expand(tokens.shape), (start, 0))
+        return DecoderTokens(nn.functional.pad(tokens, (start, 0)), mask, positions)
+
+    def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return keys and values of cross-attention, computed in the first call and kept in the cache."""
+        assert isinstance(cache, EncoderDecoderCache)
+        count = len(_types_of_past(self.programs[DECODER])) // 2
+        if (found := decoder_cache.cross_attention(cache, count)) is None:
+            found = self.programs[CROSS](hidden)
+            decoder_cache.keep_cross_attention(cache, found)
+        return found
+
+    def _encoder_output(self, given: dict[str, Any]) -> Tensor:
+        """Return the encoder's last hidden state, and remove the arguments of the encoder from those of a call."""
+        outputs = given.pop("encoder_outputs", None)
+        own = {name: given.get(name) for name in _input_names(self.programs[ENCODER])}
+        given.pop(self.main_input_name, None)
+        if "encoder_mask" not in _input_names(self.programs[DECODER]):
+            given.pop("attention_mask", None)
+        return (self.encode(own) if outputs is None else outputs)[0]
+
+    def encode(self, given: Mapping[str, Any]) -> BaseModelOutput:
+        """Run the encoder with arguments by name. A missing mask is one of ones.
+
+        Raises:
+            InputError: an argument is missing.
+        """
+        program, inputs = self.programs[ENCODER], dict[str, Tensor]()
+        for name in _input_names(program):
+            if (value := given.get(name)) is None:
+                first = given.get(self.main_input_name)
+                if first is None or name != "attention_mask":
+                    raise InputError("call", None, f"it has no {name}", remedy=f"call the model with {name}")
+                value = torch.ones(first.shape[:2], dtype=torch.long)
+            inputs[name] = value.long() if name == "attention_mask" else value
+        return BaseModelOutput(last_hidden_state=program(inputs))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a submodule of the float model without its weights, of which `generate` reads attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            children: dict[str, Any] = {} if name.startswith("_") else dict(self._structure.named_children())
+            if name not in children:
+                raise
+            return children[name]
+
+    @functools.cached_property
+    def _structure(self) -> nn.Module:
+        """Return the modules of the float model on the meta device, which has no memory."""
+        with torch.device("meta"):
+            return self.float_class(copy.deepcopy(self.config))
+
+    def get_encoder(self, modality: str | None = None) -> nn.Module:
+        """Return a module that runs the encoder's program and is called like the encoder of the float model."""
+        return _Encoder(self)
+
+    # -- files and copies ---------------------------------------------------------------------------------------------
+
+    @check_arguments
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the model to a folder for `intaglio.integrations.transformers.from_pretrained`.
+
+        The folder gets ``config.json``, ``generation_config.json``, the programs and a list of them. Files of the same
+        names are replaced.
+
+        Args:
+            save_directory: the folder, which is created if it does not exist.
+
+        Raises:
+            ArtifactError: a file cannot be written.
+        """
+        folder = Path(save_directory)
+        write_configs(folder, self.float_class.__name__, self.config, self.generation_config)
+        for name, program in self._each_program().items():
+            program.save(folder / program_file(name))
+        write_programs(folder, ProgramList(tuple(self.programs), self.counts_padding))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_structure"}
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def coverage(self) -> Coverage:
+        """Return the share of all programs that runs in int8, and their parts in float."""
+        every = [program.coverage for program in self._each_program().values()]
+        notes = dict.fromkeys(note for one in every for note in one.notes)
+        before, after = sum(one.bytes_before for one in every), sum(one.bytes_after for one in every)
+        return functools.reduce(Coverage.with_body, every).with_sizes(before, after, tuple(notes))
+
+    def _each_program(self) -> dict[str, QuantizedModel]:
+        return {name: cast(QuantizedModel, program) for name, program in self.programs.items()}
+
+    @check_arguments
+    def assert_int8(self, macs: float = 1.0) -> None:
+        """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
+        self.coverage.assert_int8(macs)
+
+    @property
+    def clipping(self) -> Clipping:
+        """Return which float values calls have had outside of their calibrated ranges, as `QuantizedModel` does."""
+        return self._clipping.report()
+
+    @property
+    def on_clipping(self) -> str:
+        """Return the policy for calls with values outside of their calibrated range, as of `QuantizedModel`."""
+        return self._clipping.policy.value
+
+    @on_clipping.setter
+    def on_clipping(self, policy: str) -> None:
+        self._clipping.set_policy(policy)
+
+    def train(self, mode: bool = True) -> Any:
+        """Warn that int8 programs cannot be trained, and change nothing."""
+        for program in self.programs.values():
+            program.train(mode)
+        return self
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {program!r}" for name, program in self.programs.items()]
+        return "\n".join([f"QuantizedGenerator({self.float_class.__name__}:", *lines, ")"])
+
+
+class _Encoder(nn.Module):
+    """Runs the encoder's program of a generator."""
+
+    def __init__(self, generator: QuantizedGenerator) -> None:
+        super().__init__()
+        self._generator = (generator,)  # in a tuple, so that it does not become a submodule
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutput:
+        """Return the last hidden state for arguments of the float model's encoder."""
+        (generator,) = self._generator
+        named = dict(zip((generator.main_input_name, "attention_mask"), args, strict=False))
+        return generator.encode({**named, **kwargs})
+
+
+def generator_with_surface(
+    programs: Mapping[str, QuantizedModel],
+    counts_padding: bool,
+    float_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    generation_config: GenerationConfig | None,
+) -> QuantizedGenerator:
+    """Return a generator with these programs and the surface of a class of ``transformers``."""
+    generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, counts_padding)
+    generator.keep_configuration(config, generation_config)
+    return generator
+
+
+@functools.cache
+def _output_class(float_class: type[PreTrainedModel]) -> type[ModelOutput]:
+    """Return the class of results of forward, from its annotation."""
+    hint = typing.get_type_hints(float_class.forward)["return"]
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
+    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
+
+
+def _types_of_past(program: Any) -> list[TensorType]:
+    """Return the types of the decoder's inputs for keys and values of self-attention."""
+    args, _ = pytree.tree_unflatten(list(range(program.signature.in_tree.num_leaves)), program.signature.in_tree)
+    leaves = pytree.tree_leaves(args[1])
+    return [entry.type for entry in program.signature.inputs if entry.leaf in leaves]
+
+
+def _input_names(program: Any) -> list[str]:
+    """Return the keys of the dictionary that a program takes as first argument."""
+    args, _ = pytree.tree_unflatten([None] * program.signature.in_tree.num_leaves, program.signature.in_tree)
+    return list(args[0])
+
+
+def _pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _check_ignorable(given: Mapping[str, Any]) -> None:
+    """Raise `InputError` if an argument that no program takes would change the result."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor) and not value:
+            continue
+        shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        problem = f"it is {shown:.60}, which the programs of this model do not take"
+        raise InputError(f"argument '{name}'", None, problem, remedy=f"leave {name} out")

@@ -1,0 +1,308 @@
+"""Quantized models that generate: the cache, `generate`, folders and pipelines, against the reference model."""
+
+import contextlib
+import copy
+import pickle
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import stages
+from intaglio.errors import ArtifactError, CalibrationError, InputError
+from support.slow_params import slow_params
+from support.torchvision_stub import import_torchvision
+
+VOCABULARY, PAD, END = 64, 0, 63
+SIZES = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": END}
+WIDE = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+PAIR = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+PAIR |= {
+    "init_std": 0.05,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "decoder_start_token_id": 2,
+}
+MODELS = {
+    "llama": ("LlamaForCausalLM", {**WIDE, "num_key_value_heads": 2}),
+    "mistral": ("MistralForCausalLM", {**WIDE, "num_key_value_heads": 2, "sliding_window": 6}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}),
+    "opt": ("OPTForCausalLM", {**WIDE, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),
+    "bart": ("BartForConditionalGeneration", {**PAIR, "forced_eos_token_id": None}),
+    "whisper": ("WhisperForConditionalGeneration", {**PAIR, "num_mel_bins": 16, "max_source_positions": 20}),
+}
+MORE = {
+    "opt": {"intermediate_size": None},
+    "t5": {"decoder_start_token_id": PAD, "initializer_factor": 4.0},
+    "whisper": {"max_target_positions": 40, "suppress_tokens": None, "begin_suppress_tokens": None},
+}
+
+
+@cache
+def library():
+    with contextlib.suppress(ImportError):
+        import_torchvision()
+    return pytest.importorskip("transformers")
+
+
+def float_model(name: str, **settings) -> nn.Module:
+    kind, own = MODELS[name]
+    entries = {**SIZES, **own, **MORE.get(name, {}), **settings}
+    found = getattr(library(), kind)
+    torch.manual_seed(0)
+    model = found(found.config_class(**{key: value for key, value in entries.items() if value is not None})).eval()
+    for parameter in model.parameters():  # tokens depend on those before, not on the last one alone
+        parameter.data.mul_(2 if parameter.dim() > 1 and name != "t5" else 1)
+    return model
+
+
+def batch(name: str, size: int = 4, length: int = 12, padding: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Inputs of a model; the first sample begins with padding in decoders, and ends with it in encoders."""
+    draw = torch.Generator().manual_seed(seed)
+    words = {"generator": draw, "size": (size, length)}
+    if name == "whisper":
+        return {"input_features": torch.randn(size, 16, 40, generator=draw)}
+    mask = torch.ones(size, length, dtype=torch.int64)
+    mask[0, slice(-padding, None) if name in ("t5", "bart") else slice(padding)] = 1 if not padding else 0
+    return {"input_ids": torch.randint(2, END, **words) * mask, "attention_mask": mask}
+
+
+def calibration(name: str) -> list[dict[str, torch.Tensor]]:
+    batches = [batch(name, seed=seed) for seed in range(4)]
+    if "input_features" in batches[0] or name in ("t5", "bart"):
+        draw = torch.Generator().manual_seed(9)
+        batches = [{**one, "labels": torch.randint(2, END, (4, 9), generator=draw)} for one in batches]
+    return batches
+
+
+class ReferenceProgram(nn.Module):
+    """The reference model in the place of a program."""
+
+    def __init__(self, reference: stages.Reference) -> None:
+        super().__init__()
+        self.reference, self.signature = reference, reference.signature
+
+    def forward(self, *args):
+        return self.reference(*args)
+
+
+@cache
+def quantized(name: str):
+    """The float model, the int8 model, and the same with reference models in place of programs."""
+    model, references = float_model(name), []
+    from intaglio.integrations.transformers.generation import quantize_generator
+
+    def quantize(module, data, example):
+        calls = list(data)
+        args, shapes = (calls[0], None) if example is None else (example.inputs, example.dynamic_shapes)
+        prepared = stages.prepare(stages.capture(module, args, dynamic_shapes=shapes))
+        references.append(stages.convert(prepared, stages.calibrate(prepared, calls, progress=False)))
+        return stages.compile(references[-1])
+
+    int8_model = quantize_generator(model, calibration(name), quantize)
+    reference = copy.copy(int8_model)
+    names = ["encoder", "cross_attention", "decoder"] if len(references) == 3 else ["decoder"]
+    programs = {kind: ReferenceProgram(one) for kind, one in zip(names, references, strict=True)}
+    reference._modules = {"programs": nn.ModuleDict(programs)}
+    return model, int8_model, reference
+
+
+def generated(model, inputs, **settings) -> torch.Tensor:
+    torch.manual_seed(3)
+    given = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PAD, "eos_token_id": END, **settings}
+    return model.generate(**inputs, **given)
+
+
+def test_cached_steps_give_the_bits_of_a_full_forward():
+    _, int8_model, _ = quantized("llama")
+    ids = torch.randint(2, END, (3, 20), generator=torch.Generator().manual_seed(1))
+    full = int8_model(ids).logits
+    past = int8_model(ids[:, :4])
+    assert torch.equal(past.logits, full[:, :4])
+    for end in range(5, 21):
+        past = int8_model(ids[:, end - 1 : end], past_key_values=past.past_key_values)
+        assert torch.equal(past.logits, full[:, end - 1 : end])
+    assert past.past_key_values.get_seq_length() == 20
+
+
+def test_several_tokens_can_follow_a_past():
+    _, int8_model, _ = quantized("llama")
+    ids = torch.randint(2, END, (2, 11), generator=torch.Generator().manual_seed(2))
+    past = int8_model(ids[:, :4]).past_key_values
+    assert torch.equal(int8_model(ids[:, 4:], past_key_values=past).logits, int8_model(ids).logits[:, 4:])
+
+
+def test_logits_are_close_to_those_of_the_float_model_without_positions_too():
+    model, int8_model, _ = quantized("llama")
+    inputs = batch("llama", padding=3, seed=8)
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+    rows = inputs["attention_mask"].bool()
+    error = (int8_model(**inputs).logits - wanted)[rows]
+    assert error.square().mean() < 1e-2 * wanted[rows].square().mean()
+
+
+GREEDY, BEAMS, SAMPLED = {}, {"num_beams": 3}, {"do_sample": True, "top_k": 10}
+WITHOUT, STATIC = {"use_cache": False}, {"cache_implementation": "static"}
+WAYS = [GREEDY, BEAMS, SAMPLED, WITHOUT, STATIC]
+CASES = [("llama", way) for way in WAYS]
+SLOW = [(name, way) for name in MODELS if name != "llama" for way in (GREEDY, BEAMS)]
+SLOW += [("gpt2", STATIC), ("bart", STATIC)]
+
+
+@pytest.mark.parametrize(("name", "way"), [*CASES, *slow_params(*SLOW, reason="each model is captured and compiled")])
+def test_tokens_are_those_of_the_reference_model(name, way):
+    _, int8_model, reference = quantized(name)
+    inputs = batch(name, 3, 9, padding=3, seed=5)
+    found = generated(int8_model, inputs, **way)
+    assert torch.equal(found, generated(reference, inputs, **way))
+    assert len({tuple(row.tolist()) for row in found}) > 1 or name in ("bart", "whisper")
+
+
+@pytest.mark.parametrize("way", [WITHOUT, STATIC])
+def test_tokens_do_not_depend_on_the_cache(way):
+    _, int8_model, _ = quantized("llama")
+    inputs = batch("llama", 3, 9, padding=3, seed=6)
+    assert torch.equal(generated(int8_model, inputs, **way), generated(int8_model, inputs))
+
+
+def test_what_is_left_out_of_the_result_can_be_chosen():
+    _, int8_model, _ = quantized("llama")
+    inputs = batch("llama")
+    full = int8_model(**inputs)
+    assert int8_model(**inputs, use_cache=False).past_key_values is None
+    assert torch.equal(int8_model(**inputs, logits_to_keep=2).logits, full.logits[:, -2:])
+    assert torch.equal(int8_model(**inputs, return_dict=False)[0], full.logits)
+    assert type(full) is library().modeling_outputs.CausalLMOutputWithPast
+
+
+def test_the_surface_is_that_of_the_float_model():
+    model, int8_model, _ = quantized("llama")
+    assert isinstance(int8_model, library().LlamaForCausalLM)
+    assert int8_model.can_generate()
+    assert int8_model.config.use_cache
+    assert int8_model.config.to_dict() == model.config.to_dict()
+    assert int8_model.generation_config.to_dict() == model.generation_config.to_dict()
+    assert (int8_model.device, int8_model.dtype) == (model.device, model.dtype)
+    assert int8_model.coverage.macs == 1.0
+    assert int8_model.model.layers[0].self_attn.head_dim == 8
+
+
+def test_pipelines_generate_text():
+    model, int8_model, _ = quantized("llama")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(5, VOCABULARY))]
+    tokenizer = library().BertTokenizer(vocab={word: index for index, word in enumerate(words)}, padding_side="left")
+    texts = ["w7 w8 w9", "w20 w21 w22 w23 w24 w25"]
+    results = []
+    for one in (model, int8_model):
+        generate = library().pipeline("text-generation", model=one, tokenizer=tokenizer, batch_size=2)
+        results.append(generate(texts, max_new_tokens=3, do_sample=False))
+    assert results[0] == results[1]
+
+
+def test_folders_keep_the_programs_and_the_configurations(tmp_path):
+    from intaglio.integrations.transformers import from_pretrained
+
+    _, int8_model, _ = quantized("llama")
+    int8_model.save_pretrained(tmp_path)
+    found = from_pretrained(tmp_path)
+    inputs = batch("llama", 2, 7)
+    assert type(found) is type(int8_model)
+    assert torch.equal(generated(found, inputs), generated(int8_model, inputs))
+    (tmp_path / "programs.json").write_text('{"programs": ["other"], "counts_padding": true}')
+    with pytest.raises(ArtifactError, match="does not list the programs"):
+        from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_generate_too(copied):
+    _, int8_model, _ = quantized("llama")
+    inputs = batch("llama", 2, 7)
+    assert torch.equal(generated(copied(int8_model), inputs), generated(int8_model, inputs))
+
+
+def test_arguments_that_the_programs_do_not_take_are_errors():
+    _, int8_model, _ = quantized("llama")
+    inputs = batch("llama")
+    with pytest.raises(InputError, match=r"(?s)argument 'output_attentions'.*leave output_attentions out"):
+        int8_model(**inputs, output_attentions=True)
+    with pytest.raises(InputError, match=r"(?s)argument 'labels'.*leave labels out"):
+        int8_model(**inputs, labels=inputs["input_ids"])
+    with pytest.raises(InputError, match="it has no input_ids"):
+        int8_model(attention_mask=inputs["attention_mask"])
+    int8_model(**inputs, output_attentions=False, labels=None)
+
+
+def test_batches_of_encoder_decoders_have_tokens_of_the_decoder_or_labels():
+    model = float_model("t5")
+    from intaglio.integrations.transformers.cached_steps import StepNames
+    from intaglio.integrations.transformers.calibration_calls import decoder_tokens
+
+    names, inputs, labels = StepNames("decoder_input_ids", None, None), batch("t5"), torch.randint(2, END, (4, 5))
+    with pytest.raises(CalibrationError, match="add 'decoder_input_ids' to the batches"):
+        decoder_tokens(model, names, inputs)
+    assert decoder_tokens(model, names, {**inputs, "decoder_input_ids": labels}).tokens is labels
+    shifted = decoder_tokens(model, names, {**inputs, "labels": labels}).tokens
+    assert torch.equal(shifted, torch.cat([torch.full((4, 1), PAD), labels[:, :-1]], 1))
+
+
+def test_masks_of_other_shapes_are_errors():
+    _, int8_model, _ = quantized("llama")
+    ids = batch("llama")["input_ids"]
+    with pytest.raises(InputError, match=r"(?s)there are 12 tokens.*pass a mask of the whole sequence"):
+        int8_model(ids, attention_mask=torch.ones(4, 5))
+    with pytest.raises(InputError, match=r"(?s)not the causal mask.*pass a mask of shape"):
+        int8_model(ids, attention_mask=torch.ones(4, 1, 12, 12, dtype=torch.bool))
+    int8_model(ids, attention_mask=torch.ones(4, 12))
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_static_caches_of_sliding_windows_are_refused():
+    _, int8_model, _ = quantized("mistral")
+    with pytest.raises(InputError, match=r"(?s)StaticSlidingWindowLayer.*leave past_key_values"):
+        generated(int8_model, batch("mistral", 2, 7), **STATIC)
+    generated(int8_model, batch("mistral", 2, 7))
+
+
+def test_dynamic_shapes_are_refused_for_models_with_a_cache():
+    model = float_model("llama")
+    with pytest.raises(InputError, match=r"leave dynamic_shapes out, or set model.config.use_cache = False"):
+        intaglio.quantize(model, calibration("llama"), dynamic_shapes={"input_ids": None})
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_models_without_a_cache_generate_by_computing_all_tokens_again():
+    int8_model = intaglio.quantize(float_model("llama", use_cache=False), calibration("llama"))
+    assert isinstance(int8_model, intaglio.QuantizedModel)
+    inputs = batch("llama", 2, 7)
+    found, ids = generated(int8_model, inputs, max_new_tokens=4), inputs["input_ids"]
+    for _ in range(4):
+        logits = int8_model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, ids)
+    with pytest.raises(InputError, match="quantize again with batches that have 'position_ids'"):
+        generated(int8_model, batch("llama", 2, 7, padding=2))
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_models_whose_cache_is_not_keys_and_values_say_so(caplog):
+    config = library().MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
+    model = library().MambaForCausalLM(config).eval()
+    int8_model = intaglio.quantize(model, [batch("llama", length=7)])
+    assert "without a key-value cache, because its forward has no argument past_key_values" in caplog.text
+    assert generated(int8_model, batch("llama", 2, 7), max_new_tokens=3).shape == (2, 10)
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_folders_of_encoder_decoders_keep_all_programs(name, tmp_path):
+    from intaglio.integrations.transformers import from_pretrained
+
+    _, int8_model, _ = quantized(name)
+    int8_model.save_pretrained(tmp_path)
+    inputs = batch(name, 2, 7)
+    assert torch.equal(generated(from_pretrained(tmp_path), inputs), generated(int8_model, inputs))
