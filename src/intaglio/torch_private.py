@@ -10,7 +10,7 @@ import importlib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import fx, nn
@@ -21,6 +21,8 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+Parameters = ParamSpec("Parameters")
 
 __all__ = [
     "DisableTorchFunction",
@@ -34,6 +36,7 @@ __all__ = [
     "buffers_of",
     "call_hooks",
     "call_replace_hook",
+    "called_while_traced",
     "current_function_mode",
     "decompose_used_composites",
     "decomposition_of",
@@ -111,6 +114,13 @@ def is_traced() -> bool:
         return False
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE))
+
+
+def called_while_traced(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """Let Dynamo call a function instead of tracing it. Without it, errors that are raised for ``torch.export(...,
+    strict=True)`` end in one of Dynamo, which cannot construct them."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions
+    return function
 
 
 # ---- tensors and modules --------------------------------------------------------------------------------------------

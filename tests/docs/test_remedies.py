@@ -42,6 +42,8 @@ FOLLOWED_ELSEWHERE = {
     "remove it if it is not yours": "native/test_cache_trust.py",
     "delete the file and run the program again": "native/test_cache_trust.py",
     "load the file without trust=True": "runtime/test_files.py",
+    "leave the free size that it is computed from": "tracing/test_capture_remedies.py",
+    "pass smaller batches, one after the other": "runtime/test_new_shapes.py",
     "pass larger inputs": "runtime/test_free_sizes.py",
     "load it into a model of the same float model and recipe": "runtime/test_copies.py",
     "calibrate with data like that of this call": "runtime/reports/test_clipping.py",

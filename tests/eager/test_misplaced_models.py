@@ -35,6 +35,7 @@ def converted() -> nn.Module:
 
 TOOLS: dict[str, Callable[[nn.Module], object]] = {
     "torch.export": lambda model: torch.export.export(model, (X,)),
+    "strict torch.export": lambda model: torch.export.export(model, (X,), strict=True),
     "torch.jit.script": torch.jit.script,
     "torch.compile": lambda model: torch.compile(model, backend="eager")(X),
     "torch.compile of a parent": lambda model: torch.compile(nn.Sequential(model), backend="eager")(X),

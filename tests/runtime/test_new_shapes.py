@@ -47,6 +47,14 @@ def test_all_shapes_share_one_arena_as_large_as_the_largest(model):
     assert max(plans) <= frame.arena.numel() < 1.5 * max(plans)
 
 
+def test_a_call_that_needs_more_memory_than_there_is_is_an_error(model):
+    """Its input has stride 0, so that it takes no memory itself."""
+    with pytest.raises(InputError, match=r"one of its buffers needs \d{15,} bytes of memory") as raised:
+        model(tokens(3, 1).expand(1 << 40, 3, 16))
+    assert raised.value.remedy == "pass smaller batches, one after the other"
+    assert model(tokens(3)).shape == (2, 3, 4)
+
+
 def test_concurrent_calls_never_share_memory(model, lowered):
     """Case 33: eight threads, lengths of their own; one plan a length."""
     inputs = [tokens(1 + i % 20) for i in range(160)]

@@ -141,6 +141,7 @@ def test_an_int8_model_updates_its_buffers_like_the_float_model():
         assert_same(fast(picture()), alike(picture()) * 2)
 
 
-def test_exporting_an_int8_model_is_an_error():
+@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+def test_exporting_an_int8_model_is_an_error(strict):
     with pytest.raises(InputError, match="already quantized"):
-        torch.export.export(Pipeline(compiled(nets.ConvBnRelu)[0]), (picture(),))
+        torch.export.export(Pipeline(compiled(nets.ConvBnRelu)[0]), (picture(),), strict=strict)

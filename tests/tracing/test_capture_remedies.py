@@ -6,17 +6,21 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 import intaglio
 from intaglio import stages
-from intaglio.errors import IntaglioError
+from intaglio.errors import CaptureError, IntaglioError
 from intaglio.tracing import unroll_scans
 from support import nets
 from support.nets import Body
 
+RENAME = "give the module, parameter or buffer another name"
+NAMES = ('a"b', "a\\b", "a\nb", "a\rb", "a\0b", "a\udcffb")
+"""Names that the code of a graph cannot contain."""
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -220,3 +224,38 @@ def test_recipe_and_ranges_are_saved_instead_of_a_stage(tmp_path):
         pickled(stages.prepare(captured()))
     assert raised.value.remedy.startswith("call recipe.save(path) and ranges.save(path)")
     recipe_and_ranges(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_names_that_graphs_cannot_contain_are_refused(name):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match=r"torch\.fx cannot write a graph with this name") as raised:
+        stages.capture(model.eval(), X)
+    assert (raised.value.where, raised.value.remedy) == (repr(name), RENAME)
+    renamed = nn.Sequential()
+    renamed.add_module("a'; \t*/ b", model[0])
+    assert torch.equal(stages.capture(renamed.eval(), X)(X), model(X))
+
+
+class Enlarged(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.c, self.factor = nn.Conv2d(3, 3, 1), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(self.c(x), scale_factor=self.factor)
+
+
+def test_sizes_that_are_no_multiples_of_free_sizes_are_refused():
+    x, free = torch.randn(2, 3, 8, 8), dict.fromkeys((0, 2, 3), Dim.AUTO)
+    with pytest.raises(CaptureError, match=r"the dimension 1\.5.* is not supported") as raised:
+        stages.capture(Enlarged(1.5).eval(), x, dynamic_shapes={"x": free})
+    assert raised.value.remedy == (
+        "leave the free size that it is computed from out of dynamic_shapes, so that the size of the example is fixed, "
+        "or use whole scale factors"
+    )
+    fixed = stages.capture(Enlarged(1.5).eval(), x, dynamic_shapes={"x": {0: Dim.AUTO}})
+    assert fixed(torch.randn(3, 3, 8, 8)).shape == (3, 3, 12, 12)
+    whole = stages.capture(Enlarged(2.0).eval(), x, dynamic_shapes={"x": free})
+    assert whole(torch.randn(3, 3, 9, 7)).shape == (3, 3, 18, 14)

@@ -51,7 +51,11 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
             total = total * parts[0]
         return total
     raise CaptureError(
-        "model", None, f"the dimension {expression} is not supported; sums, products and // by a number are"
+        "model",
+        None,
+        f"the dimension {expression} is not supported; sums, products and // by a number are",
+        remedy="leave the free size that it is computed from out of dynamic_shapes, so that the size of the example is "
+        "fixed, or use whole scale factors",
     )
 
 

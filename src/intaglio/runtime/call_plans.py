@@ -7,10 +7,13 @@ of the compiled program.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +25,8 @@ from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
 from intaglio.signature import TORCH_DTYPES
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 MAX_IDLE_FRAMES = 16
 """Maximum number of idle frames that a model keeps for reuse."""
 ARENA_GROWTH = 1.25
@@ -36,6 +41,27 @@ class NewShapePolicy(StrEnum):
     """Plan memory for the new shapes and run in int8."""
     FALLBACK = "fallback"
     """Run the float model."""
+
+
+NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+"""Message of PyTorch's allocator."""
+
+
+def with_memory_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return a function that raises `InputError` for calls that need more memory than the system has."""
+
+    @functools.wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            refused = NO_MEMORY.search(str(error))
+            if refused is None:
+                raise
+            problem = f"one of its buffers needs {refused[1]} bytes of memory, which the system does not have"
+            raise InputError("call", None, problem, remedy="pass smaller batches, one after the other") from error
+
+    return checked
 
 
 class Frame:

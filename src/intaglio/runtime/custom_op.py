@@ -11,9 +11,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from intaglio.errors import InputError
 from intaglio.ir import evaluate
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.signature import TORCH_DTYPES, dims_of
+from intaglio.torch_private import called_while_traced
 
 _MODELS: WeakValueDictionary[int, CompiledModel] = WeakValueDictionary()
 _NUMBERS = count()
@@ -24,6 +26,12 @@ def register(model: CompiledModel) -> int:
     number = next(_NUMBERS)
     _MODELS[number] = model
     return number
+
+
+@called_while_traced
+def refuse_export(problem: str, remedy: str) -> None:
+    """Raise `InputError` for torch.export, in strict mode too."""
+    raise InputError("call", None, problem, remedy=remedy)
 
 
 @torch.library.custom_op("intaglio::call", mutates_args=(), device_types="cpu")

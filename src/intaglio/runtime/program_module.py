@@ -17,8 +17,16 @@ from intaglio.argument_checks import check_arguments
 from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
-from intaglio.runtime.call_plans import MAX_IDLE_FRAMES, CallPlan, ExternalInput, Frame, NewShapePolicy, SizeEvaluator
-from intaglio.runtime.custom_op import is_channels_last, register
+from intaglio.runtime.call_plans import (
+    MAX_IDLE_FRAMES,
+    CallPlan,
+    ExternalInput,
+    Frame,
+    NewShapePolicy,
+    SizeEvaluator,
+    with_memory_errors,
+)
+from intaglio.runtime.custom_op import is_channels_last, refuse_export, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.runtime.reports.coverage import Coverage
@@ -141,7 +149,7 @@ class ProgramModule(nn.Module):
         """
         problem = None
         if torch.compiler.is_exporting():
-            problem = "the model is already quantized; torch.export cannot trace its program"
+            refuse_export("the model is already quantized; torch.export cannot trace its program", INSTEAD_OF_TRACING)
         elif is_in_jit_trace():
             problem = "the model is already quantized; torch.jit.trace cannot record its program"
         elif self._has_side_effects:
@@ -264,6 +272,7 @@ class ProgramModule(nn.Module):
             self._size_evaluator = SizeEvaluator(self.artifact, self.graph, self.island_dims)
         return CallPlan(self._size_evaluator, symbols)
 
+    @with_memory_errors
     def _run(
         self, leaves: Sequence[torch.Tensor], plan: CallPlan, allowed: int, clock: Clock | None = None
     ) -> dict[str, torch.Tensor]:

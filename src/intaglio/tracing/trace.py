@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ def trace(
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         model_copy = frozen_copy(model, train)
+        _check_names(model_copy)
         model_copy = with_named_keywords(model_copy, kwargs)
         returns_caches = train
         if not train:
@@ -100,6 +102,28 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
         if isinstance(leaf, torch.Tensor) and (problem := unsupported_reason(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
+
+
+NOT_IN_CODE = re.compile(r'["\\\n\r\0\ud800-\udfff]')
+"""Characters that torch.fx writes into the code of a graph as they are, where Python does not read them back."""
+
+
+def _check_names(model: nn.Module) -> None:
+    """Refuse names that the code of a graph cannot contain.
+
+    Raises:
+        CaptureError: a module, parameter or buffer has such a name.
+    """
+    parts = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    for path in (path for found in parts for path, _ in found):
+        if NOT_IN_CODE.search(path):
+            raise CaptureError(
+                repr(path),
+                None,
+                "torch.fx cannot write a graph with this name; names may have no double quote, backslash, line break, "
+                "null character or surrogate",
+                remedy="give the module, parameter or buffer another name",
+            )
 
 
 def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
