@@ -122,3 +122,15 @@ def test_islands_compute_values_again_whose_size_depends_on_values():
         assert_same_bits(compiled(batch), lowered(batch))
         for found, expected in zip(lowered(batch), reference(batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-2)
+
+
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_a_constant_is_repeated_a_free_number_of_times(isa):
+    """Relative positions of each head are repeated for each text."""
+    model = Body(lambda m, x: m.a(x) * m.table.repeat(x.shape[0], 1, 1)[: x.shape[0]], a=nn.Linear(6, 8))
+    model.table = nn.Parameter(torch.randn(4, 10, 8, generator=DRAW))
+    _, lowered = quantized(randomize(model), X, recipe=intaglio.Recipe.named("transformer"))
+    assert not lowered.islands
+    compiled = stages.compile(lowered, isa=isa)
+    for batch in (X, X[:1]):
+        assert_same_bits([compiled(batch)], [lowered(batch)])

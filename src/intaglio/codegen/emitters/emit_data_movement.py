@@ -71,7 +71,8 @@ def _reshape(code: Code, op: Op, kernel: MovementKernel, context: Context) -> No
         missing = AXES - len(bytes_too[0])
         sizes = _braced([1] * missing + list(bytes_too[0]), context)
         strides = _braced([0] * missing + list(bytes_too[1]), context)
-        code(f"const struct Side {name} = {{{start}, {sizes}, {strides}}};")
+        cast = "(uint8_t*)" if context.plan.location(value).root in context.graph.constants else ""  # it is only read
+        code(f"const struct Side {name} = {{{cast}{start}, {sizes}, {strides}}};")
     code("copy_in_logical_order(&in, &out, thread, threads);")
 
 
