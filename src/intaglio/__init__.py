@@ -10,6 +10,7 @@ __version__ = config.VERSION
 __all__ = [
     "CompileOptions",
     "Image",
+    "PartlyQuantizedModel",
     "QuantizedModel",
     "Recipe",
     "Setting",
@@ -20,6 +21,7 @@ __all__ = [
     "eager",
     "errors",
     "load",
+    "load_into",
     "patterns",
     "quantize",
     "stages",
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from intaglio.api import autotune, quantize
     from intaglio.backends.native_backend import CompileOptions
     from intaglio.build import load
+    from intaglio.parts import PartlyQuantizedModel, load_into
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
@@ -39,12 +42,14 @@ else:
     MODULES = {
         "CompileOptions": "intaglio.backends.native_backend",
         "Image": "intaglio.quant.recipes.image",
+        "PartlyQuantizedModel": "intaglio.parts",
         "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",
         "Setting": "intaglio.quant.recipes.settings",
         "autotune": "intaglio.api",
         "compare": "intaglio.tune",
         "load": "intaglio.build",
+        "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
     }
     """Public name -> the module that defines it. Names that are missing here are modules themselves."""

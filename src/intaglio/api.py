@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from intaglio.argument_checks import check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
-from intaglio.errors import InputError
+from intaglio.errors import CaptureError, InputError
 from intaglio.integrations import ExportExample, integration_for
+from intaglio.parts import PartlyQuantizedModel, quantize_parts
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import check_selectors, quantizer_for_part
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe, Selectors
@@ -58,8 +62,13 @@ def quantize(
     samples: int | None = None,
     progress: bool | None = None,
     options: CompileOptions | None = None,
-) -> QuantizedModel:
+    strict: bool = False,
+) -> QuantizedModel | PartlyQuantizedModel:
     """Quantize a float model with a few batches of data and compile it for the CPU. The float model is not changed.
+
+    Of a model that cannot be captured as a whole, because its Python code depends on values of tensors, the largest
+    submodules that can be captured are quantized. The result is then a `PartlyQuantizedModel`, a copy of the float
+    model with int8 parts inside.
 
     Args:
         model: the float model.
@@ -81,6 +90,7 @@ def quantize(
         progress: whether to show a progress bar (default: if standard error is a terminal).
         options: instruction sets, schedule search and the policy for new shapes. With ``tune=True`` the search measures
             with the first sample of the example inputs.
+        strict: whether to raise an error if the model cannot be captured as a whole, and not to quantize parts of it.
 
     Returns:
         The int8 model, which is called like the float model. A model of ``transformers`` keeps its class and
@@ -99,34 +109,84 @@ def quantize(
     options = options or CompileOptions()
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
 
+    integration = integration_for(model)
+    splits = not strict and integration is None and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
+    kept, data = _kept_first(data) if splits else (None, data)
+
     def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
         if example is not None and dynamic_shapes is not None:
             problem = "dynamic_shapes is given, but the sizes of a model with a cache are chosen for it"
             remedy = "leave dynamic_shapes out, or set model.config.use_cache = False"
             raise InputError("quantize", None, problem, remedy=remedy)
         example = example or ExportExample(example_inputs, dynamic_shapes)
-        return _quantized(module, batches, example, quantizer, samples, progress, options)
+        captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
+        check_calls(captured, module, example.checks)
+        return _quantized(module, captured, call, rest, quantizer, samples, progress, options)
 
-    integration = integration_for(model)
-    return (
-        quantize_module(model, data, None)
-        if integration is None
-        else integration.quantize_model(model, data, quantize_module)
-    )
+    if integration is not None:
+        whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
+        return whole
+    try:
+        captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
+    except CaptureError as refused:
+        if not splits:
+            raise
+
+        return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
+    return _quantized(model, captured, call, rest, quantizer, samples, progress, options)
+
+
+def _in_parts(
+    model: nn.Module,
+    data: Any,
+    refused: CaptureError,
+    quantizer: Quantizer,
+    samples: int | None,
+    options: CompileOptions,
+) -> PartlyQuantizedModel:
+    """Quantize the parts of a model whose capture was refused."""
+    captured_parts: list[Captured] = []
+
+    def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
+        captured_parts.append(captured)
+        own = quantizer_for_part(quantizer, captured)
+        return _quantized(part, captured, call, batches, own, None, False, options)
+
+    found = quantize_parts(model, data, refused, samples, quantize_part)
+    check_selectors(quantizer.recipe, captured_parts)
+    return found
+
+
+def _may_split(
+    data: Any, example_inputs: Any, dynamic_shapes: Any, quantizer: Quantizer, options: CompileOptions
+) -> bool:
+    """Return whether parts of a model can be quantized with these arguments, none of which are about the whole
+    model."""
+    batches = isinstance(data, Iterable) and not isinstance(data, torch.Tensor)
+    about_all = (example_inputs, dynamic_shapes, quantizer.recipe.parameters)
+    tuned = not isinstance(options.tune, bool)
+    return batches and not tuned and not quantizer.input and all(one is None for one in about_all)
+
+
+def _kept_first(data: Any) -> tuple[list[Any] | None, Any]:
+    """Return the first batch of an iterator, which can be read only once, and the data that still starts with it."""
+    if not isinstance(data, Iterator):
+        return None, data
+    first, items = peek(data)
+    return [first], items
 
 
 def _quantized(
     model: nn.Module,
+    captured: Captured,
+    call: Call,
     data: Any,
-    example: ExportExample,
     quantizer: Quantizer,
     samples: int | None,
     progress: bool | None,
     options: CompileOptions,
 ) -> QuantizedModel:
-    """Run all stages for one module."""
-    captured, call, data = _capture_model(model, data, example.inputs, example.dynamic_shapes)
-    check_calls(captured, model, example.checks)
+    """Run the stages that follow capture for one module."""
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(
             captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ()

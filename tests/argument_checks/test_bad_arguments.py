@@ -20,6 +20,19 @@ from support.public_names import public_objects
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 DATA = [X, X + 1]
+
+
+class Branching(nn.Module):
+    """Runs a model or not, by the values of its input, so that only the model inside can be captured."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) if x.abs().sum() > 0 else x
+
+
 FEW_VALUES: dict[str, Any] = {
     "None": None,
     "an integer": 5,
@@ -88,6 +101,7 @@ def stage() -> dict[str, Any]:
         "lowered": lowered,
         "planned": stages.plan(lowered),
         "int8": stages.compile(lowered),
+        "parted": intaglio.quantize(Branching(model).eval(), DATA, progress=False),
         "recorded": recorded,
         "converted": eager.convert(recorded),
     }
@@ -146,6 +160,14 @@ def quick_calls(stage: Mapping[str, Any]) -> Calls:
         "eager.rewrite": (eager.rewrite, {"converted": stage["converted"]}),
         "eager.scriptable": (eager.scriptable, {"reference": stage["reference"]}),
         "load": (intaglio.load, {"path": "model.int8"}),
+        "load_into": (intaglio.load_into, {"path": "model.int8", "float_model": stage["model"]}),
+        "PartlyQuantizedModel.assert_int8": (stage["parted"].assert_int8, {"macs": 0.0}),
+        "PartlyQuantizedModel.save": (stage["parted"].save, {"path": "parted.int8"}),
+        "PartlyQuantizedModel.text": (stage["parted"].text, {"stage": "plan"}),
+        "PartlyQuantizedModel.compare": (
+            stage["parted"].compare,
+            {"float_model": Branching(stage["model"]).eval(), "calls": [(X,)], "samples": 2},
+        ),
         "QuantizedModel.save": (stage["int8"].save, {"path": "model.int8"}),
         "QuantizedModel.export_c": (stage["int8"].export_c, {"folder": "c"}),
         "QuantizedModel.text": (stage["int8"].text, {"stage": "plan"}),

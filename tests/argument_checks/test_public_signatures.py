@@ -10,6 +10,7 @@ from intaglio.argument_checks import annotation_checks
 from support.public_names import public_callables, public_objects
 
 MADE_BY_INTAGLIO = {
+    "PartlyQuantizedModel",
     "annotation.Site",
     "calibration.CalibrationInfo",
     "eager.AutoQuantizationState",
@@ -30,6 +31,7 @@ MADE_BY_INTAGLIO = {
 }
 """Classes whose objects only intaglio makes: their constructors take what other stages return."""
 CALLED_BY_OTHERS = {
+    "PartlyQuantizedModel.train": "PyTorch calls it",
     "QuantizedModel.train": "PyTorch calls it",
     "stages.PreparedQat.set_extra_state": "PyTorch calls it",
     "annotation.Annotator.annotate": "users define it",

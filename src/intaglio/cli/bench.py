@@ -66,7 +66,10 @@ def run(
         model = targets.float_model(target)
         call, batches = targets.call_and_batches(model, data, shapes)
         options = intaglio.CompileOptions(isa=isa)
-        quantized = intaglio.quantize(model, batches, example_inputs=call[0] if not call[1] else None, options=options)
+        example = call[0] if not call[1] else None
+        found = intaglio.quantize(model, batches, example_inputs=example, options=options, strict=True)
+        assert isinstance(found, intaglio.QuantizedModel)
+        quantized = found
     if batch is not None:
         call = resized(call, batch)
     before = torch.get_num_threads()

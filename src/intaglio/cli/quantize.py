@@ -73,7 +73,8 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
-    quantized = intaglio.quantize(model, **options, options=compiled)
+    quantized = intaglio.quantize(model, **options, options=compiled, strict=True)
+    assert isinstance(quantized, intaglio.QuantizedModel)
     return {**_save(quantized, request.out, begin), "accuracy": _accuracy(model, quantized, request.data)}
 
 

@@ -71,12 +71,12 @@ class _Attributes:
     """The plain attributes of all modules of a model at one time."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.kept = [(module, _plain_attributes(module)) for module in model.modules()]
+        self.kept = [(module, plain_attributes(module)) for module in model.modules()]
 
     def restore(self) -> None:
         """Give all modules these attributes and no others."""
         for module, kept in self.kept:
-            for name in _plain_attributes(module).keys() - kept.keys():
+            for name in plain_attributes(module).keys() - kept.keys():
                 delattr(module, name)
             vars(module).update(kept)
 
@@ -84,10 +84,10 @@ class _Attributes:
 def _keeps_sizes(model: nn.Module) -> bool:
     """Return whether a plain attribute of a module is a tensor or a shape."""
     kept = (torch.Size, torch.Tensor)
-    return any(isinstance(value, kept) for module in model.modules() for value in _plain_attributes(module).values())
+    return any(isinstance(value, kept) for module in model.modules() for value in plain_attributes(module).values())
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that `nn.Module` does not manage."""
     return {name: value for name, value in vars(module).items() if name not in MANAGED}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
-from intaglio.ir import ModelInfo, Signature, symbols_of
+from intaglio.ir import ModelInfo, Origin, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.image_inputs import declare_images
@@ -32,6 +32,7 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import patterns_of
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
@@ -193,7 +194,7 @@ def _prepared(
     observer_state = observer_state or ObserverState()
     bodies = {
         loop.name: _prepared(
-            copy_graph(loop.body.module), loop.body, _body_quantizer(quantizer, loop.body), passes, observer_state
+            copy_graph(loop.body.module), loop.body, quantizer_for_part(quantizer, loop.body), passes, observer_state
         )
         for loop in (node.target for node in loops_of(module))
     }
@@ -222,10 +223,20 @@ def _prepared(
     )
 
 
-def _body_quantizer(quantizer: Quantizer, body: Captured) -> Quantizer:
-    """Return the quantizer for a loop body, to which the model's input and output options do not apply."""
-    origins = [origin(node) for node in nodes_with_loop_bodies(body.module) if node.op == "call_function"]
-    recipe = quantizer.recipe.for_part(origins, body.classes)
+def check_selectors(recipe: Recipe, parts: Sequence[Captured]) -> None:
+    """Raise `SelectorError` if a selector matches no operator of any of these parts of a model."""
+    classes = {name: kind for part in parts for name, kind in part.classes.items()}
+    recipe.check([one for part in parts for one in _origins(part)], classes)
+
+
+def _origins(captured: Captured) -> list[Origin]:
+    return [origin(node) for node in nodes_with_loop_bodies(captured.module) if node.op == "call_function"]
+
+
+def quantizer_for_part(quantizer: Quantizer, part: Captured) -> Quantizer:
+    """Return the quantizer for a loop body or a submodule, to which the model's input and output options do not
+    apply."""
+    recipe = quantizer.recipe.for_part(_origins(part), part.classes)
     return replace(
         quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
     )

@@ -217,6 +217,8 @@ def load(path: str | Path) -> SavedModel:
     """Return the contents of a file. Raise `ArtifactError` if it is damaged, has another format or version, or is
     invalid."""
     manifest, members = read(Path(path))
+    if "parts" in manifest:
+        raise ArtifactError(str(path), None, "it holds parts", remedy="call intaglio.load_into(path, float_model)")
     try:
         return _decoded(manifest, members)
     except ArtifactError as error:

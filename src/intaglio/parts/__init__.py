@@ -1,0 +1,65 @@
+"""Models that cannot be captured as a whole: their largest submodules that can be are quantized inside of a copy."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from intaglio.argument_checks import check_arguments
+from intaglio.errors import CaptureError
+from intaglio.parts.find_parts import QuantizePart, calls_of, find_parts, float_copy
+from intaglio.parts.partly_quantized import PartlyQuantizedModel, coverage_of
+from intaglio.parts.saved_parts import read_parts
+
+__all__ = ["PartlyQuantizedModel", "load_into", "quantize_parts"]
+
+logger = logging.getLogger("intaglio")
+
+
+def quantize_parts(
+    model: nn.Module, data: Any, refused: CaptureError, samples: int | None, quantize_part: QuantizePart
+) -> PartlyQuantizedModel:
+    """Return a copy of a model with its largest submodules that can be captured in int8.
+
+    Args:
+        model: the float model.
+        data: an iterable of batches.
+        refused: the error of the capture of the whole model.
+        samples: number of samples to calibrate with (default: all).
+        quantize_part: quantizes one captured submodule.
+
+    Raises:
+        CaptureError: ``refused``, if no part can be quantized or the model fails on the data.
+    """
+    copied = float_copy(model)
+    try:
+        calls = calls_of(copied, data, samples)
+    except CaptureError:
+        raise refused from None
+    size = sum(tensor.nbytes for tensor in (*copied.parameters(), *copied.buffers()))
+    found = find_parts(copied, calls, quantize_part)
+    if not found.parts:
+        raise refused
+    quantized = PartlyQuantizedModel(copied, coverage_of(copied, found, size))
+    logger.info("%r\n%s", quantized, quantized.coverage)
+    logger.info("the whole model cannot be captured: %s", refused.problem.splitlines()[0])
+    return quantized
+
+
+@check_arguments
+def load_into(path: str | Path, float_model: nn.Module, *, trust: bool = False) -> PartlyQuantizedModel:
+    """Load a file of `PartlyQuantizedModel.save` into a copy of a float model of the same architecture.
+
+    Args:
+        path: the file.
+        float_model: a model of the class and sizes that was quantized. Its weights are not used.
+        trust: run the compiled programs that the file holds, as `load` does.
+
+    Raises:
+        ArtifactError: the file is damaged or belongs to another model.
+    """
+    copied = float_copy(float_model)
+    return PartlyQuantizedModel(copied, read_parts(Path(path), copied, trust))

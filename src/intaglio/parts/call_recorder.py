@@ -1,0 +1,115 @@
+"""Recording of the calls of submodules while a float model runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from intaglio.quant.calibrate.batches import Call
+from intaglio.signature import clone_tensors
+from intaglio.torch_private import pytree
+
+MOST_BYTES = 512 * 10**6
+"""Bytes of recorded arguments of one module. Beyond them every second call is dropped, then every fourth, and so on."""
+
+
+@dataclass
+class RecordedCalls:
+    """Recorded calls of one module.
+
+    Attributes:
+        most: largest number of recorded calls, the first ones; ``None``: all, or evenly distributed ones.
+        calls: the arguments of the recorded calls.
+        seen: number of calls with samples.
+        size: bytes of the recorded arguments.
+        every: one in this many calls is recorded.
+    """
+
+    most: int | None = None
+    calls: list[Call] = field(default_factory=list)
+    seen: int = 0
+    size: int = 0
+    every: int = 1
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Record a copy of the arguments of a call. Calls without samples are left out."""
+        tensors = _tensors((args, kwargs))
+        if (
+            not tensors
+            or (self.most is not None and len(self.calls) >= self.most)
+            or any(not tensor.numel() for tensor in tensors)
+        ):
+            return
+        if self.seen % self.every == 0:
+            detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
+            self.calls.append(clone_tensors(detached))
+            self.size += sum(tensor.nbytes for tensor in tensors)
+        self.seen += 1
+        if self.size > MOST_BYTES and len(self.calls) > 1:
+            self.calls, self.every = self.calls[::2], 2 * self.every
+            self.size = sum(tensor.nbytes for tensor in _tensors(self.calls))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def recorded_calls(modules: Mapping[str, nn.Module], most: int | None = None) -> Iterator[dict[str, RecordedCalls]]:
+    """Record the calls of these modules, by name, that happen inside of the context: all, or the first ``most``."""
+    logs = {name: RecordedCalls(most) for name in modules}
+    hooks = [
+        module.register_forward_pre_hook(_recorder(logs[name]), with_kwargs=True) for name, module in modules.items()
+    ]
+    try:
+        yield logs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _recorder(log: RecordedCalls) -> Callable[..., None]:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        log.add(args, kwargs)
+
+    return record
+
+
+def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
+    """Return the multiply-accumulates of one call of the model.
+
+    Convolutions, linear layers and matrix products are counted, those of attention too.
+
+    Returns:
+        Those of each module by its ``id``, with those of its submodules, and those of the model.
+    """
+    found: dict[int, int] = {}
+    started: list[int] = []
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # neither this nor fused attention can be counted
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+
+            def begin(module: nn.Module, args: Any) -> None:
+                started.append(counter.get_total_flops())
+
+            def end(module: nn.Module, args: Any, result: Any) -> None:
+                found[id(module)] = found.get(id(module), 0) + (counter.get_total_flops() - started.pop()) // 2
+
+            hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
+            hooks += [module.register_forward_hook(end) for module in model.modules()]
+            try:
+                model(*clone_tensors(call[0]), **clone_tensors(call[1]))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+    return found, counter.get_total_flops() // 2

@@ -1,0 +1,89 @@
+"""A submodule of a model, alone for capture, and its quantized form inside of the model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.errors import InputError
+from intaglio.runtime import QuantizedModel
+from intaglio.torch_private import pytree
+from intaglio.tracing.earlier_results import plain_attributes
+
+
+def alone(module: nn.Module, path: str) -> nn.Module:
+    """Return a model that consists of one submodule, with the signature of its forward and its path in the whole model.
+
+    Selectors and reports therefore name its modules as those of the whole model.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(path)(*args, **kwargs)
+
+    given = inspect.signature(module.forward)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = given.replace(parameters=[own, *given.parameters.values()])  # type: ignore[attr-defined]
+    whole: nn.Module = type(type(module).__name__, (nn.Module,), {"forward": forward})()
+    outer, *names = whole, *path.split(".")
+    for name in names[:-1]:
+        outer.add_module(name, nn.Module())
+        outer = outer.get_submodule(name)
+    outer.add_module(names[-1], module)
+    return whole.eval()
+
+
+class QuantizedPart(nn.Module):
+    """The int8 model of a submodule in the place of that submodule.
+
+    It has the float module's attributes that are neither tensors nor modules, which code around it may read.
+
+    Attributes:
+        int8: the int8 model.
+    """
+
+    def __init__(self, path: str, int8: QuantizedModel, float_module: nn.Module) -> None:
+        super().__init__()
+        self.eval()
+        self._path, self._unfit = path, ""
+        self._kind = type(float_module).__name__
+        self._plain = {name: value for name, value in plain_attributes(float_module).items() if _has_no_tensor(value)}
+        self.int8 = int8
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the int8 model."""
+        try:
+            return self.int8(*args, **kwargs)
+        except InputError as error:
+            self.__dict__["_unfit"] = error.problem
+            where = f"{self._path}, {error.where}"
+            raise InputError(where, error.operator, error.problem, remedy=error.remedy, source=error.source) from error
+
+    @property
+    def unfit(self) -> str:
+        """Return why the part could not take its place in a call, or ""."""
+        return self._unfit
+
+    def __getattr__(self, name: str) -> Any:
+        plain = self.__dict__.get("_plain", {})
+        if name in plain:
+            return plain[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_kind" not in self.__dict__ or name.startswith("__"):
+                raise
+            self.__dict__["_unfit"] = f"other modules read its attribute {name!r}"
+            problem = f"the quantized {self._kind} at {self._path} has no attribute {name!r}"
+            raise AttributeError(problem) from None
+
+    def train(self, mode: bool = True) -> QuantizedPart:
+        """Stay in evaluation mode."""
+        return self
+
+
+def _has_no_tensor(value: Any) -> bool:
+    """Return whether an attribute contains neither tensors nor modules."""
+    return not any(isinstance(leaf, (torch.Tensor, nn.Module)) for leaf in pytree.tree_leaves(value))

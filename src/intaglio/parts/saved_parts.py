@@ -1,0 +1,119 @@
+"""Files of partly quantized models: the file of every part, and the tensors of the float rest."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from intaglio.build import load
+from intaglio.errors import MALFORMED, ArtifactError
+from intaglio.parts.find_parts import replace_module
+from intaglio.parts.part_module import QuantizedPart
+from intaglio.runtime import Coverage, FloatPart, QuantizedModel
+from intaglio.runtime.saved.archive import SAVE_AGAIN, read, write
+
+FLOATS = "float.safetensors"
+SAME_ARCHITECTURE = "pass a float model of the class and sizes that was quantized"
+
+
+def write_parts(
+    path: Path,
+    model: nn.Module,
+    parts: Mapping[str, QuantizedModel],
+    coverage: Coverage,
+    library: bool,
+    version: str,
+) -> None:
+    """Write a file. Raise `ArtifactError` if that is not possible."""
+    members = {FLOATS: safetensors.torch.save(_rest(model))}
+    names = {f"part{index}": where for index, where in enumerate(parts)}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, where in names.items():
+            parts[where].save(Path(folder) / name, library=library)
+            members[name] = (Path(folder) / name).read_bytes()
+    write(path, {"intaglio": version, "parts": names, "coverage": asdict(coverage)}, members)
+
+
+def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
+    """Put the parts and tensors of a file into a float model.
+
+    Args:
+        path: the file.
+        float_model: a model of the architecture that was quantized, which is changed.
+        trust: whether to run compiled programs of the file.
+
+    Returns:
+        The coverage that the file holds.
+
+    Raises:
+        ArtifactError: the file is damaged or belongs to another model.
+    """
+    manifest, members = read(path)
+    names = manifest.get("parts")
+    if not isinstance(names, dict):
+        problem = "it holds a whole int8 model, and no parts of one"
+        raise ArtifactError(str(path), None, problem, remedy="call intaglio.load(path)")
+    try:
+        for name, where in names.items():
+            old = _submodule(path, float_model, where)
+            replace_module(float_model, old, QuantizedPart(where, _part(members[name], trust), old))
+        _load_rest(path, float_model, safetensors.torch.load(members[FLOATS]))
+        return _coverage(manifest["coverage"])
+    except (*MALFORMED, safetensors.SafetensorError) as error:
+        problem = f"its contents are damaged: {type(error).__name__}: {error}"
+        raise ArtifactError(str(path), None, problem, remedy=SAVE_AGAIN) from error
+
+
+def _part(content: bytes, trust: bool) -> QuantizedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "part.intaglio"
+        file.write_bytes(content)
+        return load(file, trust=trust)
+
+
+def _submodule(path: Path, model: nn.Module, where: str) -> nn.Module:
+    try:
+        return model.get_submodule(where)
+    except AttributeError as error:
+        problem = f"a part belongs to {where}, which {type(model).__name__} does not have"
+        raise ArtifactError(str(path), None, problem, remedy=SAME_ARCHITECTURE) from error
+
+
+def _inside(model: nn.Module) -> tuple[str, ...]:
+    return tuple(f"{where}." for where, module in model.named_modules() if isinstance(module, QuantizedPart))
+
+
+def _rest(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors of a model outside of its parts, by name."""
+    parts = _inside(model)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach().clone() for name, tensor in named if not name.startswith(parts or ("\0",))}
+
+
+def _load_rest(path: Path, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    own = _rest(model)
+    differing = {name for name in {*own, *tensors} if _kind(own.get(name)) != _kind(tensors.get(name))}
+    if differing:
+        problem = f"its tensors are not those of the model; the first that differs is {min(differing)}"
+        raise ArtifactError(str(path), None, problem, remedy=SAME_ARCHITECTURE)
+    named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            named[name].copy_(tensor)
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+
+def _coverage(stored: Mapping[str, Any]) -> Coverage:
+    groups = {name: tuple(FloatPart(**part) for part in stored[name]) for name in ("floats", "hosts", "loops")}
+    numbers = {field.name: stored[field.name] for field in fields(Coverage) if field.name not in groups}
+    return Coverage(**{**numbers, **groups, "notes": tuple(stored["notes"])})

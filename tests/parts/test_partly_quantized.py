@@ -1,0 +1,190 @@
+"""Models that cannot be captured as a whole: parts of them are found, quantized and put back."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import intaglio
+from intaglio.errors import ArtifactError, CaptureError, SelectorError
+from support.partial_models import Detector, Routed
+
+
+def images(count: int, height: int = 30, width: int = 40) -> list[Tensor]:
+    return list(torch.rand(count, 3, height, width, generator=torch.Generator().manual_seed(count)))
+
+
+def batches(*sizes: tuple[int, int]) -> list[tuple[list[Tensor]]]:
+    return [(images(4, *size),) for size in sizes or ((30, 40), (40, 30))]
+
+
+@pytest.fixture(scope="module")
+def detector():
+    torch.manual_seed(0)
+    return Detector().eval()
+
+
+@pytest.fixture(scope="module")
+def int8(detector):
+    return intaglio.quantize(detector, batches(), progress=False)
+
+
+@pytest.fixture(scope="module")
+def routed():
+    torch.manual_seed(0)
+    return Routed().eval()
+
+
+@pytest.fixture(scope="module")
+def routed_data():
+    return [torch.randn(4, 3, 12, 12) + shift for shift in (0.2, -0.2, 0.3, -0.3)]
+
+
+def test_the_largest_parts_of_a_detector_are_found(int8):
+    assert isinstance(int8, intaglio.PartlyQuantizedModel)
+    assert list(int8.parts) == ["backbone", "head", "refine"]
+    int8.assert_int8(macs=1.0)
+    assert int8.coverage.islands == 0
+
+
+def test_a_call_stays_as_it_was(detector, int8):
+    for given in (images(2), images(1, 64, 24)):
+        exact, found = detector(given), int8(given)
+        assert [list(one) for one in found] == [["boxes", "scores", "labels"]] * len(given)
+        for a, b in zip(exact, found, strict=True):
+            assert (a["scores"].mean() - b["scores"].mean()).abs() < 0.02
+
+
+def test_the_float_model_is_not_changed(detector, int8):
+    assert not any(isinstance(module, intaglio.QuantizedModel) for module in detector.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in detector.modules())
+
+
+@pytest.mark.parametrize("form", ["list", "pair"])
+def test_batches_may_be_lists_of_images_or_pairs_with_labels(detector, int8, form):
+    data = [images for (images,) in batches()]
+    data = data if form == "list" else [(one, [{"boxes": 0}] * 4) for one in data]
+    found = intaglio.quantize(detector, iter(data), progress=False)
+    torch.testing.assert_close(found(images(2))[0], int8(images(2))[0], rtol=0, atol=0)
+
+
+def test_both_sides_of_a_branch_are_quantized(routed, routed_data):
+    int8 = intaglio.quantize(routed, routed_data, progress=False)
+    assert list(int8.parts) == ["backbone", "bright", "dark"]
+    for x in routed_data:
+        assert (int8(x) - routed(x)).abs().max() < 0.05 * routed(x).abs().max()
+
+
+def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, routed_data):
+    int8 = intaglio.quantize(routed, routed_data[::2], progress=False)
+    assert list(int8.parts) == ["backbone", "bright"]
+    (left,) = int8.coverage.floats
+    assert (left.path, left.reason) == ("dark", "no batch calls it with tensors")
+    assert torch.equal(int8.dark.weight, routed.dark.weight)
+
+
+def test_strict_refuses_parts(routed, routed_data):
+    with pytest.raises(CaptureError, match="data-dependent"):
+        intaglio.quantize(routed, routed_data, strict=True)
+
+
+def test_selectors_name_modules_of_the_whole_model(routed, routed_data):
+    int8 = intaglio.quantize(routed, routed_data, skip=["backbone.2"], progress=False)
+    assert [part.path for part in int8.coverage.floats] == ["backbone.2"]
+    assert 0.2 < int8.coverage.macs < 0.4
+
+
+def test_a_selector_that_matches_no_part_is_refused(routed, routed_data):
+    with pytest.raises(SelectorError, match="nothing"):
+        intaglio.quantize(routed, routed_data, skip=["nothing"], progress=False)
+
+
+def test_a_part_whose_weights_are_read_outside_stays_in_float():
+    class Tied(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            return found @ self.bright.weight
+
+    torch.manual_seed(0)
+    model = Tied().eval()
+    x = torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], progress=False)
+    assert list(int8.parts) == ["backbone"]
+    assert "other modules read its attribute 'weight'" in {part.reason for part in int8.coverage.floats}
+    assert int8(x).shape == model(x).shape
+
+
+def test_multiply_accumulates_outside_of_parts_count_as_float(routed, routed_data):
+    class Outside(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) @ torch.ones(4, 1000)
+
+    torch.manual_seed(0)
+    int8 = intaglio.quantize(Outside().eval(), routed_data, progress=False)
+    assert sum(part.macs for part in int8.coverage.floats) == 4 * 4 * 1000
+    with pytest.raises(AssertionError, match="outside of the quantized parts"):
+        int8.assert_int8(macs=1.0)
+
+
+def test_a_shared_module_is_one_part(routed_data):
+    model = Routed().eval()
+    model.dark = model.bright
+    int8 = intaglio.quantize(model, routed_data, progress=False)
+    assert int8.model.bright is int8.model.dark
+
+
+def test_a_model_without_parts_raises_the_error_of_its_capture():
+    class Alone(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match="data-dependent"):
+        intaglio.quantize(Alone().eval(), [torch.rand(2, 2)])
+
+
+def test_a_saved_model_gives_the_same_bits_in_a_model_with_other_weights(int8, tmp_path):
+    int8.save(tmp_path / "detector.intaglio")
+    again = intaglio.load_into(tmp_path / "detector.intaglio", Detector())
+    for one, other in zip(int8(images(3)), again(images(3)), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert again.coverage == int8.coverage
+
+
+@pytest.mark.parametrize("other", [Routed, lambda: nn.Linear(2, 2)])
+def test_a_saved_model_is_refused_by_another_architecture(int8, tmp_path, other):
+    int8.save(tmp_path / "detector.intaglio")
+    with pytest.raises(ArtifactError, match=r"does not have|not those of the model"):
+        intaglio.load_into(tmp_path / "detector.intaglio", other())
+
+
+def test_load_names_the_function_for_files_of_parts(int8, tmp_path):
+    int8.save(tmp_path / "detector.intaglio")
+    with pytest.raises(ArtifactError, match="load_into"):
+        intaglio.load(tmp_path / "detector.intaglio")
+
+
+def test_load_into_names_the_function_for_files_of_whole_models(tmp_path):
+    model = nn.Linear(4, 4).eval()
+    intaglio.quantize(model, [torch.rand(4, 4)]).save(tmp_path / "model.intaglio")
+    with pytest.raises(ArtifactError, match=r"intaglio\.load\(path\)"):
+        intaglio.load_into(tmp_path / "model.intaglio", model)
+
+
+def test_parts_are_compared_with_their_float_modules(detector, int8):
+    found = int8.compare(detector, batches())
+    assert list(found) == ["backbone", "head", "refine"]
+    assert min(min(part.results) for part in found.values()) > 25
+
+
+def test_texts_of_all_parts_are_joined(int8):
+    assert [line for line in int8.text("integer").splitlines() if line.startswith("----")] == [
+        "---- backbone",
+        "---- head",
+        "---- refine",
+    ]
+
+
+def test_a_copy_of_the_model_runs(int8):
+    again = copy.deepcopy(int8)
+    torch.testing.assert_close(again(images(1))[0], int8(images(1))[0], rtol=0, atol=0)
