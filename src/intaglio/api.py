@@ -25,6 +25,7 @@ from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe, Selectors
 from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.stages import (
     Captured,
     Prepared,
@@ -196,6 +197,7 @@ def _quantized(
     if options.on_new_shape == NewShapePolicy.FALLBACK:
         options = replace(options, float_model=model)
     quantized = compile_native(requantize(reference), options, call)
+    quantized.kept_attributes = KeptAttributes.of(model)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized
 

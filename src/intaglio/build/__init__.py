@@ -249,7 +249,7 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
     size += sum(one.artifact.constants.nbytes for one in inner)
     coverage = replace(saved.coverage, bytes_after=size)
     others = {isa: library for isa, library in saved.libraries.items() if isa != artifact.program.isa}
-    return QuantizedModel(
+    model = QuantizedModel(
         artifact,
         saved.signature,
         graph,
@@ -263,6 +263,8 @@ def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[
         hosts,
         emit_for,
     )
+    model.kept_attributes = saved.attributes
+    return model
 
 
 def emit_for(model: QuantizedModel, isa: str) -> Program:

@@ -28,6 +28,7 @@ from intaglio.runtime.call_plans import (
 )
 from intaglio.runtime.custom_op import is_channels_last, refuse_export, register
 from intaglio.runtime.float_islands import HostOperator, run_host
+from intaglio.runtime.kept_attributes import ModelWithAttributes
 from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
@@ -50,7 +51,7 @@ INSTEAD_OF_TRACING = "save the model with model.save(path) and load it with inta
 UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
-class ProgramModule(nn.Module):
+class ProgramModule(ModelWithAttributes):
     """Runs a compiled program, its float islands and its host operators. `QuantizedModel` is the public subclass."""
 
     def __init__(

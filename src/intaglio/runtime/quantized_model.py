@@ -207,6 +207,7 @@ class QuantizedModel(ProgramModule):
             self.schedules,
             self.on_new_shape,
             bodies,
+            self.kept_attributes,
         )
 
     @property

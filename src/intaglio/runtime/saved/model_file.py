@@ -22,8 +22,10 @@ from intaglio.ops import verify
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
+from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.runtime.reports.coverage import Coverage, FloatPart
 from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
+from intaglio.runtime.saved.attribute_codec import as_text, decode_attributes, encode_attributes
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
     ParameterTable,
@@ -90,6 +92,7 @@ class SavedModel:
         schedules: schedules that a search chose, by instruction set and output value.
         on_new_shape: policy of the saved model; the float model itself is not stored.
         bodies: bodies of loops in float islands, by name.
+        attributes: plain attributes of the float model.
     """
 
     graph: Graph
@@ -102,6 +105,7 @@ class SavedModel:
     schedules: Mapping[str, Mapping[str, Schedule]] = field(default_factory=dict)
     on_new_shape: str = NewShapePolicy.PLAN.value
     bodies: Mapping[str, SavedModel] = field(default_factory=dict)
+    attributes: KeptAttributes = field(default_factory=KeptAttributes)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -154,6 +158,7 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
         "coverage": coverage,
         "signature": signature,
         "example": saved.example and saved.example.digest,
+        "attributes": encode_attributes(saved.attributes),
     }
     for name, body in saved.bodies.items():
         inner, parts = _members(body, path, version)
@@ -241,21 +246,20 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
     islands = _islands(
         from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
     )
-    texts = {_text(stage): _text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
-    model_info = ModelInfo(
-        _text(manifest["name"]), checked_integer(manifest["bytes"]), tuple(map(_text, manifest["notes"])), texts
-    )
+    texts = {as_text(stage): as_text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
+    notes = tuple(map(as_text, manifest["notes"]))
+    model_info = ModelInfo(as_text(manifest["name"]), checked_integer(manifest["bytes"]), notes, texts)
     example = None
     if manifest["example"] is not None:
         inputs = safetensors.torch.load(_take(members, "example.safetensors"))
         tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
-        example = Example(tensors, _text(manifest["example"]))
+        example = Example(tensors, as_text(manifest["example"]))
     bodies = {}
     for name, inner in manifest.get("bodies", {}).items():
         parts = [member for member in members if member.startswith(f"{checked_identifier(name)}/")]
         bodies[name] = _decoded(inner, {member.partition("/")[2]: members.pop(member) for member in parts})
     libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
-    chosen = {_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
+    chosen = {as_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
     if members:
         raise ValueError(f"the members {', '.join(sorted(members))} are not described")
     _check_references(graph, signature, islands)
@@ -272,8 +276,9 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
         libraries,
         example,
         chosen,
-        _text(manifest.get("on_new_shape", NewShapePolicy.PLAN.value)),
+        as_text(manifest.get("on_new_shape", NewShapePolicy.PLAN.value)),
         bodies,
+        decode_attributes(manifest["attributes"]) if "attributes" in manifest else KeptAttributes(),
     )
 
 
@@ -330,12 +335,12 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
 
 
 def _library(content: bytes, entry: Any) -> Library:
-    return Library(content, _text(entry["key"]), _schedules(entry["schedules"]))
+    return Library(content, as_text(entry["key"]), _schedules(entry["schedules"]))
 
 
 def _schedules(entries: Any) -> dict[str, Schedule]:
     return {
-        _text(name): Schedule(**{checked_identifier(key): checked_integer(value) for key, value in fields.items()})
+        as_text(name): Schedule(**{checked_identifier(key): checked_integer(value) for key, value in fields.items()})
         for name, fields in entries.items()
     }
 
@@ -351,13 +356,7 @@ OPERATOR_LISTS = ("floats", "hosts", "loops")
 
 
 def _checked_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: checked_integer(value) if key == "macs" else _text(value) for key, value in part.items()}
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is not a string")
-    return value
+    return {key: checked_integer(value) if key == "macs" else as_text(value) for key, value in part.items()}
 
 
 # ---- examples -----------------------------------------------------------------------------------------------------
