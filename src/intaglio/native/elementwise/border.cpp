@@ -43,11 +43,12 @@ static inline Plane steps_at(const float* from, Plane inverse, Plane offset) {
     return _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(from), inverse), offset);
 }
 
-// Add 1 to the counts of lanes that are clipped.
+// Add 1 to the counts of lanes that are clipped, which are few.
 static inline Dwords count_lanes(Dwords counts, Plane steps, Plane least, Plane most, Plane masked) {
-    const __mmask16 range =
-        _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(steps, least, _CMP_GE_OQ), steps, most, _CMP_LE_OQ);
-    const __mmask16 clipped = _mm512_knot(_mm512_kor(range, _mm512_cmp_ps_mask(steps, masked, _CMP_LE_OQ)));
+    const __mmask16 below = _mm512_cmp_ps_mask(steps, least, _CMP_NGE_UQ);
+    const __mmask16 above = _mm512_cmp_ps_mask(steps, most, _CMP_NLE_UQ);
+    if (__builtin_expect(_kortestz_mask16_u8(below, above), 1)) return counts;
+    const __mmask16 clipped = _mm512_mask_cmp_ps_mask(_mm512_kor(below, above), steps, masked, _CMP_NLE_UQ);
     return _mm512_mask_add_epi32(counts, clipped, counts, _mm512_set1_epi32(1));
 }
 static inline int64_t sum_of(Dwords counts) {
@@ -145,12 +146,12 @@ static inline int64_t clipped_in(const float* from, int64_t count, const struct 
     return clipped;
 }
 
-// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * stride]. Return the number of
-// pixels done: all, or 0 if the row is narrower than a vector. Add the number of clipped values to `clipped`.
-static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
-                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
+// Quantize and interleave planes as quantize_planes does. Their number is fixed, so that registers hold the constants.
+template <int64_t channels>
+static inline int64_t quantize_channels(const float* from, int64_t plane, int64_t width, uint8_t* to,
+                                        const struct Affine* q, int64_t stride, int64_t* clipped) {
     if (width < PLANE) return 0;
-    struct Steps by[PLANES];
+    struct Steps by[channels];
     Dwords counts = dwords_of(0);
     uint32_t zeros = 0;  // zero point of each channel in its byte
     for (int64_t c = 0; c < channels; ++c)
@@ -171,6 +172,22 @@ static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t 
         *clipped += clipped_in(from + c * plane + counted, width - counted, q + c * stride);
     }
     return width;
+}
+
+// Quantize and interleave up to 4 planes of floats; plane c has the parameters q[c * stride]. Return the number of
+// pixels done: all, or 0 if the row is narrower than a vector. Add the number of clipped values to `clipped`.
+static inline int64_t quantize_planes(const float* from, int64_t plane, int64_t width, int64_t channels, uint8_t* to,
+                                      const struct Affine* q, int64_t stride, int64_t* clipped) {
+    switch (channels) {
+        case 1:
+            return quantize_channels<1>(from, plane, width, to, q, stride, clipped);
+        case 2:
+            return quantize_channels<2>(from, plane, width, to, q, stride, clipped);
+        case 3:
+            return quantize_channels<3>(from, plane, width, to, q, stride, clipped);
+        default:
+            return quantize_channels<4>(from, plane, width, to, q, stride, clipped);
+    }
 }
 
 // Interleave up to 4 planes of bytes. Return the number of pixels done, as quantize_planes does.
