@@ -150,15 +150,12 @@ APART = {
     "a result of the model": lambda m, x: (lambda y: (y, y.exp()))(m.c(x)),
     "a row at a time": lambda m, x: m.c(x).softmax(-1),
     "a transposed convolution": lambda m, x: m.t(x).exp() + 1,
-    "channels by themselves": lambda m, x: (m.own(x) * 0.3 + m.own.weight.sum()).exp(),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    slow_params_except(
-        "a reader beside the loop", "channels by themselves", of=APART, reason="other conditions of the same rule"
-    ),
+    slow_params_except("a reader beside the loop", of=APART, reason="other conditions of the same rule"),
 )
 def test_loops_that_cannot_be_epilogues_stay_separate_steps(name):
     model = randomize(
@@ -166,7 +163,6 @@ def test_loops_that_cannot_be_epilogues_stay_separate_steps(name):
             APART[name],
             c=nn.Conv2d(8, 8, 3, padding=1),
             t=nn.ConvTranspose2d(8, 8, 2, 2),
-            own=nn.Conv2d(8, 8, 3, groups=8),
         )
     )
     x = torch.randn(2, 8, 5, 6)

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from intaglio import eager, stages
+from support.lowering import UNROUNDED
 from support.nets import (
+    Body,
     Grouped,
     MaxPoolNet,
     MultiOutput,
@@ -114,3 +116,21 @@ def test_the_comparison_detects_other_parameters():
     watched(data[0]), prepared(data[1])
     mine, theirs = eager.rewrite(eager.convert(watched)), stages.convert(prepared)
     assert mine.parameters.to_json() != theirs.parameters.to_json()
+
+
+def test_results_without_rounding_have_the_same_bits_through_both_doors():
+    """Behind functions and sums, and of values that the next layer reads too."""
+
+    def body(m, x):
+        y = F.relu(m.a(x))
+        return y, F.gelu(m.b(y) + y), m.b(y).sigmoid().flatten(1)
+
+    model = randomize(Body(body, a=nn.Conv2d(6, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1)))
+    x = torch.randn(4, 6, 9, 9)
+    prepared = eager.prepare(model, (x,), UNROUNDED)
+    prepared(x)
+    exported = stages.prepare(stages.capture(model, (x,)), stages.Quantizer(UNROUNDED))
+    program = stages.compile(stages.requantize(stages.convert(exported, stages.calibrate(exported, [x]))))
+    for found, expected in zip(eager.convert(prepared)(x), program(x), strict=True):
+        assert torch.equal(found, expected)
+        assert expected.unique().numel() > 256

@@ -20,9 +20,16 @@ from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.integer_regions import quantize_qparams
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.recipe import Recipe
+from intaglio.quant.recipes.settings import Setting
 from intaglio.signature import bind, dims_of
 from intaglio.tracing import Captured, capture
 from support import nets
+
+UNROUNDED = Recipe(default=Setting(results="float"))
+"""Recipe with which values behind tails that are only read as floats are not rounded."""
+ROUNDED = Recipe(default=Setting(results="int8"))
+"""Recipe with which every result behind a tail is quantized, although only floats are read."""
 
 
 @dataclass(frozen=True)

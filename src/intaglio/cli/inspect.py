@@ -95,7 +95,7 @@ def _operators(annotations: Annotations) -> list[dict[str, Any]]:
     position = {node.name: index for index, node in enumerate(annotations.module.graph.nodes)}
     found = {}
     for region in annotations.regions:
-        for node in region.nodes:
+        for node in region.computed:
             found[node.name] = _operator(origin(node), macs(node), fusion=region.name)
     for skip in annotations.skipped:
         found[skip.node] = _operator(skip.origin, skip.macs, reason=skip.reason)
@@ -119,10 +119,10 @@ def _fusions(annotations: Annotations) -> list[dict[str, Any]]:
     return [
         {
             "fusion": region.name,
-            "operators": [origin(node).operator for node in region.nodes],
+            "operators": [origin(node).operator for node in region.computed],
             "path": origin(region.anchor).path,
             "source": origin(region.anchor).source,
-            "macs": sum(macs(node) for node in region.nodes),
+            "macs": sum(macs(node) for node in region.computed),
         }
         for region in annotations.regions
     ]

@@ -84,7 +84,7 @@ def runs_on_tiles(found: Match[str], view: PlanView) -> str | None:
 def _gives_tiles(node: str, view: PlanView) -> bool:
     """Return whether a kernel computes all results of a partition tile by tile.
 
-    Depthwise convolutions and the phases of transposed convolutions have another order.
+    The phases of transposed convolutions have another order. Depthwise convolutions pass on tiles of floats only.
     """
     anchor, *tail = view.operators(node) or (None,)
     if anchor is None or not tail or len(tail[-1].outputs) > 1 or op_def(anchor).transposed:
@@ -92,6 +92,5 @@ def _gives_tiles(node: str, view: PlanView) -> bool:
     if op_def(anchor).multiplies_activations:
         return True
     groups = anchor.attrs.get("groups", 1)
-    return op_def(anchor).multiplies_weight and (
-        groups == 1 or view.graph.constants[anchor.inputs[1]].shape[0] != groups
-    )
+    is_depthwise = groups > 1 and view.graph.constants[anchor.inputs[1]].shape[0] == groups
+    return op_def(anchor).multiplies_weight and (not is_depthwise or op_def(tail[0]).dequantizes)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from intaglio.fxgraph.float_forms import float_call, loop_of
 from intaglio.fxgraph.node_info import known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -17,7 +18,6 @@ from intaglio.fxgraph.nodes import (
     is_constant,
     operands,
     operator,
-    record_of,
     resolve_dims,
     tensor_nodes,
 )
@@ -25,88 +25,30 @@ from intaglio.ir import Attrs, DType, Graph, Op, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.ops.direct import ELEMENTS
-from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import primitive
-from intaglio.ops.movement.data_movement import MOVED_TYPES
 from intaglio.quant.annotate.embedding_tables import table_operands
 
 U8_S8 = (torch.uint8, torch.int8)
-LOOP_CONSTANT_DTYPES = (torch.float32, torch.bool, torch.int64)
-"""Data types of constants that loops can read."""
 
 
-def float_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
-    """Return the call of an operator that the program computes in float, or None if it needs an island."""
-    loop, result = _loop_of(operator(node)), tensor_type(node)
-    if loop is None or result is None or _is_rounded_by_torch(node):
+def loop_call(node: fx.Node, module: fx.GraphModule) -> FloatCall | None:
+    """Return the call of an operator of a reference that the program computes in float, or None otherwise."""
+    if loop_of(operator(node)) is None:
         return None
-    given = {name: _argument_type(value) for name, value in arguments(node).items()}
-    held = {
-        name: getattr(module, str(value.target))
-        for name, value in arguments(node).items()
-        if isinstance(value, fx.Node) and is_constant(value)
-    }
-    read = [leaf for leaf in tensor_nodes((node.args, node.kwargs)) if leaf.op == "get_attr"]
-    if any(getattr(module, str(leaf.target)).dtype not in LOOP_CONSTANT_DTYPES for leaf in read):
-        return None
-    held |= {
+    tables = {
         name: getattr(module, str(table[0].target))
         for name, value in arguments(node).items()
         if (table := table_operands(value)) is not None
     }
-    constants = {name: value.detach().numpy() for name, value in held.items()}
-    call = FloatCall(operator(node), given, result, constants)
-    return call if loop.refusal(call) is None and _sizes_agree(loop, call) else None
+    return None if _is_rounded_by_torch(node, bool(tables)) else float_call(node, module, tables)
 
 
-def _sizes_agree(loop: FloatLoop, call: FloatCall) -> bool:
-    """Return whether the sizes of operands are provably equal.
-
-    torch.export may know that a size such as n // 2 + 1 is always 2, from conditions that dimensions do not express.
-    """
-    try:
-        loop.write_call(
-            call, Body("result", call.tensors()), {**call.arguments, **{name: name for name in call.tensors()}}
-        )
-    except ValueError:
-        return False
-    return True
-
-
-def _is_rounded_by_torch(node: fx.Node) -> bool:
+def _is_rounded_by_torch(node: fx.Node, reads_table: bool) -> bool:
     """Return whether a result is rounded to a data type without kernels, next to which sums have PyTorch's order."""
-    if any(map(table_operands, node.args)):  # no sum, and PyTorch cannot read the quantized table of the program
+    if reads_table:  # no sum, and PyTorch cannot read the quantized table of the program
         return False
     return any(operator(u).split(".")[1:2] == ["quantize_per_tensor"] and u.args[-1] not in U8_S8 for u in node.users)
-
-
-def _loop_of(target: str) -> FloatLoop | None:
-    """Return how the program computes an ATen overload between floats."""
-    record = BY_TARGET.get(target)
-    return None if record is None else record.loop
-
-
-def data_movement_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
-    """Return record and attributes of data movement of any data type, or None for any other operator."""
-    record, result = record_of(node), tensor_type(node)
-    if record is None or not record.moves_data or result is None or result.dtype not in MOVED_TYPES:
-        return None
-    values = operands(node)
-    if None in values or any(known_type(value).dtype is not result.dtype for value in values if value is not None):
-        return None
-    call = call_of(node, record)
-    call = replace(call, floating=(True,) * len(call.floating))
-    return (record, record.bind(call)) if record.check(call) is None else None
-
-
-def _argument_type(value: Any) -> Any:
-    """Return the type of a node, the dimension of a symbolic number, or the text of a torch dtype or layout."""
-    if isinstance(value, fx.Node):
-        return tensor_type(value) or resolve_dims(value)
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
-        return str(value)
-    return resolve_dims(value)
 
 
 def build_float_loops(
@@ -116,7 +58,7 @@ def build_float_loops(
 
     Args:
         node: The operator.
-        call: Its call, from `float_call`.
+        call: Its call, from `loop_call`.
         names: Names of the values of its operands.
         types: Types of these values.
         result: Name of the result.
@@ -129,7 +71,7 @@ def build_float_loops(
     values = {name: _value(value, names) for name, value in given.items()}
     for table in filter(None, map(table_operands, given.values())):
         values |= {name: names[part] for name, part in zip(("scales", "zero_points"), table[1:], strict=True)}
-    loop = _loop_of(call.target)
+    loop = loop_of(call.target)
     if loop is None:
         raise ValueError(f"there is no generated loop for {call.target}")
     found = loop.write_call(call, body, values)

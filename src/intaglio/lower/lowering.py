@@ -54,6 +54,7 @@ def requantize(reference: Reference) -> Lowered:
     integer = sum(macs(node) for region in nodes.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
     inside = {node.name for region in nodes.regions for node in region.nodes}.union(node.name for node in stacks)
+    inside |= _float_tails(reference.annotations, inside)
     own = [*nodes.float_ops, *(node for node in builder.values if is_embedding_bag_part(node) or stored_weight(node))]
     inside |= {node.name for node in own if any(map(table_operands, node.args))}
     floats = tuple(skip for skip in reference.annotations.skipped if skip.node not in inside)
@@ -81,6 +82,12 @@ def requantize(reference: Reference) -> Lowered:
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
     return replace(lowered, model_info=reference.model_info.with_stage(notes, integer=lowered.text()))
+
+
+def _float_tails(annotations: Annotations, inside: Collection[str]) -> set[str]:
+    """Return the operators that kernels of the given anchors compute in float32, from their accumulators."""
+    regions = [region for region in annotations.regions if region.anchor.name in inside]
+    return {node.name for region in regions for node in region.float_tail}
 
 
 def _with_types(signature: Signature, graph: Graph) -> Signature:

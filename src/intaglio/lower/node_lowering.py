@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.float_forms import data_movement_of
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
 from intaglio.ir import Attrs, DType, Op, symbols_of
@@ -15,9 +16,8 @@ from intaglio.lower.dynamic_linear import is_dynamic_quantization, lower_dynamic
 from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_part, lower_arange, lower_embedding_bag
 from intaglio.lower.float_operators import (
     DirectCall,
-    data_movement_of,
     direct_call,
-    float_call,
+    loop_call,
     lower_data_movement,
     lower_direct,
     lower_float_loop,
@@ -115,7 +115,7 @@ class NodeLowering:
         kind = tensor_type(node)
         is_buffer = kind is not None and kind.q is not None  # a quantized buffer of the model
         module = self.builder.module
-        computed = None if is_buffer else float_call(node, module) or direct_call(node)
+        computed = None if is_buffer else loop_call(node, module) or direct_call(node)
         found = computed or data_movement_of(node)
         if not all(_symbols(value) <= self.symbols for value in (node, *needs)):
             found = None  # only PyTorch computes sizes that depend on values

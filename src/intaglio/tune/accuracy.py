@@ -161,10 +161,10 @@ class SearchStart:
         alone = {row.node: row.alone for row in report.rows}
         selectors = {row.node: row.skip for row in report.rows}
         regions = self.reference.annotations.regions
-        inside = {node.name for region in regions for node in region.nodes}
+        inside = {node.name for region in regions for node in region.computed}
         losses: dict[str, float] = {}
         for region in regions:
-            own = [node.name for node in region.nodes]
+            own = [node.name for node in region.computed]
             read = [value.name for value in region.activations() if value.name not in inside]
             selector = next((found for name in own if (found := selectors.get(name))), None)
             if selector is not None:

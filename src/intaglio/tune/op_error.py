@@ -174,7 +174,7 @@ class GraphComparison:
             where = origin(region.anchor)
             path = ".".join(part.partition("@")[0] for part in where.path.split("."))
             alone = path and not any(other.startswith(f"{path}.") for other in paths)
-            found.update({node.name: path if alone else f"op:{where.operator}" for node in region.nodes})
+            found.update({node.name: path if alone else f"op:{where.operator}" for node in region.computed})
         return found
 
 

@@ -15,6 +15,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing import capture
 from support import nets
+from support.lowering import ROUNDED
 from support.nets import Body
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -36,7 +37,7 @@ def activations(annotations) -> dict[str, Site]:
 @pytest.mark.case("frontends A1")
 def test_conv_bn_relu_is_one_region_with_a_site_on_the_relu():
     model = nets.randomize(nets.ConvBnRelu(2))
-    annotations = annotate(capture(model, nets.example(model)))
+    annotations = annotate(capture(model, nets.example(model)), Quantizer(ROUNDED))
     assert [region.name for region in annotations.regions] == ["anchor_clamp", "anchor_clamp"]
     assert list(activations(annotations)) == ["#0/input.input_1", "0.2#0/relu.0", "1.2#0/relu.0"]
     assert not annotations.skipped
@@ -44,7 +45,8 @@ def test_conv_bn_relu_is_one_region_with_a_site_on_the_relu():
 
 @pytest.mark.case("frontends A2")
 def test_a_residual_sum_has_one_site_after_its_relu_and_one_for_the_skip():
-    annotations = annotated(lambda m, x: (lambda y: F.relu(m.d(y) + y))(F.relu(m.c(x))), c=conv(), d=conv(8))
+    body = lambda m, x: (lambda y: F.relu(m.d(y) + y))(F.relu(m.c(x)))  # noqa: E731
+    annotations = annotated(body, recipe=ROUNDED, c=conv(), d=conv(8))
     assert [region.name for region in annotations.regions] == ["anchor_clamp", "anchor_add_clamp"]
     assert list(activations(annotations)) == ["#0/input.args_0", "#0/relu.0", "#0/relu.1"]
 
@@ -80,7 +82,7 @@ def test_equal_operators_of_one_module_are_numbered():
 
 @pytest.mark.case("calibration 31")
 def test_both_operands_of_a_sum_may_be_one_value():
-    annotations = annotated(lambda m, x: (lambda y: y + y)(m.c(x)), c=conv())
+    annotations = annotated(lambda m, x: (lambda y: y + y)(m.c(x)), recipe=ROUNDED, c=conv())
     assert list(activations(annotations)) == ["#0/input.args_0", "c#0/conv2d.0", "#0/add.0"]
 
 
@@ -96,7 +98,11 @@ def test_integer_tensors_are_left_alone():
 @pytest.mark.case("calibration 39")
 def test_the_longest_fusion_wins_and_a_value_is_in_one_region():
     annotations = annotated(
-        lambda m, x: (lambda a, b: F.relu(a + b) + m.e(x))(m.c(x), m.d(x)), c=conv(), d=conv(), e=conv()
+        lambda m, x: (lambda a, b: F.relu(a + b) + m.e(x))(m.c(x), m.d(x)),
+        recipe=ROUNDED,
+        c=conv(),
+        d=conv(),
+        e=conv(),
     )
     taken = [node for region in annotations.regions for node in region.nodes]
     assert len(taken) == len(set(taken)) == 6

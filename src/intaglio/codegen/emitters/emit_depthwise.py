@@ -12,6 +12,9 @@ from intaglio.kernels.depthwise_spec import DepthwiseSpec, channel_order
 from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops
 from intaglio.plan.scheduling.convolution_pieces import Piece
 
+CHANNELS = 64
+"""Channels of a block, after which an epilogue gets the results (native/products/depthwise.h)."""
+
 
 def pack_depthwise(weight: np.ndarray, spec: DepthwiseSpec) -> np.ndarray:
     """Pack the weights of a block of channels for a depthwise kernel.

@@ -10,6 +10,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.context import Context
 from intaglio.codegen.emitters import emit_depthwise
+from intaglio.codegen.emitters.emit_depthwise import CHANNELS
 from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.emit_steps import fill_pair
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
@@ -48,20 +49,25 @@ def _emit_depthwise(
     code: Code, partition: Partition, context: Context, piece: Piece, kernel: DepthwiseKernel | DepthwiseLoops
 ) -> None:
     """Print a depthwise piece: fill a `struct Depthwise` or `struct DepthwisePlain`, and run it."""
-    tail = partition.tail[0]
+    tail, anchor = partition.tail[0], partition.anchor
+    returns_float = op_def(tail).tail is Tail.DEQUANTIZE
     code(f"const struct Image in = {context.image(partition.anchor.inputs[0])};")
     layer = emit_depthwise.Layer(
         piece,
         _folded_bias(partition, context, piece),
-        context.graph.constants[tail.inputs[1]],
+        accumulator_scales(anchor, context) if returns_float else context.graph.constants[tail.inputs[1]],
         source="in",
-        result=_results(partition.output, context, piece, "in"),
-        limits=context.limits(tail),
+        result=_sizes(anchor.output, False, context)
+        if returns_float
+        else _results(partition.output, context, piece, "in"),
+        limits="0" if returns_float else context.limits(tail),
         table=_table(partition, context),
     )
     function = emit_depthwise.emit_layer(code, layer, kernel, context)
     if op_def(tail).tail is Tail.ACTIVATE:
         code(f"d.activation = {_activation(tail, context)};")
+    if returns_float:
+        code(f"d.epilogue = {epilogue(partition, context, CHANNELS)};")
     code(f"{function}(&d, thread, threads);")
 
 
@@ -161,6 +167,11 @@ def _activation(tail: Op, context: Context) -> str:
     return f"(struct Activation){{{function}, {inverse}, {slope}, {context.limits(tail)}, {gain}}}"
 
 
+def accumulator_scales(anchor: Op, context: Context) -> np.ndarray:
+    """Return the scales that dequantize the accumulators of an anchor, f32[1] or f32[outputs]."""
+    return np.array(context.graph.types[anchor.output].qparams.scales, np.float64).astype(np.float32)
+
+
 def rows_tail(tail: Op, context: Context) -> str:
     """Return the `struct ByRow` of a tail that dequantizes with per-token scales."""
     columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
@@ -218,7 +229,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
     code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
     code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
     if op_def(tail).tail is Tail.DEQUANTIZE:
-        factor = np.array(graph.types[anchor.output].qparams.scales, np.float64).astype(np.float32)
+        factor = accumulator_scales(anchor, context)
         code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return

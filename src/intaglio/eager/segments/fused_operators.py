@@ -25,8 +25,8 @@ def regions_with_events(segment: Segment) -> list[tuple[Region, tuple[Event, ...
             at.setdefault(name, set()).add(made_by[number])
     found = []
     for region in segment.prepared.annotations.regions:
-        own = {index for node in region.nodes for index in at.get(node.name, ())}
-        own |= {event for node in region.nodes if (event := info(node).event) is not None}
+        own = {index for node in region.computed for index in at.get(node.name, ())}
+        own |= {event for node in region.computed if (event := info(node).event) is not None}
         found.append((region, tuple(segment.events[index] for index in sorted(own))))
     return found
 

@@ -77,11 +77,14 @@ def _is_counted_observer(module: fx.GraphModule, node: fx.Node, observed: Collec
 def _nodes_read(nodes: dict[str, fx.Node], name: str) -> tuple[fx.Node, ...]:
     """Return the node that consumers of a value read: the value or its observer.
 
-    For a quantized value, return its quantize node and one of its dequantize nodes.
+    For a quantized value, return its quantize node and one of its dequantize nodes, unless the model returns it without
+    rounding.
     """
     if name not in nodes:
         raise UnavailableError(name)
     node = nodes[name]
+    if any(user.op == "output" for user in node.users):
+        return (node,)
     for user in node.users:
         if user.op == "call_module":
             return (user,)

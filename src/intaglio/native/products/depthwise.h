@@ -16,26 +16,34 @@ struct Depthwise {
     const DepthwiseKernel *kernels, *last_kernels;              // [rows][columns] of a tile, from 1; for the last block
     struct ResultTable table;                                   // lookup table of the results; `look_up` may be null
     struct Activation activation;                               // activation function of the results; `run` may be null
+    struct Epilogue epilogue;   // of float32 results; `take` may be null; otherwise `out` has sizes, but no memory
     struct DepthwiseTile tile;  // all fields that are the same in every call of a kernel
 };
 
-// Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each.
+// Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each. `pixel` is the number of the first
+// pixel, counted through all images, and `channel` that of the first channel.
 static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel,
-                                   int64_t rows, int64_t columns, int64_t tiles) {
+                                   int64_t rows, int64_t columns, int64_t tiles, int64_t pixel, int64_t channel) {
     enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
     const struct Activation* activation = d->activation.run ? &d->activation : 0;
-    const int64_t most = activation ? WARM / (rows * columns * PIXEL) + 1 : tiles;
+    const struct Epilogue* epilogue = d->epilogue.take ? &d->epilogue : 0;
+    const int staged = activation || epilogue;
+    const int64_t most = staged ? WARM / (rows * columns * PIXEL) + 1 : tiles, channels = __builtin_popcountll(t->mask);
     float real[(WARM + TILE_BYTES) / sizeof(float)] __attribute__((aligned(64)));
     while (tiles) {
         const int64_t count = tiles < most ? tiles : most, pixels = count * columns;
         uint8_t* out = t->out;
         t->count = count;
-        if (activation) t->out = (uint8_t*)real, t->out_pixel = PIXEL, t->out_line = pixels * PIXEL;
+        if (staged) t->out = (uint8_t*)real, t->out_pixel = PIXEL, t->out_line = pixels * PIXEL;
         kernel(t);
         for (int64_t row = 0; activation && row < rows; ++row)
             activation->run(activation, real + row * pixels * CHANNELS, CHANNELS, pixels, out + row * d->out.line,
-                            d->out.pixel, __builtin_popcountll(t->mask));
-        if (activation) t->out = out + pixels * d->out.pixel;
+                            d->out.pixel, channels);
+        for (int64_t row = 0; epilogue && row < rows; ++row)
+            epilogue->take(epilogue->run, (uint8_t*)(real + row * pixels * CHANNELS), PIXEL, pixel + row * d->out.width,
+                           pixels, channel, channels);
+        if (staged) t->out = out + pixels * d->out.pixel;
+        pixel += pixels;
         for (int64_t i = 0; i < 16; ++i) t->rows[i] += pixels * d->stride_x * t->pixel;
         tiles -= count;
     }
@@ -66,8 +74,9 @@ static inline void depthwise(const struct Depthwise* d, int thread, int threads)
                 at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) +
                 block * CHANNELS;
         t.out = at(&d->out, n, y, 0) + block * CHANNELS;
-        if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer);
-        depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer);
+        const int64_t pixel = (n * d->out.height + y) * d->out.width, channel = block * CHANNELS;
+        if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer, pixel, channel);
+        depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer, pixel + longer * (least + 1), channel);
         for (int64_t row = y; d->table.look_up && row < y + rows; ++row)
             d->table.look_up(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel,
                              __builtin_popcountll(t.mask), d->table.entries);
@@ -84,6 +93,7 @@ struct DepthwisePlain {
     const struct Limits* limits;
     struct ResultTable table;      // lookup table of the results; `look_up` may be null
     struct Activation activation;  // activation function of the results; `run` may be null
+    struct Epilogue epilogue;      // of float32 results, as in `Depthwise`
 };
 
 // Compute this thread's part of the convolution.
@@ -110,10 +120,13 @@ static inline void depthwise_plain(const struct DepthwisePlain* d, int thread, i
                             for (int64_t l = 0; l < lanes; ++l) sum[l] += in[l] * w[l];
                     }
                 uint8_t* out = at(&d->out, n, y, x) + c;
-                if (d->activation.run) {
+                if (d->activation.run || d->epilogue.take) {
                     float real[CHANNELS] = {0};
                     for (int64_t l = 0; l < lanes; ++l) real[l] = (float)sum[l] * d->factor[c + l];
-                    d->activation.run(&d->activation, real, CHANNELS, 1, out, 0, lanes);
+                    if (d->activation.run)
+                        d->activation.run(&d->activation, real, CHANNELS, 1, out, 0, lanes);
+                    else
+                        d->epilogue.take(d->epilogue.run, (uint8_t*)real, 0, r * d->out.width + x, 1, c, lanes);
                 } else {
                     for (int64_t l = 0; l < lanes; ++l)
                         out[l] = (uint8_t)requantize(sum[l], d->factor[c + l], q->zero_point, q->low, q->high);

@@ -82,7 +82,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     tail, clamps_float = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
-    reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail)
+    reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail, partition.epilogue is not None)
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.lut is not None
         saturates = result != "f32" and saturates_to_bounds(tail, plan.graph)
@@ -101,15 +101,21 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     return TiledKernel(tile, permuted, looks_up, is_flat(partition, plan.graph, plan.buffers)), reason
 
 
-def why_not_depthwise(piece: Piece, groups: int, tail: Op) -> str | None:
-    """Return why a convolution does not run in the depthwise kernels, or ``None``."""
+def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -> str | None:
+    """Return why a convolution does not run in the depthwise kernels, or ``None``.
+
+    These kernels write whole vectors of floats, so that only the buffer of an epilogue can take floats.
+    """
     outputs, per_group, taps_y, taps_x = piece.weight.shape
     if per_group != 1 or outputs != groups or groups < MIN_DEPTHWISE_GROUPS:
         return "every output sums several input channels"
     if taps_y > MAX_INPUT_ROWS - 3 or taps_x > MAX_DEPTHWISE_COLUMNS:
         return f"{taps_y}x{taps_x} taps are too many for depthwise kernels"
-    if len(tail.outputs) > 1 or op_def(tail).tail not in (Tail.REQUANTIZE, Tail.ACTIVATE):
+    kind = op_def(tail).tail
+    if len(tail.outputs) > 1 or kind not in (Tail.REQUANTIZE, Tail.ACTIVATE, Tail.DEQUANTIZE):
         return f"depthwise kernels have no {tail.kind}"
+    if kind is Tail.DEQUANTIZE and not has_epilogue:
+        return f"depthwise kernels have no {tail.kind} without a loop behind it"
     return None
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
 from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
+from intaglio.fxgraph.float_forms import has_float_form
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
@@ -20,6 +22,8 @@ from intaglio.quant.annotate.find_regions import (
     find_regions,
     find_shortcuts,
     first_last_reasons,
+    float_results,
+    leave_float,
     quantized_regions,
 )
 from intaglio.quant.annotate.find_sites import find_sites
@@ -73,6 +77,11 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
+    if floats := float_results(
+        regions, _returned_quantized(graph, quantizer)[1], partial(has_float_form, module=module)
+    ):
+        found = find_regions(graph, settings, reasons, matches, floats=floats)
+        regions = leave_float(quantized_regions(found), floats, reasons)
     write_regions(graph, regions)
     tables = find_embedding_tables(settings)
     skips = skipped(regions, tables, reasons)
@@ -111,10 +120,10 @@ def reannotate_graph(
 
 def _changed_region(region: Region, nodes: Mapping[str, fx.Node], divisions: Mapping[fx.Node, fx.Node]) -> Region:
     """Return a region with the nodes of a changed graph."""
-    chain = tuple(nodes[node.name] for node in region.nodes)
-    if region.name == FUNCTION.name and chain[-1] in divisions:
-        return replace(region, nodes=(*chain, divisions[chain[-1]]), name=FUNCTION_AFFINE.name)
-    return replace(region, nodes=chain)
+    own = region.in_graph(nodes)
+    if own.name == FUNCTION.name and own.root in divisions:
+        return replace(own, nodes=(*own.nodes, divisions[own.root]), name=FUNCTION_AFFINE.name)
+    return own
 
 
 def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:

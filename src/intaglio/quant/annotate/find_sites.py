@@ -42,6 +42,9 @@ def find_sites(
     produced = {region.root: region for region in regions}
     static = [region for region in regions if not region.dynamic]
     wanted = {value: region for region in reversed(static) for value in region.activations()}
+    wanted |= {
+        region.float_tail[-1]: region for region in static if region.float_tail and region.float_tail[-1] in wanted
+    }
     sites: dict[tuple[str, Role], Site] = {}
     symmetric = signed_operands(regions, buffers)
     for node in graph.nodes:

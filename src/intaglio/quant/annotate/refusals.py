@@ -86,7 +86,7 @@ def skipped(
     regions: Iterable[Region], tables: Iterable[EmbeddingTable], reasons: Mapping[fx.Node, str | None]
 ) -> tuple[Skip, ...]:
     """Return the operators that stay in float, with reasons; those without a reason get a default."""
-    taken = {node for region in regions for node in region.nodes}
+    taken = {node for region in regions for node in region.computed}
     taken |= {table.node for table in tables if table.reason is None}
     return tuple(_skip(node, reason) for node, reason in reasons.items() if node not in taken and _counts(node))
 

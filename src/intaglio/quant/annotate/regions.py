@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -84,11 +84,34 @@ class Region(Chain):
         name: the fusion row or the single operator that it matches.
         setting: the recipe's setting for it.
         pattern: the user's pattern that matched it, if any.
+        float_tail: operators behind the chain that its kernel computes in float32, without rounding.
+        unrounded: whether its result is a float for readers of floats, even if other readers quantize it.
     """
 
     name: str
     setting: Setting
     pattern: QuantizerPattern | None = field(default=None, compare=False)
+    float_tail: tuple[fx.Node, ...] = ()
+    unrounded: bool = False
+
+    @property
+    def computed(self) -> tuple[fx.Node, ...]:
+        """Return all operators that its kernel computes, those in float32 included."""
+        return (*self.nodes, *self.float_tail)
+
+    def returning_float(self) -> Region:
+        """Return the region whose operators behind the anchor are computed in float32, from its accumulator.
+
+        A multiplication by a number stays in the chain, because it is folded into the scale of the accumulator.
+        """
+        size = 1 + sum(known_record(node).multiplies_by_scalar for node in self.nodes[1:])
+        name = self.name if size > 1 or len(self.nodes) == 1 else known_record(self.anchor).name
+        return replace(self, nodes=self.nodes[:size], name=name, float_tail=self.nodes[size:], unrounded=True)
+
+    def in_graph(self, nodes: Mapping[str, fx.Node]) -> Region:
+        """Return the region in another graph, whose nodes are given by name."""
+        chain, tail = (tuple(nodes[node.name] for node in part) for part in (self.nodes, self.float_tail))
+        return replace(self, nodes=chain, float_tail=tail)
 
     @property
     def shares_qparams(self) -> bool:

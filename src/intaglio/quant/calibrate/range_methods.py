@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio import numerics
+from intaglio.ir import QParams
 from intaglio.native.statistics import HALF_BINS, MANTISSA_BITS, SKETCH, exponent_of
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, nearest_rank, sketch_end
 
@@ -210,6 +211,21 @@ def _unmasked_statistics(statistics: Statistics) -> Statistics:
     np.add.at(bins, np.floor(np.ldexp(values[counts > 0], -exponent)).astype(np.int64) + HALF_BINS, counts[counts > 0])
     kept = statistics.zeros + int(counts.sum())
     return Statistics(kept, low, high, statistics.zeros, exponent=exponent, bins=bins, sketch=sketch)
+
+
+def rounding_decibels(statistics: Statistics, q: QParams) -> float:
+    """Return the signal-to-noise ratio in decibels that rounding values to one scale and zero point gives.
+
+    The noise of values within a step is that of the histogram's bins, or a uniform one if a step has few bins. Zeros
+    have no noise.
+    """
+    histogram = _Histogram.of(statistics)
+    low, high = (q.step * (end - q.zero) for end in (q.qmin, q.qmax))
+    step = math.ldexp(q.step, -histogram.exponent)
+    signal = float((histogram.counts * histogram.centres**2).sum())
+    uniform = float(histogram.counts.sum()) * step**2 / 12
+    noise = max(histogram.squared_error(low, high, q.qmin, q.qmax), uniform)
+    return 10 * math.log10(signal / noise) if signal and noise else math.inf
 
 
 def _within(low: float, high: float, statistics: Statistics) -> Range:

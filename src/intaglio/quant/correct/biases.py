@@ -25,9 +25,7 @@ def annotated_with_biases(annotations: Annotations, biases: Mapping[str, torch.T
     """
     module = with_biases(annotations.module, biases)
     nodes = {node.name: node for node in module.graph.nodes}
-    regions = tuple(
-        replace(region, nodes=tuple(nodes[node.name] for node in region.nodes)) for region in annotations.regions
-    )
+    regions = tuple(region.in_graph(nodes) for region in annotations.regions)
     sites = {(site.value, site.role): site for site in annotations.sites}
     add_operand_sites(regions, sites, ValueNames(module.graph))
     ordered = in_execution_order(module.graph, sites.values())

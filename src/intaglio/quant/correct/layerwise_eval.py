@@ -68,6 +68,7 @@ class LayerwiseEvaluation:
         self._shortcut_sites = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}
         self._shortcuts = find_shortcuts(annotations.regions)
         self._regions = {region.root.name: region for region in annotations.regions}
+        self._rounded = {region.root.name for region in annotations.regions if not region.unrounded}
         self._inside = {n.name for region in annotations.regions for n in region.nodes}
         self._member = {n: region for region in annotations.regions for n in region.nodes}
         self._places = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
@@ -154,7 +155,7 @@ class LayerwiseEvaluation:
                 self._float.put(node.name, batch, self._value(node, region, leaves, self._read_float(batch), True))
             inside = region is not None
             value = self._value(node, region, leaves, self._reader(batch, inside), False)
-            self._quantized.put(node.name, batch, self._to_store(node, value, produced=inside))
+            self._quantized.put(node.name, batch, self._to_store(node, value, node.name in self._rounded))
 
     def _value(
         self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, float_track: bool
@@ -204,7 +205,7 @@ class LayerwiseEvaluation:
         kept = self._quantized.get(node.name, batch)
         site = self.sites.get(node.name)
         q = None if site is None else self.qparams.get(site.name)
-        if site is None or q is None or (not inside and node.name not in self._regions):
+        if site is None or q is None or (not inside and node.name not in self._rounded):
             return kept.real
         region = self._member.get(user) if user is not None else None
         if kept.is_16bit and region is not None and reads_shortcut(region, user, node, self._shortcuts):

@@ -20,6 +20,7 @@ from intaglio.quant.annotate.weight_only import store_weights
 from intaglio.quant.calibrate.custom_observer import convert_custom_observers
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, RoundedWeight
@@ -32,6 +33,7 @@ from intaglio.quant.qdq.qparams import (
     given_qparams,
     weight_qparams,
 )
+from intaglio.quant.qdq.rounding_costs import rounding_costs
 from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing.captured import GraphStage, expect, fx_text
@@ -105,6 +107,7 @@ def convert(
         )
     remarks: list[str] = []
     qparams = _chosen_qparams(prepared, ranges, corrections, remarks)
+    remarks += rounding_costs(annotations, qparams, _statistics(prepared, ranges))
     module = copy_graph(annotations.module)
     Rewriter(module, annotations, qparams, corrections).run()
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
@@ -149,6 +152,15 @@ def _chosen_qparams(
     layers = [region.anchor for region in annotations.regions if region.record.recurrent]
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
     return qparams
+
+
+def _statistics(prepared: Prepared, ranges: Ranges | Parameters | None) -> Mapping[str, Statistics]:
+    """Return the statistics of the sites by name; none if parameters are given, or an annotator chose the sites."""
+    if prepared.quantizer.annotator is not None:
+        return {}
+    if ranges is None:
+        return {name: observer.statistics for name, observer in prepared.observers.items()}
+    return {} if isinstance(ranges, Parameters) else ranges.statistics
 
 
 def _parameters(

@@ -72,7 +72,7 @@ class Rewriter:
     def run(self) -> None:
         """Rewrite the graph in place: first the activations, then the regions and embedding tables."""
         readers = self._readers()
-        produced = {region.root.name for region in self.annotations.regions}
+        produced = {region.root.name for region in self.annotations.regions if not region.unrounded}
         for site in self.annotations.sites:
             if site.role == Role.ACTIVATION:
                 everyone = site.value in produced or site.value in self.annotations.outputs

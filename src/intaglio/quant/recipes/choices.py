@@ -69,6 +69,15 @@ class ResidualType(StrEnum):
     FLOAT = "float"
 
 
+class FloatResults(StrEnum):
+    """Forms of values that are only read as floats, and are computed behind a convolution, linear layer or product."""
+
+    FLOAT = "float"
+    """Not rounded: computed in float32 from the accumulator."""
+    INT8 = "int8"
+    """Rounded to 256 quantized values, like the values that other kernels read."""
+
+
 class EmbeddingType(StrEnum):
     """Datatypes of embedding tables."""
 

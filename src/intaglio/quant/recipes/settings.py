@@ -14,6 +14,7 @@ from intaglio.quant.recipes.choices import (
     ActivationMode,
     BiasCorrection,
     EmbeddingType,
+    FloatResults,
     FunctionForm,
     ResidualType,
     Role,
@@ -46,6 +47,8 @@ class Setting:
         shortcut: bits of the other operand of a residual addition fused into the operator, 8 or 16.
         residual: "int8", or "float" to keep values between convolutions, linear layers and products of activations in
             float32, mainly sums and norms.
+        results: "int8", or "float" to compute activation functions, clamps, sums and data movement that only readers of
+            floats follow, such as results of the model, in float32 without rounding to 256 quantized values.
         activations: "static" (calibrated), "float" (weight-only quantization of convolutions and linear layers), or,
             for linear and recurrent layers, quantized at run time per "token" (row of the last axis) or per "tensor"
             (batch entry).
@@ -64,6 +67,7 @@ class Setting:
     activations_dtype: str | None = None
     shortcut: int | None = None
     residual: str | None = None
+    results: str | None = None
     activations: str | None = None
     embeddings: str | None = None
 
@@ -80,6 +84,7 @@ class Setting:
             "shortcut": (None, 8, 16),
             "activations": (None, *ActivationMode),
             "residual": (None, *ResidualType),
+            "results": (None, *FloatResults),
             "embeddings": (None, *EmbeddingType),
         }
         for name, values in allowed.items():
@@ -150,6 +155,7 @@ DEFAULT = Setting(
     equalize=0.75,
     shortcut=8,
     residual="int8",
+    results="int8",
     activations="static",
     embeddings="float",
 )

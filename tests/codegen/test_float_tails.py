@@ -1,0 +1,161 @@
+"""Kernels of products that return float32: each tail behind each anchor, with the bits of the interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from intaglio import stages
+from intaglio.lower import Lowered
+from intaglio.plan import plan_graph
+from support.int8_models import assert_same
+from support.lowering import UNROUNDED, assert_equal_quantized, lowered, quantized
+from support.matmul_library import RUNNABLE_ISAS
+from support.nets import Body, randomize
+
+TAILS = {
+    "relu": lambda x, y: F.relu(x),
+    "clamp": lambda x, y: x.clamp(-0.5, 0.7),
+    "gelu": lambda x, y: F.gelu(x),
+    "sigmoid": lambda x, y: x.sigmoid(),
+    "silu": lambda x, y: F.silu(x),
+    "tanh": lambda x, y: x.tanh(),
+    "hardswish": lambda x, y: F.hardswish(x),
+    "leaky_relu": lambda x, y: F.leaky_relu(x, 0.1),
+    "sum": lambda x, y: x + y,
+    "sum, relu": lambda x, y: F.relu(y + x),
+    "weighted sum": lambda x, y: torch.add(x, y, alpha=0.5),
+}
+IMAGE_ANCHORS = {
+    "conv": lambda: nn.Conv2d(20, 20, 3, padding=1),
+    "grouped": lambda: nn.Conv2d(20, 20, 3, padding=1, groups=2),
+    "depthwise": lambda: nn.Conv2d(20, 20, 3, padding=1, groups=20),
+    "dilated depthwise": lambda: nn.Conv2d(20, 20, 3, padding=2, dilation=2, groups=20),
+}
+
+
+def images_body(m: nn.Module, x: Tensor) -> list[Tensor]:
+    return [tail(layer(x), x) for layers in m.anchors for layer, tail in zip(layers, TAILS.values(), strict=True)]
+
+
+def rows_body(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    found = [tail(layer(x), x) for layer, tail in zip(m.layers, TAILS.values(), strict=True)]
+    return found + [tail(torch.matmul(x, y), x) for tail in TAILS.values()]
+
+
+def image_model() -> nn.Module:
+    anchors = nn.ModuleList(nn.ModuleList(make() for _ in TAILS) for make in IMAGE_ANCHORS.values())
+    return randomize(Body(images_body, anchors=anchors))
+
+
+def row_model() -> nn.Module:
+    return randomize(Body(rows_body, layers=nn.ModuleList(nn.Linear(24, 24) for _ in TAILS)))
+
+
+def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+def shown(graph: Lowered) -> list[str]:
+    return [" + ".join(op.kind for op in step.partition.ops) for step in plan_graph(graph.graph).steps]
+
+
+@pytest.fixture(scope="module")
+def images():
+    return quantized(image_model(), *drawn(0, (4, 20, 7, 9)), recipe=UNROUNDED)
+
+
+@pytest.fixture(scope="module")
+def image_programs(images):
+    return {isa: stages.compile(images[1], isa=isa) for isa in RUNNABLE_ISAS}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """With a free number of tokens."""
+    inputs, free = drawn(0, (4, 7, 24), (4, 24, 24)), torch.export.Dim.AUTO
+    sizes = ({0: free, 1: free}, {0: free})
+    captured = stages.capture(row_model().eval(), tuple(inputs), dynamic_shapes=(sizes,))
+    return lowered(captured, *inputs, recipe=UNROUNDED)
+
+
+@pytest.fixture(scope="module")
+def row_programs(rows):
+    return {isa: stages.compile(rows[1], isa=isa) for isa in RUNNABLE_ISAS}
+
+
+def test_every_tail_is_in_the_kernel_of_its_product(images, rows):
+    for _, graph in (images, rows):
+        assert "loop" not in shown(graph)
+        assert not {"requantize", "table", "activate"}.intersection(op.kind for op in graph.graph.ops)
+
+
+def test_depthwise_tails_run_in_depthwise_kernels(images):
+    assert "without a loop behind it" not in plan_graph(images[1].graph).text()
+
+
+def test_results_are_those_of_the_reference(images, rows):
+    assert_equal_quantized(*images, *drawn(0, (4, 20, 7, 9)))
+    assert_equal_quantized(*rows, *drawn(0, (4, 7, 24), (4, 24, 24)))
+
+
+@given(batch=st.integers(1, 5), seed=st.integers(0, 99), threads=st.integers(1, 4), isa=st.sampled_from(RUNNABLE_ISAS))
+def test_images_match_the_interpreter(images, image_programs, batch, seed, threads, isa):
+    inputs = drawn(seed, (batch, 20, 7, 9))
+    assert_program_matches(image_programs[isa], images[1], inputs, threads)
+
+
+@given(
+    batch=st.integers(1, 9),
+    tokens=st.integers(2, 40),
+    seed=st.integers(0, 99),
+    threads=st.integers(1, 4),
+    isa=st.sampled_from(RUNNABLE_ISAS),
+)
+def test_rows_match_the_interpreter(rows, row_programs, batch, tokens, seed, threads, isa):
+    inputs = drawn(seed, (batch, tokens, 24), (batch, 24, 24))
+    assert_program_matches(row_programs[isa], rows[1], inputs, threads)
+
+
+def twice_body(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    image, own, row, plain = F.gelu(m.image(x)), F.relu(m.own(x) + x), m.row(y).sigmoid(), m.plain(y)
+    return [image, m.image(image), own, m.own(own), row, m.row(row), plain, m.plain(plain)]
+
+
+@pytest.fixture(scope="module")
+def twice():
+    layers = {"image": nn.Conv2d(20, 20, 3, padding=1), "own": nn.Conv2d(20, 20, 3, padding=1, groups=20)}
+    layers |= {"row": nn.Linear(24, 24), "plain": nn.Linear(24, 24)}
+    return quantized(randomize(Body(twice_body, **layers)), *drawn(0, (4, 20, 7, 9), (4, 5, 24)), recipe=UNROUNDED)
+
+
+@pytest.fixture(scope="module")
+def twice_programs(twice):
+    return {isa: stages.compile(twice[1], isa=isa) for isa in RUNNABLE_ISAS}
+
+
+def test_a_kernel_stores_floats_for_the_caller_and_quantized_values_for_the_next_layer(twice):
+    steps = [step.partition for step in plan_graph(twice[1].graph).steps]
+    both = [partition for partition in steps if len(partition.ops[-1].outputs) == 2]
+    assert [" + ".join(op.kind for op in partition.ops) for partition in both] == [
+        "conv2d + dequantize + loop",
+        "conv2d + dequantize + loop",
+        "linear + dequantize + loop",
+    ]
+
+
+@given(batch=st.integers(1, 5), seed=st.integers(0, 99), threads=st.integers(1, 4), isa=st.sampled_from(RUNNABLE_ISAS))
+def test_kernels_with_two_results_match_the_interpreter(twice, twice_programs, batch, seed, threads, isa):
+    assert_program_matches(twice_programs[isa], twice[1], drawn(seed, (batch, 20, 7, 9), (batch, 5, 24)), threads)
+
+
+def assert_program_matches(program: nn.Module, graph: Lowered, inputs: list[Tensor], threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same(program(*inputs), graph(*inputs))
+    finally:
+        torch.set_num_threads(before)
