@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torchvision
 
-from zoo_models.entry import Entry, draw_statistics, image_entry
+from zoo_models.entry import Entry, draw_statistics, image_entry, settle_statistics
 
 SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
 DETECTION = (
@@ -53,8 +53,8 @@ def detection(name: str) -> Entry:
 def video(name: str) -> Entry:
     """Return a video classifier of torchvision by its name."""
     model = getattr(torchvision.models.video, name)(weights=None)
-    draw_statistics(model)
-    frames, size = (16, 224) if name in ("mvit_v2_s", "swin3d_t") else (16 if name == "s3d" else 8, 64)
+    frames, size = (16, 224) if name in ("mvit_v2_s", "s3d", "swin3d_t") else (8, 64)
+    settle_statistics(model, torch.randn(2, 3, frames, size, size))
     return Entry(model.eval(), lambda count: (torch.randn(count, 3, frames, size, size),))
 
 

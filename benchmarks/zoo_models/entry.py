@@ -41,6 +41,7 @@ def image_entry(model: nn.Module, size: int, *, free: bool = False, most_used: b
         most_used: whether the model is one of the most used ones.
     """
     draw_statistics(model)
+    settle_statistics(model, torch.randn(4, 3, size, size))
     other = {f"{size + 32} pixels": (torch.randn(2, 3, size + 32, size + 32),)} if free else {}
     return Entry(model.eval(), lambda count: (torch.randn(count, 3, size, size),), other, most_used=most_used)
 
@@ -67,6 +68,26 @@ def draw_statistics(model: nn.Module) -> None:
             module.running_var.uniform_(0.6, 1.4)
         if isinstance(module, (nn.Linear, nn.Conv2d)) and not module.weight.any():
             nn.init.normal_(module.weight, std=0.02)
+
+
+@torch.no_grad()
+def settle_statistics(model: nn.Module, *arguments: torch.Tensor) -> None:
+    """Give batch norms the statistics of a call, as in a trained model.
+
+    With others, most networks have almost the same result for all images, and ratios of signal to noise say nothing.
+    """
+    model.eval()
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    kept = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
+        if norm.weight is not None and not norm.weight.any():
+            nn.init.constant_(norm.weight, 0.5)  # the end of a residual branch, which begins with zeros
+    model(*arguments)
+    for norm, momentum in zip(norms, kept, strict=True):
+        norm.eval()
+        norm.momentum = momentum
 
 
 def token_batch(words: int, length: int, *, padded: bool = True) -> Callable[[int], dict[str, torch.Tensor]]:
