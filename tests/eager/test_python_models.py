@@ -487,3 +487,40 @@ def test_a_recurrent_cell_may_read_a_constant_of_the_code(caplog):
 
     model = Body(body, e=nn.Embedding(5, 8), c=nn.GRUCell(8, 8), g=nn.Linear(8, 4))
     check(model, rows(8, 1, 8), rows(1, 1, 8), caplog)
+
+
+class CachedDecoder(nn.Module):
+    """A decoder whose later calls attend to the keys and values of earlier ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids, past=None):
+        x = self.embed(ids)
+        batch, length, _ = x.shape
+        q, k, v = (part(x).view(batch, length, 2, 8).transpose(1, 2) for part in (self.query, self.key, self.value))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        return self.out(y.transpose(1, 2).reshape(batch, length, 16)), (k, v)
+
+
+def decoded(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """Logits of the last token of a prompt, and of every token behind it, computed one by one with a cache."""
+    (first, past), logits = model(ids[:, :5]), []
+    for index in range(5, ids.shape[1]):
+        logits.append(first[:, -1])
+        first, past = model(ids[:, index : index + 1], past)
+    return [*logits, first[:, -1]]
+
+
+def test_decoders_with_a_cache_decode_after_conversion():
+    torch.manual_seed(0)
+    model, ids = CachedDecoder().eval(), torch.randint(0, 30, (4, 9))
+    prepared = eager.prepare(model, ids)
+    decoded(prepared, ids)
+    decoded(prepared, ids.flip(0, 1))
+    converted = eager.convert(prepared)
+    near(torch.stack(decoded(converted, ids)), torch.stack(decoded(model, ids)))

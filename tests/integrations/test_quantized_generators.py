@@ -294,7 +294,7 @@ def test_models_whose_cache_is_not_keys_and_values_say_so(caplog):
     model = library().MambaForCausalLM(config).eval()
     int8_model = intaglio.quantize(model, [batch("llama", length=7)])
     assert "without a key-value cache, because its forward has no argument past_key_values" in caplog.text
-    assert generated(int8_model, batch("llama", 2, 7), max_new_tokens=3).shape == (2, 10)
+    assert int8_model(**batch("llama", 2, 7)).logits.shape == (2, 7, VOCABULARY)
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")

@@ -12,7 +12,7 @@ from intaglio import numerics
 from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import (
     activations,
     call_of,
@@ -179,13 +179,20 @@ def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
 
 
 def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
-    """Find the composites that annotation marked whose inputs and result are quantized."""
+    """Find the composites that annotation marked whose inputs and result are quantized.
+
+    In a part that begins or ends inside a composite, its operators are operators of their own.
+    """
     groups: dict[CompositeMatch, list[fx.Node]] = {}
     for node in graph.nodes:
-        if info(node).composite is not None:
+        if node.op == "call_function" and info(node).composite is not None:
             groups.setdefault(info(node).composite, []).append(node)
     found = []
     for composite, nodes in groups.items():
+        if not {name for name, _ in composite.reads} <= {node.name for node in nodes}:
+            for node in nodes:
+                update_info(node, composite=None)
+            continue
         values, region = composite_operands(nodes, composite), _composite_region(nodes)
         if region.result is not None and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
             found.append((composite.record.name, region))
