@@ -79,7 +79,10 @@ def test_special_float_values_are_handled_as_in_torch():
 UNARY = [
     name for name, row in PRIMITIVES.items() if row.operands[0] == ((F32, BF16),) and not row.attrs and name != "cast"
 ]
-COMPARED = [name for name, row in PRIMITIVES.items() if len(row.operands) == 2]
+INTEGERS = [name for name, row in PRIMITIVES.items() if ((I64,),) in row.operands and not row.attrs and name != "cast"]
+PAIRS_OF_INTEGERS = [
+    name for name, row in PRIMITIVES.items() if len(row.operands) == 2 and ((I64,), (I64,)) in row.operands
+]
 REDUCTIONS = [name for name, row in PRIMITIVES.items() if row.reduces]
 ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
 
@@ -93,9 +96,11 @@ def each_operator() -> Lowered:
         net.add(lambda b, kind=kind: b(kind, "x"))
     for kind, attrs in ATTRS.items():
         net.add(lambda b, kind=kind, attrs=attrs: b(kind, "x", **attrs))
+    for kind in INTEGERS:
+        net.add(lambda b, kind=kind: b(kind, "ids"))
     for kind in ("add", "sub", "mul", "div", "maximum", "minimum"):
         net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 1.5), b(kind, 1.5, "x")))
-    for kind in COMPARED:
+    for kind in PAIRS_OF_INTEGERS:
         net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 0.5), b(kind, "ids", "ids")))
     for kind in ("and", "or", "xor"):
         net.add(lambda b, kind=kind: b(kind, "m", b("lt", "x", "y")))

@@ -169,6 +169,7 @@ def test_load_into_names_the_function_for_files_of_whole_models(tmp_path):
     intaglio.quantize(model, [torch.rand(4, 4)]).save(tmp_path / "model.intaglio")
     with pytest.raises(ArtifactError, match=r"intaglio\.load\(path\)"):
         intaglio.load_into(tmp_path / "model.intaglio", model)
+    assert intaglio.load(tmp_path / "model.intaglio").coverage.macs == 1.0
 
 
 def test_parts_are_compared_with_their_float_modules(detector, int8):

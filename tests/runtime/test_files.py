@@ -126,8 +126,8 @@ def test_an_input_the_model_writes_is_written(tmp_path):
 
 
 FLOAT_PARTS = {
-    "sizes": lambda m, x: m.c(m.c(x).reshape(x.shape[0], 3, -1).cumsum(2).reshape(x.shape)),
-    "several results": lambda m, x: m.c(torch.cat([a.cumsum(3) for a in m.c(x).chunk(2, 2)], 2)),
+    "sizes": lambda m, x: m.c(m.c(x).reshape(x.shape[0], 3, -1).cumprod(2).reshape(x.shape)),
+    "several results": lambda m, x: m.c(torch.cat([a.cumprod(3) for a in m.c(x).chunk(2, 2)], 2)),
     "constants": lambda m, x: m.c(m.c(x).erf() * torch.tensor([[1.5]]) + torch.tensor([2.0])),
     "types and infinities": lambda m, x: m.c(m.c(x).to(torch.float64).clamp(max=float("inf")).float().erf()),
     "made tensors": lambda m, x: m.c(m.c(x).erf() + torch.ones(12, dtype=torch.float32)),

@@ -80,10 +80,16 @@ def test_numbers_of_buffers_that_calls_change_are_no_constants():
 
         def forward(self, x: Tensor) -> Tensor:
             self.count.add_(1)
-            return self.layer(x) * self.count[1].item()
+            count = self.count[1]
+            return self.layer(x) * (count if self.as_tensor else count.item())
 
-    with pytest.raises(CaptureError):
-        stages.capture(Counting().eval(), torch.ones(2, 4))
+    counting, x = Counting().eval(), torch.ones(2, 4)
+    counting.as_tensor = False
+    with pytest.raises(CaptureError) as caught:
+        stages.capture(counting, x)
+    assert caught.value.remedy == "compute with the element as a tensor, without item() or float()"
+    counting.as_tensor = True
+    assert torch.equal(stages.capture(counting, x)(x), counting.layer(x) * 2)
 
 
 def test_an_int8_model_computes_for_each_size_what_it_keeps(model):

@@ -17,7 +17,7 @@ from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook
 from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
-from intaglio.runtime.custom_op import refuse_export
+from intaglio.runtime.custom_op import refuse_call
 from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -99,7 +99,7 @@ MAKE_A_GRAPH = (
 def refuse_tracing() -> None:
     """Raise `InputError` while torch.export or torch.compile traces a call."""
     if torch.compiler.is_exporting():
-        refuse_export(PLAIN_PYTHON, MAKE_A_GRAPH)
+        refuse_call(PLAIN_PYTHON, MAKE_A_GRAPH)
     if torch.compiler.is_compiling():
         raise InputError("call", None, PLAIN_PYTHON, remedy=MAKE_A_GRAPH)
 

@@ -29,7 +29,7 @@ def register(model: CompiledModel) -> int:
 
 
 @called_while_traced
-def refuse_export(problem: str, remedy: str) -> None:
+def refuse_call(problem: str, remedy: str) -> None:
     """Raise `InputError` for torch.export, in strict mode too."""
     raise InputError("call", None, problem, remedy=remedy)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from intaglio.torch_private import buffers_of, parameters_of, submodules_of
+
 
 @dataclass(frozen=True)
 class KeptAttributes:
@@ -31,7 +33,7 @@ class KeptAttributes:
         found: dict[str, Any] = {}
         for kind in reversed(type(model).__mro__[: type(model).__mro__.index(nn.Module)]):
             found |= vars(kind)
-        found |= {**vars(model), **model._parameters, **model._buffers, **model._modules}
+        found |= {**vars(model), **parameters_of(model), **buffers_of(model), **submodules_of(model)}
         public = {name: value for name, value in found.items() if not name.startswith("_") and not _is_of_torch(name)}
         values = {name: copy.deepcopy(value) for name, value in public.items() if is_plain(value)}
         others = {name: _kind(model, name, value) for name, value in public.items() if name not in values}
@@ -91,11 +93,11 @@ def _is_of_torch(name: str) -> bool:
 
 def _kind(model: nn.Module, name: str, value: Any) -> str:
     """Return what an attribute is, for an error."""
-    if name in model._parameters:
+    if name in parameters_of(model):
         return "a parameter"
-    if name in model._buffers:
+    if name in buffers_of(model):
         return "a buffer"
-    if name in model._modules:
+    if name in submodules_of(model):
         return f"a submodule ({type(value).__name__})"
     if inspect.isroutine(value) or isinstance(value, property):
         return "code"

@@ -26,7 +26,7 @@ from intaglio.runtime.call_plans import (
     SizeEvaluator,
     with_memory_errors,
 )
-from intaglio.runtime.custom_op import is_channels_last, refuse_export, register
+from intaglio.runtime.custom_op import is_channels_last, refuse_call, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.kept_attributes import ModelWithAttributes
 from intaglio.runtime.reports.clipping import ClippingMonitor
@@ -150,7 +150,7 @@ class ProgramModule(ModelWithAttributes):
         """
         problem = None
         if torch.compiler.is_exporting():
-            refuse_export("the model is already quantized; torch.export cannot trace its program", INSTEAD_OF_TRACING)
+            refuse_call("the model is already quantized; torch.export cannot trace its program", INSTEAD_OF_TRACING)
         elif is_in_jit_trace():
             problem = "the model is already quantized; torch.jit.trace cannot record its program"
         elif self._has_side_effects:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.unique_names import add_constant
@@ -87,3 +88,24 @@ def source_of(node: fx.Node) -> str:
         return ""
     file, _, rest = own[-1].removeprefix('File "').partition('", line ')
     return f"{file}:{rest}"
+
+
+def control_flow_error(node: fx.Node, program: ExportedProgram) -> CaptureError:
+    """Return the error for an operator whose operands are graphs, a loop or branch; it has no source line."""
+    return CaptureError(
+        path_of(node, program) or node.name,
+        f"torch.ops.higher_order.{node.target}",
+        "which operators it runs depends on data, but a captured graph always runs the same operators",
+        remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
+        "quantize the modules in the body one by one",
+    )
+
+
+def number_of_data_error(node: fx.Node, program: ExportedProgram) -> CaptureError:
+    """Return the error for an element of a tensor that a call reads as a Python number."""
+    return CaptureError(
+        path_of(node, program) or node.name,
+        str(node.target),
+        "it makes a Python number of an element of a tensor that a call computes or changes",
+        remedy="compute with the element as a tensor, without item() or float()",
+    )

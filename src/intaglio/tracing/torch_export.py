@@ -36,7 +36,15 @@ from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.earlier_results import copy_model, without_size_caches
-from intaglio.tracing.export_metadata import constant, describe, module_around, path_of, source_of, tensor_of
+from intaglio.tracing.export_metadata import (
+    constant,
+    control_flow_error,
+    describe,
+    module_around,
+    number_of_data_error,
+    source_of,
+    tensor_of,
+)
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
 from intaglio.tracing.operator_aliases import resolve_aliases
@@ -161,13 +169,15 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
             update_info(copies[node], origin=Origin(module_around(node), str(loop), source_of(node)))
         elif node.op == "call_function":
+            if isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool)):
+                raise number_of_data_error(node, program)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
             describe(copies[node], node, names, program)
         elif node.op == "output":
             signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
         elif any(str(user.target) != WHILE for user in node.users):
-            raise _control_flow(next(iter(node.users)), program)
+            raise control_flow_error(next(iter(node.users)), program)
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     module = fx.GraphModule(root, graph)
     return _after_passes(module, signature, example_sizes(program, names, inputs), model, notes, training)
@@ -203,17 +213,6 @@ def _after_passes(
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     model_info = ModelInfo(type(model).__name__, size, (*notes, *[UPCAST_NOTE] * bool(upcast)))
     return Captured(module, signature, module_classes(model), model_info, training)
-
-
-def _control_flow(node: fx.Node, program: ExportedProgram) -> CaptureError:
-    """Return the error for an operator whose operands are graphs, a loop or branch; it has no source line."""
-    return CaptureError(
-        path_of(node, program) or node.name,
-        f"torch.ops.higher_order.{node.target}",
-        "which operators it runs depends on data, but a captured graph always runs the same operators",
-        remedy="compute both branches and select with torch.where, or write the loop with scan or while_loop; or "
-        "quantize the modules in the body one by one",
-    )
 
 
 def _outputs(

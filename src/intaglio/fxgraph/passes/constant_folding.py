@@ -66,7 +66,7 @@ def fold_constants(module: fx.GraphModule) -> int:
             with torch.no_grad():
                 values[node], paths[node] = node.target(*args, **kwargs), paths[node.all_input_nodes[0]]
     hits = [n for n, value in values.items() if not is_constant(n) and isinstance(value, torch.Tensor)]
-    hits = [node for node in hits if any(user not in values for user in node.users) and not _is_recurrent_state(node)]
+    hits = [node for node in hits if any(user not in values for user in node.users) and not is_recurrent_state(node)]
     for index, node in enumerate(hits):
         name = add_constant(module, f"constant{index}", values[node])
         with module.graph.inserting_before(node):
@@ -101,7 +101,7 @@ def fill_value(node: fx.Node) -> float | None:
     return number if isinstance(number, (bool, int, float)) else None
 
 
-def _is_recurrent_state(node: fx.Node) -> bool:
+def is_recurrent_state(node: fx.Node) -> bool:
     """Return whether a recurrent layer reads a node as its initial state, which its kernel takes as an activation."""
     return any((record := record_of(user)) is not None and record.recurrent for user in node.users)
 

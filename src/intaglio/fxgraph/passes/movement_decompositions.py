@@ -10,7 +10,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node, resolve_dims, size_of
-from intaglio.fxgraph.passes.constant_folding import fill_value
+from intaglio.fxgraph.passes.constant_folding import fill_value, is_recurrent_state
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import Dim, Shape, TensorType
 from intaglio.signature import TORCH_DTYPES
@@ -41,7 +41,13 @@ def expand_filled(module: fx.GraphModule) -> int:
     hits = 0
     for node in list(module.graph.nodes):
         kind, number = tensor_type(node), fill_value(node)
-        if number is None or kind is None or kind.dtype not in TORCH_DTYPES or not kind.shape:
+        if (
+            number is None
+            or kind is None
+            or kind.dtype not in TORCH_DTYPES
+            or not kind.shape
+            or is_recurrent_state(node)
+        ):
             continue
         sizes = [size_of(node, dim) for dim in kind.shape]
         if None in sizes:
