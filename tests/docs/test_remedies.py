@@ -413,7 +413,7 @@ FAST = [
     Case("leave calls out", lambda _: compiled().profile(X, calls=0), lambda _: compiled().profile(X)),
     Case(
         "quantize the model with intaglio.eager, which takes sizes as they come",
-        lambda _: intaglio.quantize(Selected().eval(), [X], progress=False),
+        lambda _: intaglio.quantize(Selected().eval(), [X], progress=False, strict=True),
         lambda _: eager_selected(),
     ),
     Case(

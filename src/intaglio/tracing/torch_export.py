@@ -169,7 +169,7 @@ def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str]
             copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
             update_info(copies[node], origin=Origin(module_around(node), str(loop), source_of(node)))
         elif node.op == "call_function":
-            if isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool)):
+            if isinstance(node.meta.get("val"), torch.SymFloat):
                 raise number_of_data_error(node, program)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
