@@ -120,6 +120,14 @@ def resize(mode: str, axes: int) -> Generator:
     return generate
 
 
+def grid_sample(b: Builder) -> str:
+    x = image(b, 2)
+    grid = b.emit(f"torch.tanh({x}[:, :1].permute(0, 2, 3, 1).expand(-1, -1, -1, 2)) * {b.pick(0.9, 1.5)}")
+    mode, padding = b.pick("bilinear", "bilinear", "bilinear", "nearest"), b.pick("zeros", "border", "reflection")
+    flags = f"mode='{mode}', padding_mode='{padding}', align_corners={b.chance(0.5)}"
+    return b.emit(f"F.grid_sample({x}, {grid}, {flags})")
+
+
 def batch_norm(b: Builder) -> str:
     x = b.value((2, 3, 4, 5))
     axes = {2: 1, 3: 1, 4: 2, 5: 3}[len(b.shape(x))]

@@ -46,6 +46,9 @@ GENERATORS: dict[str, Generator] = {
     "shuffle": images.shuffle,
     "pixel_shuffle": images.pixel_shuffle,
     "pixel_unshuffle": images.pixel_unshuffle,
+    "grid_sampler": images.grid_sample,
+    "upsample_bicubic2d": images.resize("bicubic", 2),
+    "upsample_trilinear3d": images.resize("trilinear", 3),
     "linear": rows.linear,
     "layer_norm": rows.layer_norm,
     "rms_norm": rows.rms_norm,
@@ -105,7 +108,10 @@ COMPOSITIONS: dict[str, Generator] = {
 
 WITHOUT_GENERATOR: dict[str, str] = {
     **dict.fromkeys(
-        ("requantize", "dequantize", "quantize", "table", "activate", "loop", "unfold_depth"),
+        (
+            *("requantize", "dequantize", "quantize", "table", "activate", "loop", "unfold_depth"),
+            *("pool_f32", "resize_f32", "grid_sample"),
+        ),
         "exists in the integer graph only, where conversion writes it",
     ),
     **dict.fromkeys(

@@ -37,7 +37,7 @@ class Input:
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(self.name.encode()))
         if self.kind == "ids":
             return torch.randint(0, self.limit, tuple(sizes), generator=generator)
-        values = torch.randn(*sizes, generator=generator)
+        values = torch.randn(tuple(sizes), generator=generator)
         return values > 0 if self.kind == "bool" else self.scale * values + self.shift
 
 

@@ -18,6 +18,7 @@ from intaglio.codegen.emitters.emit_direct import (
 )
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
+from intaglio.codegen.emitters.emit_float_images import emit_grid_sample, emit_pool_f32, emit_resize_f32
 from intaglio.codegen.emitters.emit_linear_f32 import emit_linear_f32
 from intaglio.codegen.emitters.emit_loops import emit_loop
 from intaglio.codegen.emitters.emit_matmul import emit_matmul
@@ -57,6 +58,9 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "loop": emit_loop,
     "nearest": emit_nearest,
     "linear": emit_linear,
+    "pool_f32": emit_pool_f32,
+    "resize_f32": emit_resize_f32,
+    "grid_sample": emit_grid_sample,
     "attention": emit_attention,
     "bmm": emit_bmm,
     "table": emit_table,

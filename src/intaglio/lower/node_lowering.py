@@ -17,10 +17,11 @@ from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_pa
 from intaglio.lower.float_operators import (
     DirectCall,
     direct_call,
+    float_kernel_of,
     loop_call,
-    lower_data_movement,
     lower_direct,
     lower_float_loop,
+    lower_kernel,
 )
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Island
@@ -116,7 +117,7 @@ class NodeLowering:
         is_buffer = kind is not None and kind.q is not None  # a quantized buffer of the model
         module = self.builder.module
         computed = None if is_buffer else loop_call(node, module) or direct_call(node)
-        found = computed or data_movement_of(node)
+        found = computed or float_kernel_of(node) or data_movement_of(node)
         if not all(_symbols(value) <= self.symbols for value in (node, *needs)):
             found = None  # only PyTorch computes sizes that depend on values
         if found is not None:
@@ -154,7 +155,7 @@ class NodeLowering:
             elif isinstance(found, DirectCall):
                 lower_direct(builder, node, found)
             else:
-                lower_data_movement(builder, node, *found)
+                lower_kernel(builder, node, *found)
         else:
             q = quantize_qparams(node)
             assert q is not None, f"{node} does not quantize"

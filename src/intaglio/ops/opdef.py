@@ -123,7 +123,9 @@ class OpDef:
         precise: Converts attributes to those of the `activate` that computes the function on an accumulator.
         multiplies_by_scalar: It multiplies or divides by a number, which is folded into the scale of a preceding
             product of activations.
-        loop: Loop that computes the operator between float tensors; ``None`` means an island.
+        loop: Loop that computes the operator between float tensors; ``None`` for those without a loop.
+        in_float: Called with the attributes of a call; returns name and attributes of the record whose kernel computes
+            the operator between float tensors.
         constants: Called with (attributes, shape of the operand, constants of the model, scale of the operand, of the
             result); returns what the kernel reads besides the operand.
         types: Element types of operands and results, or a function of the attributes; ``None`` accepts any.
@@ -178,6 +180,7 @@ class OpDef:
     precise: Callable[[Attrs], Attrs] | None = None
     multiplies_by_scalar: bool = False
     loop: FloatLoop | None = None
+    in_float: Callable[[Attrs], tuple[str, Attrs]] | None = None
     constants: Callable[[Attrs, Shape, ModelConstants, float, float], KernelConstants] | None = None
     types: TypeRule | Callable[[Attrs], TypeRule] | None = None
     validate: Callable[[Op, Graph], None] = lambda op, graph: None

@@ -18,7 +18,7 @@ from intaglio.ops import (
     pointwise,
     unary,
 )
-from intaglio.ops.images import pool, resize
+from intaglio.ops.images import float_images, pool, resize
 from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
 from intaglio.ops.opdef import OpDef
@@ -50,6 +50,7 @@ BY_NAME, BY_TARGET = index(
     pool.POOL_OPS,
     norm.NORM_OPS,
     resize.RESIZE_OPS,
+    float_images.FLOAT_IMAGE_OPS,
     shape.SHAPE_OPS,
     pixel_shuffle.PIXEL_SHUFFLE_OPS,
     unary.UNARY_OPS,

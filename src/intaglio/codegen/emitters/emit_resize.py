@@ -17,7 +17,7 @@ def emit_nearest(code: Code, partition: Partition, context: Context) -> None:
     """Print a nearest upsampling. 1-D inputs are images with one row, and inputs other than volumes have depth 1."""
     op, graph = partition.anchor, context.graph
     if "results" in op.attrs:
-        found = _grids(op, context)
+        found = grids(op, context)
     else:
         found = [f"{{{context.constant(graph.constants[name], 'int32_t', 'index')}}}" for name in op.inputs[1:]]
     context.include("images/resize.h")
@@ -37,16 +37,16 @@ def emit_linear(code: Code, partition: Partition, context: Context) -> None:
     op, graph = partition.anchor, context.graph
     *found, factor = (graph.constants[name] for name in op.inputs[1:])
     if "results" in op.attrs:
-        grids = _grids(op, context)
+        axes = grids(op, context)
     else:
-        grids = [_pairs(index, weight, context) for index, weight in zip(found[::2], found[1::2], strict=True)]
-    if len(grids) == 1:
-        grids.insert(0, _pairs(np.zeros((1, 2), np.int32), np.array([[1, 0]], np.float32), context))
+        axes = [_pairs(index, weight, context) for index, weight in zip(found[::2], found[1::2], strict=True)]
+    if len(axes) == 1:
+        axes.insert(0, _pairs(np.zeros((1, 2), np.int32), np.array([[1, 0]], np.float32), context))
     context.include("images/resize.h")
     code("struct Blend b = {};")
     code(f"b.in = {context.image(op.inputs[0])};")
     code(f"b.out = {context.image(op.output)};")
-    for name, grid in zip(("row", "column"), grids, strict=True):
+    for name, grid in zip(("row", "column"), axes, strict=True):
         code(f"b.{name} = (struct Grid){grid};")
     code(f"b.factor = {context.constant(factor, 'float', 'factor')};")
     code(f"b.zero_in = {context.number(graph.types[op.inputs[0]].qparams.zero, 'int32_t', 'zero_in')};")
@@ -60,7 +60,7 @@ def _pairs(index: np.ndarray, weight: np.ndarray, context: Context) -> str:
     return f"{{{context.constant(index, 'int32_t', 'index')}, {context.constant(weight, 'float', 'weight')}}}"
 
 
-def _grids(op: Op, context: Context) -> list[str]:
+def grids(op: Op, context: Context) -> list[str]:
     """Return a `struct Grid` for every axis, whose entries are computed at run time from dynamic sizes.
 
     The step, 1 / scale factor, is rounded to float32 as in `ops.resize`.

@@ -5,36 +5,6 @@
 #include "base/numerics.h"
 #include "base/vectors.h"
 
-// Return the input position that output `i` copies.
-static inline int64_t nearest_at(const struct Grid* g, int64_t i) {
-    if (g->index) return g->index[i];
-    if (g->images && (g->result == g->size || g->result == 2 * g->size)) return i * g->size / g->result;
-    const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
-    return at_most((int64_t)((float)i * step), g->size - 1);
-}
-
-// The two input positions that an output interpolates, and their weights.
-struct Between {
-    int64_t below, above;
-    float weight[2];
-};
-
-static inline struct Between between(const struct Grid* g, int64_t i) {
-    if (g->index)
-        return (struct Between){g->index[2 * i], g->index[2 * i + 1], {g->weight[2 * i], g->weight[2 * i + 1]}};
-    float place = (float)i;
-    if (g->align) {
-        place = place * (g->result > 1 ? (float)(g->size - 1) / (float)(g->result - 1) : 0.0f);
-    } else if (g->size != g->result) {
-        const float step = g->step != 0 ? g->step : (float)g->size / (float)g->result;
-        place = step * (place + 0.5f) - 0.5f;
-        place = place > 0 ? place : 0;
-    }
-    const int64_t below = at_most((int64_t)place, g->size - 1);
-    const float over = place - (float)below, fraction = over > 0 ? over < 1 ? over : 1 : 0;
-    return (struct Between){below, below + (below < g->size - 1), {1 - fraction, fraction}};
-}
-
 // Copy the pixel that the grids select to each output. A row that has the same source as the row before it is a copy of
 // that row.
 LIBRARY void upsample_nearest(const struct Image* in, const struct Image* out, int64_t depth_in, int64_t depth_out,

@@ -4,17 +4,8 @@
 
 #include "base/image.h"
 #include "base/library.h"
+#include "images/grid.h"
 #include "products/tile.h"
-
-// Input positions that the outputs read along one axis. `index` and `weight` are tables; without tables, the positions
-// are computed from the other fields and are those of ops/images/resize.py, bit for bit.
-struct Grid {
-    const int32_t* index;  // [result], or [result][2] of linear interpolation
-    const float* weight;   // [result][2], weights of linear interpolation
-    int64_t size, result;  // sizes of the input and of the output
-    float step;            // inputs between neighbouring outputs; 0: size / result
-    int images, align;     // flags: two axes are resized; align_corners
-};
 
 // Bilinear upsampling: weighted means of two rows by two columns.
 struct Blend {

@@ -276,6 +276,7 @@ def _max_pool(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         min_pixels=1,
+        in_float=lambda attrs: ("pool_f32", attrs),
         kernel="pool",
     )
 
@@ -296,6 +297,7 @@ def _avg_pool(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         min_pixels=1,
+        in_float=lambda attrs: ("pool_f32", attrs),
         kernel="pool",
     )
 
@@ -319,6 +321,7 @@ def _adaptive_avg_pool(axes: int) -> OpDef:
         batch_separable=True,
         window=True,
         min_pixels=1,
+        in_float=lambda attrs: ("pool_f32", attrs),
         kernel="pool",
     )
 

@@ -93,7 +93,7 @@ def nearest(size: int, result: int, scale: float | None, images: bool = False) -
     index = np.arange(result)
     if images and result in (size, 2 * size):
         return (index * size // result).astype(np.int32)
-    return np.minimum(np.floor(index.astype(np.float32) * _step(size, result, scale)), size - 1).astype(np.int32)
+    return np.minimum(np.floor(index.astype(np.float32) * source_step(size, result, scale)), size - 1).astype(np.int32)
 
 
 def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -104,14 +104,14 @@ def linear(size: int, result: int, scale: float | None, align: bool) -> tuple[np
     if align:
         place = place * (np.float32(size - 1) / np.float32(result - 1) if result > 1 else np.float32(0))
     elif size != result:
-        place = np.maximum(_step(size, result, scale) * (place + ONE_HALF) - ONE_HALF, np.float32(0))
+        place = np.maximum(source_step(size, result, scale) * (place + ONE_HALF) - ONE_HALF, np.float32(0))
     below = np.minimum(place.astype(np.int32), size - 1)
     above = below + (below < size - 1)
     rest = np.clip(place - below.astype(np.float32), np.float32(0), ONE)
     return np.stack([below, above], 1).astype(np.int32), np.stack([ONE - rest, rest], 1)
 
 
-def _step(size: int, result: int, scale: float | None) -> Any:
+def source_step(size: int, result: int, scale: float | None) -> Any:
     """Return the distance of neighbouring outputs in inputs, from the given scale factor or else from the sizes."""
     return np.float32(1 / scale) if scale else np.float32(size) / np.float32(result)
 
@@ -175,7 +175,7 @@ def linear_types(axes: int, attrs: Attrs) -> TypeRule:
 def valid_nearest(op: Op, graph: Graph) -> None:
     """Check that indices are inside of their axis."""
     if "results" in op.attrs:
-        _valid_factors(op)
+        valid_factors(op)
         return
     indices = [graph.constants[name] for name in op.inputs[1:]]
     _valid_indices(op, graph, indices, 1)
@@ -184,7 +184,7 @@ def valid_nearest(op: Op, graph: Graph) -> None:
 def valid_linear(op: Op, graph: Graph) -> None:
     """Check that indices are inside of their axis and that each has its weights."""
     if "results" in op.attrs:
-        _valid_factors(op)
+        valid_factors(op)
         return
     tables = [graph.constants[name] for name in op.inputs[1:]]
     indices = tables[:-1:2]
@@ -203,7 +203,7 @@ def _valid_indices(op: Op, graph: Graph, indices: Sequence[np.ndarray], rank: in
             raise ValueError(f"{op.kind} has indices outside of its operand {graph.types[op.inputs[0]]}")
 
 
-def _valid_factors(op: Op) -> None:
+def valid_factors(op: Op) -> None:
     """Check an operator without tables: sizes, and a scale factor or ``None`` for each axis."""
     sizes, results, scales = (op.attrs[name] for name in ("sizes", "results", "scales"))
     known = [scale is None or (isinstance(scale, (int, float)) and 0 < scale < float("inf")) for scale in scales]
@@ -229,6 +229,7 @@ def _nearest(axes: int) -> OpDef:
         needs=pixels_to_read,
         layout=Layout.CHANNELS_LAST,
         min_pixels=1,
+        in_float=lambda attrs: ("resize_f32", {**attrs, "mode": "nearest"}),
         emit="nearest",
         kernel="resize",
     )
@@ -249,6 +250,7 @@ def _linear(axes: int, name: str) -> OpDef:
         needs=pixels_to_read,
         layout=Layout.CHANNELS_LAST,
         min_pixels=1,
+        in_float=lambda attrs: ("resize_f32", {**attrs, "mode": "linear"}),
         emit="linear",
         kernel="resize",
     )
