@@ -83,7 +83,7 @@ class Builder:
             "shift": self.pick(0.0, 0.0, 1.5),
             **fields,
         }
-        fields["free"] = tuple(axis for axis in fields["free"] if axis or shape[0] == BATCH)
+        fields["free"] = tuple(axis for axis in fields["free"] if axis or tuple(shape[:1]) == (BATCH,))
         entry = Input(f"x{len(self.inputs)}", tuple(shape), **fields)
         self.inputs.append(entry)
         self.values[entry.name] = entry.draw(entry.shape, self.seed)

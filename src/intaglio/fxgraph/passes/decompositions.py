@@ -23,11 +23,14 @@ def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
 
 
 def decompose_group_norm(module: fx.GraphModule) -> int:
-    """Decompose group_norm into a layer norm with groups as rows, and a factor and offset per channel."""
-    norms = (node for node in module.graph.nodes if operator(node) == "aten.group_norm.default")
+    """Decompose group_norm into a layer norm with groups as rows, and a factor and offset per channel.
+
+    Instance norm by the statistics of its input has one group per channel.
+    """
+    norms = (node for node in module.graph.nodes if operator(node) in GROUP_NORMS)
     hits = [node for node in norms if _groups_are_rows(node)]
     for node in hits:
-        given, shape = arguments(node), known_type(node).shape
+        given, shape = _group_arguments(node), known_type(node).shape
         length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
         rows = (shape[0], given["num_groups"], length)
         sizes = size_of(node, shape[0])
@@ -45,13 +48,22 @@ def decompose_group_norm(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+GROUP_NORMS = ("aten.group_norm.default", "aten.instance_norm.default")
+
+
+def _group_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a group norm, or those of an instance norm as a group norm."""
+    return {"num_groups": known_type(node).shape[1], **arguments(node)}
+
+
 def _groups_are_rows(node: fx.Node) -> bool:
     """Return whether groups have a static size, the batch size is available, and weight and bias are constant."""
-    given, kind = arguments(node), tensor_type(node)
+    given, kind = _group_arguments(node), tensor_type(node)
     constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
     if kind is None or not all(isinstance(dim, int) for dim in kind.shape[1:]):
         return False
-    return all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
+    computed = given.get("use_input_stats", True)
+    return computed and all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
 
 
 def decompose_split(module: fx.GraphModule) -> int:

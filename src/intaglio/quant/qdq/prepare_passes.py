@@ -26,6 +26,12 @@ from intaglio.fxgraph.passes.decompositions import (
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
 from intaglio.fxgraph.passes.identities import drop_identity
+from intaglio.fxgraph.passes.image_decompositions import (
+    decompose_fold,
+    merge_batch_axes,
+    pad_with_zeros,
+    values_of_extrema,
+)
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
@@ -65,6 +71,7 @@ CONSTANT_PASSES: tuple[Pass, ...] = (
     constant_matmul_to_linear,  # needs constant matrices
     expand_filled,  # after folding: only tensors of a free size are left
     lift_slices,  # after folding, which already replaces operators on whole constants
+    merge_batch_axes,  # before attention, whose matcher takes four axes
 )
 ATTENTION_PASSES: tuple[Pass, ...] = (
     fuse_attention,  # before `bmm_to_matmul`, which takes all products that are not part of attention
@@ -79,6 +86,9 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     widen_integers,  # after casts are explicit
     drop_identity,  # casts between integers are identities now
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
+    values_of_extrema,
+    pad_with_zeros,
+    decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
     decompose_split,  # the next two look at slices

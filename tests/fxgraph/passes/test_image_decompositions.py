@@ -1,0 +1,49 @@
+"""Operators that become others which kernels and loops compute: no island is left, and the results are the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import intaglio
+from support.lowering import quantized
+from support.nets import Body, randomize
+
+DRAW = torch.Generator().manual_seed(0)
+X = torch.randn(2, 12, 8, generator=DRAW)
+
+
+def parts(image, *sizes):
+    """The channels of an image in parts of these sizes."""
+    return image.reshape(image.shape[0], *sizes)
+
+
+def image(h):
+    return h.transpose(1, 2).reshape(h.shape[0], 8, 3, 4)
+
+
+BODIES = {
+    "products of five axes": lambda h: parts(h, 2, 3, 2, 4, 2) @ parts(h, 2, 3, 2, 2, 4),
+    "products of six axes": lambda h: parts(h, 2, 3, 4, 2, 2) @ parts(h, 2, 3, 4, 2, 2),
+    "attention of five axes": lambda h: F.scaled_dot_product_attention(*[parts(h, 2, 3, 2, 4, 2)] * 3),
+    "instance norm": lambda h: F.instance_norm(image(h)),
+    "padding with a number": lambda h: F.pad(h, (1, 2, 0, 1), value=-1.5),
+    "values of max": lambda h: h.max(1)[0] + h.min(1, keepdim=True).values[:, 0],
+    "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),
+    "fold with strides": lambda h: F.fold(parts(h.flatten(1)[:, :54], 9, 6), (5, 4), 3, padding=1, stride=2),
+    "fold with pixels behind the last window": lambda h: F.fold(parts(h, 24, 4)[:, :8], 5, 2, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_program_computes_it(name):
+    body = BODIES[name]
+    model = randomize(Body(lambda m, x: (body(torch.tanh(m.a(x)) + x), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
+    reference, lowered = quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
+    assert not lowered.islands
+    for batch in (X, X[:1]):
+        for found, expected in zip(lowered(batch), reference(batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    exact = model(X)[0]
+    assert lowered(X)[0].shape == exact.shape
+    assert (lowered(X)[0] - exact).square().sum() < 1e-3 * exact.square().sum()
