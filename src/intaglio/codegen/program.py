@@ -18,12 +18,17 @@ from intaglio.codegen.emitters.emit_direct import (
 )
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
 from intaglio.codegen.emitters.emit_embedding import emit_arange, emit_embedding_bag
-from intaglio.codegen.emitters.emit_float_images import emit_grid_sample, emit_pool_f32, emit_resize_f32
+from intaglio.codegen.emitters.emit_images import (
+    emit_grid_sample,
+    emit_linear,
+    emit_nearest,
+    emit_pool_f32,
+    emit_resize_f32,
+)
 from intaglio.codegen.emitters.emit_linear_f32 import emit_linear_f32
 from intaglio.codegen.emitters.emit_loops import emit_loop
 from intaglio.codegen.emitters.emit_matmul import emit_matmul
 from intaglio.codegen.emitters.emit_recurrent import emit_recurrent
-from intaglio.codegen.emitters.emit_resize import emit_linear, emit_nearest
 from intaglio.codegen.emitters.emit_steps import (
     emit_affine,
     emit_clamp,

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.node_info import info, inherit_info, set_info, tensor_type
-from intaglio.ir import Dim, DType, TensorType, symbol
+from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type
+from intaglio.ir import Dim, DType, Shape, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, schema_of, size_expression
@@ -150,6 +150,14 @@ def call_before(old: fx.Node, kind: TensorType, target: Any, *args: Any, **kwarg
         node = old.graph.call_function(target, args, kwargs)
     inherit_info(node, old, type=kind)
     return node
+
+
+def reshape_before(old: fx.Node, value: fx.Node, shape: Shape) -> fx.Node:
+    """Insert a reshape to a shape in front of `old`; at most one size may be neither a number nor that of an input."""
+    sizes = [size_of(old, dim) for dim in shape]
+    kind = TensorType(shape, known_type(value).dtype)
+    given = [-1 if size is None else size for size in sizes]
+    return call_before(old, kind, torch.ops.aten.reshape.default, value, given)
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:

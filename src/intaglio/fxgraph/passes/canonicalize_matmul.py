@@ -13,9 +13,10 @@ from intaglio.fxgraph.nodes import (
     is_constant,
     operator,
     replace_node,
+    reshape_before,
     resolve_dims,
 )
-from intaglio.ir import DType, TensorType, evaluate, symbols_of
+from intaglio.ir import DType, Shape, TensorType, evaluate, numel, symbols_of
 
 aten = torch.ops.aten
 VIEW_NAMES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
@@ -24,6 +25,11 @@ SAMPLE_SIZE = 7
 """Size of dynamic dimensions while data movement is evaluated on sample tensors."""
 
 
+MATMUL, ATTENTION = "aten.matmul.default", "aten.scaled_dot_product_attention.default"
+BATCHED_OPERANDS = {MATMUL: 2, ATTENTION: 3}
+"""Number of operands that have batch axes, by operator."""
+KERNEL_AXES = 4
+"""Largest number of axes of a product's operands."""
 CONSTANT_PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default")
 
 
@@ -70,6 +76,44 @@ def _is_computed(node: fx.Node) -> bool:
     added = name == "aten.baddbmm.default"
     plain = known_type(node).dtype is DType.F32 and (not added or arguments(node)["beta"] == 1)
     return plain and not any(is_constant(factor) for factor in node.args[added : added + 2])
+
+
+def merge_batch_axes(module: fx.GraphModule) -> int:
+    """Merge the leading axes of products and attention with more than four axes, as kernels take four."""
+    hits = [node for node in module.graph.nodes if _has_many_axes(node)]
+    for node in hits:
+        count, kind = BATCHED_OPERANDS[operator(node)], known_type(node)
+        factors = [reshape_before(node, value, _merged(known_type(value).shape)) for value in node.args[:count]]
+        made = call_before(
+            node, TensorType(_merged(kind.shape), kind.dtype), node.target, *factors, *node.args[count:], **node.kwargs
+        )
+        replace_node(node, reshape_before(node, made, kind.shape))
+    return len(hits)
+
+
+def _merged(shape: Shape) -> Shape:
+    """Return the shape with four axes, the first of which has all leading elements."""
+    return (numel(shape[: 1 - KERNEL_AXES]), *shape[1 - KERNEL_AXES :])
+
+
+def _has_many_axes(node: fx.Node) -> bool:
+    """Return whether a product of computed values has more than four axes, all leading ones equal and available."""
+    if operator(node) not in BATCHED_OPERANDS:
+        return False
+    values = node.args[: BATCHED_OPERANDS[operator(node)]]
+    if any(not isinstance(value, fx.Node) or is_constant(value) for value in values):
+        return False
+    shapes = [known_type(value).shape for value in values]
+    if (
+        len({len(shape) for shape in shapes}) > 1
+        or len(shapes[0]) <= KERNEL_AXES
+        or known_type(node).dtype is not DType.F32
+    ):
+        return False
+    free = {dim for shape in shapes for dim in shape if not isinstance(dim, int)}
+    same = len({shape[:-2] for shape in shapes}) == 1
+    masked = operator(node) == ATTENTION and arguments(node)["attn_mask"] is not None
+    return same and not masked and len(free) <= 1 and all(shape[0] in free or not free for shape in shapes)
 
 
 def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import math
 import operator as python_operator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, known_type, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node, size_of
-from intaglio.ir import Shape, TensorType
+from intaglio.fxgraph.node_info import adopt_origin, constant_path, fixed_size, inherit_info, known_type, tensor_type
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    replace_node,
+    reshape_before,
+    size_of,
+)
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ir import DType, Shape, TensorType
 from intaglio.ops.movement.shape import END
+from intaglio.ops.opdef import numbers
 
 aten = torch.ops.aten
+PADS = ("aten.pad.default", "aten.constant_pad_nd.default")
+VALUES_ONLY = {"aten.max.dim": aten.amax.default, "aten.min.dim": aten.amin.default}
 
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
@@ -155,6 +169,123 @@ def fuse_channel_shuffle(module: fx.GraphModule) -> int:
             last.replace_all_uses_with(node)
             count += 1
     return count
+
+
+def pad_with_zeros(module: fx.GraphModule) -> int:
+    """Replace padding with a number by padding with zeros and the addition of a constant, which is 0 inside."""
+    hits = [(node, found) for node in module.graph.nodes if (found := _filled_border(node)) is not None]
+    for node, (pad, border) in hits:
+        zeros = _call(node, known_type(node).shape, aten.constant_pad_nd.default, node.args[0], pad)
+        name = add_constant(module, "border", border)
+        constant = constant_node(module, name, node.name)
+        replace_node(node, _call(node, known_type(node).shape, aten.add.Tensor, zeros, constant))
+    return len(hits)
+
+
+def _filled_border(node: fx.Node) -> tuple[list[int], torch.Tensor] | None:
+    """Return the padding, and the number on the border of fixed axes as a tensor that broadcasts to the result."""
+    if operator(node) not in PADS or known_type(node).dtype is not DType.F32:
+        return None
+    given, shape = arguments(node), known_type(node).shape
+    pad, value = list(given["pad"]), given.get("value")
+    if given.get("mode", "constant") != "constant" or not value or not all(isinstance(n, int) and n >= 0 for n in pad):
+        return None
+    axes = {len(shape) - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
+    padded = {axis: sides for axis, sides in axes.items() if sides != (0, 0)}
+    if not padded or not all(isinstance(shape[axis], int) for axis in padded):
+        return None
+    border = torch.full([fixed_size(node, axis) if axis in padded else 1 for axis in range(len(shape))], float(value))
+    inside = [slice(None)] * len(shape)
+    for axis, (before, after) in padded.items():
+        inside[axis] = slice(before, fixed_size(node, axis) - after)
+    border[tuple(inside)] = 0
+    return pad, border
+
+
+def values_of_extrema(module: fx.GraphModule) -> int:
+    """Replace the values of ``max`` and ``min`` along an axis by amax and amin where nothing reads the places."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) in VALUES_ONLY]:
+        if not all(user.target is python_operator.getitem and user.args[1] == 0 for user in node.users):
+            continue
+        given = arguments(node)
+        for user in list(node.users):
+            values = call_before(
+                user, known_type(user), VALUES_ONLY[operator(node)], node.args[0], [given["dim"]], given["keepdim"]
+            )
+            replace_node(user, values)
+        module.graph.erase_node(node)
+        hits += 1
+    return hits
+
+
+def decompose_fold(module: fx.GraphModule) -> int:
+    """Replace col2im (``F.fold``) without dilation by sums of padded taps, which a reshape interleaves.
+
+    A padded output ``q * stride + r`` adds the taps ``r + m * stride`` of the windows ``q - m``.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.col2im.default" and _folds(node)]
+    for node in hits:
+        given, kind = arguments(node), known_type(node)
+        kernel, stride, padding, size = (
+            numbers(given[name], 2) for name in ("kernel_size", "stride", "padding", "output_size")
+        )
+        grid = [(n + 2 * p - k) // s + 1 for n, p, k, s in zip(size, padding, kernel, stride, strict=True)]
+        places = [g + -(-k // s) - 1 for g, k, s in zip(grid, kernel, stride, strict=True)]
+        batch, channels = kind.shape[:2]
+        taps = reshape_before(node, node.args[0], (batch, channels, math.prod(kernel), *grid))
+        rows = [_sum_of_taps(node, taps, phase, kernel, stride, places) for phase in product(*map(range, stride))]
+        shape: Shape = (batch, channels, math.prod(stride), *places)
+        value = rows[0] if len(rows) == 1 else _call(node, shape, aten.cat.default, rows, 2)
+        value = reshape_before(node, value, (batch, channels, *stride, *places))
+        shape = (batch, channels, places[0], stride[0], places[1], stride[1])
+        value = _call(node, shape, aten.permute.default, value, [0, 1, 4, 2, 5, 3])
+        shape = (batch, channels, *(a * b for a, b in zip(places, stride, strict=True)))
+        value = reshape_before(node, value, shape)
+        for axis in (0, 1):
+            missing = padding[axis] + size[axis] - places[axis] * stride[axis]
+            if missing > 0:  # pixels behind the last window
+                shape = (*shape[: axis + 2], padding[axis] + size[axis], *shape[axis + 3 :])
+                value = _call(node, shape, aten.constant_pad_nd.default, value, [0, 0] * (1 - axis) + [0, missing])
+            shape = (*shape[: axis + 2], size[axis], *shape[axis + 3 :])
+            bounds = (padding[axis], padding[axis] + size[axis])
+            value = _call(node, shape, aten.slice.Tensor, value, axis + 2, *bounds)
+        replace_node(node, value)
+    return len(hits)
+
+
+def _sum_of_taps(
+    node: fx.Node,
+    taps: fx.Node,
+    phase: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    places: list[int],
+) -> fx.Node:
+    """Insert the sum of the taps that meet at outputs with this remainder; return [n, c, 1, *places]."""
+    batch, channels, _, *grid = known_type(taps).shape
+    total: fx.Node | None = None
+    shape: Shape = (batch, channels, 1, *places)
+    for first, second in product(*(range(r, k, s) for r, k, s in zip(phase, kernel, stride, strict=True))):
+        tap = first * kernel[1] + second
+        part = _call(node, (batch, channels, 1, *grid), aten.slice.Tensor, taps, 2, tap, tap + 1)
+        skipped = first // stride[0], second // stride[1]
+        ends = [(m, p - g - m) for m, p, g in zip(skipped, places, grid, strict=True)]
+        part = _call(node, shape, aten.constant_pad_nd.default, part, [*ends[1], *ends[0]])
+        total = part if total is None else _call(node, shape, aten.add.Tensor, total, part)
+    assert total is not None  # `_folds` takes only strides that no tap is skipped by
+    return total
+
+
+def _folds(node: fx.Node) -> bool:
+    """Return whether a fold has no dilation, static sizes beside its batch, and a kernel of at least its stride."""
+    given, kind = arguments(node), tensor_type(node)
+    if kind is None or kind.dtype is not DType.F32 or len(kind.shape) != 4:
+        return False
+    if not all(isinstance(size, int) for size in (*kind.shape[1:], *numbers(given["output_size"], 2))):
+        return False
+    pairs = zip(numbers(given["kernel_size"], 2), numbers(given["stride"], 2), strict=True)
+    return set(numbers(given["dilation"], 2)) == {1} and all(kernel >= stride for kernel, stride in pairs)
 
 
 def mean_to_adaptive_avg_pool(module: fx.GraphModule) -> int:

@@ -17,6 +17,7 @@ from intaglio.ir.types import F32
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.images.pool import Window, adaptive_shape, adaptive_windows, pool_shape, windows
 from intaglio.ops.images.resize import (
+    ONE,
     bind_resize,
     linear,
     nearest,
@@ -28,7 +29,6 @@ from intaglio.ops.images.resize import (
 from intaglio.ops.opdef import Call, OpDef
 
 FLOATS = TypeRule(((F32,),), (F32,))
-ONE = np.float32(1)
 
 # ---- pooling --------------------------------------------------------------------------------------------------------
 

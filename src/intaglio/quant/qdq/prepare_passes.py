@@ -11,27 +11,29 @@ from intaglio.fxgraph.passes.batch_norm_folding import (
     fold_batch_norm_after,
     fold_batch_norm_before,
 )
-from intaglio.fxgraph.passes.canonicalize_matmul import bmm_to_matmul, constant_matmul_to_linear, split_linear_by_slices
+from intaglio.fxgraph.passes.canonicalize_matmul import (
+    bmm_to_matmul,
+    constant_matmul_to_linear,
+    merge_batch_axes,
+    split_linear_by_slices,
+)
 from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_affine, scalar_constants_to_numbers
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
+    decompose_fold,
     decompose_group_norm,
     decompose_select,
     decompose_split,
     decompose_stack,
     fuse_channel_shuffle,
     mean_to_adaptive_avg_pool,
+    pad_with_zeros,
     use_scalar_overloads,
+    values_of_extrema,
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
 from intaglio.fxgraph.passes.identities import drop_identity
-from intaglio.fxgraph.passes.image_decompositions import (
-    decompose_fold,
-    merge_batch_axes,
-    pad_with_zeros,
-    values_of_extrema,
-)
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
