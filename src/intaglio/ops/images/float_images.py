@@ -28,7 +28,7 @@ from intaglio.ops.images.resize import (
 )
 from intaglio.ops.opdef import Call, OpDef
 
-FLOATS = TypeRule(((F32,),), (F32,))
+FLOAT_TO_FLOAT = TypeRule(((F32,),), (F32,))
 
 # ---- pooling --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ def _float_images(
         name=name,
         infer=infer,
         reference=reference,
-        types=FLOATS,
+        types=FLOAT_TO_FLOAT,
         validate=validate,
         needs=some_pixels,
         window=name == "pool_f32",
