@@ -18,6 +18,7 @@ from intaglio.fxgraph.nodes import (
     is_constant,
     operands,
     operator,
+    record_of,
     resolve_dims,
     tensor_nodes,
 )
