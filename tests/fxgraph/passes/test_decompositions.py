@@ -27,7 +27,6 @@ BODIES = {
     "products of six axes": lambda h: parts(h, 2, 3, 4, 2, 2) @ parts(h, 2, 3, 4, 2, 2),
     "attention of five axes": lambda h: F.scaled_dot_product_attention(*[parts(h, 2, 3, 2, 4, 2)] * 3),
     "instance norm": lambda h: F.instance_norm(image(h)),
-    "padding with a number": lambda h: F.pad(h, (1, 2, 0, 1), value=-1.5),
     "values of max": lambda h: h.max(1)[0] + h.min(1, keepdim=True).values[:, 0],
     "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),
     "fold with strides": lambda h: F.fold(parts(h.flatten(1)[:, :54], 9, 6), (5, 4), 3, padding=1, stride=2),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import adopt_origin, constant_path, fixed_size, inherit_info, known_type, tensor_type
+from intaglio.fxgraph.node_info import adopt_origin, constant_path, inherit_info, known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -21,13 +21,11 @@ from intaglio.fxgraph.nodes import (
     reshape_before,
     size_of,
 )
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, Shape, TensorType
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
 aten = torch.ops.aten
-PADS = ("aten.pad.default", "aten.constant_pad_nd.default")
 VALUES_ONLY = {"aten.max.dim": aten.amax.default, "aten.min.dim": aten.amin.default}
 
 
@@ -169,37 +167,6 @@ def fuse_channel_shuffle(module: fx.GraphModule) -> int:
             last.replace_all_uses_with(node)
             count += 1
     return count
-
-
-def pad_with_zeros(module: fx.GraphModule) -> int:
-    """Replace padding with a number by padding with zeros and the addition of a constant, which is 0 inside."""
-    hits = [(node, found) for node in module.graph.nodes if (found := _filled_border(node)) is not None]
-    for node, (pad, border) in hits:
-        zeros = _call(node, known_type(node).shape, aten.constant_pad_nd.default, node.args[0], pad)
-        name = add_constant(module, "border", border)
-        constant = constant_node(module, name, node.name)
-        replace_node(node, _call(node, known_type(node).shape, aten.add.Tensor, zeros, constant))
-    return len(hits)
-
-
-def _filled_border(node: fx.Node) -> tuple[list[int], torch.Tensor] | None:
-    """Return the padding, and the number on the border of fixed axes as a tensor that broadcasts to the result."""
-    if operator(node) not in PADS or known_type(node).dtype is not DType.F32:
-        return None
-    given, shape = arguments(node), known_type(node).shape
-    pad, value = list(given["pad"]), given.get("value")
-    if given.get("mode", "constant") != "constant" or not value or not all(isinstance(n, int) and n >= 0 for n in pad):
-        return None
-    axes = {len(shape) - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    padded = {axis: sides for axis, sides in axes.items() if sides != (0, 0)}
-    if not padded or not all(isinstance(shape[axis], int) for axis in padded):
-        return None
-    border = torch.full([fixed_size(node, axis) if axis in padded else 1 for axis in range(len(shape))], float(value))
-    inside = [slice(None)] * len(shape)
-    for axis, (before, after) in padded.items():
-        inside[axis] = slice(before, fixed_size(node, axis) - after)
-    border[tuple(inside)] = 0
-    return pad, border
 
 
 def values_of_extrema(module: fx.GraphModule) -> int:

@@ -27,7 +27,6 @@ from intaglio.fxgraph.passes.decompositions import (
     decompose_stack,
     fuse_channel_shuffle,
     mean_to_adaptive_avg_pool,
-    pad_with_zeros,
     use_scalar_overloads,
     values_of_extrema,
 )
@@ -89,7 +88,6 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     drop_identity,  # casts between integers are identities now
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     values_of_extrema,
-    pad_with_zeros,
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
