@@ -50,8 +50,9 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "rounding": ("gptq", "adaround", "nearest"),
         "bias": ("none", "weights", "outputs"),
         "equalize": (0.0, 0.5, 1.0),
+        "results": ("int8", "float"),
     }
-    frequent = ("method", "weights", "functions", "shortcut", "residual", "activations", "embeddings")
+    frequent = ("method", "weights", "functions", "shortcut", "residual", "activations", "embeddings", "results")
     found: dict[str, Any] = {}
     for name, values in choices.items():
         if rng.random() < (0.25 if name in frequent else 0.06):

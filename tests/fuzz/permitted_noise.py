@@ -28,7 +28,18 @@ JUMPS = re.compile(
     r"round|torch\.(eq|ne|lt|le|gt|ge|logical|bitwise|where|sort|div)|rounding_mode|\.to\(|masked|~|&|\||\^|threshold|max\(.*\)\.values"
 )
 """Calls after which a small error may become a large one."""
-COMPARED = {"method", "functions", "bits", "shortcut", "residual", "rounding", "bias", "equalize", "embeddings"}
+COMPARED = {
+    "method",
+    "functions",
+    "bits",
+    "shortcut",
+    "residual",
+    "rounding",
+    "bias",
+    "equalize",
+    "embeddings",
+    "results",
+}
 """Settings of networks that are compared; weights of few bits have errors as large as the values."""
 
 
