@@ -169,7 +169,8 @@ def _reads_channels(use: ScaledReader, region: Region) -> bool:
     value = use.path[-1] if use.path else region.root
     reads_last = known_record(use.node).is_linear_layer
     if use.path:
-        is_first = not region.record.normalizes and len(known_type(region.root).shape) in (2, 4)
+        rank = len(known_type(region.root).shape)
+        is_first = not region.record.normalizes and (rank == 2 or (rank == 4 and _channel_axis(region) == 1))
         return is_first and (len(known_type(value).shape) == 2 or not reads_last)
     return len(known_type(value).shape) == 2 or reads_last == (_channel_axis(region) == -1)
 
