@@ -61,7 +61,7 @@ def samples(m, x):
     return (
         F.grid_sample(image, grid, align_corners=True),
         F.grid_sample(image, grid, align_corners=False),
-        F.grid_sample(image, grid * 9, padding_mode="border", align_corners=False),
+        F.grid_sample(image, grid * 2, padding_mode="border", align_corners=False),
         m.b(x),
     )
 
