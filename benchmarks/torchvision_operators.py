@@ -6,6 +6,7 @@ and its detectors call `nms` and `roi_align`.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ def declare_operators() -> torch.library.Library | None:
     if find_spec("torchvision") is None:
         return None
     try:
-        import torchvision
+        pass
     except RuntimeError:  # torchvision::nms does not exist
         pass
     else:
@@ -41,7 +42,7 @@ def declare_operators() -> torch.library.Library | None:
     library.impl("nms", nms, "CPU")
     library.impl("roi_align", roi_align, "CPU")
     library.impl("roi_align", roi_align_shape, "Meta")
-    import torchvision  # noqa: F401
+    importlib.import_module("torchvision")
 
     for module in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
         vars(sys.modules[module]).update(_assert_has_ops=lambda: None, _has_ops=lambda: True)

@@ -225,7 +225,7 @@ def uncompared_masks() -> Iterator[None]:
 def quantized_decomposed() -> Any:
     """Return PyTorch's namespace of quantize and dequantize operators, which a deprecated module registers. Without it,
     reference models need operators of their own. The module is imported at the first call."""
-    from torch.ao.quantization.fx import _decomposed  # noqa: F401
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
 
     return torch.ops.quantized_decomposed
 
@@ -265,7 +265,7 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
         from torch._export.utils import _is_cia_op as is_composite
         from torch._export.utils import _is_preservable_cia_op as is_preserved
         from torch.export.exported_program import _decompose_exported_program as decompose
-        from torch.export.exported_program import _special_op_to_preserve_cia as preserve  # type: ignore[attr-defined]
+        from torch.export.exported_program import _special_op_to_preserve_cia as preserve  # type: ignore[attr-defined]  # not in __all__
 
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}

@@ -363,7 +363,7 @@ def test_a_transformer_block_matches_at_any_batch():
 @pytest.fixture
 def bert():
     beside.import_torchvision()  # transformers imports it where it is installed
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
     torch.manual_seed(0)
     return transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes))

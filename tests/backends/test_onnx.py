@@ -24,9 +24,9 @@ from support.nets import Body, randomize
 from support.processor import HAS_VNNI, needs_vnni
 from support.slow_params import slow_params
 
-onnx = pytest.importorskip("onnx")
-ort = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
+onnx = pytest.importorskip("onnx", reason="needs onnx")
+ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+pytest.importorskip("onnxscript", reason="needs onnxscript")
 pytestmark = pytest.mark.usefixtures("operators_read_once")
 
 WEIGHTS_ALONE = intaglio.Setting(activations="float", weights_dtype="s4", weights="group:16")

@@ -78,7 +78,10 @@ def test_accuracy_settings_add_no_operator_to_the_program():
 @pytest.mark.case("problem 19")
 def test_a_float_layer_in_the_middle_costs_one_border_each_way_and_is_listed():
     """Problem 19: what makes int8 slow is in the report, by name."""
-    body = lambda m, x: m.e(F.relu(m.d(F.relu(m.c(x)))))  # noqa: E731
+
+    def body(m, x):
+        return m.e(F.relu(m.d(F.relu(m.c(x)))))
+
     parts = {"c": nn.Conv2d(3, 4, 3), "d": nn.Conv2d(4, 4, 3), "e": nn.Conv2d(4, 4, 1)}
     recipe = intaglio.Recipe().with_selection(skip="d")
     _, graph = quantized(nets.randomize(Body(body, **parts)), picture(), recipe=recipe)

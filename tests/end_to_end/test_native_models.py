@@ -42,7 +42,9 @@ def conv(inputs: int = 3, outputs: int = 4, kernel: int = 3, **rest) -> nn.Conv2
 
 
 def concatenation():
-    body = lambda m, x: m.e(torch.cat([m.c(x), m.d(x)], 1))  # noqa: E731
+    def body(m, x):
+        return m.e(torch.cat([m.c(x), m.d(x)], 1))
+
     return nets.randomize(Body(body, c=conv(), d=conv(), e=conv(8)))
 
 
@@ -373,7 +375,7 @@ def from_an_exported_program() -> Reference:
 @pytest.mark.case("backend 35")
 def test_a_program_brings_its_example_and_goes_to_onnx(tmp_path):
     """The same reference from an exported program; ONNX Runtime computes what it does."""
-    onnxruntime = pytest.importorskip("onnxruntime")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     reference = from_an_exported_program()
     step = [q.step for q in reference.qparams.values()][-1]
     session = onnxruntime.InferenceSession(stages.compile(reference, backend="onnx", path=tmp_path / "model.onnx").path)
@@ -552,7 +554,10 @@ def outlier() -> nn.Module:
 @pytest.mark.case("backend 38")
 def test_the_operator_with_the_largest_damage_is_left_in_float():
     """Case 38: whatever the function measures, an operator in int8 that it does not bear is found."""
-    body = lambda m, x: m.d(F.relu(m.c(F.relu(m.b(F.relu(m.a(x)))))))  # noqa: E731
+
+    def body(m, x):
+        return m.d(F.relu(m.c(F.relu(m.b(F.relu(m.a(x)))))))
+
     model = nets.randomize(Body(body, a=conv(), b=conv(4), c=conv(4), d=conv(4)))
 
     def evaluate(m: nn.Module) -> float:
@@ -571,7 +576,10 @@ def test_an_outlier_beyond_the_quantized_range_is_found():
     model = outlier()
     x = torch.randn(512, 12, generator=torch.Generator().manual_seed(2))
     label = model(x).argmax(1)
-    accuracy = lambda m: (m(x).argmax(1) == label).float().mean()  # noqa: E731
+
+    def accuracy(m):
+        return (m(x).argmax(1) == label).float().mean()
+
     tuned = intaglio.autotune(model, [x[:64]], accuracy, max_drop=0.01)
     assert tuned.trials[0].metric < 0.9
     assert tuned.chosen.metric >= 0.99

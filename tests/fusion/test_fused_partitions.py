@@ -134,7 +134,7 @@ def test_int8_operands_give_a_float32_result(isa, subtests):
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_a_result_that_is_quantized_leaves_as_float_from_the_same_partition(isa, subtests):
-    """Where the recipe rounds results: quantized values become floats while they lie in cache."""
+    """With results that the recipe rounds, one kernel stores floats from the quantized values that it computes."""
     rows = TAILS
     model, reference, lowered = lower([Expected(row) for row in rows], floats=())
     for number, row in enumerate(rows):
@@ -348,7 +348,9 @@ def test_a_norm_and_its_quantize_are_one_loop(isa):
 @pytest.mark.case("patterns row 27")
 @pytest.mark.parametrize("alpha", [0.3, *slow_params(1, reason="a factor of one")])
 def test_the_kernel_adds_the_input_of_baddbmm(alpha):
-    body = lambda m, x, mask: torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)  # noqa: E731
+    def body(m, x, mask):
+        return torch.baddbmm(mask, m.q(x), m.k(x).mT, alpha=alpha)
+
     model = randomize(Body(body, q=nn.Linear(16, 8), k=nn.Linear(16, 8)))
     reference, lowered = quantized(model, TOKENS, MASK, recipe=Recipe.of({"*": {"residual": "float"}}))
     assert shown(plan_graph(lowered.graph).steps[-1].partition) == "bmm + dequantize + loop(add)"

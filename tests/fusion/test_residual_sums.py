@@ -210,7 +210,10 @@ def test_a_shortcut_of_16_bits_loses_less():
 
 def test_a_note_names_the_operator_without_16_bit_values():
     """A maximum is no move: quantized values and rests would have to go together."""
-    body = lambda m, x: (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))  # noqa: E731
+
+    def body(m, x):
+        return (lambda y: m.d(m.d(y) + y))(F.max_pool2d(m.c(x), 2))
+
     reference, lowered = quantized(randomize(Body(body, c=conv(), d=conv())), image(), recipe=ACCURATE)
     (note,) = reference.model_info.notes
     assert "8 bits, because max_pool2d computes it" in note

@@ -46,7 +46,7 @@ MORE = {
 def library():
     with contextlib.suppress(ImportError):
         import_torchvision()
-    return pytest.importorskip("transformers")
+    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 def float_model(name: str, **settings) -> nn.Module:

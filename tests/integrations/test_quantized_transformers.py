@@ -29,7 +29,7 @@ TEXTS = ["the cat sat on the mat", "a dog ran fast and is very good", "the slow 
 def library():
     with contextlib.suppress(ImportError):
         import_torchvision()
-    return pytest.importorskip("transformers")
+    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_pipelines_of_text_take_their_models(library, tokenizer, batch, name, ta
 
 @pytest.mark.slow(reason="compiles a second model")
 def test_a_pipeline_of_images_takes_the_model(library):
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     torch.manual_seed(0)
     config = library.ViTConfig(image_size=32, patch_size=8, num_labels=3, **SMALL)
     float_model = library.ViTForImageClassification(config).eval()

@@ -26,7 +26,10 @@ def test_a_loop_over_one_quantized_value_becomes_a_table_of_its_results():
     net = LoopGraph(x=TensorType((N, 64), F32))
     net.quantize("x", 0.03, 117)
     least = net.constant(np.full((1, 1), -0.5, np.float32))
-    bounded = lambda b: b("maximum", b("add", b("dequantize", "x_u8"), 0.25), least)  # noqa: E731
+
+    def bounded(b):
+        return b("maximum", b("add", b("dequantize", "x_u8"), 0.25), least)
+
     net.add(lambda b: write_quantize(b, b("gelu", bounded(b)), 0.02, 30, 3, 240))
     lowered = net.lowered()
     graph, count = replace_loops_by_luts(lowered.graph)

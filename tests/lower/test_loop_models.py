@@ -201,7 +201,10 @@ def test_images_are_read_and_written_in_their_memory_format(isa):
 
 def test_a_third_operator_between_two_loops_keeps_them_apart():
     """The first loop feeds the second directly, and through an island."""
-    body = lambda m, x: (lambda y: y / (torch.erf(y) + 2))(m.a(x) / (x.abs() + 1))  # noqa: E731
+
+    def body(m, x):
+        return (lambda y: y / (torch.erf(y) + 2))(m.a(x) / (x.abs() + 1))
+
     _, lowered = quantized(randomize(Body(body, a=nn.Linear(4, 4))), torch.randn(3, 4))
     assert [op.kind for op in lowered.graph.ops][-3:] == ["loop", "island", "loop"]
 

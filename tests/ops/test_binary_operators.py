@@ -163,7 +163,9 @@ def test_two_concatenations_of_one_value_are_one_group():
 
 
 def test_constants_that_differ_along_two_axes_stay_in_float():
-    body = lambda m, x: m.last(m.a(x) * m.image)  # noqa: E731
+    def body(m, x):
+        return m.last(m.a(x) * m.image)
+
     net = model(body)
     net.register_buffer("image", torch.rand(6, 6))
     _, _, lowered = all_stages(net, torch.randn(2, 3, 6, 6))

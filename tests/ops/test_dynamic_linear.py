@@ -241,7 +241,10 @@ def test_results_depend_on_no_other_entry_of_the_batch(mode):
 @pytest.mark.case("frontends A11")
 def test_two_linear_layers_share_one_quantize():
     """One quantize a value, whatever was calibrated; another mode has one of its own."""
-    body = lambda m, x: (m.a(x), m.b(x), m.c(x))  # noqa: E731
+
+    def body(m, x):
+        return (m.a(x), m.b(x), m.c(x))
+
     model = randomize(Body(body, a=nn.Linear(8, 4), b=nn.Linear(8, 5), c=nn.Linear(8, 3)))
     x = torch.randn(2, 3, 8)
     _, lowered = quantized(model, x, recipe=DYNAMIC)
@@ -282,7 +285,10 @@ def test_a_dynamic_model_needs_no_calibration():
 
 def test_one_model_may_have_static_and_dynamic_layers():
     """A value may be quantized in both ways; corrections leave out what is quantized while the model runs."""
-    body = lambda m, x: m.last(F.relu(m.first(x))) + m.other(x)  # noqa: E731
+
+    def body(m, x):
+        return m.last(F.relu(m.first(x))) + m.other(x)
+
     model = randomize(Body(body, first=nn.Linear(12, 20), last=nn.Linear(20, 6), other=nn.Linear(12, 6)))
     x = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
     recipe = {"last": {"activations": "token", "bias": "outputs"}, "other": {"activations": "tensor"}}

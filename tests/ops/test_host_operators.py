@@ -143,7 +143,10 @@ SELF_GATED = QuantizerPattern(
 
 def test_one_meaning_may_replace_a_whole_matched_pattern():
     quantizer = stages.Quantizer(patterns=[*builtin(), SELF_GATED])
-    body = lambda m, x: (lambda y: m.c(torch.sigmoid(y) * y))(m.a(x))  # noqa: E731
+
+    def body(m, x):
+        return (lambda y: m.c(torch.sigmoid(y) * y))(m.a(x))
+
     float_model, _, lowered, model = all_stages(body, quantizer=quantizer, a=conv(), c=conv(8))
     assert [op.attrs["operator"] for op in lowered.graph.ops if op.kind == "host"] == ["swish"]
     assert "%c_acc" in lowered.text()

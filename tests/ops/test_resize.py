@@ -135,7 +135,9 @@ def test_nearest_resizes_share_parameters_and_means_have_their_own():
 
 @pytest.mark.parametrize("mode", ["bicubic", "nearest-exact"])
 def test_other_modes_stay_in_float_with_a_reason(mode):
-    body = lambda m, x: m.last(F.interpolate(m.image(x), scale_factor=2, mode=mode))  # noqa: E731
+    def body(m, x):
+        return m.last(F.interpolate(m.image(x), scale_factor=2, mode=mode))
+
     model = Body(body, image=nn.Conv2d(3, 4, 3), last=nn.Conv2d(4, 2, 1))
     _, lowered = quantized(randomize(model), torch.randn(2, 3, 6, 8))
     assert any("no int8 kernel" in skip.reason for skip in lowered.skipped)
@@ -143,7 +145,10 @@ def test_other_modes_stay_in_float_with_a_reason(mode):
 
 def test_a_graph_with_out_of_bounds_lookup_tables_is_refused():
     """No model gives one, a changed file may."""
-    body = lambda m, x: m.step(F.interpolate(m.image(x), scale_factor=2))  # noqa: E731
+
+    def body(m, x):
+        return m.step(F.interpolate(m.image(x), scale_factor=2))
+
     model = randomize(Body(body, image=nn.Conv2d(3, 4, 3), step=nn.Conv2d(4, 2, 1)))
     graph = quantized(model, torch.randn(2, 3, 6, 8))[1].graph
     (table,) = (op.inputs[1] for op in graph.ops if op.kind == "upsample_nearest2d")

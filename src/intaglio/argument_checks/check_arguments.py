@@ -43,7 +43,7 @@ def check_fields_except(*names: str) -> Callable[[type[Kind]], type[Kind]]:
 
     def decorate(kind: type[Kind]) -> type[Kind]:
         # mypy allows no change of a class, which is what this decorator is for
-        kind.__init__ = check_arguments_except(*names)(kind.__init__)  # type: ignore[method-assign]
+        kind.__init__ = check_arguments_except(*names)(kind.__init__)  # type: ignore[method-assign]  # the class is a parameter
         return kind
 
     return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with status 0 (success), 1 (an `IntaglioError`, printed on stderr) or 2 (invalid
     command)."""
     try:
-        import typer  # noqa: F401
+        importlib.import_module("typer")
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise

@@ -52,7 +52,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             continue
         if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
+            module.inplace = False  # type: ignore[assignment]  # nn.Module declares no attribute
         for hooks in call_hooks(module):
             for key in [key for key, hook in hooks.items() if not _computes_weights(hook)]:
                 del hooks[key]

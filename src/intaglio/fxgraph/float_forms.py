@@ -21,7 +21,7 @@ from intaglio.fxgraph.nodes import (
     tensor_nodes,
 )
 from intaglio.ir import Attrs, DType
-from intaglio.ops import BY_TARGET, OpDef
+from intaglio.ops import BY_NAME, BY_TARGET, OpDef
 from intaglio.ops.loop_ops.float_loop import FloatLoop
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import primitive
@@ -109,3 +109,18 @@ def argument_type(value: Any) -> Any:
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
         return str(value)
     return resolve_dims(value)
+
+
+def float_kernel_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
+    """Return record and attributes of the kernel that computes an operator between floats, or None without a kernel."""
+    record, kind = BY_TARGET.get(operator(node)), tensor_type(node)
+    if record is None or record.in_float is None or kind is None or kind.dtype is not DType.F32:
+        return None
+    values = operands(node, record)
+    if any(value is None or known_type(value).dtype is not DType.F32 or known_type(value).q for value in values):
+        return None
+    call = call_of(node, record)
+    if record.check(call) is not None:
+        return None
+    name, attrs = record.in_float(record.bind(call))
+    return BY_NAME[name], attrs

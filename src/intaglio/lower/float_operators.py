@@ -24,7 +24,7 @@ from intaglio.fxgraph.nodes import (
 )
 from intaglio.ir import Attrs, DType, Graph, Op, Origin, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.ops import BY_NAME, BY_TARGET, Call, OpDef
+from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.ops.direct import ELEMENTS
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import primitive
@@ -50,21 +50,6 @@ def _is_rounded_by_torch(node: fx.Node, reads_table: bool) -> bool:
     if reads_table:  # no sum, and PyTorch cannot read the quantized table of the program
         return False
     return any(operator(u).split(".")[1:2] == ["quantize_per_tensor"] and u.args[-1] not in U8_S8 for u in node.users)
-
-
-def float_kernel_of(node: fx.Node) -> tuple[OpDef, Attrs] | None:
-    """Return record and attributes of the kernel that computes an operator between floats, or None without a kernel."""
-    record, kind = BY_TARGET.get(operator(node)), tensor_type(node)
-    if record is None or record.in_float is None or kind is None or kind.dtype is not DType.F32:
-        return None
-    values = operands(node, record)
-    if any(value is None or known_type(value).dtype is not DType.F32 or known_type(value).q for value in values):
-        return None
-    call = call_of(node, record)
-    if record.check(call) is not None:
-        return None
-    name, attrs = record.in_float(record.bind(call))
-    return BY_NAME[name], attrs
 
 
 def build_float_loops(

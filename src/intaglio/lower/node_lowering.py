@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from intaglio.errors import UnsupportedError
-from intaglio.fxgraph.float_forms import data_movement_of
+from intaglio.fxgraph.float_forms import data_movement_of, float_kernel_of
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
 from intaglio.ir import Attrs, DType, Op, symbols_of
@@ -17,7 +17,6 @@ from intaglio.lower.embedding_bags import arange_attributes, is_embedding_bag_pa
 from intaglio.lower.float_operators import (
     DirectCall,
     direct_call,
-    float_kernel_of,
     loop_call,
     lower_direct,
     lower_float_loop,

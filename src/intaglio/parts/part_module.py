@@ -25,7 +25,7 @@ def alone(module: nn.Module, path: str) -> nn.Module:
 
     given = inspect.signature(module.forward)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = given.replace(parameters=[own, *given.parameters.values()])  # type: ignore[attr-defined]
+    forward.__signature__ = given.replace(parameters=[own, *given.parameters.values()])  # type: ignore[attr-defined]  # typeshed has no __signature__
     whole: nn.Module = type(type(module).__name__, (nn.Module,), {"forward": forward})()
     outer, *names = whole, *path.split(".")
     for name in names[:-1]:

@@ -157,7 +157,7 @@ class FloatIsland(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key != "_steps"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # of PyTorch
         self._steps = _steps(self.calls, self.loops)
 
 

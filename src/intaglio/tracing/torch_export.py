@@ -333,7 +333,7 @@ def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Modul
     def call(*args: Any, **given: Any) -> Any:
         return forward(*args, **given)
 
-    call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]  # typeshed has no __signature__
     model.forward = call
     return model
 

@@ -45,7 +45,9 @@ def test_conv_bn_relu_is_one_region_with_a_site_on_the_relu():
 
 @pytest.mark.case("frontends A2")
 def test_a_residual_sum_has_one_site_after_its_relu_and_one_for_the_skip():
-    body = lambda m, x: (lambda y: F.relu(m.d(y) + y))(F.relu(m.c(x)))  # noqa: E731
+    def body(m, x):
+        return (lambda y: F.relu(m.d(y) + y))(F.relu(m.c(x)))
+
     annotations = annotated(body, recipe=ROUNDED, c=conv(), d=conv(8))
     assert [region.name for region in annotations.regions] == ["anchor_clamp", "anchor_add_clamp"]
     assert list(activations(annotations)) == ["#0/input.args_0", "#0/relu.0", "#0/relu.1"]

@@ -23,7 +23,7 @@ PT2E = "torchao.quantization.pt2e"
 @pytest.fixture
 def x86():
     """Not imported with this file: it changes settings of Inductor, which other tests look at."""
-    return pytest.importorskip(f"{PT2E}.quantizer.x86_inductor_quantizer")
+    return pytest.importorskip(f"{PT2E}.quantizer.x86_inductor_quantizer", reason="needs torchao with this module")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -36,8 +36,8 @@ def test_quantize_nodes_are_where_torchao_inserts_them(x86, name):
 
 
 def test_an_executorch_style_quantizer_agrees_with_torchaos_own_flow():
-    flow = pytest.importorskip(f"{PT2E}.quantize_pt2e")
-    xnnpack = pytest.importorskip("torchao.testing.pt2e._xnnpack_quantizer")
+    flow = pytest.importorskip(f"{PT2E}.quantize_pt2e", reason="needs torchao with this module")
+    xnnpack = pytest.importorskip("torchao.testing.pt2e._xnnpack_quantizer", reason="needs torchao with this module")
     model = nets.randomize(
         Body(
             lambda m, x: m.l(F.relu(m.b(F.relu(m.a(x))) + m.c(x)).mean((2, 3))),
@@ -88,8 +88,8 @@ def test_dynamic_quantization_matches_torchao(x86, dynamic):
 @pytest.mark.case("frontends C7")
 def test_composed_quantizers_of_torchao_are_supported(x86):
     """C7: embedding and static convolution by quantizers of theirs, composed by theirs."""
-    composed = pytest.importorskip(f"{PT2E}.quantizer")
-    embedding = pytest.importorskip(f"{PT2E}.quantizer.embedding_quantizer")
+    composed = pytest.importorskip(f"{PT2E}.quantizer", reason="needs torchao with this module")
+    embedding = pytest.importorskip(f"{PT2E}.quantizer.embedding_quantizer", reason="needs torchao with this module")
     convolutions = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
     model = Body(lambda m, ids: m.c(m.t(ids).permute(0, 3, 1, 2)), t=nn.Embedding(10, 3), c=conv())
     ids = torch.randint(0, 10, (2, 8, 8))
@@ -105,8 +105,11 @@ def test_composed_quantizers_of_torchao_are_supported(x86):
 @pytest.mark.parametrize("folded", [True, False])
 def test_models_converted_by_torchao_are_taken_unchanged(x86, folded):
     """Case 35: a residual network, weights stored as integers or behind quantize and dequantize."""
-    flow = pytest.importorskip(f"{PT2E}.quantize_pt2e")
-    body = lambda m, x: m.l(F.relu(m.b(y := F.max_pool2d(F.relu(m.a(x)), 2)) + y).mean((2, 3)))  # noqa: E731
+    flow = pytest.importorskip(f"{PT2E}.quantize_pt2e", reason="needs torchao with this module")
+
+    def body(m, x):
+        return m.l(F.relu(m.b(y := F.max_pool2d(F.relu(m.a(x)), 2)) + y).mean((2, 3)))
+
     model = nets.randomize(Body(body, a=conv(), b=conv(4), l=linear(4, 5)))
     program = torch.export.export(model, (IMAGE,), dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)})
     quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import warnings
 from collections import Counter
@@ -108,8 +109,8 @@ def _types(values: Sequence[Any]) -> dict[str, str]:
 def _require() -> None:
     """Raise `BuildError` if a package that the ONNX backend needs is not installed."""
     try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
+        for package in ("onnx", "onnxscript"):
+            importlib.import_module(package)
     except ImportError as error:
         raise BuildError(
             "the ONNX backend",

@@ -61,7 +61,7 @@ class QTensor(torch.Tensor):
         return func(*fill(args, plain), **fill(kwargs or {}, plain))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares no types
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*fill(args, plain), **fill(kwargs or {}, plain))

@@ -27,11 +27,11 @@ EXAMPLE_PAST, EXAMPLE_NEW, EXAMPLE_BATCH = 5, 3, 2
 """Sizes of the example that is exported. torch.export fixes sizes of 0 and 1, and equal sizes look related."""
 
 
-class TracedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+class TracedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers has no annotation here
     """A layer of a cache that holds the past of a call and keeps new keys and values apart."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has no annotation here
         self.keys, self.values, self.is_initialized = keys, values, True
         self.dtype, self.device = keys.dtype, keys.device
         self.new: tuple[Tensor, Tensor] | None = None

@@ -64,7 +64,7 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
     for index in range(len(layers) // 2):
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
-            layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]
+            layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]  # transformers has no annotation here
         if layer is not None and type(layer) not in (DynamicLayer, StaticLayer):
             problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
             raise InputError("argument 'past_key_values'", None, problem, remedy=USE_DYNAMIC)

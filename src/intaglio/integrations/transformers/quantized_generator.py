@@ -31,8 +31,6 @@ from intaglio.torch_private import pytree
 
 DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
 """Names of the programs of a generator."""
-IGNORED = ("use_cache", "return_dict", "logits_to_keep", "output_attentions", "output_hidden_states")
-"""Arguments that are not tensors and that a call understands, or ignores if they are false."""
 
 
 class QuantizedGenerator(TransformerSurface, nn.Module):

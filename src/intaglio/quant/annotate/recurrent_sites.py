@@ -232,4 +232,4 @@ def _fake(
 ) -> list[torch.Tensor]:
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell}
     shapes = result_shapes(kind, attrs, tuple(quantized.shape), constants[1].shape[1])
-    return [quantized.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]
+    return [quantized.new_empty(list(shape), dtype=torch.float32) for shape in shapes]  # type: ignore[arg-type]  # sizes of a fake tensor

@@ -249,7 +249,7 @@ class Statistics:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Statistics) and self._compared() == other._compared()
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # the way of Python's data model
 
     def _compared(self) -> dict[str, Any]:
         return {**self.to_dict(), "history": None}

@@ -123,7 +123,7 @@ class Corrected:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Corrected) and self.to_dicts() == other.to_dicts()
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # the way of Python's data model
 
     def to_dicts(self) -> dict[str, dict[str, Any]]:
         """Return section -> entries of strings, numbers and lists.
