@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -21,8 +23,11 @@ from intaglio.ir import DType, Shape, TensorType, evaluate, numel, symbols_of
 aten = torch.ops.aten
 VIEW_NAMES = ("reshape", "view", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select")
 """Operators that may be between a linear layer and its slices."""
-SAMPLE_SIZE = 7
-"""Size of dynamic dimensions while data movement is evaluated on sample tensors."""
+SAMPLE_SIZES = tuple(7 << power for power in range(10))
+"""Sizes of dynamic dimensions in sample tensors of data movement; the first that leaves elements is used.
+
+Strides in front of a layer shorten its input.
+"""
 
 
 MATMUL, ATTENTION = "aten.matmul.default", "aten.scaled_dot_product_attention.default"
@@ -176,8 +181,10 @@ def _output_slices(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
         An empty dictionary if anything but data movement reads the layer.
     """
     sizes = _MovementEvaluator(layer)
-    shape = sizes.of(layer)
-    positions = torch.arange(int(torch.tensor(shape).prod())).reshape(shape)
+    shape = sizes.shape
+    if min(shape) < 1:
+        return {}
+    positions = torch.arange(math.prod(shape)).reshape(shape)
     found: dict[fx.Node, tuple[int, int]] = {}
     pending = [(layer, positions)]
     while pending:
@@ -208,11 +215,13 @@ class _MovementEvaluator:
     """Evaluates data movement on sample tensors, with a distinct size for each dynamic dimension."""
 
     def __init__(self, layer: fx.Node) -> None:
-        names = set().union(*[symbols_of(dim) for dim in known_type(layer).shape])
-        self.known = {name: SAMPLE_SIZE + index for index, name in enumerate(sorted(names))}
-
-    def of(self, node: fx.Node) -> tuple[int, ...]:
-        return tuple(evaluate(dim, self.known) for dim in known_type(node).shape)
+        shape = known_type(layer).shape
+        names = sorted(set().union(*[symbols_of(dim) for dim in shape]))
+        for size in SAMPLE_SIZES:
+            self.known = {name: size + index for index, name in enumerate(names)}
+            self.shape = tuple(evaluate(dim, self.known) for dim in shape)
+            if min(self.shape) > 0:
+                break
 
     def run(self, move: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor:
         def given(leaf: fx.Node) -> object:
