@@ -4,6 +4,8 @@
     python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections
     python benchmarks/zoo.py --list                   their names
 
+One process imports the libraries and forks one for each model. ``--output`` appends a JSON line for each.
+
 For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with
 their reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is
 added to its inputs, calls of other sizes, whether a saved model gives the same bits, and the seconds to quantize.
@@ -15,11 +17,11 @@ build of PyTorch are installed with ``--no-deps``.
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib
 import json
 import math
-import os
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 import traceback
@@ -30,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import networks
+import record
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
-from zoo_models import models
+from zoo_models import family_of, models
 from zoo_models.entry import Call, Entry
 from zoo_models.torchaudio_stub import leave_out_extension
 
@@ -44,6 +47,8 @@ import intaglio
 NOISE_DB = 40
 SECONDS = 600
 """Longest time for one model."""
+LIBRARIES = ("torch._dynamo", "torch.export", "timm", "ultralytics.nn.tasks", "diffusers", "torch_geometric.nn")
+"""Modules that are imported once, before processes are forked."""
 
 
 def call(model: Callable[..., Any], arguments: Call) -> Any:
@@ -110,14 +115,13 @@ def quantized(entry: Entry, batches: list[Call], quick: bool) -> Any:
     if quick:
         plain = {"rounding": "nearest", "bias": "none", "equalize": 0.0}
         recipe = intaglio.Recipe.of({}, replace(recipe.default, **plain))
-    return intaglio.quantize(entry.model, batches, recipe=recipe, progress=False)
+    shapes = entry.dynamic_shapes
+    return intaglio.quantize(entry.model, batches, recipe=recipe, dynamic_shapes=shapes, progress=False)
 
 
 def examine(name: str, quick: bool) -> dict[str, Any]:
     """Return what is found out about one model."""
     torch.manual_seed(0)
-    library = networks.declare_operators()
-    leave_out_extension()
     entry = models()[name]()
     torch.manual_seed(1)
     batches = [entry.batch(4) for _ in range(2 if quick else 4)]
@@ -149,7 +153,6 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
         for key, arguments in {"batch 1": entry.batch(1), "batch 3": entry.batch(3), **entry.sizes}.items():
             attempt(found, key, lambda given=arguments: ratios(call(entry.model, given), call(model, given)))
     attempt(found, "saved", lambda: saved(model, batches[0]))
-    del library  # operators exist as long as their library
     return found
 
 
@@ -162,37 +165,54 @@ def saved(model: Any, arguments: Call) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def store(path: str, name: str, quick: bool) -> None:
+    """Write what is found out about one model to a file."""
+    Path(path).write_text(json.dumps(examine(name, quick)))
+
+
+def examine_in_process(name: str, quick: bool, seconds: float) -> dict[str, Any]:
+    """Examine a model in a forked process, so that neither a crash nor endless work stops the other models."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        process = multiprocessing.get_context("fork").Process(target=store, args=(str(path), name, quick))
+        process.start()
+        process.join(seconds)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return {"error": f"it took more than {seconds:g} seconds"}
+        if not path.exists():
+            return {"error": f"its process ended with exit code {process.exitcode}; run it alone to see why"}
+        return json.loads(path.read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--quick", action="store_true", help="without equalization and corrections")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time for one model")
     parser.add_argument("--output", type=Path, help="file for one JSON line per model")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if arguments.one:
-        print("\n" + json.dumps(examine(arguments.one, arguments.quick)))
-        return
     library = networks.declare_operators()
     leave_out_extension()
     names = arguments.names or list(models())
-    del library  # operators exist as long as their library
     if arguments.list:
         print("\n".join(names))
         return
+    for library_name in LIBRARIES:
+        importlib.import_module(library_name)
+    about = {"commit": record.commit(), "cpu": record.cpu(), "quick": arguments.quick}
     for name in names:
-        command = [sys.executable, __file__, "--one", name, *["--quick"] * arguments.quick]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=os.environ)
-            found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-1500:]}
-        except subprocess.TimeoutExpired:
-            found = {"error": f"it took more than {SECONDS} seconds"}
-        found = {"model": name, **found}
+        found = examine_in_process(name, arguments.quick, arguments.seconds)
+        found = {"model": name, "family": family_of(name), **found}
         if arguments.output:
+            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             with arguments.output.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps({"date": date, **about, **found}) + "\n")
         print(line(found), flush=True)
+    del library  # operators exist as long as their library
 
 
 def line(found: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 from zoo_models.entry import Entry, random_transformer
 
@@ -40,6 +41,7 @@ def speech(name: str) -> Entry:
         {"6000 samples": {"input_values": torch.randn(2, 6000)}},
         "transformer",
         name in MOST_USED,
+        {"input_values": {0: Dim.AUTO, 1: Dim.AUTO}},
     )
 
 

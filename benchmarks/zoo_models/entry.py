@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 Call = tuple[Any, ...] | Mapping[str, Any]
 
@@ -22,6 +23,7 @@ class Entry:
         sizes: calls of other sizes than those of ``batch``, by name.
         recipe: recipe for `intaglio.quantize`; ``None`` leaves the choice to it.
         most_used: whether the model is one of the most used ones.
+        dynamic_shapes: free axes, as `intaglio.quantize` takes them; by default the batch, and the length of token ids.
     """
 
     model: nn.Module
@@ -29,6 +31,7 @@ class Entry:
     sizes: Mapping[str, Call] = field(default_factory=dict)
     recipe: str | None = None
     most_used: bool = False
+    dynamic_shapes: Any = None
 
 
 def image_entry(model: nn.Module, size: int, *, free: bool = False, most_used: bool = False) -> Entry:
@@ -43,7 +46,12 @@ def image_entry(model: nn.Module, size: int, *, free: bool = False, most_used: b
     draw_statistics(model)
     settle_statistics(model, torch.randn(4, 3, size, size))
     other = {f"{size + 32} pixels": (torch.randn(2, 3, size + 32, size + 32),)} if free else {}
-    return Entry(model.eval(), lambda count: (torch.randn(count, 3, size, size),), other, most_used=most_used)
+    shapes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},) if free else None
+
+    def batch(count: int) -> Call:
+        return (torch.randn(count, 3, size, size),)
+
+    return Entry(model.eval(), batch, other, most_used=most_used, dynamic_shapes=shapes)
 
 
 def random_transformer(kind: str, **options: Any) -> nn.Module:
