@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 from intaglio import stages
+from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, graph_text
 from intaglio.ops import OPS
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.recipes.recipe import Recipe
+from intaglio.tracing import trace
 from support import nets
 from support.lowering import assert_equal_quantized, kinds, quantized, tensors
 from support.nets import Body
@@ -285,3 +288,14 @@ def test_an_int8_table_whose_rows_are_rounded_to_16_bits_is_read_by_the_program(
     lowered = stages.requantize(stages.convert(prepared, stages.calibrate(prepared, [ids])))
     assert not any("aten.embedding.default" in island.operators for island in lowered.islands.values())
     assert torch.equal(stages.compile(lowered)(ids), lowered(ids))
+
+
+def test_sizes_that_hold_for_the_example_only_are_refused(monkeypatch):
+    """torch.export takes the one pixel of the example for the size of all calls."""
+    monkeypatch.setattr(trace, "disagreement", lambda *call: None)
+    model, x = Body(lambda m, x: F.hardswish(m.c(x)), c=nn.Conv1d(2, 2, 3, stride=8)), torch.ones(3, 2, 5)
+    captured = stages.capture(model.eval(), (x,), dynamic_shapes={"args": ({2: Dim.AUTO},)})
+    prepared = stages.prepare(captured)
+    reference = stages.convert(prepared, stages.calibrate(prepared, [x], progress=False))
+    with pytest.raises(UnsupportedError, match=r"the shape \[3, 2, .*, but torch.export states \[3, 2, 1\]"):
+        stages.requantize(reference)

@@ -477,8 +477,25 @@ def test_a_batch_whose_slice_has_one_element_in_the_example_is_fixed():
 
 def test_an_axis_whose_slice_has_one_element_in_the_example_is_refused():
     shapes = {"args": ({1: Dim.AUTO},)}
-    with pytest.raises(CaptureError, match=r"with twice the sizes .* but torch.export states \[3, 1\]") as caught:
+    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states \[3, 1\]") as caught:
         capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 4), dynamic_shapes=shapes)
     assert caught.value.remedy == "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
     larger = capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 10), dynamic_shapes=shapes)
     assert larger(torch.ones(3, 5)).shape == (3, 1)
+
+
+def test_operators_that_fail_at_larger_sizes_do_not_hide_other_wrong_types():
+    """Positions reach over the end of their table of 5 vectors."""
+
+    def forward(m, x):
+        return m.p(torch.arange(x.shape[1])), F.hardsigmoid(x[:, 1:-1:3])
+
+    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states \[3, 1\]"):
+        capture(body(forward, p=nn.Embedding(5, 2)), torch.ones(3, 4), dynamic_shapes={"args": ({1: Dim.AUTO},)})
+
+
+def test_sizes_are_enlarged_until_a_quotient_differs():
+    """A window every 8 elements occurs once in twice the example, too."""
+    model = body(lambda m, x: F.hardsigmoid(m.c(x)), c=nn.Conv1d(2, 2, 3, stride=8))
+    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states"):
+        capture(model, torch.ones(3, 2, 5), dynamic_shapes={"args": ({2: Dim.AUTO},)})

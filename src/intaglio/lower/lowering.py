@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.argument_checks import check_arguments_except
+from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import Graph, Signature
@@ -16,7 +17,7 @@ from intaglio.lower.embedding_bags import is_embedding_bag_part
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.stored_weights import stored_weight
-from intaglio.ops import verify
+from intaglio.ops import OpDef, verify, wrong_shapes
 from intaglio.plan.graph_passes.integer_passes import INTEGER_PASSES
 from intaglio.quant.annotate.embedding_tables import table_operands
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
@@ -50,6 +51,7 @@ def requantize(reference: Reference) -> Lowered:
     nodes = NodeLowering(reference.module)
     builder = nodes.run()
     graph, _ = run_passes(verify(builder.graph(), "requantize"), INTEGER_PASSES, verify)
+    _check_shapes(graph, builder.hosts)
     stacks = [node for node in builder.items if operator(node) == RECURRENT_CALL]
     integer = sum(macs(node) for region in nodes.regions for node in region.nodes) + sum(map(macs, stacks))
     total = sum(macs(node) for node in reference.module.graph.nodes)
@@ -82,6 +84,23 @@ def requantize(reference: Reference) -> Lowered:
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
     return replace(lowered, model_info=reference.model_info.with_stage(notes, integer=lowered.text()))
+
+
+def _check_shapes(graph: Graph, hosts: Mapping[str, OpDef]) -> None:
+    """Check the shapes that torch.export stated for calls of any size; kernels rely on them.
+
+    Raises:
+        UnsupportedError: An operator computes another shape.
+    """
+    for op, shape in wrong_shapes(graph, hosts):
+        computed, stated = (", ".join(map(str, sizes)) for sizes in (shape, graph.types[op.output].shape))
+        raise UnsupportedError(
+            op.origin.path or op.output,
+            op.origin.operator or op.kind,
+            f"it computes the shape [{computed}], but torch.export states [{stated}]",
+            remedy="capture the model with an example of larger sizes, or leave these sizes out of dynamic_shapes",
+            source=op.origin.source,
+        )
 
 
 def _float_tails(annotations: Annotations, inside: Collection[str]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from intaglio.ops.interpret import interpret, run_op
 from intaglio.ops.opdef import Call, Layout, OpDef, Roles
 from intaglio.ops.operator_groups import ACCUMULATING, ADD_OPS, ANCHORS, PRECISE_FUNCTIONS, SCALAR_OPS
-from intaglio.ops.preconditions import check_graph, needs, verify
+from intaglio.ops.preconditions import check_graph, needs, verify, wrong_shapes
 from intaglio.ops.records import BY_NAME, BY_TARGET, OPS, checked_records, index, op_def
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "op_def",
     "run_op",
     "verify",
+    "wrong_shapes",
 ]

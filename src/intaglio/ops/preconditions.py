@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from intaglio.ir import Dim, DType, Graph, Op
+from intaglio.ir import Dim, DType, Graph, Op, Shape
 from intaglio.ir.verify import TypeRule, verify_graph
 from intaglio.ops.opdef import OpDef
 from intaglio.ops.records import OPS, op_def
@@ -46,7 +46,7 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
     for op in graph.ops:
         if op.is_island:
             continue
-        record = (hosts or {}).get(op.attrs["operator"]) if op.is_host else OPS.get(op.kind)
+        record = _record(op, hosts)
         if record is None:
             raise ValueError(f"%{op.output}: the operator {op.kind} does not exist")
         if op.is_host and not all(_is_quantized(op, index, record, graph) for index in range(len(op.inputs))):
@@ -57,12 +57,29 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
         if record.window:
             _check_window(op)
         record.validate(op, graph)
-        if record.has_body:
-            continue
-        shape = tuple(record.infer(op.attrs, [graph.types[name].shape for name in op.inputs]))
-        for name in op.outputs[: 1 if record.results_differ else None]:
-            if shape != graph.types[name].shape:
-                raise ValueError(f"%{name} is {graph.types[name]}, but {op.kind} computes the shape {shape}")
+        if (shape := wrong_shape(op, graph, record)) is not None:
+            raise ValueError(f"%{op.output} is {graph.types[op.output]}, but {op.kind} computes the shape {shape}")
+
+
+def wrong_shapes(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> Iterator[tuple[Op, Shape]]:
+    """Yield operators whose results do not have the shape that their records infer, and that shape."""
+    for op in graph.ops:
+        record = None if op.is_island else _record(op, hosts)
+        if record is not None and (shape := wrong_shape(op, graph, record)) is not None:
+            yield op, shape
+
+
+def wrong_shape(op: Op, graph: Graph, record: OpDef) -> Shape | None:
+    """Return the shape that a record infers, or ``None`` if results have it or the operator has a body."""
+    if record.has_body:
+        return None
+    shape = tuple(record.infer(op.attrs, [graph.types[name].shape for name in op.inputs]))
+    checked = op.outputs[: 1 if record.results_differ else None]
+    return shape if any(shape != graph.types[name].shape for name in checked) else None
+
+
+def _record(op: Op, hosts: Mapping[str, OpDef] | None) -> OpDef | None:
+    return (hosts or {}).get(op.attrs["operator"]) if op.is_host else OPS.get(op.kind)
 
 
 def _is_quantized(op: Op, index: int, record: OpDef, graph: Graph) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import fx, nn
 from intaglio.errors import CaptureError, InputError
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
-from intaglio.ir import DType, Expression, evaluate, has_quotient, symbol, symbols_of
+from intaglio.ir import Dim, DType, Expression, evaluate, has_quotient, symbol, symbols_of
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
@@ -24,6 +25,8 @@ LARGER_BATCH_SIZES = (4, 8)
 """Further batch sizes if a size in the graph is a quotient, which may be equal for several batches."""
 TRAINING_BATCH_SIZES = (2, 3)
 """Batch sizes at which graph and model are compared in training; batch norm in training needs more than one vector."""
+LARGEST_FACTOR = 16
+"""Largest factor of sizes in the search for sizes that change a quotient."""
 ADDITIONAL_TOKENS = 3
 """Number of additional tokens in the comparison if the sequence length is dynamic."""
 FLOAT32_TOLERANCE, HALF_TOLERANCE = (1e-3, 1e-4), (0.05, 0.05)
@@ -52,34 +55,53 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     if not free_symbols(captured):
         return _differs(captured, model, args, kwargs, "the example inputs")
     batches = TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES
-    quotients = _symbols_of_quotients(captured)
-    for batch in (*batches, *LARGER_BATCH_SIZES) if quotients & _batch(captured) else batches:
+    quotients = _quotients(captured)
+    divided = set().union(*map(symbols_of, quotients)) & free_symbols(captured)
+    for batch in (*batches, *LARGER_BATCH_SIZES) if divided & _batch(captured) else batches:
         sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
         if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
             return reason
-    return _wrong_type_at_twice(captured, args, kwargs, quotients - _batch(captured))
-
-
-def _wrong_type_at_twice(
-    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str]
-) -> str | None:
-    """Return a value of the graph whose type does not fit calls with these dimensions at twice their size, or ``None``.
-
-    Not every model can be called with these sizes, so other errors are ignored.
-    """
+    if not divided:
+        return None
     sizes = _sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False)
-    twice = {name: 2 * size if name in names else size for name, size in sizes.items()}
-    ranges = captured.signature.ranges
-    if not names or any((high := ranges.get(name, (0, None))[1]) is not None and twice[name] > high for name in names):
-        return None
-    try:
-        _call_checked(captured, *resized(captured, args, kwargs, twice))
-    except _WrongTypeError as error:
-        return f"with twice the sizes {error}"
-    except Exception:
-        return None
-    return None
+    return _wrong_type_at(captured, args, kwargs, _larger_sizes(captured, quotients, sizes))
+
+
+def _larger_sizes(captured: Captured, quotients: Collection[Dim], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes at which quotients differ from those of these sizes, as far as ranges and `LARGEST_FACTOR` allow.
+
+    Args:
+        captured: graph with dynamic dimensions.
+        quotients: sizes in the graph that contain a floor division.
+        sizes: sizes of all dynamic dimensions.
+    """
+    larger = dict(sizes)
+    for name in sizes:
+        own = [dim for dim in quotients if name in symbols_of(dim) and symbols_of(dim) <= sizes.keys()]
+        high = captured.signature.ranges.get(name, (0, None))[1]
+        factor = 2 if own else 1
+        while factor < LARGEST_FACTOR and any(
+            evaluate(dim, {**sizes, name: factor * sizes[name]}) == evaluate(dim, sizes) for dim in own
+        ):
+            factor *= 2
+        larger[name] = factor * sizes[name] if high is None else min(factor * sizes[name], high)
+    return larger
+
+
+def _wrong_type_at(
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any], sizes: Mapping[str, int]
+) -> str | None:
+    """Return a value of the graph whose type does not fit calls with dimensions of these sizes, or ``None``.
+
+    Not every part of a model can be called with these sizes, so operators that fail, and those that read them, are left
+    out.
+    """
+    checker = _TypeChecker(captured.module, sizes, omit_failing=True)
+    larger_args, larger_kwargs = resized(captured, args, kwargs, sizes)
+    with contextlib.suppress(Exception):  # the result has omitted values if an operator before it fails
+        replace(captured, module=checker.run)(*larger_args, **larger_kwargs)
+    return f"with larger sizes {checker.wrong}" if checker.wrong else None
 
 
 def check_calls(captured: Captured, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> None:
@@ -124,6 +146,10 @@ class _WrongTypeError(Exception):
     """A value of a graph does not have the shape of its type."""
 
 
+_OMITTED = object()
+"""Result of operators that are left out of a run."""
+
+
 class _TypeChecker(fx.Interpreter):
     """Runs a graph and checks that the tensors have the shapes that the types of their nodes state.
 
@@ -135,12 +161,26 @@ class _TypeChecker(fx.Interpreter):
         wrong: the first wrong type, or an empty text.
     """
 
-    def __init__(self, module: fx.GraphModule, symbols: Mapping[str, int]) -> None:
+    def __init__(self, module: fx.GraphModule, symbols: Mapping[str, int], omit_failing: bool = False) -> None:
+        """Prepare a run.
+
+        Args:
+            module: the graph.
+            symbols: sizes of the dynamic dimensions in this call.
+            omit_failing: go on behind operators that fail, without those that read their results.
+        """
         super().__init__(module)
-        self.symbols, self.wrong = symbols, ""
+        self.symbols, self.omit_failing, self.wrong = symbols, omit_failing, ""
 
     def run_node(self, node: fx.Node) -> Any:
-        result = super().run_node(node)
+        if any(self.env.get(source) is _OMITTED for source in node.all_input_nodes):
+            return _OMITTED
+        try:
+            result = super().run_node(node)
+        except Exception:
+            if not self.omit_failing:
+                raise
+            return _OMITTED
         kind = tensor_type(node) if node.op == "call_function" and isinstance(result, torch.Tensor) else None
         if kind is None or any(not symbols_of(dim) <= self.symbols.keys() for dim in kind.shape):
             return result
@@ -160,11 +200,10 @@ def _call_checked(captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str
     return result
 
 
-def _symbols_of_quotients(captured: Captured) -> set[str]:
-    """Return the dynamic dimensions that occur in sizes of the graph that are quotients."""
+def _quotients(captured: Captured) -> set[Dim]:
+    """Return the sizes in the graph that contain a floor division of dynamic dimensions."""
     kinds = [tensor_type(node) for node in captured.module.graph.nodes if node.op == "call_function"]
-    dims = [dim for kind in kinds if kind is not None for dim in kind.shape if has_quotient(dim)]
-    return set().union(*map(symbols_of, dims))
+    return {dim for kind in kinds if kind is not None for dim in kind.shape if has_quotient(dim)}
 
 
 def _is_random(captured: Captured) -> bool:
