@@ -80,12 +80,18 @@ def test_panels_of_free_width_have_kernels_of_every_width(queries: Dim, widths: 
     assert kernel.widths == widths
 
 
-def test_a_reshape_between_layouts_is_copied_and_one_between_shapes_follows_logical_order():
+@pytest.mark.parametrize(
+    ("shape", "movement"), [((N, 4, 2, 36), Movement.COPY), ((N, 48, 6), Movement.COPY), ((N, 32, 9), Movement.RESHAPE)]
+)
+def test_a_reshape_is_a_copy_if_both_shapes_can_be_divided_into_the_same_axes(shape, movement):
+    """The operand has 6 rows and columns, of which 9 are no whole number."""
     net = Net()
-    x = net.quantize(net.input(N, 8, 6, 6), zero_point=0)
-    y = net.same("reshape", net.conv(x, 8, 3), shape=(N, 4, 2, 16))
-    plan = scheduled(net.graph(net.conv(y, 8, 1)))
-    assert only_kernel(plan, y) == MovementKernel(Movement.RESHAPE)
+    x = net.quantize(net.input(N, 8, 8, 8), zero_point=0)
+    y = net.same("reshape", net.conv(x, 8, 3), shape=shape)
+    plan = scheduled(net.graph(y))
+    kernel = only_kernel(plan, y)
+    assert isinstance(kernel, MovementKernel)
+    assert kernel.movement is movement
 
 
 def softmax(size: Dim) -> Plan:

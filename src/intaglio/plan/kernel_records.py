@@ -96,6 +96,10 @@ class Movement(StrEnum):
     RESHAPE = "one pass in logical order"
 
 
+MAX_RUNS = 8
+"""Largest number of runs of a copy, of a `struct Copy` in native/elementwise/data_movement.h."""
+
+
 @dataclass(frozen=True)
 class MovementKernel:
     """Data movement that needs a step. ``boxes`` are strided copies in bytes, with the innermost run last."""

@@ -10,13 +10,11 @@ from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.ops.movement.data_movement import Run
-from intaglio.plan.kernel_records import Movement, MovementKernel
+from intaglio.plan.kernel_records import MAX_RUNS, Movement, MovementKernel
 from intaglio.plan.plan_records import Partition
 
-RUNS = 8
-"""Number of runs of a `struct Copy` in native/elementwise/data_movement.h."""
 AXES = 7
-"""Number of axes of a `struct Side` there, including the bytes of an element."""
+"""Number of axes of a `struct Side` in native/elementwise/data_movement.h."""
 
 
 def emit_movement(code: Code, partition: Partition, context: Context) -> None:
@@ -46,13 +44,14 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
     for box in kernel.boxes:
         source = zero if box.fill else f"in{box.operand} + {context.dim(box.source)}"
         with code.block(""):
-            code(f"struct Copy c = {{{source}, out + {context.dim(box.result)}, {_table(box.runs, context)}}};")
+            tables = _table(box.runs, context)
+            code(f"struct Copy c = {{{source}, out + {context.dim(box.result)}, {box.element}, {tables}}};")
             code("copy_strided(&c, thread, threads);")
 
 
 def _table(runs: Sequence[Run], context: Context) -> str:
     """Return sizes, source strides and result strides of a copy, padded with leading runs of one element."""
-    padded = [Run(1, 0, 0)] * (RUNS - len(runs)) + list(runs)
+    padded = [Run(1, 0, 0)] * (MAX_RUNS - len(runs)) + list(runs)
     columns = ([run.size for run in padded], [run.source for run in padded], [run.result for run in padded])
     return ", ".join(_braced(column, context) for column in columns)
 
@@ -64,16 +63,15 @@ def _braced(values: Sequence[Dim], context: Context) -> str:
 def _reshape(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
     """Print a reshape, which copies in logical order between two sets of strides."""
     context.include("elementwise/data_movement.h")
+    element = context.graph.types[op.output].dtype.bytes
     for name, value in (("in", op.inputs[0]), ("out", op.output)):
-        (start, steps), kind = context.strided(value), context.graph.types[value]
-        size = kind.dtype.bytes
-        bytes_too = ((*kind.shape, size), (*(step * size for step in steps), 1)) if size > 1 else (kind.shape, steps)
-        missing = AXES - len(bytes_too[0])
-        sizes = _braced([1] * missing + list(bytes_too[0]), context)
-        strides = _braced([0] * missing + list(bytes_too[1]), context)
+        (start, steps), shape = context.strided(value), context.graph.types[value].shape
+        missing = AXES - len(shape)
+        sizes = _braced([1] * missing + list(shape), context)
+        strides = _braced([0] * missing + [step * element for step in steps], context)
         cast = "(uint8_t*)" if context.plan.location(value).root in context.graph.constants else ""  # it is only read
         code(f"const struct Side {name} = {{{cast}{start}, {sizes}, {strides}}};")
-    code("copy_in_logical_order(&in, &out, thread, threads);")
+    code(f"copy_in_logical_order(&in, &out, {element}, thread, threads);")
 
 
 MOVEMENTS: Mapping[Movement, Callable[[Code, Op, MovementKernel, Context], None]] = {

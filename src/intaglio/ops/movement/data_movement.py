@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from intaglio.ir import Dim, DType, Graph, Op, Shape, evaluate, numel, symbols_of
+from intaglio.ir.dims import divide
 from intaglio.ir.verify import TypeRule
 
 Strides = tuple[Dim, ...]
+ELEMENT_BYTES = (2, 4, 8)
+"""Numbers of bytes that a kernel copies at a time, besides single bytes and whole runs."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Box:
-    """One strided copy from operand ``operand``; with ``fill``, the zero point is written instead."""
+    """One strided copy from operand ``operand``; with ``fill``, the zero point is written instead.
+
+    In a copy in bytes, ``element`` is the number of bytes that the innermost run copies at a time.
+    """
 
     runs: tuple[Run, ...]
     source: Dim = 0
     result: Dim = 0
     operand: int = 0
     fill: bool = False
+    element: int = 1
 
 
 def merged_copies(copies: Copies, op: Op, sources: Sequence[Side], to: Strides, size: int = 1) -> tuple[Box, ...]:
@@ -41,7 +48,35 @@ def merged_copies(copies: Copies, op: Op, sources: Sequence[Side], to: Strides, 
 
     Strides are in elements, or in bytes if ``size`` is the number of bytes per element.
     """
-    return tuple(_merged(_in_bytes(box, size)) for box in copies(op, sources, to))
+    return tuple(_with_elements(_merged(_in_bytes(box, size)), size) for box in copies(op, sources, to))
+
+
+def reshaped_copy(source: Side, result: Side, size: int) -> Box | None:
+    """Return a copy in logical order between shapes as one strided copy in bytes, or ``None`` if it is none.
+
+    Both shapes are divided into the same axes, from the last to the first. That is possible if, wherever axes of the
+    two shapes overlap, the size of one is a multiple of the size of the other.
+
+    Args:
+        source: shape and strides of the operand, in elements.
+        result: shape and strides of the result, in elements.
+        size: bytes per element.
+    """
+    runs: list[Run] = []
+    left, right = (list(zip(*side, strict=True)) for side in (source, result))
+    while left and right:
+        (rows, at), (wide, to) = left.pop(), right.pop()
+        if (more := divide(rows, wide)) is not None:
+            runs.append(Run(wide, at, to))
+            left += [(more, at * wide)] if more != 1 else []
+        elif (more := divide(wide, rows)) is not None:
+            runs.append(Run(rows, at, to))
+            right.append((more, to * rows))
+        else:
+            return None
+    if any(dim != 1 for dim, _ in left + right):
+        return None
+    return _with_elements(_merged(_in_bytes(Box(tuple(reversed(runs))), size)), size)
 
 
 def row_major_strides(shape: Shape) -> Strides:
@@ -60,6 +95,13 @@ def _in_bytes(box: Box, size: int) -> Box:
         return box
     runs = tuple(Run(run.size, run.source * size, run.result * size) for run in box.runs)
     return replace(box, runs=(*runs, Run(size, 1, 1)), source=box.source * size, result=box.result * size)
+
+
+def _with_elements(box: Box, size: int) -> Box:
+    """Remove the run over the bytes of an element if it is not merged with other runs."""
+    if size not in ELEMENT_BYTES or box.runs[-1:] != (Run(size, 1, 1),):
+        return box
+    return replace(box, runs=box.runs[:-1], element=size)
 
 
 def _merged(box: Box) -> Box:

@@ -10,11 +10,12 @@ from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import ACCUMULATORS, MAX_INPUT_ROWS
 from intaglio.ops import op_def
-from intaglio.ops.movement.data_movement import Box, Run
+from intaglio.ops.movement.data_movement import Box, Run, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
 from intaglio.ops.opdef import Tail
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.kernel_records import (
+    MAX_RUNS,
     ActivationTiles,
     DepthwiseKernel,
     DepthwiseLoops,
@@ -180,7 +181,7 @@ def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
 
 MOVEMENT_REASONS = {
     Movement.INTERLEAVE: "two groups of channels of images, a byte per element",
-    Movement.COPY: "operand and result have the same axes, merged where both are without gaps",
+    Movement.COPY: "operand and result can be divided into the same axes, merged where both are without gaps",
     Movement.RESHAPE: "only the logical order is the same on both sides",
 }
 
@@ -197,7 +198,11 @@ def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
     ):
         return MovementKernel(Movement.INTERLEAVE)
     if record.keeps_order and types[op.inputs[0]].shape != types[result].shape:
-        return MovementKernel(Movement.RESHAPE)
+        source, to = ((types[name].shape, plan.location(name).strides) for name in (op.inputs[0], result))
+        box = reshaped_copy(source, to, types[result].dtype.bytes)
+        if box is None or len(box.runs) > MAX_RUNS:
+            return MovementKernel(Movement.RESHAPE)
+        return MovementKernel(Movement.COPY, (replace(box, runs=_ordered(box)),))
     return MovementKernel(Movement.COPY, tuple(_copies(op, plan)))
 
 
