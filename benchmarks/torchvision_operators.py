@@ -30,7 +30,7 @@ def declare_operators() -> torch.library.Library | None:
     if find_spec("torchvision") is None:
         return None
     try:
-        pass
+        importlib.import_module("torchvision")
     except RuntimeError:  # torchvision::nms does not exist
         pass
     else:
@@ -43,7 +43,6 @@ def declare_operators() -> torch.library.Library | None:
     library.impl("roi_align", roi_align, "CPU")
     library.impl("roi_align", roi_align_shape, "Meta")
     importlib.import_module("torchvision")
-
     for module in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
         vars(sys.modules[module]).update(_assert_has_ops=lambda: None, _has_ops=lambda: True)
     return library
