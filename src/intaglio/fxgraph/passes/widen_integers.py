@@ -1,14 +1,16 @@
-"""int32 values computed in int64, which is the integer type of programs."""
+"""Integers as programs compute them: int32 values in int64, and ranges with their offset as start."""
 
 from __future__ import annotations
 
+import operator as python_operators
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import known_type, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, tensor_nodes
+from intaglio.fxgraph.integer_ranges import ADDITION_TARGETS, ARANGES
+from intaglio.fxgraph.node_info import inherit_info, known_type, tensor_type, update_info
+from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, resolve_dims, tensor_nodes
 from intaglio.ir import DType
 from intaglio.signature import TORCH_DTYPES
 
@@ -39,6 +41,38 @@ def type_as_to_cast(module: fx.GraphModule) -> int:
         dtype = TORCH_DTYPES[kind.dtype]
         replace_node(node, source if same else call_before(node, kind, aten._to_copy.default, source, dtype=dtype))
     return len(hits)
+
+
+def offsets_to_start(module: fx.GraphModule) -> int:
+    """Replace the sum of a range and a size, such as ``arange(n) + past``, by a range with another start.
+
+    Decoders compute positions in that way. Loops add numbers and tensors to integers, but not sizes.
+    """
+    hits = [node for node in module.graph.nodes if _is_offset_range(node)]
+    for node in hits:
+        source, size = node.args
+        given, subtracts = arguments(source), "sub" in operator(node)
+        ends = [_moved(node, given.get(name, 0), size, subtracts) for name in ("start", "end")]
+        replace_node(node, call_before(node, known_type(node), aten.arange.start_step, *ends, given.get("step", 1)))
+    return len(hits)
+
+
+def _is_offset_range(node: fx.Node) -> bool:
+    """Return whether a node adds a size to an int64 range, or subtracts one from it."""
+    if operator(node) not in ADDITION_TARGETS or operator(node.args[0]) not in ARANGES:
+        return False
+    is_size = isinstance(node.args[1], fx.Node) and tensor_type(node.args[1]) is None
+    kinds = (known_type(node).dtype, known_type(node.args[0]).dtype)
+    return is_size and kinds == (DType.I64, DType.I64) and arguments(node).get("alpha", 1) == 1
+
+
+def _moved(before: fx.Node, place: int | fx.Node, size: fx.Node, subtracts: bool) -> fx.Node:
+    """Return the node of ``place + size`` or ``place - size``, which is inserted."""
+    action = python_operators.sub if subtracts else python_operators.add
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(action, (place, size))
+    inherit_info(made, before, dim=action(resolve_dims(place), resolve_dims(size)))
+    return made
 
 
 def widen_integers(module: fx.GraphModule) -> int:

@@ -1,0 +1,38 @@
+"""Ranges with the length of another input as offset, by which decoders number the tokens behind a cache."""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import intaglio
+from support.nets import randomize
+
+DRAW = torch.Generator().manual_seed(0)
+POSITIONS = {
+    "a sum": lambda new, past: torch.arange(new) + past,
+    "a difference": lambda new, past: torch.arange(20, 20 + 2 * new, 2) - past,
+    "a range with a start": lambda new, past: torch.arange(past, past + new) + past,
+}
+
+
+class Decoder(nn.Module):
+    def __init__(self, positions):
+        super().__init__()
+        self.positions, self.table, self.layer = positions, nn.Embedding(80, 8), nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        return self.layer(x) + self.table(self.positions(x.shape[1], cache.shape[1])), cache.mean(1)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_the_program_computes_positions_behind_a_cache(name):
+    model = randomize(Decoder(POSITIONS[name]))
+    batch = torch.rand(4, 6, 8, generator=DRAW), torch.rand(4, 9, 8, generator=DRAW)
+    shapes = ({0: Dim.AUTO, 1: Dim.AUTO}, {0: Dim.AUTO, 1: Dim.AUTO})
+    found = intaglio.quantize(model, [batch], dynamic_shapes=shapes, progress=False)
+    assert not found.coverage.islands
+    for new, past in ((6, 9), (1, 12), (5, 2)):
+        call = torch.rand(3, new, 8, generator=DRAW), torch.rand(3, past, 8, generator=DRAW)
+        exact = model(*call)[0]
+        assert (found(*call)[0] - exact).square().sum() < 1e-2 * exact.square().sum()
