@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import zoo_tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "benchmarks" / "README.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "zoo.md", ROOT / "benchmarks" / "README.md")
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 """Text between two comments, which `fill` writes. The first comment names the row of `TABLES`."""
 
@@ -307,6 +309,10 @@ TABLES = {
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
     "elsewhere": lambda: elsewhere_table(all_runs()),
     "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),
+    "zoo_summary": lambda: zoo_tables.summary(recorded("zoo")),
+    "zoo": lambda: zoo_tables.page(recorded("zoo"), table),
+    "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
+    "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
 
 

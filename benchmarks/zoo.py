@@ -4,7 +4,8 @@
     python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections
     python benchmarks/zoo.py --list                   their names
 
-One process imports the libraries and forks one for each model. ``--output`` appends a JSON line for each.
+One process imports the libraries and forks one for each model. ``--record`` appends a line for each to
+results/zoo.jsonl, and `python benchmarks/picture.py` then writes the tables of docs/zoo.md.
 
 For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with
 their reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is
@@ -17,7 +18,6 @@ build of PyTorch are installed with ``--no-deps``.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import math
@@ -43,6 +43,7 @@ from zoo_models.entry import Call, Entry
 from zoo_models.torchaudio_stub import leave_out_extension
 
 import intaglio
+from intaglio.integrations.transformers import from_pretrained
 
 NOISE_DB = 40
 SECONDS = 600
@@ -146,7 +147,7 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
         "unedited": True,
         "macs_int8": coverage.macs,
         "islands": coverage.islands,
-        "report": str(coverage)[:4000],
+        "report": str(coverage)[:2000],
     }
     attempt(found, "sqnr_db", lambda: ratios(exact, call(model, batches[0])))
     with torch.no_grad():
@@ -159,8 +160,12 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
 def saved(model: Any, arguments: Call) -> bool:
     """Return whether a saved and loaded model gives the same bits."""
     with tempfile.TemporaryDirectory() as folder:
-        model.save(path := Path(folder) / "model.intaglio")
-        again = intaglio.load(path)
+        if hasattr(model, "save"):
+            model.save(path := Path(folder) / "model.intaglio")
+            again = intaglio.load(path)
+        else:
+            model.save_pretrained(folder)
+            again = from_pretrained(folder)
     pairs = zip(leaves(call(model, arguments)), leaves(call(again, arguments)), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -192,7 +197,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--quick", action="store_true", help="without equalization and corrections")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time for one model")
-    parser.add_argument("--output", type=Path, help="file for one JSON line per model")
+    parser.add_argument("--record", action="store_true", help="append a line for each model to results/zoo.jsonl")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     library = networks.declare_operators()
@@ -203,14 +208,12 @@ def main() -> None:
         return
     for library_name in LIBRARIES:
         importlib.import_module(library_name)
-    about = {"commit": record.commit(), "cpu": record.cpu(), "quick": arguments.quick}
+    given = argparse.Namespace(quick=arguments.quick, seconds=arguments.seconds)
     for name in names:
         found = examine_in_process(name, arguments.quick, arguments.seconds)
-        found = {"model": name, "family": family_of(name), **found}
-        if arguments.output:
-            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            with arguments.output.open("a") as file:
-                file.write(json.dumps({"date": date, **about, **found}) + "\n")
+        found = {"model": name, "family": family_of(name), "unedited": False, "most_used": False, **found}
+        if arguments.record:
+            record.append("zoo", given, found)
         print(line(found), flush=True)
     del library  # operators exist as long as their library
 

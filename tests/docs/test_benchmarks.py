@@ -156,7 +156,7 @@ def test_a_table_has_the_fastest_engine_in_bold_and_a_dash_for_one_that_was_not_
     assert row == "| ResNet-18 | 5.000 | **4.000** | – | 12.35 | 20 % |"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/zoo.md", "benchmarks/README.md"])
 def test_pages_have_the_tables_of_the_recorded_results(page, published):
     assert ROOT / page in published.PAGES
     text = (ROOT / page).read_text(encoding="utf-8")
@@ -223,3 +223,63 @@ def test_alternating_lengths_are_compared_with_repeated_lengths(capsys):
     assert found["islands"] == 0
     assert len(found["ratios"]) == len(found["milliseconds"]) == 3
     assert all(ratio > 0 for ratio in (found["ratio"], found["first"], *found["ratios"].values()))
+
+
+@pytest.fixture(scope="module")
+def zoo():
+    return script("zoo_tables")
+
+
+REPORT = """\
+98.0 % of 2.5 M MACs and 7 of 12 operators in int8
+2 float islands:
+  aten.topk.default: no int8 kernel for this operator (model.gate)
+  aten.sort.default x 2: no int8 kernel for this operator (model.gate, model.head)
+1 float operator in the program:
+  aten.add.Tensor: no operator next to it is quantized (model.head)"""
+
+
+def zoo_line(model, *, quick=False, date="2026-01-01", **found):
+    taken = {
+        "family": "text",
+        "most_used": False,
+        "unedited": True,
+        "macs_int8": 1.0,
+        "islands": 0,
+        "sqnr_db": [30.0, 20.5],
+        "saved": True,
+        "seconds": 12.3,
+        "batch 1": [30.0],
+        "report": "0 float islands",
+    }
+    return {"date": date, "arguments": {"quick": quick}, "results": {"model": model, **taken, **found}}
+
+
+def test_the_newest_line_of_a_model_counts(zoo):
+    ((title, (_, rows)),) = zoo.tables([zoo_line("bert", islands=3), zoo_line("bert", date="2026-01-02", quick=True)])
+    assert title == zoo.FAMILIES["text"]
+    assert rows == [("bert", "100.00 %", "0", "20.5", "–", "yes", "same bits", "12\\*")]
+
+
+def test_calls_that_fail_are_named(zoo):
+    ((_, (_, (row,))),) = zoo.tables([zoo_line("bert", **{"batch 3": "InputError: no", "40 tokens": [None]})])
+    assert row[5] == "no: batch 3, 40 tokens"
+
+
+def test_reasons_of_islands_are_listed_with_their_models(zoo):
+    head, rows = zoo.islands([zoo_line("mixtral", islands=2, report=REPORT), zoo_line("bert")])
+    assert head == ("reason", "operators", "models")
+    assert rows == [("no int8 kernel for this operator", "`sort.default`, `topk.default`", "mixtral")]
+
+
+def test_failures_have_the_remedy_of_the_error(zoo):
+    error = "CaptureError: LSTM: it has a size | that depends\n  remedy: use intaglio.eager"
+    _, rows = zoo.failures([zoo_line("tagger", unedited=False, error=error), zoo_line("bert")])
+    assert rows == [("tagger", "CaptureError: LSTM: it has a size / that depends", "use intaglio.eager")]
+
+
+@pytest.mark.parametrize(("quick", "note"), [(False, ""), (True, "1 models (\\*) were quantized without")])
+def test_the_summary_counts_models_that_are_taken(quick, note, zoo):
+    text = zoo.summary([zoo_line("bert", most_used=True, quick=quick), zoo_line("tagger", unedited=False, macs_int8=0)])
+    assert "takes 1 of 2 models unedited" in text
+    assert note in text
