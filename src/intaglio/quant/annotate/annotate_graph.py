@@ -15,6 +15,7 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.fxgraph.reader_aliases import is_reader_alias
+from intaglio.fxgraph.uneven_concatenations import is_concatenation
 from intaglio.ir import DType
 from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import (
@@ -34,6 +35,7 @@ from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
+from intaglio.quant.recipes.choices import FloatResults
 from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
@@ -42,13 +44,20 @@ from intaglio.quant.recipes.user_patterns import Found, Rejected, find, name_ope
 from intaglio.tracing.while_loops import nodes_with_loop_bodies
 
 
-def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
+def annotate_graph(
+    module: fx.GraphModule,
+    quantizer: Quantizer,
+    classes: Mapping[str, str],
+    concatenations: frozenset[str] = frozenset(),
+) -> Annotations:
     """Annotate a graph that the passes of post-training quantization have rewritten.
 
     Args:
         module: the graph. Annotators may insert ``alias`` nodes into it.
         quantizer: recipe, patterns, annotator and other options.
         classes: module path -> class name, for the selectors of the recipe.
+        concatenations: node names of concatenations that stay in float because of the ranges of their operands. An
+            annotator decides about them itself.
     """
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
@@ -77,17 +86,30 @@ def annotate_graph(module: fx.GraphModule, quantizer: Quantizer, classes: Mappin
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
-    if floats := float_results(
-        regions, _returned_quantized(graph, quantizer)[1], partial(has_float_form, module=module)
-    ):
+    returned, has_form = _returned_quantized(graph, quantizer)[1], partial(has_float_form, module=module)
+    if floats := float_results(regions, returned, has_form, concatenations):
         found = find_regions(graph, settings, reasons, matches, floats=floats)
-        regions = leave_float(quantized_regions(found), floats, reasons)
+        regions = leave_float(quantized_regions(found), floats, reasons, concatenations)
     write_regions(graph, regions)
     tables = find_embedding_tables(settings)
     skips = skipped(regions, tables, reasons)
     weight_only = find_weight_only(regions, settings)
-    decided = Annotations(module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only)
+    decided = Annotations(
+        module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only, concatenations=concatenations
+    )
     return _with_sites(decided, quantizer, classes)
+
+
+def quantized_concatenations(annotations: Annotations, quantizer: Quantizer) -> dict[str, Region]:
+    """Return the concatenations with one scale that could stay in float, because only floats are read, by node name."""
+    roots = {region.root.name: region for region in annotations.regions if is_concatenation(region.anchor)}
+    found = {name: region for name, region in roots.items() if region.setting.results != FloatResults.FLOAT}
+    if not found or quantizer.annotator is not None:
+        return {}
+    module = annotations.module
+    returned = _returned_quantized(module.graph, quantizer)[1]
+    floats = float_results(annotations.regions, returned, partial(has_float_form, module=module), found)
+    return {name: region for name, region in found.items() if region.root in floats}
 
 
 def reannotate_graph(

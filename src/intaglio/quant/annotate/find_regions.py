@@ -12,6 +12,7 @@ from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import info, update_info
 from intaglio.fxgraph.nodes import activations, known_record
+from intaglio.fxgraph.uneven_concatenations import connected_values
 from intaglio.ir import DType
 from intaglio.quant.annotate.node_annotations import ResolvedAnnotations
 from intaglio.quant.annotate.regions import Region
@@ -29,7 +30,10 @@ def quantized_regions(found: Iterable[Region]) -> tuple[Region, ...]:
 
 
 def float_results(
-    regions: Sequence[Region], returned: Collection[fx.Node], has_float_form: Callable[[fx.Node], bool]
+    regions: Sequence[Region],
+    returned: Collection[fx.Node],
+    has_float_form: Callable[[fx.Node], bool],
+    concatenations: Collection[str] = (),
 ) -> frozenset[fx.Node]:
     """Return the results of quantized regions that their readers of floats get without rounding to 256 values.
 
@@ -44,8 +48,11 @@ def float_results(
         regions: the quantized regions, in execution order.
         returned: values that leave the model quantized.
         has_float_form: tells whether a program computes an operator element by element in float32.
+        concatenations: node names of concatenations whose operands have ranges too different for one scale. They stay
+            in float with what is connected to them, whatever the recipe says about results.
     """
     wanted, found, rounded = set(returned), set[fx.Node](), set[fx.Node]()
+    connected = connected_values(regions[0].root.graph, concatenations) if regions else frozenset()
     makers = {region.root: region for region in regions}
     wide = {value for value, reason in find_shortcuts(regions).items() if reason is None}
     for region in (region for region in reversed(regions) if not region.dynamic):
@@ -54,7 +61,8 @@ def float_results(
         twice = twice and region.root not in {*wide, *returned}
         twice = twice and any(user.op == "output" for user in region.root.users)
         is_float = region.root not in wanted or twice
-        if not is_float or not _can_return_float(region, has_float_form):
+        chosen = region.root in connected or region.setting.results == FloatResults.FLOAT
+        if not (is_float and chosen and _can_return_float(region, has_float_form)):
             wanted.update(region.activations())
             rounded.add(region.root)
             continue
@@ -63,6 +71,8 @@ def float_results(
         if not product or region.returning_float().float_tail:
             found.add(region.root)
     for region in regions:
+        if region.root.name in concatenations:
+            continue
         if region.root in found and region.shares_qparams and rounded.issuperset(region.activations()):
             found.remove(region.root)
             rounded.add(region.root)
@@ -79,12 +89,12 @@ def _follows_layer(region: Region, makers: Mapping[fx.Node, Region]) -> bool:
 
 
 def _can_return_float(region: Region, has_float_form: Callable[[fx.Node], bool]) -> bool:
-    """Return whether the recipe allows a region to return floats, and a program computes its operators in float32.
+    """Return whether no pattern wants a region quantized, and a program computes its operators in float32.
 
     The anchor of the region is an exception: its accumulator is dequantized.
     """
     pattern = region.pattern
-    if region.setting.results != FloatResults.FLOAT or (pattern is not None and pattern.quantize_always):
+    if pattern is not None and pattern.quantize_always:
         return False
     if info(region.root).composite is not None or (region.record.anchor and not region.record.accumulates):
         return False
@@ -92,11 +102,15 @@ def _can_return_float(region: Region, has_float_form: Callable[[fx.Node], bool])
 
 
 def leave_float(
-    regions: Iterable[Region], floats: Collection[fx.Node], reasons: dict[fx.Node, str | None]
+    regions: Iterable[Region],
+    floats: Collection[fx.Node],
+    reasons: dict[fx.Node, str | None],
+    concatenations: Collection[str] = (),
 ) -> tuple[Region, ...]:
     """Return the regions whose results are quantized, and those that return the accumulator of a product as floats.
 
-    The other regions with a result in `floats` get the reason why they stay in float.
+    The other regions with a result in `floats` get the reason why they stay in float: the recipe, or `concatenations`
+    whose operands have ranges too different for one scale.
     """
     kept = []
     for region in regions:
@@ -104,12 +118,17 @@ def leave_float(
             kept.append(region)
         elif region.record.accumulates:
             kept.append(region.returning_float())
+        elif region.root.name in concatenations:
+            reasons.update(dict.fromkeys(region.nodes, DIFFERENT_RANGES))
         else:
-            reasons.update(dict.fromkeys(region.nodes, ONLY_READ_AS_FLOATS))
+            by_recipe = region.setting.results == FloatResults.FLOAT
+            reasons.update(dict.fromkeys(region.nodes, ONLY_READ_AS_FLOATS if by_recipe else BESIDE_DIFFERENT_RANGES))
     return tuple(kept)
 
 
 ONLY_READ_AS_FLOATS = 'results = "float" leaves what is only read as floats in float'
+DIFFERENT_RANGES = "its operands have ranges too different for one scale"
+BESIDE_DIFFERENT_RANGES = "it belongs to a concatenation whose operands have ranges too different for one scale"
 
 
 def first_last_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:

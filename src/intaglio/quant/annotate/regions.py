@@ -186,6 +186,7 @@ class Annotations:
         custom_observers: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own
             quantize nodes.
         weight_only: weight-only layers by name, with their settings.
+        concatenations: node names of concatenations that stay in float because of the ranges of their operands.
     """
 
     module: fx.GraphModule
@@ -200,6 +201,7 @@ class Annotations:
     buffers: Mapping[str, str] = field(default_factory=dict)
     custom_observers: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
     weight_only: Mapping[str, Setting] = field(default_factory=dict)
+    concatenations: frozenset[str] = frozenset()
 
     @property
     def by_value(self) -> dict[tuple[str, Role], Site]:

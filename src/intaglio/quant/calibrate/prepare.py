@@ -15,9 +15,11 @@ from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, known_type, origin, set_info
 from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, notes_on_concatenations
 from intaglio.ir import ModelInfo, Origin, Signature, symbols_of
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
+from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
@@ -276,7 +278,11 @@ def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
 
 def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     """Return the annotations of a rewritten module by the same recipe, with the specs that sites have now."""
-    found = reannotate_graph(prepared.annotations, module, prepared.quantizer, prepared.classes)
+    return _with_specs(prepared, reannotate_graph(prepared.annotations, module, prepared.quantizer, prepared.classes))
+
+
+def _with_specs(prepared: Prepared, found: Annotations) -> Annotations:
+    """Return annotations with the specs that sites have in a prepared model."""
     known = {site.name: site for site in prepared.annotations.sites}
     sites = tuple(
         replace(site, spec=known[site.name].spec)
@@ -298,7 +304,29 @@ def annotate_everything(prepared: Prepared) -> Annotations:
     if quantizer.patterns or quantizer.annotator or not (ends or quantizer.recipe.leaves_float):
         return prepared.annotations
     everything = replace(quantizer, recipe=quantizer.recipe.without_skips(), skip_first=False, skip_last=False)
-    return annotate_graph(copy_graph(prepared.annotations.module), everything, prepared.classes)
+    own = prepared.annotations
+    return annotate_graph(copy_graph(own.module), everything, prepared.classes, own.concatenations)
+
+
+def with_float_concatenations(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]) -> Prepared:
+    """Return the model with some concatenations in float, and with what belongs to them.
+
+    Args:
+        prepared: the prepared model.
+        found: site name of a concatenation -> extrema of its operands.
+    """
+    graph = prepared.annotations.module.graph
+    names = ValueNames(graph)
+    nodes = {node: names.of(node) for node in graph.nodes if is_concatenation(node)} if found else {}
+    chosen = {node: found[name] for node, name in nodes.items() if name in found}
+    if not chosen:
+        return prepared
+    module = copy_graph(prepared.annotations.module)
+    concatenations = frozenset(node.name for node in chosen)
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, concatenations)
+    model_info = prepared.model_info.with_stage(notes_on_concatenations(chosen))
+    own = replace(prepared, annotations=_with_specs(prepared, annotations), model_info=model_info)
+    return reprepare(own, copy_graph(module))
 
 
 def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:

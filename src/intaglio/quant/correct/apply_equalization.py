@@ -26,7 +26,7 @@ from intaglio.fxgraph.nodes import (
 from intaglio.fxgraph.passes.batch_norm_folding import insert_affine
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare, with_float_concatenations
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
 from intaglio.quant.recipes.choices import Role
@@ -44,7 +44,7 @@ def apply_equalization(
     depend on what the recipe leaves in float.
 
     Args:
-        prepared: a model without another equalization.
+        prepared: a model without another equalization. With ``precomputed``, its concatenations are in float already.
         found: the equalization.
         report: what it gains, for the text "corrections" of the stage.
         precomputed: the results of `with_input_equalization` and `annotate_everything`, if the caller has them already.
@@ -58,6 +58,8 @@ def apply_equalization(
         raise CalibrationError(
             "equalization", None, "the model is already equalized", remedy="start again from prepare(captured)"
         )
+    if precomputed is None:
+        prepared = with_float_concatenations(prepared, found.concatenations)
     current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
         return _with_report(current, found, report)

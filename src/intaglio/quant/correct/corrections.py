@@ -35,13 +35,16 @@ class Equalization:
     Attributes:
         inputs: input name -> quantization of its channels.
         factors: site -> divisors of the channels of its value.
+        concatenations: site of a concatenation in float, whose operands have ranges too different for one scale -> the
+            extrema of the operands.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    concatenations: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.inputs or self.factors)
+        return bool(self.inputs or self.factors or self.concatenations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +140,10 @@ class Corrected:
         sections: dict[str, dict[str, Any]] = {
             "inputs": inputs,
             "factors": {name: _hexadecimal(values) for name, values in self.equalization.factors.items()},
+            "concatenations": {
+                name: [_hexadecimal(ends) for ends in operands]
+                for name, operands in self.equalization.concatenations.items()
+            },
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -152,12 +159,16 @@ class Corrected:
             for name, entry in sections.get("inputs", {}).items()
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
+        concatenations = {
+            name: tuple((low, high) for low, high in map(_floats, operands))
+            for name, operands in sections.get("concatenations", {}).items()
+        }
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors), quantized, biases)
+        return Corrected(Equalization(inputs, factors, concatenations), quantized, biases)
 
 
-SECTIONS = ("inputs", "factors", "levels", "biases")
+SECTIONS = ("inputs", "factors", "concatenations", "levels", "biases")
 
 
 def _hexadecimal(values: Any) -> list[str]:

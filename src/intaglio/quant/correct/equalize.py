@@ -7,6 +7,7 @@ weight, the factor of an addition), so the float model computes the same functio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +19,11 @@ from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
+from intaglio.fxgraph.uneven_concatenations import Extrema, is_uneven
+from intaglio.quant.annotate.annotate_graph import quantized_concatenations
+from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, with_float_concatenations
 from intaglio.quant.correct.apply_equalization import (
     apply_equalization,
     has_single_factors,
@@ -48,7 +52,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     biases. Results of layer norms that linear layers read get SmoothQuant factors if they reduce the error
     (`smooth_factors.smoothing`). For other values between weights, the factor of each channel is its largest magnitude
     relative to that of all channels, to the power of the setting's ``equalize`` (Nagel et al. 2019, extended to
-    additions).
+    additions). Concatenations that only readers of floats follow stay in float if their joint scale would leave fewer
+    than 16 quantized values to one operand, as it does to scores beside boxes in pixels.
 
     Args:
         prepared: the prepared model.
@@ -65,8 +70,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
+    uneven = uneven_concatenations(prepared, calls, group)
+    prepared = with_float_concatenations(prepared, uneven)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
-    found = Equalization(inputs=inputs)
+    found = Equalization(inputs, concatenations=uneven)
     current = with_input_equalization(prepared, found)
     module = current.annotations.module
     every, here = annotate_everything(current), {site.name for site in current.annotations.sites}
@@ -99,6 +106,54 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
         steps += (CorrectionStep("smooth", f"{len(smooth)} values, results of their readers, mean", *ends),)
     report = "".join(f"{line}\n" for line in (*notes, *steps))
     return apply_equalization(prepared, replace(found, factors=by_site), report, (current, every))
+
+
+def uneven_concatenations(prepared: Prepared, calls: Calls, group: Group) -> dict[str, tuple[Extrema, ...]]:
+    """Return the concatenations whose joint scale would leave too few quantized values to one operand.
+
+    Args:
+        prepared: the prepared model.
+        calls: the tensors of each call on this rank.
+        group: the ranks.
+
+    Returns:
+        Site of a concatenation that could stay in float -> the extrema of its operands over the data of all ranks.
+    """
+    regions = quantized_concatenations(prepared.annotations, prepared.quantizer).values()
+    if not regions:
+        return {}
+    module = prepared.annotations.module
+    own: dict[str, Extrema] = {}
+
+    def see(name: str, value: torch.Tensor) -> None:
+        finite = value[value.isfinite()]
+        if finite.numel():
+            own[name] = _joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
+
+    def run() -> None:
+        operands = {value.name for region in regions for value in region.activations()}
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for leaves in calls:
+                _ValueRecorder(module, operands, see).run(*leaves)
+
+    group.run_on_all_ranks(run)
+    seen, names = group.gather(own), ValueNames(module.graph)
+    found = {}
+    for region in regions:
+        values = [[one.get(value.name, NO_VALUES) for one in seen] for value in region.activations()]
+        extrema = tuple(map(_joined, values))
+        if is_uneven(extrema):
+            found[names.of(region.root)] = extrema
+    return found
+
+
+NO_VALUES = (math.inf, -math.inf)
+"""Extrema of no values."""
+
+
+def _joined(extrema: Sequence[Extrema]) -> Extrema:
+    """Return the extrema of several sets of values together."""
+    return min(low for low, _ in extrema), max(high for _, high in extrema)
 
 
 def _largest(
