@@ -102,7 +102,7 @@ def failures(lines: Iterable[Line]) -> Table:
 def island_reasons(report: str) -> list[tuple[str, str]]:
     """Return operator and reason of each line about islands in a report."""
     lines = report.splitlines()
-    first = next((i for i, line in enumerate(lines) if re.match(r"\d+ float islands?:", line)), None)
+    first = next((i for i, line in enumerate(lines) if re.match(r"[1-9]\d* float islands?:", line)), None)
     if first is None:
         return []
     kept: list[str] = []

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.float_forms import float_call, loop_of
-from intaglio.fxgraph.node_info import known_type, origin, tensor_type
+from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
     call_of,
@@ -113,6 +113,8 @@ def lower_float_loop(builder: GraphBuilder, node: fx.Node, call: FloatCall) -> N
     """Add the loops of a float operator. `merge_loops` fuses it with neighboring loops later."""
     names: dict[fx.Node, str] = {}
     for leaf in dict.fromkeys(tensor_nodes((node.args, node.kwargs))):
+        if info(leaf).dim is not None:
+            continue  # a size, which the loop takes from its operands
         names[leaf] = builder.add_parameter(leaf) if leaf.op == "get_attr" else builder.float_value(leaf)
         names |= {part: builder.add_parameter(part) for part in table_operands(leaf) or ()}
     result = builder.add_value(node.name, known_type(node), node)

@@ -96,7 +96,7 @@ LAYER_NORM = OpDef(
     check=first_reason(require_float_operands, rank(2, 3, 4, 5), require_last_axis_only, require_constant_scale),
     reference=layer_norm_reference,
     constants=norm_constants,
-    loop=FloatLoop(bodies.layer_norm, bodies.require_last_axis),
+    loop=FloatLoop(bodies.layer_norm, bodies.require_last_axis, sizes=("normalized_shape",)),
     types=TypeRule(((U8,), (F32,), (F32,), (F32,)), (U8,)),
     validate=valid_norm,
     layout=Layout.ROW_MAJOR,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 from torch.nn import functional as F
 
 import intaglio
@@ -46,3 +47,37 @@ def test_the_program_computes_it(name):
     exact = model(X)[0]
     assert lowered(X)[0].shape == exact.shape
     assert (lowered(X)[0] - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+class Normalized(nn.Module):
+    """Convolutions around a norm, whose groups have a free size."""
+
+    def __init__(self, norm, *, two=False):
+        super().__init__()
+        kind = nn.Conv2d if two else nn.Conv1d
+        self.first, self.norm, self.last = kind(2, 8, 3, 2), norm, kind(8, 3, 1)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+NORMS = {
+    "a group for each channel": lambda: Normalized(nn.GroupNorm(8, 8)),
+    "groups of sounds": lambda: Normalized(nn.GroupNorm(2, 8)),
+    "groups of images": lambda: Normalized(nn.GroupNorm(4, 8), two=True),
+    "instance norm": lambda: Normalized(nn.InstanceNorm2d(8), two=True),
+}
+
+
+@pytest.mark.parametrize("recipe", ["default", "transformer"])
+@pytest.mark.parametrize("name", NORMS)
+def test_groups_of_a_free_size_are_normalized_in_the_program(name, recipe):
+    model = randomize(NORMS[name]())
+    axes = model.first.weight.dim()
+    x = torch.randn(4, 2, *[41, 37][: axes - 2], generator=DRAW)
+    shapes = ({axis: Dim.AUTO for axis in range(axes) if axis != 1},)
+    found = intaglio.quantize(model, [x], dynamic_shapes=shapes, recipe=recipe, progress=False)
+    assert not found.coverage.islands
+    for batch in (x, x[..., :21]):
+        exact = model(batch)
+        assert (found(batch) - exact).square().sum() < 2e-2 * exact.square().sum()

@@ -19,9 +19,8 @@ from intaglio.fxgraph.nodes import (
     operator,
     replace_node,
     reshape_before,
-    size_of,
 )
-from intaglio.ir import DType, Shape, TensorType
+from intaglio.ir import DType, Shape, TensorType, numel
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
@@ -43,12 +42,11 @@ def decompose_group_norm(module: fx.GraphModule) -> int:
     hits = [node for node in norms if _groups_are_rows(node)]
     for node in hits:
         given, shape = _group_arguments(node), known_type(node).shape
-        length = math.prod(int(dim) for dim in shape[1:] if isinstance(dim, int)) // given["num_groups"]
-        rows = (shape[0], given["num_groups"], length)
-        sizes = size_of(node, shape[0])
-        x = _call(node, rows, aten.reshape.default, node.args[0], [sizes, *rows[1:]])
-        x = _call(node, rows, aten.layer_norm.default, x, [length], None, None, given["eps"])
-        x = _call(node, shape, aten.reshape.default, x, [sizes, *shape[1:]])
+        rows = (shape[0], given["num_groups"], shape[1] // given["num_groups"] * numel(shape[2:]))
+        sizes = [_size(node, node.args[0], axis) for axis in range(len(shape))]
+        x = _call(node, rows, aten.reshape.default, node.args[0], [sizes[0], rows[1], -1])
+        x = _call(node, rows, aten.layer_norm.default, x, [_size(node, x, 2)], None, None, given["eps"])
+        x = _call(node, shape, aten.reshape.default, x, sizes)
         for target, value in ((aten.mul.Tensor, given["weight"]), (aten.add.Tensor, given["bias"])):
             if value is not None:
                 name = f"{value.target}_channels"
@@ -60,6 +58,17 @@ def decompose_group_norm(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+def _size(before: fx.Node, value: fx.Node, axis: int) -> int | fx.Node:
+    """Return the size of an axis: a number, or a node in front of `before` that computes it."""
+    dim = known_type(value).shape[axis]
+    if isinstance(dim, int):
+        return dim
+    with before.graph.inserting_before(before):
+        size = before.graph.call_function(aten.sym_size.int, (value, axis))
+    inherit_info(size, before, dim=dim)
+    return size
+
+
 GROUP_NORMS = ("aten.group_norm.default", "aten.instance_norm.default")
 
 
@@ -69,13 +78,12 @@ def _group_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _groups_are_rows(node: fx.Node) -> bool:
-    """Return whether groups have a static size, the batch size is available, and weight and bias are constant."""
+    """Return whether the number of channels is static, and weight and bias are constant."""
     given, kind = _group_arguments(node), tensor_type(node)
     constants = [given[name] for name in ("weight", "bias") if given[name] is not None]
-    if kind is None or not all(isinstance(dim, int) for dim in kind.shape[1:]):
+    if kind is None or not isinstance(kind.shape[1], int):
         return False
-    computed = given.get("use_input_stats", True)
-    return computed and all(map(is_constant, constants)) and size_of(node, kind.shape[0]) is not None
+    return bool(given.get("use_input_stats", True)) and all(map(is_constant, constants))
 
 
 def decompose_split(module: fx.GraphModule) -> int:

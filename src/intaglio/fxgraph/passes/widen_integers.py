@@ -1,4 +1,4 @@
-"""Integers as programs compute them: int32 values in int64, and ranges with their offset as start."""
+"""Integers as programs compute them: int32 values in int64, and sizes in arithmetic as tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from intaglio.fxgraph.integer_ranges import ADDITION_TARGETS, ARANGES
 from intaglio.fxgraph.node_info import inherit_info, known_type, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, resolve_dims, tensor_nodes
-from intaglio.ir import DType
+from intaglio.ir import DType, TensorType
 from intaglio.signature import TORCH_DTYPES
 
 aten = torch.ops.aten
@@ -30,6 +29,12 @@ KEPT = tuple(
 )
 """Operators whose results are elements of their operands, or numbers that int32 holds."""
 BITS = 32
+WITH_SIZES = tuple(
+    f"aten.{name}.{overload}"
+    for name in ("add", "sub", "mul", "div", "lt", "le", "gt", "ge", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+)
+"""Operators that read a tensor, and a tensor or a number."""
 
 
 def type_as_to_cast(module: fx.GraphModule) -> int:
@@ -43,36 +48,36 @@ def type_as_to_cast(module: fx.GraphModule) -> int:
     return len(hits)
 
 
-def offsets_to_start(module: fx.GraphModule) -> int:
-    """Replace the sum of a range and a size, such as ``arange(n) + past``, by a range with another start.
+def sizes_to_tensors(module: fx.GraphModule) -> int:
+    """Replace a size that arithmetic or a comparison reads, such as the length of a cache, by a tensor of one element.
 
-    Decoders compute positions in that way. Loops add numbers and tensors to integers, but not sizes.
+    Decoders compute positions in that way. Loops combine tensors with numbers and with tensors, but not with sizes.
     """
-    hits = [node for node in module.graph.nodes if _is_offset_range(node)]
+    hits = [node for node in module.graph.nodes if _combines_size(node)]
     for node in hits:
-        source, size = node.args
-        given, subtracts = arguments(source), "sub" in operator(node)
-        ends = [_moved(node, given.get(name, 0), size, subtracts) for name in ("start", "end")]
-        replace_node(node, call_before(node, known_type(node), aten.arange.start_step, *ends, given.get("step", 1)))
+        value, size = node.args
+        dtype = known_type(value).dtype
+        with node.graph.inserting_before(node):
+            end = node.graph.call_function(python_operators.add, (size, 1))
+        inherit_info(end, node, dim=resolve_dims(size) + 1)
+        number = call_before(node, TensorType((1,), DType.I64), aten.arange.start, size, end)
+        if dtype is DType.F32:
+            number = call_before(node, TensorType((1,), dtype), aten._to_copy.default, number, dtype=torch.float32)
+        target = getattr(aten, operator(node).split(".")[1]).Tensor
+        replace_node(node, call_before(node, known_type(node), target, value, number))
     return len(hits)
 
 
-def _is_offset_range(node: fx.Node) -> bool:
-    """Return whether a node adds a size to an int64 range, or subtracts one from it."""
-    if operator(node) not in ADDITION_TARGETS or operator(node.args[0]) not in ARANGES:
+def _combines_size(node: fx.Node) -> bool:
+    """Return whether an operator combines a tensor of int64 or float32 with a size, without another type as result."""
+    name = operator(node)
+    if name not in WITH_SIZES or len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return False
-    is_size = isinstance(node.args[1], fx.Node) and tensor_type(node.args[1]) is None
-    kinds = (known_type(node).dtype, known_type(node.args[0]).dtype)
-    return is_size and kinds == (DType.I64, DType.I64) and arguments(node).get("alpha", 1) == 1
-
-
-def _moved(before: fx.Node, place: int | fx.Node, size: fx.Node, subtracts: bool) -> fx.Node:
-    """Return the node of ``place + size`` or ``place - size``, which is inserted."""
-    action = python_operators.sub if subtracts else python_operators.add
-    with before.graph.inserting_before(before):
-        made = before.graph.call_function(action, (place, size))
-    inherit_info(made, before, dim=action(resolve_dims(place), resolve_dims(size)))
-    return made
+    value, kind = tensor_type(node.args[0]), known_type(node)
+    is_size = tensor_type(node.args[1]) is None and arguments(node).get("alpha", 1) == 1
+    if not is_size or value is None or value.dtype not in (DType.I64, DType.F32) or value.q is not None:
+        return False
+    return bool(kind.shape) and kind.dtype in (value.dtype, DType.BOOL)
 
 
 def widen_integers(module: fx.GraphModule) -> int:

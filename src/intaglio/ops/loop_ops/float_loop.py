@@ -28,11 +28,13 @@ class FloatLoop:
         write: Adds the primitives to a body and returns the name of the result.
         check: Returns why a call stays in PyTorch, or ``None``.
         targets: Overloads of the record that the loop supports; empty means all of them.
+        sizes: Arguments that may be dynamic sizes, because the loop takes them from its operands.
     """
 
     write: Write
     check: Check = lambda call: None
     targets: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     def refusal(self, call: FloatCall) -> str | None:
         """Return why this call stays in PyTorch, by the rules for all operators and then by the operator's check."""
@@ -40,7 +42,9 @@ class FloatLoop:
             return f"there is no loop for the overload {call.target}"
         for name, value in call.arguments.items():
             kinds = value if isinstance(value, (list, tuple)) else (value,)
-            if not all(kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds):
+            if name not in self.sizes and not all(
+                kind is None or isinstance(kind, (TensorType, int, float, bool, str)) for kind in kinds
+            ):
                 return f"the argument {name} is {value}, but must be a number"
         for kind in (*call.tensors().values(), call.result):
             if kind.dtype not in (*FLOAT_TYPES, BOOL, I64):

@@ -107,7 +107,7 @@ ALONG_AXIS = (
         "rms_norm",
         _forms("rms_norm", "default"),
         ("input", "weight"),
-        loop=FloatLoop(bodies.rms_norm, bodies.require_last_axis),
+        loop=FloatLoop(bodies.rms_norm, bodies.require_last_axis, sizes=("normalized_shape",)),
     ),
     OpDef(
         "batch_norm",

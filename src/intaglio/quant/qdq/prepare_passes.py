@@ -44,7 +44,7 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_windows,
     expand_filled,
 )
-from intaglio.fxgraph.passes.widen_integers import offsets_to_start, type_as_to_cast, widen_integers
+from intaglio.fxgraph.passes.widen_integers import sizes_to_tensors, type_as_to_cast, widen_integers
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
@@ -86,7 +86,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     type_as_to_cast,
     widen_integers,  # after casts are explicit
     drop_identity,  # casts between integers are identities now
-    offsets_to_start,
+    sizes_to_tensors,
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     values_of_extrema,
     decompose_fold,

@@ -1,4 +1,4 @@
-"""Ranges with the length of another input as offset, by which decoders number the tokens behind a cache."""
+"""Arithmetic with sizes, by which decoders number the tokens behind a cache."""
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ POSITIONS = {
     "a sum": lambda new, past: torch.arange(new) + past,
     "a difference": lambda new, past: torch.arange(20, 20 + 2 * new, 2) - past,
     "a range with a start": lambda new, past: torch.arange(past, past + new) + past,
+    "a column of numbers": lambda new, past: (torch.arange(new)[:, None] + past)[:, 0],
+    "a comparison": lambda new, past: (torch.arange(new) * 3 < past).long() + past,
+    "a fraction": lambda new, past: (torch.arange(new).float() / past * 4).long(),
 }
 
 
