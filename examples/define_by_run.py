@@ -47,7 +47,7 @@ def main() -> None:
     hierarchy(m)
     print("would fuse:", intaglio.eager.fusions(m, batches[0]))
 
-    prepared = intaglio.eager.prepare(m, batches[0])
+    prepared = intaglio.eager.prepare(m, batches[0], intaglio.Recipe.of({"*": {"results": "int8"}}))
     print("\nprepared:")
     hierarchy(prepared)
     for batch in batches:

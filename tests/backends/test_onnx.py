@@ -19,7 +19,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import builtin
 from support import nets
-from support.lowering import tensors
+from support.lowering import ROUNDED, tensors
 from support.nets import Body, randomize
 from support.processor import HAS_VNNI, needs_vnni
 from support.slow_params import slow_params
@@ -197,7 +197,7 @@ def test_images_are_taken_as_bytes(tmp_path):
     model, image = randomize(nets.ConvBnRelu()), intaglio.Image((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
     pixels = torch.randint(256, (3, 3, 12, 12), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x = image.normalize(pixels)
-    written = Written(reference_of(model, x, input=image), tmp_path)
+    written = Written(reference_of(model, x, recipe=ROUNDED, input=image), tmp_path)
     assert written.file.inputs == {"input": "UINT8[n,3,12,12]"}
     assert "bytes" in written.file.notes[0]
     assert "Conv" in written.operators
@@ -210,7 +210,9 @@ def test_a_per_channel_input_without_a_declaration_takes_no_bytes(tmp_path):
     model = randomize(nets.ConvBnRelu())
     x = torch.rand(3, 3, 12, 12) * torch.tensor([1.0, 5.0, 20.0])[:, None, None]
     captured = stages.capture(model.eval(), x)
-    prepared = stages.equalize(prepare(captured, Quantizer(Recipe(default=intaglio.Setting(equalize=1.0)))), [x])
+    prepared = stages.equalize(
+        prepare(captured, Quantizer(Recipe(default=intaglio.Setting(equalize=1.0, results="int8")))), [x]
+    )
     written = Written(convert(prepared, calibrate(prepared, [x])), tmp_path)
     assert written.file.inputs == {"input": "FLOAT[n,3,12,12]"}
     assert not {"Conv", "FusedConv"} & set(written.engine)

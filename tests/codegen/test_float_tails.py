@@ -11,7 +11,7 @@ from intaglio import stages
 from intaglio.lower import Lowered
 from intaglio.plan import plan_graph
 from support.int8_models import assert_same
-from support.lowering import UNROUNDED, assert_equal_quantized, lowered, quantized
+from support.lowering import assert_equal_quantized, lowered, quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 
@@ -65,7 +65,7 @@ def shown(graph: Lowered) -> list[str]:
 
 @pytest.fixture(scope="module")
 def images():
-    return quantized(image_model(), *drawn(0, (4, 20, 7, 9)), recipe=UNROUNDED)
+    return quantized(image_model(), *drawn(0, (4, 20, 7, 9)))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def rows():
     inputs, free = drawn(0, (4, 7, 24), (4, 24, 24)), torch.export.Dim.AUTO
     sizes = ({0: free, 1: free}, {0: free})
     captured = stages.capture(row_model().eval(), tuple(inputs), dynamic_shapes=(sizes,))
-    return lowered(captured, *inputs, recipe=UNROUNDED)
+    return lowered(captured, *inputs)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def twice_body(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 def twice():
     layers = {"image": nn.Conv2d(20, 20, 3, padding=1), "own": nn.Conv2d(20, 20, 3, padding=1, groups=20)}
     layers |= {"row": nn.Linear(24, 24), "plain": nn.Linear(24, 24)}
-    return quantized(randomize(Body(twice_body, **layers)), *drawn(0, (4, 20, 7, 9), (4, 5, 24)), recipe=UNROUNDED)
+    return quantized(randomize(Body(twice_body, **layers)), *drawn(0, (4, 20, 7, 9), (4, 5, 24)))
 
 
 @pytest.fixture(scope="module")

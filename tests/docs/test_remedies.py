@@ -77,6 +77,7 @@ NOT_FOLLOWED = {
     "install a newer version": "needs two versions of intaglio",
     "install the version of PyTorch that saved the file": "needs two versions of PyTorch",
     "install it with pip install 'intaglio[onnx]'": "needs a package registry",
+    "capture the model with an example of larger sizes": "capture refuses such sizes before lowering does",
     "do not use this model on this machine": "needs a machine that computes other bits",
     "save the model with model.save; intaglio.load opens such files on every machine": "needs two machines",
     "write a file with model.save_package('model.pt2')": "TorchInductor compiles for minutes",

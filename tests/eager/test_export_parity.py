@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from intaglio import eager, stages
-from support.lowering import UNROUNDED
 from support.nets import (
     Body,
     Grouped,
@@ -127,9 +126,9 @@ def test_results_without_rounding_have_the_same_bits_through_both_doors():
 
     model = randomize(Body(body, a=nn.Conv2d(6, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1)))
     x = torch.randn(4, 6, 9, 9)
-    prepared = eager.prepare(model, (x,), UNROUNDED)
+    prepared = eager.prepare(model, (x,))
     prepared(x)
-    exported = stages.prepare(stages.capture(model, (x,)), stages.Quantizer(UNROUNDED))
+    exported = stages.prepare(stages.capture(model, (x,)), stages.Quantizer())
     program = stages.compile(stages.requantize(stages.convert(exported, stages.calibrate(exported, [x]))))
     for found, expected in zip(eager.convert(prepared)(x), program(x), strict=True):
         assert torch.equal(found, expected)

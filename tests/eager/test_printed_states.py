@@ -72,7 +72,7 @@ def prepared() -> nn.Module:
     with torch.no_grad():
         model.conv.weight.fill_(0.5)
         model.conv.bias.zero_()
-    return eager.prepare(model, X, Recipe.of({}, Setting(method="minmax")))
+    return eager.prepare(model, X, Recipe.of({}, Setting(method="minmax", results="int8")))
 
 
 @pytest.mark.case("frontends A5")

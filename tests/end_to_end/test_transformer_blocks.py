@@ -21,7 +21,7 @@ from support.partition_text import shown
 from support.slow_params import slow_params, slow_params_except
 
 IMAGE, TOKENS = torch.randn(4, 3, 7, 9), torch.randn(4, 5, 16)
-LEVELS = Recipe.of({"*": {"residual": "int8", "functions": "table", "method": "minmax"}})
+LEVELS = Recipe.of({"*": {"residual": "int8", "functions": "table", "method": "minmax", "results": "int8"}})
 
 
 def partitions(lowered: Lowered) -> list[str]:

@@ -11,7 +11,7 @@ from intaglio import numerics, stages
 from intaglio.errors import SelectorError
 from intaglio.ops import check_graph
 from intaglio.quant.recipes.recipe import Recipe, Setting
-from support.lowering import assert_equal_quantized, largest_differences, quantized, sqnr, tensors
+from support.lowering import ROUNDED, assert_equal_quantized, largest_differences, quantized, sqnr, tensors
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
 from support.slow_params import slow_params_except
@@ -95,7 +95,7 @@ def test_the_factor_is_the_ratio_of_input_and_output_scales():
     ratios = torch.linspace(-2, 3, 20)
     model = Body(lambda m, x: torch.addcmul(m.c(x), x, m.r), c=conv(), r=ratio(1, 20, 1, 1))
     model.r.data.copy_(ratios.reshape(1, 20, 1, 1))
-    _, lowered = quantized(model, image())
+    _, lowered = quantized(model, image(), recipe=ROUNDED)
     (add,) = [op for op in lowered.graph.ops if op.kind == "add"]
     step_b, step_y = (lowered.graph.types[name].qparams.step for name in (add.inputs[1], add.output))
     found = lowered.graph.constants[add.inputs[3]]

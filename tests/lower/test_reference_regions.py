@@ -8,7 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from support import lowering, nets
-from support.lowering import assert_equal_quantized, captured_net, kinds, largest_differences, quantized, sqnr, tensors
+from support.lowering import (
+    ROUNDED,
+    assert_equal_quantized,
+    captured_net,
+    kinds,
+    largest_differences,
+    quantized,
+    sqnr,
+    tensors,
+)
 from support.nets import Body
 from support.side_by_side import SideBySide
 
@@ -250,6 +259,6 @@ def test_sums_of_any_scales_are_bit_identical(data):
 def test_mismatches_are_counted_where_the_reference_quantizes():
     model = nets.randomize(nets.ConvBnRelu())
     x = nets.example(model, 2)
-    differences = largest_differences(*quantized(model, x), x)
+    differences = largest_differences(*quantized(model, x, recipe=ROUNDED), x)
     assert len(differences.worst) == 3
     assert differences.total == 2 * 144 * (3 + 8 + 8)

@@ -25,13 +25,13 @@ from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.integer_graphs import Net
-from support.lowering import assert_equal_quantized, kinds, lowered, quantized, sqnr, tensors
+from support.lowering import ROUNDED, assert_equal_quantized, kinds, lowered, quantized, sqnr, tensors
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
 from support.slow_params import slow_params
 
-ALL = Recipe.of({}, Setting(functions="precise"))
+ALL = Recipe.of({}, Setting(functions="precise", results="int8"))
 SLOPE = {"slope": 0.2}
 TORCH = {
     "leaky_relu": lambda x: F.leaky_relu(x, 0.2),
@@ -305,7 +305,7 @@ X = (2, 3, 7, 6)
 )
 def test_the_setting_of_the_function_selects_its_method(entries, precise):
     """A sum, clamp or function still joins a layer that differs in this alone."""
-    _, integer = quantized(two(), torch.randn(*X), recipe=Recipe.of(entries))
+    _, integer = quantized(two(), torch.randn(*X), recipe=Recipe.of(entries, ROUNDED.default))
     first = ["conv2d", "activate"] if precise else ["conv2d", "requantize", "table"]
     assert kinds(integer) == ["quantize", *first, "conv2d", "requantize", "dequantize"]
 
@@ -343,13 +343,13 @@ def test_coverage_notes_name_precise_functions():
         model.coverage
     )
     assert "conv2d + activate" in model.text("plan")
-    assert not intaglio.quantize(two(), data, progress=False).coverage.notes
+    assert not intaglio.quantize(two(), data, recipe=ROUNDED, progress=False).coverage.notes
 
 
 def test_a_precise_function_loses_less_than_a_lookup_table():
     """Quantized values before the function cost accuracy, most where it is steep."""
     model, x = two(), torch.randn(64, *X[1:], generator=torch.Generator().manual_seed(0))
-    table, precise = (quantized(model, x, recipe=recipe)[1](x) for recipe in (Recipe(), ALL))
+    table, precise = (quantized(model, x, recipe=recipe)[1](x) for recipe in (ROUNDED, ALL))
     assert sqnr(precise, model(x)) > sqnr(table, model(x))
 
 

@@ -26,8 +26,6 @@ from intaglio.signature import bind, dims_of
 from intaglio.tracing import Captured, capture
 from support import nets
 
-UNROUNDED = Recipe(default=Setting(results="float"))
-"""Recipe with which values behind tails that are only read as floats are not rounded."""
 ROUNDED = Recipe(default=Setting(results="int8"))
 """Recipe with which every result behind a tail is quantized, although only floats are read."""
 

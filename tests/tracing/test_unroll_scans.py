@@ -163,7 +163,7 @@ def test_loop_bodies_are_quantized_like_top_level_models(name, isa, tmp_path):
 @pytest.mark.case("frontends C8")
 def test_one_site_has_the_values_of_all_iterations():
     model, (x, h), captured = captured_of("cell")
-    prepared = prepare(captured, Quantizer(Recipe(default=Setting(method="minmax"))))
+    prepared = prepare(captured, Quantizer(Recipe(default=Setting(method="minmax", results="int8"))))
     ranges = calibrate(prepared, [(x, h)])
     owners = [site for site in prepared.annotations.sites if isinstance(site.spec, Observed)]
     assert [site.name for site in owners if site.role == "activation"] == [

@@ -24,7 +24,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import Captured, capture
 from support.int8_models import assert_same
-from support.lowering import largest_differences
+from support.lowering import ROUNDED, largest_differences
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
 from support.slow_params import slow_params_except
@@ -172,7 +172,7 @@ def test_loop_bodies_of_a_reference_follow_the_contract():
 
 @pytest.mark.case("frontends C8")
 def test_statistics_are_those_of_all_iterations():
-    model, x, prepared = prepared_of("a count", Recipe(default=Setting(method="minmax")))
+    model, x, prepared = prepared_of("a count", Recipe(default=Setting(method="minmax", results="int8")))
     ranges = calibrate(prepared, [(x, torch.tensor(n)) for n in (2, 3)])
     y, seen = model.a(x), []
     for _ in range(3):
@@ -200,7 +200,7 @@ def test_ranges_and_parameters_of_bodies_are_kept_and_read_again():
 
 @pytest.mark.case("frontends C8")
 def test_a_loop_body_without_calibration_data_is_refused_by_its_sites():
-    _, x, prepared = prepared_of("a count")
+    _, x, prepared = prepared_of("a count", ROUNDED)
     with pytest.raises(CalibrationError, match=r"#while_loop/.*seen no data"):
         convert(prepared, calibrate(prepared, [(x, torch.tensor(0))]))
 

@@ -13,9 +13,10 @@ from intaglio import Recipe, numerics, stages
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.quantizer import Quantizer
-from support.lowering import ROUNDED, UNROUNDED, quantized
+from support.lowering import ROUNDED, quantized
 from support.nets import Body, randomize
 
+DEFAULT_RECIPE = Recipe()
 IMAGES = torch.randn(8, 6, 9, 9, generator=torch.Generator().manual_seed(0))
 
 
@@ -24,11 +25,11 @@ def convolutions(body, **others: nn.Module) -> nn.Module:
     return randomize(Body(body, a=nn.Conv2d(6, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1), **others))
 
 
-def annotated(model: nn.Module, recipe: Recipe = UNROUNDED) -> Annotations:
+def annotated(model: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> Annotations:
     return stages.prepare(stages.capture(model.eval(), (IMAGES,)), Quantizer(recipe)).annotations
 
 
-def rounded_values(model: nn.Module, recipe: Recipe = UNROUNDED) -> list[str]:
+def rounded_values(model: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> list[str]:
     """Operators whose results are quantized."""
     sites = [site for site in annotated(model, recipe).sites if site.role is Role.ACTIVATION]
     return [site.name.rpartition("/")[2].partition(".")[0] for site in sites if "input" not in site.name]
@@ -75,23 +76,23 @@ def test_what_only_moves_or_selects_rounded_values_stays_quantized():
 
 def test_results_that_leave_the_model_quantized_are_rounded():
     captured = stages.capture(convolutions(lambda m, x: F.relu(m.a(x))).eval(), (IMAGES,))
-    sites = stages.prepare(captured, Quantizer(UNROUNDED, outputs="int8")).annotations.sites
+    sites = stages.prepare(captured, Quantizer(Recipe(), outputs="int8")).annotations.sites
     assert any(site.name.endswith("relu.0") for site in sites)
 
 
 def test_one_operator_can_keep_its_rounding():
     model = convolutions(lambda m, x: (F.relu(m.a(x)), F.gelu(m.b(x))))
-    assert rounded_values(model, Recipe.of({"op:aten.relu": {"results": "int8"}}, UNROUNDED.default)) == ["relu"]
+    assert rounded_values(model, Recipe.of({"op:aten.relu": {"results": "int8"}})) == ["relu"]
 
 
 def test_kernels_with_float_results_count_as_int8():
-    lowered = quantized(convolutions(lambda m, x: F.relu(m.a(x) + x)), IMAGES, recipe=UNROUNDED)[1]
+    lowered = quantized(convolutions(lambda m, x: F.relu(m.a(x) + x)), IMAGES)[1]
     assert not lowered.skipped
     assert lowered.operators == 3
 
 
 def test_an_operator_behind_other_float_results_says_why_it_is_float():
-    lowered = quantized(convolutions(lambda m, x: m.a(x) * m.b(x).sigmoid()), IMAGES, recipe=UNROUNDED)[1]
+    lowered = quantized(convolutions(lambda m, x: m.a(x) * m.b(x).sigmoid()), IMAGES)[1]
     (skip,) = lowered.skipped
     assert skip.origin.operator == "aten.mul.Tensor"
     assert skip.reason == 'results = "float" leaves what is only read as floats in float'
@@ -110,7 +111,7 @@ def test_results_without_rounding_are_nearer_to_the_float_model(name):
     body, layer = GAINS[name]
     model = convolutions(body, c=layer).eval()
     exact = model(IMAGES)
-    results = [quantized(model, IMAGES, recipe=recipe)[1](IMAGES) for recipe in (UNROUNDED, ROUNDED)]
+    results = [quantized(model, IMAGES, recipe=recipe)[1](IMAGES) for recipe in (Recipe(), ROUNDED)]
     float_noise, int8_noise = ((result - exact).square().mean().item() for result in results)
     assert float_noise < 0.95 * int8_noise
 
@@ -125,7 +126,7 @@ BOTH = {
 def test_a_result_that_a_layer_reads_too_is_rounded_for_the_layer_only(name):
     model = convolutions(BOTH[name])
     assert len(rounded_values(model)) == 1
-    reference, lowered = quantized(model, IMAGES, recipe=UNROUNDED)
+    reference, lowered = quantized(model, IMAGES)
     for run in (reference, lowered):
         assert run(IMAGES)[0].unique().numel() > 256
     assert quantized(model, IMAGES, recipe=ROUNDED)[1](IMAGES)[0].unique().numel() <= 256
@@ -137,7 +138,7 @@ def test_a_16_bit_shortcut_stays_rounded_where_the_model_returns_it():
     assert [site.role for site in sites].count(Role.SHORTCUT) == 1
 
 
-def note_of(model: nn.Module, recipe: Recipe = UNROUNDED) -> list[str]:
+def note_of(model: nn.Module, recipe: Recipe = DEFAULT_RECIPE) -> list[str]:
     reference = quantized(model, IMAGES, recipe=recipe)[0]
     return [note for note in reference.model_info.notes if note.startswith("rounded to 256 values")]
 
@@ -147,7 +148,7 @@ def test_remaining_roundings_are_reported_with_their_cost():
     (note,) = note_of(model)
     costs = {name: float(cost) for name, cost in re.findall(r"aten\.(\w+)[\w.]* \(([\d.]+) dB\)", note)}
     assert costs.keys() == {"avg_pool2d", "max_pool2d"}
-    q = quantized(model, IMAGES, recipe=UNROUNDED)[0].qparams["#0/avg_pool2d.0"]
+    q = quantized(model, IMAGES)[0].qparams["#0/avg_pool2d.0"]
     exact = model(IMAGES)[0].detach().numpy()
     rounding = numerics.dequantize(numerics.quantize(exact, q.step, q.zero, q.qmin, q.qmax), q.step, q.zero) - exact
     measured = 10 * np.log10(np.square(exact).sum() / np.square(rounding).sum())

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 import intaglio
-from intaglio import numerics
+from intaglio import numerics, stages
 from intaglio.errors import CalibrationError, SelectorError
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.observer import Observer
@@ -37,8 +37,9 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import capture
 from support import nets
-from support.lowering import captured_net
+from support.lowering import ROUNDED, assert_equal_quantized, captured_net, quantized
 from support.nets import Body
+from support.programs import assert_same_bits
 
 MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
 X = nets.example(MODEL, 40, seed=4)
@@ -403,7 +404,7 @@ def test_a_mask_added_to_logits_sets_no_scale(masked):
     model = nets.randomize(Attention())
     x, hidden = torch.randn(40, 6, 8), torch.ones(40, 6, 6).tril() == 0
     mask = torch.zeros(40, 6, 6).masked_fill(hidden, masked)
-    prepared = prepare(capture(model, (x, mask)))
+    prepared = prepare(capture(model, (x, mask)), Quantizer(ROUNDED))
     ranges = calibrate(prepared, [(x, mask)])
     assert "a mask's large negative numbers" in found(ranges, "masks")
     reference = convert(prepared, ranges)
@@ -421,9 +422,21 @@ def test_infinite_masks_are_left_out_or_an_error():
     x, mask = torch.randn(40, 6, 8), torch.zeros(40, 6, 6).masked_fill(torch.ones(6, 6).tril() == 0, -math.inf)
     captured = capture(nets.randomize(Attention()), (x, mask))
     with pytest.raises(CalibrationError, match=r"batch 0, .*infinite values"):
-        calibrate(prepare(captured), [(x, mask)])
-    ranges = calibrate(prepare(captured), [(x, mask)], nonfinite="ignore")
+        calibrate(prepare(captured, Quantizer(ROUNDED)), [(x, mask)])
+    ranges = calibrate(prepare(captured, Quantizer(ROUNDED)), [(x, mask)], nonfinite="ignore")
     assert ranges.statistics["#0/input.mask"].low == 0
+
+
+@pytest.mark.parametrize("masked", [-1e9, -math.inf])
+def test_a_mask_of_a_softmax_in_float_may_be_infinite(masked):
+    """By default the logits are only read by a softmax between floats, so they are not rounded and need no range."""
+    model = nets.randomize(Attention())
+    x, mask = torch.randn(40, 6, 8), torch.zeros(40, 6, 6).masked_fill(torch.ones(6, 6).tril() == 0, masked)
+    reference, lowered = quantized(model, x, mask)
+    exact = model(x, mask).detach()
+    assert (reference(x, mask) - exact).norm() < 0.02 * exact.norm()
+    assert_equal_quantized(reference, lowered, x, mask)
+    assert_same_bits(stages.compile(lowered)(x, mask), lowered(x, mask))
 
 
 # ---- the lint

@@ -20,7 +20,7 @@ from intaglio.quant.qdq.parameters import Parameter, Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
-from support.lowering import captured_net, quantized, sqnr
+from support.lowering import ROUNDED, captured_net, quantized, sqnr
 from support.nets import Body
 from support.slow_params import slow_params_except
 
@@ -120,12 +120,12 @@ def test_parameters_of_repeated_modules_are_named_by_call():
     """Case 28: one ReLU for two values, one weight for two calls: entries by call site, and one for the weight."""
     model = Body(lambda m, x: m.r(m.c(m.r(m.c(x)) * 10)), c=nn.Conv2d(3, 3, 3, padding=1), r=nn.ReLU())
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    made, _ = quantized(nets.randomize(model), x)
+    made, _ = quantized(nets.randomize(model), x, recipe=ROUNDED)
     names = made.parameters.entries
     assert {"r#0/relu.0", "r#1/relu.0", "c.weight"} <= names.keys()
     assert names["r#0/relu.0"].scale != names["r#1/relu.0"].scale
     changed = made.parameters.changed("r#1/relu.0", scale=1.0)
-    fresh = prepare(stages.capture(model.eval(), x))
+    fresh = prepare(stages.capture(model.eval(), x), stages.Quantizer(ROUNDED))
     edited = convert(fresh, changed)
     assert edited.qparams["r#1/relu.0"].step == 1.0
     assert edited.qparams["r#0/relu.0"] == made.qparams["r#0/relu.0"]
@@ -191,8 +191,9 @@ def test_parameters_of_what_the_recipe_leaves_in_float_are_left_out(selectors):
 
 def test_a_value_that_was_fused_away_needs_parameters_of_its_own():
     """A sum whose rectifier is float ends its convolution."""
+    skipped = prepare(CAPTURED, Quantizer(ROUNDED.with_selection(skip=["op:aten.relu"])))
     with pytest.raises(CalibrationError, match=r"do not belong to this model: missing blocks\.0#0/add\.0"):
-        convert(skipping("op:aten.relu"), reference().parameters)
+        convert(skipped, reference().parameters)
 
 
 def test_unknown_site_names_are_errors():

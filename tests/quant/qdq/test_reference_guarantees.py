@@ -20,6 +20,7 @@ from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support import nets
+from support.lowering import ROUNDED
 from support.nets import Body
 from support.slow_params import slow_params
 
@@ -99,7 +100,7 @@ def test_tags_are_copied_to_quantize_and_dequantize(annotates):
     for node in captured.module.graph.nodes if not annotates else ():
         node.meta |= {TAG: node.name} if operator(node) == "aten.conv2d.default" else {}
         node.meta |= {TAG: "kept"} if info(node).path == "1.weight" else {}
-    stage = prepare(captured, Tagging() if annotates else None)
+    stage = prepare(captured, Tagging() if annotates else stages.Quantizer(ROUNDED))
     stage(X)
     found = convert(stage)
     for node in quantizing(found):

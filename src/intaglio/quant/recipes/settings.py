@@ -47,8 +47,8 @@ class Setting:
         shortcut: bits of the other operand of a residual addition fused into the operator, 8 or 16.
         residual: "int8", or "float" to keep values between convolutions, linear layers and products of activations in
             float32, mainly sums and norms.
-        results: "int8", or "float" to compute activation functions, clamps, sums and data movement that only readers of
-            floats follow, such as results of the model, in float32 without rounding to 256 quantized values.
+        results: "float" to compute activation functions, clamps, sums and data movement that only readers of floats
+            follow, such as results of the model, in float32, or "int8" to round them to 256 quantized values.
         activations: "static" (calibrated), "float" (weight-only quantization of convolutions and linear layers), or,
             for linear and recurrent layers, quantized at run time per "token" (row of the last axis) or per "tensor"
             (batch entry).
@@ -155,7 +155,7 @@ DEFAULT = Setting(
     equalize=0.75,
     shortcut=8,
     residual="int8",
-    results="int8",
+    results="float",
     activations="static",
     embeddings="float",
 )
