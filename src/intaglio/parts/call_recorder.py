@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from intaglio.quant.calibrate.batches import Call
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
+
+logger = logging.getLogger("intaglio")
 
 MOST_BYTES = 512 * 10**6
 """Bytes of recorded arguments of one module. Beyond them every second call is dropped, then every fourth, and so on."""
@@ -85,31 +88,40 @@ def _recorder(log: RecordedCalls) -> Callable[..., None]:
 def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
     """Return the multiply-accumulates of one call of the model.
 
-    Convolutions, linear layers and matrix products are counted, those of attention too.
+    Convolutions, linear layers and matrix products are counted, those of attention too. The counts are 0 for a model
+    that the counter of PyTorch does not support, for example because it computes with nested tensors.
 
     Returns:
         Those of each module by its ``id``, with those of its submodules, and those of the model.
     """
-    found: dict[int, int] = {}
-    started: list[int] = []
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # neither this nor fused attention can be counted
     try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-
-            def begin(module: nn.Module, args: Any) -> None:
-                started.append(counter.get_total_flops())
-
-            def end(module: nn.Module, args: Any, result: Any) -> None:
-                found[id(module)] = found.get(id(module), 0) + (counter.get_total_flops() - started.pop()) // 2
-
-            hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
-            hooks += [module.register_forward_hook(end) for module in model.modules()]
-            try:
-                model(*clone_tensors(call[0]), **clone_tensors(call[1]))
-            finally:
-                for hook in hooks:
-                    hook.remove()
+        return _counted(model, call)
+    except TypeError as error:  # of a dispatch mode that a tensor class does not accept
+        logger.info("multiply-accumulates cannot be counted: %s", str(error).splitlines()[0])
+        return {}, 0
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _counted(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
+    """Implement `count_macs`."""
+    found: dict[int, int] = {}
+    started: list[int] = []
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+
+        def begin(module: nn.Module, args: Any) -> None:
+            started.append(counter.get_total_flops())
+
+        def end(module: nn.Module, args: Any, result: Any) -> None:
+            found[id(module)] = found.get(id(module), 0) + (counter.get_total_flops() - started.pop()) // 2
+
+        hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
+        hooks += [module.register_forward_hook(end) for module in model.modules()]
+        try:
+            model(*clone_tensors(call[0]), **clone_tensors(call[1]))
+        finally:
+            for hook in hooks:
+                hook.remove()
     return found, counter.get_total_flops() // 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim as TorchDim
+from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.errors import CaptureError
 from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
@@ -99,9 +100,17 @@ def _with_padding(captured: Captured, model_copy: nn.Module, args: tuple[Any, ..
 
 
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    values = pytree.tree_leaves((args, dict(kwargs)), is_leaf=_is_packed)
+    if any(map(_is_packed, values)):
+        remedy = "let forward take the padded tensor, and pack it in float outside of the quantized layers"
+        raise CaptureError("example inputs", None, "torch.export cannot trace a PackedSequence", remedy=remedy)
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
         if isinstance(leaf, torch.Tensor) and (problem := unsupported_reason(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 NOT_IN_CODE = re.compile(r'["\\\n\r\0\ud800-\udfff]')

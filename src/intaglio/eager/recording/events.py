@@ -201,7 +201,7 @@ def fill(spec: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(spec, tuple):
         entries = [fill(entry, leaf) for entry in spec]
         if hasattr(spec, "_fields"):
-            return type(spec)(*entries)
+            return type(spec)._make(entries)  # type: ignore[attr-defined]  # PackedSequence() checks its fields
         return type(spec)(entries) if type(spec).__module__ == "torch.return_types" else tuple(entries)
     if isinstance(spec, list):
         return [fill(entry, leaf) for entry in spec]

@@ -187,7 +187,7 @@ def binder_for(model: torch.nn.Module) -> Binder:
     required = sum(p.default is p.empty for p in plain)
     return Binder(
         (*[p.name for p in plain], *[p.name for p in by_name if p.default is not p.empty]),
-        max(required, 1) if inspect.Parameter.VAR_POSITIONAL not in kinds else 10**6,
+        max(required, min(len(plain), 1)) if inspect.Parameter.VAR_POSITIONAL not in kinds else 10**6,
         tuple(p.name for p in by_name if p.default is p.empty),
         open_ended=inspect.Parameter.VAR_KEYWORD in kinds,
     )

@@ -101,8 +101,9 @@ def dequantized_constant(node: fx.Node | None, dtype: DType) -> fx.Node | None:
 def keep_regions(graph: fx.Graph) -> int:
     """Keep the annotated regions of a graph that run on integers, and return their number.
 
-    The graph is a reference model or a part of one. A part may begin or end inside a region; such a region is split,
-    and those of its operators that run on integers by themselves are kept. No pattern is matched here.
+    The graph is a reference model or a part of one. A part may begin or end inside a region, or return a value from
+    inside of it; such a region is split, and those of its operators that run on integers by themselves are kept. No
+    pattern is matched here.
     """
     found = _composites(graph)
     taken = {node for _, region in found for node in region.nodes}
@@ -113,7 +114,8 @@ def keep_regions(graph: fx.Graph) -> int:
             node for node in nodes if record_of(node) is not None
         ]  # skip the nodes that `convert` replaced an operator with
         chains = [(node,) for node in nodes]
-        if nodes and len(nodes) == mark.size and _is_integer(tuple(nodes)):
+        returns_inside = any(user.op == "output" for node in nodes[:-1] for user in node.users)
+        if nodes and len(nodes) == mark.size and not returns_inside and _is_integer(tuple(nodes)):
             found.append((mark.fusion, _region_of(tuple(nodes))))
         else:
             found += [(known_record(chain[0]).name, _region_of(chain)) for chain in chains if _is_integer(chain)]
