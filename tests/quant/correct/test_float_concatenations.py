@@ -13,7 +13,7 @@ from intaglio.fxgraph.uneven_concatenations import is_uneven
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
-from support.lowering import sqnr
+from support.lowering import ROUNDED, sqnr
 from support.nets import Body, randomize
 
 IMAGES = torch.rand(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -26,6 +26,7 @@ def head(decode) -> nn.Module:
         torch.manual_seed(0)
         backbone = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU())
         layers = {"boxes": nn.Conv2d(16, 4, 1), "scores": nn.Conv2d(16, 6, 1), "last": nn.Conv2d(10, 8, 1)}
+        layers |= {"narrow": nn.Conv2d(4, 8, 1), "wide": nn.Conv2d(6, 8, 1)}
         return randomize(Body(decode, backbone=backbone, **layers)).eval()
 
 
@@ -44,6 +45,13 @@ def levels(m: nn.Module, x: Tensor) -> Tensor:
     return torch.cat(found, 2).transpose(1, 2)
 
 
+def also_read(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Detections whose parts a layer reads too, so that they are rounded in any case."""
+    features = m.backbone(x)
+    boxes, scores = m.boxes(features).relu() * 128.0, m.scores(features).sigmoid()
+    return torch.cat((boxes, scores), 1), m.narrow(boxes) + m.wide(scores)
+
+
 def even(m: nn.Module, x: Tensor) -> Tensor:
     features = m.backbone(x)
     return torch.cat((m.boxes(features).sigmoid(), m.scores(features).sigmoid()), 1)
@@ -54,8 +62,8 @@ def read_by_a_layer(m: nn.Module, x: Tensor) -> Tensor:
     return m.last(torch.cat((m.boxes(features).relu() * 128.0, m.scores(features).sigmoid()), 1))
 
 
-def prepared(decode, **options) -> stages.Prepared:
-    return stages.prepare(stages.capture(head(decode), (IMAGES,)), Quantizer(**options))
+def prepared(decode, recipe: Recipe = ROUNDED, **options) -> stages.Prepared:
+    return stages.prepare(stages.capture(head(decode), (IMAGES,)), Quantizer(recipe, **options))
 
 
 def cats_in_float(annotations: stages.Annotations) -> list[str]:
@@ -65,7 +73,7 @@ def cats_in_float(annotations: stages.Annotations) -> list[str]:
 @pytest.mark.parametrize("decode", [detections, levels])
 def test_scores_beside_boxes_in_pixels_keep_their_bits(decode):
     model = head(decode)
-    int8 = intaglio.quantize(model, [IMAGES], progress=False)
+    int8 = intaglio.quantize(model, [IMAGES], recipe=ROUNDED, progress=False)
     found, exact = int8(OTHERS), model(OTHERS).detach()
     axis = 1 if decode is detections else 2
     scores = [result.movedim(axis, 0)[4:] for result in (found, exact)]
@@ -73,8 +81,16 @@ def test_scores_beside_boxes_in_pixels_keep_their_bits(decode):
     assert sqnr(found, exact) > 35
 
 
+@pytest.mark.parametrize("results", ["int8", "float"])
+def test_values_that_a_layer_reads_too_are_joined_in_float(results):
+    """The values are rounded with scales of their own; with one scale they had 5 dB."""
+    model = head(also_read)
+    int8 = intaglio.quantize(model, [IMAGES], recipe={"*": {"results": results}}, progress=False)
+    assert sqnr(int8(OTHERS)[0][:, 4:], model(OTHERS)[0][:, 4:].detach()) > 35
+
+
 def test_the_report_says_which_concatenation_and_why():
-    coverage = intaglio.quantize(head(detections), [IMAGES], progress=False).coverage
+    coverage = intaglio.quantize(head(detections), [IMAGES], recipe=ROUNDED, progress=False).coverage
     (note,) = [note for note in coverage.notes if "aten.cat.default" in note]
     assert "too different for one scale" in note
     reasons = {part.operator: part.reason for part in coverage.loops}
@@ -109,7 +125,7 @@ def test_saved_parameters_give_the_same_model_without_data():
 def test_parameters_fit_a_recipe_that_leaves_the_concatenation_in_float():
     after = stages.equalize(prepared(detections), [IMAGES])
     reference = stages.convert(after, stages.calibrate(after, [IMAGES], progress=False))
-    other = prepared(detections, recipe=Recipe.of({"op:aten.cat": {"quantize": False}}))
+    other = prepared(detections, recipe=Recipe.of({"op:aten.cat": {"quantize": False}}, ROUNDED.default))
     stages.convert(other, reference.parameters)
 
 

@@ -35,7 +35,6 @@ from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
-from intaglio.quant.recipes.choices import FloatResults
 from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
@@ -102,8 +101,7 @@ def annotate_graph(
 
 def quantized_concatenations(annotations: Annotations, quantizer: Quantizer) -> dict[str, Region]:
     """Return the concatenations with one scale that could stay in float, because only floats are read, by node name."""
-    roots = {region.root.name: region for region in annotations.regions if is_concatenation(region.anchor)}
-    found = {name: region for name, region in roots.items() if region.setting.results != FloatResults.FLOAT}
+    found = {region.root.name: region for region in annotations.regions if is_concatenation(region.anchor)}
     if not found or quantizer.annotator is not None:
         return {}
     module = annotations.module
