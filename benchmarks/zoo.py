@@ -64,14 +64,20 @@ def leaves(result: Any) -> list[torch.Tensor]:
     return [leaf.detach().double() for leaf in found if leaf.is_floating_point()]
 
 
-def ratios(exact: Any, other: Any) -> list[float | None]:
-    """Return the signal-to-noise ratio of each tensor of a result in decibels; ``None`` where the shapes differ."""
+def ratios(exact: Any, other: Any, arguments: Call) -> list[float | None]:
+    """Return the signal-to-noise ratio of each tensor of a result in decibels; ``None`` where the shapes differ.
+
+    Results at positions that the attention mask of the arguments hides are left out.
+    """
+    mask = arguments.get("attention_mask") if isinstance(arguments, Mapping) else None
     found: list[float | None] = []
     for a, b in zip(leaves(exact), leaves(other), strict=True):
         if a.shape != b.shape:
             found.append(None)
             continue
         finite = a.isfinite() & b.isfinite()
+        if mask is not None and a.shape[:2] == mask.shape:
+            finite &= mask.bool().reshape(*mask.shape, *[1] * (a.dim() - 2))
         signal, noise = a[finite].square().sum().item(), (a - b)[finite].square().sum().item()
         exact_or_zero = 999.0 if not noise else -999.0
         found.append(round(10 * math.log10(signal / noise), 1) if noise and signal else exact_or_zero)
@@ -131,7 +137,7 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
         exact = call(entry.model, batches[0])
         disturbed = noisy(batches[0])
         if disturbed is not None:
-            found["noise_db"] = ratios(exact, call(entry.model, disturbed))
+            found["noise_db"] = ratios(exact, call(entry.model, disturbed), batches[0])
     attempt(found, "macs", lambda: count_macs(entry.model, batches[0]))
     start, cpu = time.monotonic(), time.process_time()
     try:
@@ -149,10 +155,14 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
         "islands": coverage.islands,
         "report": str(coverage)[:2000],
     }
-    attempt(found, "sqnr_db", lambda: ratios(exact, call(model, batches[0])))
+    attempt(found, "sqnr_db", lambda: ratios(exact, call(model, batches[0]), batches[0]))
     with torch.no_grad():
         for key, arguments in {"batch 1": entry.batch(1), "batch 3": entry.batch(3), **entry.sizes}.items():
-            attempt(found, key, lambda given=arguments: ratios(call(entry.model, given), call(model, given)))
+
+            def compared(given: Call = arguments) -> list[float | None]:
+                return ratios(call(entry.model, given), call(model, given), given)
+
+            attempt(found, key, compared)
     attempt(found, "saved", lambda: saved(model, batches[0]))
     return found
 

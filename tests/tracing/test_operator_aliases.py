@@ -143,3 +143,23 @@ def test_a_batch_norm_with_computed_statistics_says_so(given):
     prepared = intaglio.stages.prepare(capture(randomize(BatchStatistics(given)).eval(), images()[0]))
     (reason,) = [skip.reason for skip in prepared.annotations.skipped if "batch_norm" in skip.origin.operator]
     assert reason == "the statistics or parameters of this batch norm are computed while the model runs"
+
+
+class Empty(nn.Module):
+    """The kernel of empty_like creates a tensor, whose size is free with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        order = y.sum(1).argsort()
+        return y, torch.empty_like(order).scatter(0, order, torch.ones_like(order).cumsum(0))
+
+
+def test_kernels_that_create_tensors_get_free_sizes():
+    model = Empty().eval()
+    captured = capture(model, (torch.randn(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim("n")}})
+    x = torch.randn(5, 4)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(captured(x), model(x), strict=True))

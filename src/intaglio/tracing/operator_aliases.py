@@ -6,6 +6,7 @@ alias calls the other operator. So the kernel runs once, on the tensors without 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def _canonical_call(node: fx.Node) -> tuple[OpOverload, Any, Any] | None:
     if kernel is None or len(operands) < len(node.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    with CallLog() as log:
+    modes = [mode for operand in operands if (mode := getattr(operand.meta["val"], "fake_mode", None)) is not None]
+    with modes[0] if modes else nullcontext(), CallLog() as log:  # a kernel that creates a tensor may get free sizes
         kernel(*args, **kwargs)
     if len(log.calls) != 1 or _rank(log.calls[0][0]) <= _rank(node.target):
         return None
