@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import intaglio
 from intaglio import Recipe, stages
 from intaglio.ir import DType
 from intaglio.lower import Lowered
@@ -56,3 +57,25 @@ def test_zero_points_of_a_datatype_without_kernels_are_kept(monkeypatch):
     lowered = stages.requantize(reference)
     torch.testing.assert_close(lowered(x), reference(x))
     assert torch.equal(stages.compile(lowered)(x), lowered(x))
+
+
+class KeptIds(nn.Module):
+    """Ids whose number depends on values: both islands select them, from sorted ids that the first island has."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x, ids):
+        kept = ids.sort().values.masked_select(ids > 3)
+        y = self.a(x * kept.sum())
+        return y, torch.searchsorted(y.flatten().sort().values, kept.float()).sum()
+
+
+def test_islands_compute_again_what_only_values_of_unknown_size_read():
+    model = randomize(KeptIds())
+    batch = torch.rand(4, 6), torch.tensor([7, 1, 5, 3, 9])
+    found = intaglio.quantize(model, [batch], progress=False)
+    assert found.coverage.islands == 2
+    y, place = found(*batch)
+    assert place == torch.searchsorted(y.flatten().sort().values, torch.tensor([1.0, 5.0, 9.0])).sum()

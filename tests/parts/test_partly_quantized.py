@@ -189,3 +189,24 @@ def test_texts_of_all_parts_are_joined(int8):
 def test_a_copy_of_the_model_runs(int8):
     again = copy.deepcopy(int8)
     torch.testing.assert_close(again(images(1))[0], int8(images(1))[0], rtol=0, atol=0)
+
+
+class PackedLabels(nn.Module):
+    """A recurrent layer that reads a packed sequence, and a linear layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+
+def test_the_part_behind_a_packed_sequence_is_quantized():
+    model = PackedLabels().eval()
+    batch = torch.rand(3, 5, 8), torch.tensor([5, 4, 2])
+    found = intaglio.quantize(model, [batch], progress=False)
+    assert "1 part in int8: head" in str(found.coverage)
+    exact = model(*batch)
+    assert (found(*batch) - exact).square().sum() < 1e-2 * exact.square().sum()

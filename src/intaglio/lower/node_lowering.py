@@ -186,13 +186,15 @@ class NodeLowering:
     def _recomputed(self, nodes: list[fx.Node]) -> set[fx.Node]:
         """Return the nodes of earlier islands that these nodes read and that have no place in a program's memory.
 
-        Their sizes depend on values, or they are several tensors. Every island that reads them computes them again.
+        Their sizes depend on values, or they are several tensors, or only such nodes of their island read them. Every
+        island that reads them computes them again.
         """
         found, waiting = set[fx.Node](), list(nodes)
         while waiting:
             for source in waiting.pop().all_input_nodes:
                 computed = source.op == "call_function" and source not in found and source not in nodes
-                if computed and not _has_known_size(source, self.symbols):
+                stored = _has_known_size(source, self.symbols) and self.builder.values.get(source) != ""
+                if computed and not stored:
                     found.add(source)
                     waiting.append(source)
         return found

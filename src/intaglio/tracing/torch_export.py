@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.export import Dim as TorchDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import run
@@ -361,6 +362,8 @@ def free_axes(
     wanted = {id(leaf): free for leaf, free in zip(leaves, axes, strict=True) if isinstance(leaf, torch.Tensor)}
 
     def spec(leaf: Any) -> Any:
+        if type(leaf) is PackedSequence:  # its constructor takes tensors only
+            return tuple.__new__(PackedSequence, [spec(child) for child in leaf])
         if _is_record(leaf):  # torch.export expects a list of the fields
             return [pytree.tree_map(spec, child, is_leaf=_is_record) for child in _fields(leaf)]
         if not isinstance(leaf, torch.Tensor) or not leaf.dim():
@@ -384,8 +387,9 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether a value is a dataclass or another class that is registered as a pytree node."""
-    return type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict))
+    """Return whether a value is a dataclass, a packed sequence or another class that is registered as a pytree node."""
+    registered = type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict))
+    return registered or type(value) is PackedSequence
 
 
 def _fields(record: Any) -> list[Any]:
