@@ -59,6 +59,44 @@ def constant_matmul_to_linear(module: fx.GraphModule) -> int:
     return count
 
 
+def constant_bmm_to_convolution(module: fx.GraphModule) -> int:
+    """Replace batched products with constant matrices by a convolution with one group for each matrix.
+
+    The matrices then are weights: they are packed once, and each of their outputs has a scale.
+    """
+    hits = [node for node in module.graph.nodes if _multiplies_constants(node)]
+    for node in hits:
+        last = is_constant(node.args[1])
+        x, matrices = node.args[:2] if last else reversed(node.args[:2])
+        kind, result = known_type(x), known_type(node)
+        (groups, depth), free = known_type(matrices).shape[:2], kind.shape[1 if last else 2]
+        outputs = known_type(matrices).shape[2] if last else depth
+        name = f"{matrices.target}_{'columns' if last else 'rows'}"
+        if not hasattr(module, name):
+            values = getattr(module, str(matrices.target))
+            values = values.transpose(1, 2) if last else values
+            module.register_buffer(name, values.reshape(-1, values.shape[2], 1).contiguous())
+        weight = constant_node(module, name, constant_path(matrices, name))
+        if last:
+            x = call_before(node, TensorType((groups, kind.shape[2], free), kind.dtype), aten.transpose.int, x, 1, 2)
+        x = reshape_before(node, x, (1, numel(known_type(x).shape[:2]), free))
+        made = TensorType((1, groups * outputs, free), kind.dtype)
+        x = call_before(node, made, aten.conv1d.default, x, weight, None, [1], [0], [1], groups)
+        x = reshape_before(node, x, (groups, outputs, free))
+        replace_node(node, call_before(node, result, aten.transpose.int, x, 1, 2) if last else x)
+    return len(hits)
+
+
+def _multiplies_constants(node: fx.Node) -> bool:
+    """Return whether a batched product has one constant operand, and static sizes but for the rows of the other one."""
+    if operator(node) != "aten.bmm.default" or known_type(node).dtype is not DType.F32:
+        return False
+    constant = [is_constant(factor) for factor in node.args[:2]]
+    shapes = [known_type(factor).shape for factor in node.args[:2]]
+    groups, depth = shapes[0][0], shapes[0][2]
+    return sum(constant) == 1 and isinstance(groups, int) and groups > 1 and isinstance(depth, int)
+
+
 def bmm_to_matmul(module: fx.GraphModule) -> int:
     """Replace bmm, mm and baddbmm of computed operands by matmul, a factor ``alpha`` and an addition."""
     hits = [node for node in module.graph.nodes if _is_computed(node)]

@@ -13,6 +13,7 @@ from intaglio.fxgraph.passes.batch_norm_folding import (
 )
 from intaglio.fxgraph.passes.canonicalize_matmul import (
     bmm_to_matmul,
+    constant_bmm_to_convolution,
     constant_matmul_to_linear,
     merge_batch_axes,
     split_linear_by_slices,
@@ -70,6 +71,7 @@ CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
     fuse_gelu,  # before numbers and overloads change
     constant_matmul_to_linear,  # needs constant matrices
+    constant_bmm_to_convolution,  # after products with one matrix have become layers
     expand_filled,  # after folding: only tensors of a free size are left
     lift_slices,  # after folding, which already replaces operators on whole constants
     merge_batch_axes,  # before attention, whose matcher takes four axes

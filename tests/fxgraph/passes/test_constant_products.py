@@ -1,0 +1,31 @@
+"""Batched products with constant matrices, as relative positions have them, are layers with int8 weights."""
+
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from support.nets import Body, randomize
+
+DRAW = torch.Generator().manual_seed(0)
+X = torch.randn(5, 6, 4, 8, generator=DRAW)
+BODIES = {
+    "the last operand": lambda m, x: torch.einsum("bhwc,hkc->bhwk", x, m.constant[:, :, :8]),
+    "the first operand": lambda m, x: torch.bmm(m.constant[:, :4].transpose(1, 2), x.permute(1, 2, 0, 3).flatten(2)),
+    "attention with relative positions": lambda m, x: torch.einsum("bhwc,hkc->hkbw", x.relu(), m.constant[:, :, :8]),
+}
+
+
+@pytest.mark.parametrize("recipe", ["default", "transformer"])
+@pytest.mark.parametrize("name", BODIES)
+def test_products_with_constant_matrices_are_int8(name, recipe):
+    body = BODIES[name]
+    model = Body(lambda m, x: body(m, m.first(x)), first=nn.Linear(8, 8))
+    model.register_buffer("constant", torch.randn(6, 5, 9 if name != "the first operand" else 3, generator=DRAW))
+    randomize(model)
+    found = intaglio.quantize(model, [X], recipe=recipe, progress=False)
+    assert not found.coverage.islands
+    assert found.coverage.macs == 1
+    for batch in (X, X[:2]):
+        exact = model(batch)
+        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
