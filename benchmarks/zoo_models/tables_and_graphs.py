@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
 
 from zoo_models.entry import Entry, random_transformer
 
@@ -183,12 +182,7 @@ def graph_network(kind: str) -> Entry:
     from torch_geometric.nn import models
 
     model = getattr(models, kind)(16, 32, 2, 4).eval()
-
-    def batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(25 * count, 16), torch.randint(0, 25 * count, (2, 80 * count))
-
-    shapes = {"x": {0: Dim.AUTO}, "edge_index": {1: Dim.AUTO}}
-    return Entry(model, batch, dynamic_shapes=shapes)
+    return Entry(model, lambda count: (torch.randn(25 * count, 16), torch.randint(0, 25 * count, (2, 80 * count))))
 
 
 def drawn(make: Any, batch: Any, **options: Any) -> Entry:
