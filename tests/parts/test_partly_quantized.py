@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import intaglio
-from intaglio.errors import ArtifactError, CaptureError, SelectorError
+from intaglio.errors import ArtifactError, CaptureError, InputError, SelectorError
 from support.partial_models import Detector, Routed
 
 
@@ -176,6 +176,29 @@ def test_parts_are_compared_with_their_float_modules(detector, int8):
     found = int8.compare(detector, batches())
     assert list(found) == ["backbone", "head", "refine"]
     assert min(min(part.results) for part in found.values()) > 25
+
+
+@pytest.mark.parametrize("form", ["tuple", "list", "pair with labels"])
+def test_parts_are_compared_on_batches_of_any_form(detector, int8, form):
+    forms = {"tuple": (images(4),), "list": images(4), "pair with labels": (images(4), [{}] * 4)}
+    assert set(int8.compare(detector, [forms[form]])) == set(int8.parts)
+
+
+def test_parts_are_compared_on_dictionaries(routed, routed_data):
+    int8 = intaglio.quantize(routed, [{"x": batch} for batch in routed_data], progress=False)
+    assert set(int8.compare(routed, [{"x": batch} for batch in routed_data])) == set(int8.parts)
+
+
+def test_compare_names_the_method_of_models_in_parts(detector, int8):
+    with pytest.raises(InputError, match="comparison of its own") as error:
+        intaglio.compare(detector, int8, batches())
+    assert "int8.compare(model, data)" in error.value.remedy
+
+
+def test_a_part_takes_an_empty_batch(int8):
+    found = int8.parts["backbone"](torch.rand(0, 3, 30, 40))
+    shapes = {name: tuple(maps.shape) for name, maps in found.items()}
+    assert shapes == {"fine": (0, 8, 15, 20), "coarse": (0, 8, 8, 10)}
 
 
 def test_texts_of_all_parts_are_joined(int8):

@@ -15,7 +15,7 @@ from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
-from intaglio.parts.find_parts import FoundParts, capture_part
+from intaglio.parts.find_parts import FoundParts, calls_of, capture_part
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.parts.saved_parts import write_parts
 from intaglio.runtime import Coverage, QuantizedModel
@@ -62,14 +62,12 @@ class PartlyQuantizedModel(nn.Module):
         return "\n".join(f"---- {path}\n{part.text(stage)}" for path, part in self.parts.items())
 
     @check_arguments
-    def compare(
-        self, float_model: nn.Module, calls: list[tuple[Any, ...]], *, samples: int | None = None
-    ) -> dict[str, Comparison]:
+    def compare(self, float_model: nn.Module, data: Any, *, samples: int | None = None) -> dict[str, Comparison]:
         """Compare every part with its float submodule, on the arguments that it has in calls of the float model.
 
         Args:
             float_model: the float model that was quantized.
-            calls: tuples with the positional arguments of calls.
+            data: an iterable of batches, as for `quantize`.
             samples: number of samples of each part after which to stop (default: all).
 
         Returns:
@@ -80,12 +78,13 @@ class PartlyQuantizedModel(nn.Module):
         """
         try:
             modules = {path: float_model.get_submodule(path) for path in self.parts}
+            calls = calls_of(float_model, data, None)
             with recorded_calls(modules) as logs, torch.no_grad():
-                for args in calls:
-                    float_model(*clone_tensors(args))
+                for args, kwargs in calls:
+                    float_model(*clone_tensors(args), **clone_tensors(kwargs))
         except Exception as error:
             problem = f"the float model cannot be compared: {type(error).__name__}: {error}"
-            raise InputError("compare", None, problem, remedy=FLOAT_MODEL_AND_CALLS) from error
+            raise InputError("compare", None, problem, remedy=FLOAT_MODEL_AND_BATCHES) from error
         found = {}
         for path, part in self.parts.items():
             if not logs[path].calls:
@@ -130,7 +129,7 @@ class PartlyQuantizedModel(nn.Module):
         return f"PartlyQuantizedModel({type(self.model).__name__}: {self.coverage.macs_text} in int8, in {parts})"
 
 
-FLOAT_MODEL_AND_CALLS = "pass the float model that was quantized, and tuples with the arguments of its calls"
+FLOAT_MODEL_AND_BATCHES = "pass the float model that was quantized, and batches as quantize takes them"
 
 
 def coverage_of(model: nn.Module, found: FoundParts, size: int) -> Coverage:

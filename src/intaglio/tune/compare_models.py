@@ -67,6 +67,9 @@ def compare(
     if not callable(quantized) or isinstance(quantized, type):
         problem = f"quantized takes a stage or a model, got {value_text(quantized)}"
         raise InputError("compare", None, problem, remedy="pass what quantize, convert or eager.convert returns")
+    if isinstance(getattr(quantized, "parts", None), Mapping) and not isinstance(quantized, GraphStage):
+        problem = "the model consists of int8 parts and Python code, and each part has a comparison of its own"
+        raise InputError("compare", None, problem, remedy="call int8.compare(model, data)")
     first, items = peek(data)
     compared: StageComparison | SegmentComparison
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
