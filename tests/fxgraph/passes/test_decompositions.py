@@ -81,3 +81,29 @@ def test_groups_of_a_free_size_are_normalized_in_the_program(name, recipe):
     for batch in (x, x[..., :21]):
         exact = model(batch)
         assert (found(batch) - exact).square().sum() < 2e-2 * exact.square().sum()
+
+
+class Grid(nn.Module):
+    """Places of an image's pixels, as detectors compute their anchors."""
+
+    def __init__(self, indexing):
+        super().__init__()
+        self.layer, self.indexing = nn.Conv2d(2, 3, 3, 2), indexing
+
+    def forward(self, x):
+        y = self.layer(x)
+        rows, columns = torch.arange(y.shape[2]) + 0.5, torch.arange(y.shape[3]) * 2.0
+        first, second = torch.meshgrid(rows, columns, indexing=self.indexing)
+        depth = torch.meshgrid(rows, columns, torch.arange(2.0), indexing=self.indexing)[2]
+        return y, first - second, depth + first[..., None]
+
+
+@pytest.mark.parametrize("indexing", ["ij", "xy"])
+def test_grids_of_a_free_size_are_computed_in_the_program(indexing):
+    model = randomize(Grid(indexing))
+    x = torch.randn(2, 2, 13, 9, generator=DRAW)
+    shapes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
+    found = intaglio.quantize(model, [x], dynamic_shapes=shapes, progress=False)
+    assert not found.coverage.islands
+    for batch in (x, x[..., :7, :]):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found(batch)[1:], model(batch)[1:], strict=True))

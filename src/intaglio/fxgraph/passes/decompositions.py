@@ -86,6 +86,25 @@ def _groups_are_rows(node: fx.Node) -> bool:
     return bool(given.get("use_input_stats", True)) and all(map(is_constant, constants))
 
 
+def decompose_meshgrid(module: fx.GraphModule) -> int:
+    """Replace each grid of ``torch.meshgrid`` by its vector, reshaped and expanded to the grid."""
+    hits = [node for node in module.graph.nodes if operator(node).startswith("aten.meshgrid.")]
+    for node in hits:
+        vectors, swaps = node.args[0], arguments(node).get("indexing", "ij") == "xy"
+        for user in list(node.users):
+            place = user.args[1]
+            axes = list(range(len(vectors)))
+            axes[:2] = axes[1::-1] if swaps else axes[:2]  # axis of each vector in the grid
+            ones = [1] * len(vectors)
+            ones[axes[place]] = _size(user, vectors[place], 0)
+            shape = tuple(known_type(vectors[place]).shape[0] if n == axes[place] else 1 for n in range(len(vectors)))
+            sizes = [_size(user, vectors[axes[n]], 0) for n in range(len(vectors))]
+            x = _call(user, shape, aten.reshape.default, vectors[place], ones)
+            replace_node(user, _call(user, known_type(user).shape, aten.expand.default, x, sizes))
+        module.graph.erase_node(node)
+    return len(hits)
+
+
 def decompose_split(module: fx.GraphModule) -> int:
     """Replace each used part of a split by a slice."""
     hits = [n for n in module.graph.nodes if n.target is python_operator.getitem and _split_sizes(n.args[0])]

@@ -23,6 +23,7 @@ from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
     decompose_fold,
     decompose_group_norm,
+    decompose_meshgrid,
     decompose_select,
     decompose_split,
     decompose_stack,
@@ -94,6 +95,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
+    decompose_meshgrid,  # before expansions
     decompose_split,  # the next two look at slices
     decompose_select,
     keep_batch_first,
