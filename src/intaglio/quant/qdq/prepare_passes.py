@@ -34,7 +34,7 @@ from intaglio.fxgraph.passes.decompositions import (
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
-from intaglio.fxgraph.passes.identities import drop_identity
+from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
@@ -92,6 +92,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     sizes_to_tensors,
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     values_of_extrema,
+    pads_of_max_pools,  # before anything looks for values to quantize
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
