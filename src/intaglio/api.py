@@ -243,7 +243,8 @@ def autotune(
         isa: instruction sets, as in `CompileOptions`.
 
     Returns:
-        The chosen model, its recipe and all trials.
+        The chosen model, its recipe and all trials. The model has the plain attributes of the float model, such as the
+        configuration of a model of ``transformers``, but not its class: for that, call `quantize` with the recipe.
 
     Raises:
         InputError: ``evaluate`` fails or does not return one finite number, or ``data`` is a function.

@@ -222,6 +222,14 @@ def test_max_drop_is_relative_or_absolute(relative, floor):
     assert tuned.floor == pytest.approx(floor)
 
 
+def test_all_candidates_and_the_result_have_the_plain_attributes_of_the_float_model():
+    model, seen = layers(), []
+    model.labels = ["cat", "dog"]
+    tuned = intaglio.autotune(model, [X], lambda m: float(len(seen.append(m.labels) or "x")), progress=False)
+    assert seen == [["cat", "dog"]] * 2
+    assert tuned.model.labels == ["cat", "dog"]
+
+
 def test_no_warning_where_the_target_is_reached():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

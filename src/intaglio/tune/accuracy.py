@@ -25,6 +25,7 @@ from intaglio.quant.qdq.qparams import activation_qparams
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
+from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.tracing import Captured
 from intaglio.tune.compare_models import compare
 from intaglio.tune.float_search import FloatSearch, Left, preference
@@ -190,11 +191,13 @@ def autotuned(start: SearchStart, criterion: Criterion, exact: nn.Module, isa: s
     baseline = criterion.metric_of(exact, "the float model")
     floor, trials = criterion.floor(baseline), list[Trial]()
     best: tuple[Trial, Reference, QuantizedModel] | None = None
+    kept = KeptAttributes.of(exact)
 
     def measure(left: Left) -> float:
         nonlocal best
         reference = start.reference_leaving(left) if left else start.reference
         model = build.compile(requantize(reference), isa=isa)
+        model.kept_attributes = kept
         metric = criterion.metric_of(model, f"the int8 model with {', '.join(left) or 'nothing more'} in float")
         trial = Trial(left, metric, metric >= floor, model.coverage.macs)
         trials.append(trial)
