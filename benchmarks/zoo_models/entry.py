@@ -86,6 +86,8 @@ def settle_statistics(model: nn.Module, *arguments: torch.Tensor) -> None:
     """
     model.eval()
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
     kept = [norm.momentum for norm in norms]
     for norm in norms:
         norm.train()

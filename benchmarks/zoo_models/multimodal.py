@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from zoo_models.entry import Entry, draw_statistics, random_transformer
+from zoo_models.entry import Entry, draw_statistics, random_transformer, settle_statistics
 
 VIT = {
     "hidden_size": 64,
@@ -69,6 +69,7 @@ def vision(name: str, kind: str, options: dict[str, Any], size: int) -> Entry:
         }
     model = random_transformer(kind, **options)
     draw_statistics(model)
+    settle_statistics(model, torch.randn(4, 3, size, size))
 
     def batch(count: int) -> dict[str, torch.Tensor]:
         call = {"pixel_values": torch.randn(count, 3, size, size)}
