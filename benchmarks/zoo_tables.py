@@ -22,7 +22,9 @@ FAMILIES = {
 }
 HEAD = ("model", "MACs in int8", "islands", "SQNR, dB", "noise, dB", "other sizes", "saved file", "seconds")
 NOTHING = "–"
-ISLAND = re.compile(r"^  (?:aten\.)?(?P<operator>\S+?)(?: x \d+)?: (?P<reason>.*?)(?: \([^()]*\))?$", re.MULTILINE)
+ISLAND = re.compile(
+    r"^  (?:aten\.)?(?P<operator>\S+?)(?: x \d+)?: (?P<reason>.*?)(?: \[[^]]* MACs\])?(?: \([^()]*\))?$", re.MULTILINE
+)
 
 
 def newest(lines: Iterable[Line]) -> dict[str, Line]:

@@ -27,6 +27,8 @@ BODIES = {
     "products of five axes": lambda h: parts(h, 2, 3, 2, 4, 2) @ parts(h, 2, 3, 2, 2, 4),
     "products of six axes": lambda h: parts(h, 2, 3, 4, 2, 2) @ parts(h, 2, 3, 4, 2, 2),
     "attention of five axes": lambda h: F.scaled_dot_product_attention(*[parts(h, 2, 3, 2, 4, 2)] * 3),
+    "a gated linear unit": lambda h: F.glu(h),
+    "a gated linear unit of another axis": lambda h: F.glu(h, 1),
     "instance norm": lambda h: F.instance_norm(image(h)),
     "values of max": lambda h: h.max(1)[0] + h.min(1, keepdim=True).values[:, 0],
     "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),

@@ -20,7 +20,7 @@ from intaglio.fxgraph.nodes import (
     replace_node,
     reshape_before,
 )
-from intaglio.ir import DType, Shape, TensorType, numel
+from intaglio.ir import DType, Shape, TensorType, evaluate, numel
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
@@ -102,6 +102,20 @@ def decompose_meshgrid(module: fx.GraphModule) -> int:
             x = _call(user, shape, aten.reshape.default, vectors[place], ones)
             replace_node(user, _call(user, known_type(user).shape, aten.expand.default, x, sizes))
         module.graph.erase_node(node)
+    return len(hits)
+
+
+def decompose_glu(module: fx.GraphModule) -> int:
+    """Replace a gated linear unit by the product of its first half with the sigmoid of the second one."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.glu.default"]
+    hits = [node for node in hits if isinstance(known_type(node).shape[arguments(node)["dim"]], int)]
+    for node in hits:
+        shape, axis = known_type(node).shape, arguments(node)["dim"] % len(known_type(node).shape)
+        half = evaluate(shape[axis], {})
+        first = _call(node, shape, aten.slice.Tensor, node.args[0], axis, 0, half)
+        second = _call(node, shape, aten.slice.Tensor, node.args[0], axis, half, 2 * half)
+        gate = _call(node, shape, aten.sigmoid.default, second)
+        replace_node(node, _call(node, shape, aten.mul.Tensor, first, gate))
     return len(hits)
 
 

@@ -22,6 +22,7 @@ from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_aff
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
     decompose_fold,
+    decompose_glu,
     decompose_group_norm,
     decompose_meshgrid,
     decompose_select,
@@ -97,6 +98,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
     decompose_meshgrid,  # before expansions
+    decompose_glu,  # before layers whose output is only read in slices are split
     decompose_split,  # the next two look at slices
     decompose_select,
     keep_batch_first,
