@@ -145,7 +145,7 @@ def test_python_blocks_run_and_print_what_the_page_says(page, page_module):
 def test_code_blocks_may_require_another_package(page, block, page_module):
     if find_spec(block.needs) is None:
         pytest.skip(f"{page.name}:{block.line} needs {block.needs}, which is not installed")
-    if block.needs in ("torchvision", "transformers") and find_spec("torchvision") is not None:
+    if block.needs in ("torchvision", "transformers", "ultralytics") and find_spec("torchvision") is not None:
         import_torchvision()  # transformers imports it where it is installed
     run_block(page, block, vars(page_module))
 
