@@ -8,6 +8,8 @@ from typing import Any
 
 from intaglio.ir import Dim, DType, Graph, Op, Shape
 from intaglio.ir.verify import TypeRule, verify_graph
+from intaglio.ops.loop_ops.loop_space import body_of
+from intaglio.ops.loop_ops.primitives import infer
 from intaglio.ops.opdef import OpDef
 from intaglio.ops.records import OPS, op_def
 
@@ -62,11 +64,25 @@ def check_graph(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> None:
 
 
 def wrong_shapes(graph: Graph, hosts: Mapping[str, OpDef] | None = None) -> Iterator[tuple[Op, Shape]]:
-    """Yield operators whose results do not have the shape that their records infer, and that shape."""
+    """Yield operators whose results do not have the shape that their records infer, and that shape.
+
+    Of a loop, this is the shape of the first value in its body that has another one.
+    """
     for op in graph.ops:
         record = None if op.is_island else _record(op, hosts)
-        if record is not None and (shape := wrong_shape(op, graph, record)) is not None:
+        shape = None if record is None else wrong_shape(op, graph, record)
+        if op.is_loop:
+            shape = next(_wrong_shapes_in_loop(op), None)
+        if shape is not None:
             yield op, shape
+
+
+def _wrong_shapes_in_loop(op: Op) -> Iterator[Shape]:
+    body = body_of(op)
+    for step in body.ops:
+        shape = infer(step.kind, step.attrs, [body.types[name].shape for name in step.inputs])
+        if shape != body.types[step.output].shape:
+            yield shape
 
 
 def wrong_shape(op: Op, graph: Graph, record: OpDef) -> Shape | None:
