@@ -63,6 +63,22 @@ def test_lookup_tables_match_torch(name):
     assert (table != wanted).mean() < 0.02
 
 
+@pytest.mark.parametrize(
+    ("name", "attrs", "call"),
+    [
+        ("celu", {"alpha": -0.6}, lambda x: F.celu(x, -0.6)),
+        ("celu", {"alpha": -0.001}, lambda x: F.celu(x, -0.001)),
+        ("elu", {"alpha": 0.7, "input_scale": -0.5}, lambda x: torch.ops.aten.elu(x, 0.7, 1, -0.5)),
+    ],
+)
+def test_exponential_units_with_negative_factors_grow_below_zero(name, attrs, call):
+    x_q, y_q = QParams((0.031,), (117,), 0, 255), QParams((0.05,), (128,), 0, 255)
+    real = torch.from_numpy(numerics.dequantize(np.arange(256), x_q.step, x_q.zero))
+    wanted = numerics.quantize(call(real).numpy(), y_q.step, y_q.zero, 0, 255)
+    table = numerics.function_lut(lambda v: OPS[name].function(v, attrs), x_q, y_q)
+    assert np.abs(table.astype(int) - wanted).max() <= 1
+
+
 @pytest.mark.case("backend 18", "backend 25")
 @pytest.mark.parametrize(
     "names",

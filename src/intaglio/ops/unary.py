@@ -39,7 +39,8 @@ def _gelu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
 
 def _elu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
     alpha, scale, inner = (float(attrs.get(name, 1)) for name in ("alpha", "scale", "input_scale"))
-    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x * inner, 0))) * scale
+    with np.errstate(over="ignore"):  # grows below zero if the inner factor is negative
+        return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0) * inner)) * scale
 
 
 def _softplus(x: np.ndarray) -> np.ndarray:
@@ -54,7 +55,7 @@ def _softplus_of(x: np.ndarray, attrs: Attrs) -> np.ndarray:
 
 def _celu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
     alpha = float(attrs.get("alpha", 1))
-    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x / alpha, 0)))
+    return _elu(x, {"alpha": alpha, "input_scale": 1 / alpha})
 
 
 def _leaky_relu(x: np.ndarray, attrs: Attrs) -> np.ndarray:
