@@ -361,6 +361,23 @@ def test_quantize_asks_callbacks_with_and_without_corrections():
     assert F.mse_loss(quantized(DATA[0]), exact) < 0.003 * exact.var()
 
 
+@pytest.mark.parametrize(("layer", "results"), [(nn.LSTM, 3), (nn.GRU, 2)])
+def test_outputs_of_recurrent_layers_are_their_results_and_states(layer, results):
+    def found(info):
+        outputs = [*info.unquantized_outputs(), *info.quantized_outputs()]
+        assert [value.shape[-1] for value in outputs] == [4] * 2 * results
+        return AverageMaxCalibrationCallback().calibrate(info)
+
+    model = nets.randomize(Body(lambda m, x: m.layer(x)[0], layer=layer(5, 4, batch_first=True)))
+    x = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(3))
+    patterns = builtin("lstm", "gru", calibration=Watching(found))
+    ready = stages.prepare(stages.capture(model, x), Quantizer(patterns=patterns))
+    (site,) = [site for site in ready.annotations.sites if site.role == "activation"]
+    reference = stages.convert(ready, stages.calibrate(ready, [x]))
+    q = reference.qparams[site.name]
+    assert q.scales == pytest.approx(((x.max() - x.min()).item() / 255,))
+
+
 def attention_calibrated_by(given):
     """Return the integer graph of an attention whose keys and values have parameters by a callback."""
     model = Body(lambda m, x: F.scaled_dot_product_attention(x, m.k(x), m.v(x)), k=nn.Linear(4, 4), v=nn.Linear(4, 4))

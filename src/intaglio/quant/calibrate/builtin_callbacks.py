@@ -45,7 +45,7 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
         """Return the means of the extrema for activations and the absmax scale for the weight."""
         names, extrema = (*info.sites.inputs, info.sites.output), []
         for batch in range(info.batches):
-            values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch))
+            values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch)[:1])  # an LSTM has states too
             extrema.append([(float(value.min()), float(value.max())) for value in values])
         means = np.mean(extrema, axis=0)
         ends = zip(names, means.tolist(), strict=True)

@@ -99,8 +99,8 @@ class LayerwiseEvaluation:
         return [self._require_float_track().get(value.name, batch) for value in region.activations()]
 
     def unquantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """Return the outputs of the region in the float model."""
-        return [self._run(region, self._read_float(batch), float_track=True)]
+        """Return the outputs of the region in the float model; those of LSTMs and GRUs are several."""
+        return _tensors(self._run(region, self._read_float(batch), float_track=True))
 
     def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the model quantized so far; those without parameters are float."""
@@ -115,7 +115,7 @@ class LayerwiseEvaluation:
         site = self.sites.get(region.root.name)
         q = None if site is None else self.qparams.get(site.name)
         if site is None or q is None:
-            return [value]
+            return _tensors(value)
         return [_dequantized(_quantize(value, q, site), q, site)]
 
     def anchor_outputs(self, region: Region, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +235,11 @@ class LayerwiseEvaluation:
         quantized = _quantize(value, self.qparams[kind.name], kind)
         floating = not produced and any(user.name not in self._inside for user in node.users)
         return _StoredValue(value if floating else None, quantized, wide is not None)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Return the results of an operator, which has one or a tuple of them."""
+    return list(value) if isinstance(value, tuple) else [value]
 
 
 def _mapped(tree: Any, read: Reader, user: fx.Node) -> Any:
