@@ -248,3 +248,13 @@ def test_the_types_of_a_loop_are_listed_in_the_order_of_its_values():
     body = next(op for op in lowered.graph.ops if op.is_loop and len(op.body.ops) > 2).body
     made = [op.output for op in body.ops]
     assert list(body.types) == list(dict.fromkeys([*body.inputs, *body.outputs, *body.constants, *made])), body
+
+
+def test_vectors_of_zeros_are_normalized_to_zeros():
+    """The smallest divisor, 1e-12, is not rounded to zero."""
+    model = Body(lambda m, x: m.d(F.normalize(m.c(x), dim=-1)), c=nn.Conv2d(3, 4, 1, bias=False), d=nn.Conv2d(4, 2, 1))
+    x = torch.randn(4, 3, 5, 1, generator=torch.Generator().manual_seed(0))
+    x[0] = 0
+    reference, lowered = quantized(randomize(model), x)
+    assert torch.isfinite(reference(x)).all()
+    assert_equal_quantized(reference, lowered, x)

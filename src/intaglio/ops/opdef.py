@@ -135,6 +135,8 @@ class OpDef:
         min_pixels: Minimum size of the result along every axis of an image.
         has_body: The operator has a body, which determines the shapes of its results.
         results_differ: Results beyond the first have other shapes, which ``validate`` checks.
+        steep: Called with the attributes of a call; returns the position of an operand that it divides by, or takes the
+            root or logarithm of. Such operands are not rounded to 256 values, because small ones would become zero.
         passes_factors: Scaling a channel of the operand by a positive factor scales the same channel of the result.
         macs: Called with (attributes, shapes of the operands, shape of the result); returns multiply-accumulates.
         computed_in_float32: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators
@@ -189,6 +191,7 @@ class OpDef:
     min_pixels: int = 0
     has_body: bool = False
     results_differ: bool = False
+    steep: Callable[[Attrs], int | None] = lambda attrs: None
     passes_factors: bool = False
     macs: Callable[[Attrs, Sequence[Shape], Shape], Dim] | None = None
     computed_in_float32: bool = False

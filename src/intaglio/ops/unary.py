@@ -106,6 +106,7 @@ def function(
     loop: FloatLoop | None = None,
     precise: Callable[[Attrs], Attrs] | None = None,
     multiplies_by_scalar: bool = False,
+    steep: Callable[[Attrs], int | None] = lambda attrs: None,
 ) -> OpDef:
     """Return the record of a function of one value.
 
@@ -117,6 +118,7 @@ def function(
         precise: Converts the record's attributes to those of the `activate` that computes it on an accumulator.
         multiplies_by_scalar: It multiplies or divides by a number, which is folded into the scale of a preceding
             product of activations.
+        steep: Returns the position of the operand if it is a divisor, or the operand of a root.
     """
     return OpDef(
         name=name,
@@ -127,6 +129,7 @@ def function(
         loop=loop,
         precise=precise,
         multiplies_by_scalar=multiplies_by_scalar,
+        steep=steep,
         kernel="table",
     )
 
@@ -201,5 +204,6 @@ UNARY_OPS = (
         lambda x, a: np.power(x, float(a["exponent"])),
         "aten.pow.Tensor_Scalar",
         loop=FloatLoop(bodies.power, bodies.require_small_power),
+        steep=lambda attrs: 0 if float(attrs["exponent"]) < 1 else None,
     ),
 )

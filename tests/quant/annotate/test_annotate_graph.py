@@ -133,6 +133,29 @@ def test_operators_that_stay_in_float_have_a_reason(body, reason):
     assert any(part in text for text in reasons for part in reason.split("|")), reasons
 
 
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        (lambda m, x: x.mean() / (m.c(x).sigmoid() + 1e-4), "add"),
+        (lambda m, x: x.mean() / m.c(x).clamp(min=1e-4), "clamp"),
+        (lambda m, x: x.mean() / m.c(x).abs().clamp(min=1e-4).expand(2, 4, 8, 8, 8), "clamp"),
+        (lambda m, x: (m.c(x).sigmoid() + 1e-4).sqrt(), "add"),
+        (lambda m, x: (m.c(x).sigmoid() + 1e-4) ** -0.5, "add"),
+        (lambda m, x: (m.c(x).sigmoid() + 1e-4).log(), "add"),
+    ],
+)
+def test_divisors_and_operands_of_roots_and_logarithms_stay_in_float(body, kept):
+    annotations = annotated(body, recipe=ROUNDED, c=conv())
+    (skip,) = [skip for skip in annotations.skipped if "must not be rounded to zero" in skip.reason]
+    assert skip.node.startswith(kept)
+    assert annotations.regions
+
+
+def test_dividends_are_quantized():
+    annotations = annotated(lambda m, x: (m.c(x).sigmoid() + 1e-4) / x.mean(), recipe=ROUNDED, c=conv())
+    assert not [skip for skip in annotations.skipped if "must not be rounded" in skip.reason]
+
+
 def test_a_reduction_that_could_overflow_is_refused():
     wide = nn.Linear(33156, 1)
     annotations = annotate(capture(wide.eval(), torch.zeros(2, 33156)))

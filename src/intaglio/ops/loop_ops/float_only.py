@@ -15,6 +15,10 @@ def _function(name: str, loop: FloatLoop) -> OpDef:
     return OpDef(name, _forms(name, "default"), loop=loop)
 
 
+def _steep_function(name: str, loop: FloatLoop) -> OpDef:
+    return OpDef(name, _forms(name, "default"), loop=loop, steep=lambda attrs: 0)
+
+
 def _of_two(name: str, targets: tuple[str, ...], loop: FloatLoop) -> OpDef:
     return OpDef(name, targets, ("self", "other"), loop=loop)
 
@@ -37,10 +41,10 @@ def _reduction(name: str, overloads: tuple[str, ...], kind: str) -> OpDef:
 
 
 ELEMENTWISE = (
-    _function("sqrt", bodies.unary("sqrt")),
-    _function("reciprocal", bodies.unary("reciprocal")),
-    _function("log", bodies.unary("log")),
-    _function("rsqrt", FloatLoop(bodies.rsqrt)),
+    _steep_function("sqrt", bodies.unary("sqrt")),
+    _steep_function("reciprocal", bodies.unary("reciprocal")),
+    _steep_function("log", bodies.unary("log")),
+    _steep_function("rsqrt", FloatLoop(bodies.rsqrt)),
     _function("floor", bodies.unary("floor")),
     _function("ceil", bodies.unary("ceil")),
     _function("sign", bodies.unary("sign")),
@@ -48,10 +52,12 @@ ELEMENTWISE = (
     OpDef("shift_right", _forms("__rshift__", "Scalar"), ("self", "other"), loop=bodies.binary("shift_right")),
     OpDef("round_decimals", _forms("round", "decimals"), loop=bodies.unary("round", bodies.require_integer_rounding)),
     _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_sub)),
-    _of_two(
+    OpDef(
         "div",
         _forms("div", "Tensor", "Tensor_mode", "Scalar_mode"),
-        bodies.binary("div", bodies.require_exact_division),
+        ("self", "other"),
+        loop=bodies.binary("div", bodies.require_exact_division),
+        steep=lambda attrs: 1,
     ),
     _of_two("maximum", (*_forms("maximum", "default"), *_forms("max", "other")), bodies.binary("maximum")),
     _of_two("minimum", (*_forms("minimum", "default"), *_forms("min", "other")), bodies.binary("minimum")),

@@ -30,7 +30,7 @@ from intaglio.quant.annotate.find_regions import (
 from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
-from intaglio.quant.annotate.refusals import refusal, skipped
+from intaglio.quant.annotate.refusals import divisor_refusal, refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
@@ -80,6 +80,7 @@ def annotate_graph(
         return annotations_from_annotator(
             module, annotator, resolved.with_quantized(returned), settings, reasons, buffers
         )
+    reasons |= {node: divisor_refusal(node, module) for node in computing if reasons[node] is None}
     found = find_regions(graph, settings, reasons, matches)
     regions = quantized_regions(found)
     if quantizer.skip_first or quantizer.skip_last:

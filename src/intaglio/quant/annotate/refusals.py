@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
+from intaglio.fxgraph.float_forms import has_float_form
 from intaglio.fxgraph.node_info import info, origin, size_in_example, tensor_type
-from intaglio.fxgraph.nodes import activations, call_of, is_constant, operands, operator, record_of
+from intaglio.fxgraph.nodes import activations, arguments, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType
 from intaglio.ops import BY_TARGET, OpDef
@@ -72,6 +73,31 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         if any(info(value).zero_points is not None for value in values):
             return "it reads an image, whose channels have a scale and a zero point each"
     return record.check(call_of(node, record))
+
+
+def divisor_refusal(node: fx.Node, module: fx.GraphModule) -> str | None:
+    """Return why a divisor, or the operand of a root or logarithm, stays in float; ``None`` for other results.
+
+    The kernels of anchors, such as convolutions, round their results all the same. Data movement follows what it reads.
+    """
+    record = record_of(node)
+    if record is None or record.anchor or record.moves_data:
+        return None
+    if not _is_divisor(node) or not has_float_form(node, module):
+        return None
+    return "small values of a divisor, or of the operand of a root or logarithm, must not be rounded to zero"
+
+
+def _is_divisor(node: fx.Node) -> bool:
+    """Return whether an operator divides by a value, or takes its root or logarithm, also behind data movement."""
+    for user in node.users:
+        record = BY_TARGET.get(operator(user))
+        if record is None:
+            continue
+        place = record.steep(arguments(user))
+        if (record.moves_data and _is_divisor(user)) or (place is not None and operands(user, record)[place] is node):
+            return True
+    return False
 
 
 def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
