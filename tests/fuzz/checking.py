@@ -34,6 +34,8 @@ from support.side_by_side import SideBySide
 FLOAT_TOLERANCE = 2e-3
 """Largest difference of the prepared from the float model, relative to the largest value of a result."""
 REGION_FLOATS = 1e-4
+ROUNDED_RUNS = 16
+"""Runs of a reference with noise as large as rounding, if a difference from it may be a jump."""
 
 
 class MismatchError(AssertionError):
@@ -195,11 +197,19 @@ def near(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def compare_regions(case: Case, seen: Seen) -> None:
-    """From the same integers, an operator of the integer graph differs by one quantized value at most."""
+    """From the same integers, an operator of the integer graph differs by one quantized value at most.
+
+    Where rounding makes the reference itself jump, it differs so little from the range of the reference's results.
+    """
     inputs = inputs_of(case.networks, seed=3)
-    differences: QuantizedDifferences = largest_differences(case.reference, case.lowered, *clones(inputs))
     kinds = {name: op.kind for op in case.lowered.graph.ops for name in op.outputs}
-    far = {name: worst for name, worst in differences.worst.items() if worst > OPS[kinds[name]].tolerance}
+    for runs in (0, ROUNDED_RUNS):  # most networks need no run with noise
+        differences: QuantizedDifferences = largest_differences(
+            case.reference, case.lowered, *clones(inputs), rounded_runs=runs
+        )
+        far = {name: worst for name, worst in differences.worst.items() if worst > OPS[kinds[name]].tolerance}
+        if not far and differences.floats <= REGION_FLOATS:
+            break
     seen.values += differences.total
     seen.differing += differences.wrong
     if far:

@@ -25,7 +25,8 @@ FLOOR = 0.02
 """Relative error that is always permitted, for what has no site: functions as polynomials, embedding tables."""
 RUNS = 3
 JUMPS = re.compile(
-    r"round|torch\.(eq|ne|lt|le|gt|ge|logical|bitwise|where|sort|div)|rounding_mode|\.to\(|masked|~|&|\||\^|threshold|max\(.*\)\.values"
+    r"round|ceil|floor|torch\.(eq|ne|lt|le|gt|ge|sign|logical|bitwise|where|sort|div)|rounding_mode|\.to\(|masked|~|&|\||\^|[<>]|threshold"
+    r"|max\(.*\)\.values"
 )
 """Calls after which a small error may become a large one."""
 COMPARED = {
@@ -82,7 +83,9 @@ class NoisyModel(fx.Interpreter):
             else zero.squeeze()
         )
         low, high = (q.qmin - zero) * scale, (q.qmax - zero) * scale
-        return torch.maximum(torch.minimum(value, high), low) + noise * scale
+        return torch.maximum(
+            torch.minimum(value + noise * scale, high), low
+        )  # roots are not taken of values below zero
 
 
 def rms(values: Tensor) -> float:

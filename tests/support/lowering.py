@@ -1,6 +1,7 @@
 """The integer graph against the Q/DQ reference, region by region on the same integers."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from intaglio import numerics
 from intaglio.ir import DType
+from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.lowering import requantize
 from intaglio.lower.node_lowering import NodeLowering
@@ -57,12 +59,50 @@ class _Recorder(fx.Interpreter):
         return self.seen[n]
 
 
-def largest_differences(reference: Reference, lowered: Lowered, *args: Any, **kwargs: Any) -> QuantizedDifferences:
-    """Every integer operator is fed what the reference has there, so that errors do not add up along the network."""
+ROUNDING = 2.0**-20
+"""Relative noise as large as the rounding of sums in float32, a few units in the last place."""
+
+
+class _RoundedRecorder(_Recorder):
+    """Runs a reference with noise as large as rounding at every float value.
+
+    Each operator of the integer graph reads what the reference has there, with noise, so that noise does not add up
+    along the network. The second run of each pair has the noise of the first with other signs. In the first pair all
+    values grow or shrink alike, in the second one those of a node do, and in all others each element has its own noise.
+    """
+
+    def __init__(self, exact: _Recorder, held: set[fx.Node], run: int) -> None:
+        super().__init__(exact.module)
+        self.exact, self.held, self.pair, self.largest = exact.seen, held, run // 2, ROUNDING * (1 - 2 * (run % 2))
+        self.generator = torch.Generator().manual_seed(self.pair)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.seen[n] = self._noisy(n, super().run_node(n))
+        return self._noisy(n, self.exact[n]) if n in self.held else self.seen[n]
+
+    def _noisy(self, n: fx.Node, value: Any) -> Any:
+        if n.op != "call_function" or not isinstance(value, Tensor) or value.dtype is not torch.float32:
+            return value
+        if self.pair == 0:
+            return value * (1 + self.largest)
+        shape = () if self.pair == 1 else value.shape
+        return value * (1 + self.largest * (2 * torch.rand(shape, generator=self.generator) - 1))
+
+
+def largest_differences(
+    reference: Reference, lowered: Lowered, *args: Any, rounded_runs: int = 0, **kwargs: Any
+) -> QuantizedDifferences:
+    """Every integer operator is fed what the reference has there, so that errors do not add up along the network.
+
+    With ``rounded_runs``, distances are those from the range of what as many runs of the reference give whose values
+    have noise as large as rounding. Where a function jumps, as a comparison of equal values does, or where values
+    cancel to nothing, rounding changes its results by more than a step.
+    """
     leaves = bind(reference.signature, args, kwargs)
     symbols = dims_of(reference.signature, leaves)
     island = lowered.runner(symbols)
-    truth = _reference_values(reference, leaves)
+    computed = {name for op in lowered.graph.ops for name in op.outputs}
+    truth, ranges = _reference_values(reference, leaves, rounded_runs, computed)
     values = {**lowered.graph.constants, **dict(zip(lowered.graph.inputs, map(_array, leaves), strict=True))}
     worst, wrong, total, floats = {}, 0, 0, 0.0
     for op in lowered.graph.ops:
@@ -74,36 +114,60 @@ def largest_differences(reference: Reference, lowered: Lowered, *args: Any, **kw
             if expected is None:
                 continue
             assert result.shape == expected.shape, f"%{name}: {result.shape}, the reference has {expected.shape}"
+            low, high = ranges[name]
             if lowered.graph.types[name].dtype is DType.U8:
-                distance = np.abs(result.astype(int) - expected.astype(int))
+                distance = _distance(result.astype(int), low.astype(int), high.astype(int))
                 worst[name] = int(distance.max(initial=0))
                 wrong, total = wrong + int((distance > 0).sum()), total + distance.size
             elif op.kind == "dequantize":
                 peak = np.abs(expected).max(initial=1e-30)
-                floats = max(floats, float(np.abs(result - expected).max(initial=0) / peak))
+                floats = max(floats, float(_distance(result, low, high).max(initial=0) / peak))
     return QuantizedDifferences(worst, wrong, total, floats)
 
 
-def _reference_values(reference: Reference, leaves: list[Tensor]) -> dict[str, np.ndarray]:
-    """Value of the integer graph -> what the reference computes there: quantized values where it quantizes, else
-    float."""
-    recorder = _Recorder(reference.module)
-    with torch.no_grad():
-        recorder.run(*leaves)
+def _distance(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return np.maximum(np.maximum(low - values, values - high), 0)
+
+
+Ranges = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def _reference_values(
+    reference: Reference, leaves: list[Tensor], rounded_runs: int, computed: set[str]
+) -> tuple[dict[str, np.ndarray], Ranges]:
+    """Value of the integer graph -> what the reference computes there, and its smallest and largest value in all runs.
+
+    It is quantized values where the reference quantizes, else floats. ``computed``: values that operators of the
+    integer graph compute; those inside of merged loops are not among them.
+    """
     builder = NodeLowering(reference.module).run()  # the same names again, with the nodes they came from
-    found = {}
+    exact = _Recorder(reference.module)
+    held = {node for node, name in builder.values.items() if name in computed and _is_compared(builder, node, name)}
+    runs = [exact, *(_RoundedRecorder(exact, held, run) for run in range(rounded_runs))]
+    with torch.no_grad():
+        for recorder in runs:
+            recorder.run(*leaves)
+    all_values = [_values_by_name(builder, recorder.seen) for recorder in runs]
+    stacked = {name: np.stack([values[name] for values in all_values]) for name in all_values[0]}
+    return all_values[0], {name: (values.min(0), values.max(0)) for name, values in stacked.items()}
+
+
+def _values_by_name(builder: GraphBuilder, seen: Mapping[fx.Node, Any]) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
     for node, name in builder.values.items():
-        kind, value = builder.types.get(name), recorder.seen[node]
-        if (
-            isinstance(value, Tensor)
-            and kind
-            and (kind.dtype is not DType.U8 or kind.q is None or quantize_qparams(node))
-        ):
+        value = seen[node]
+        if isinstance(value, Tensor) and _is_compared(builder, node, name):
             found.setdefault(name, _array(value))
         elif isinstance(value, Tensor) and quantize_qparams(node, DType.U16):
             level, rest = numerics.split_16bit(_array(value))
             found |= {name: level.astype(np.uint8), builder.low_bytes[name]: rest.astype(np.uint8)}
     return found
+
+
+def _is_compared(builder: GraphBuilder, node: fx.Node, name: str) -> bool:
+    """Return whether a node computes a value of the integer graph, and not the floats that one stands for."""
+    kind = builder.types.get(name)
+    return kind is not None and (kind.dtype is not DType.U8 or kind.q is None or bool(quantize_qparams(node)))
 
 
 def _array(tensor: Tensor) -> np.ndarray:
