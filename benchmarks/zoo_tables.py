@@ -71,7 +71,7 @@ def row(found: Line) -> tuple[str, ...]:
         decibels(found.get("sqnr_db")),
         decibels(found.get("noise_db")),
         f"no: {', '.join(failed)}" if failed else "yes",
-        "same bits" if found.get("saved") is True else "**differs**",
+        {True: "same bits", False: "**differs**"}.get(found.get("saved"), "no"),
         f"{found['seconds']:.0f}" + "\\*" * found["quick"],
     )
 

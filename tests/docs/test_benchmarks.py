@@ -261,6 +261,14 @@ def test_the_newest_line_of_a_model_counts(zoo):
     assert rows == [("bert", "100.00 %", "0", "20.5", "–", "yes", "same bits", "12\\*")]
 
 
+@pytest.mark.parametrize(
+    ("saved", "cell"), [(True, "same bits"), (False, "**differs**"), ("ArtifactError: an operator of a library", "no")]
+)
+def test_models_that_cannot_be_saved_do_not_differ(zoo, saved, cell):
+    ((_, (_, (row,))),) = zoo.tables([zoo_line("mixtral", saved=saved)])
+    assert row[6] == cell
+
+
 def test_calls_that_fail_are_named(zoo):
     ((_, (_, (row,))),) = zoo.tables([zoo_line("bert", **{"batch 3": "InputError: no", "40 tokens": [None]})])
     assert row[5] == "no: batch 3, 40 tokens"
