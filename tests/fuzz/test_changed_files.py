@@ -33,3 +33,7 @@ def test_crashes_hangs_and_errors_are_results_of_their_own_and_the_rest_runs():
         *((0, "fine"), (1, "error"), (2, "crash"), (3, "hang"), (4, "fine"))
     ]
     assert [one.failure is None for one in found] == [True, False, False, False, True]
+
+
+def test_a_bias_that_does_not_fit_changed_parameters_is_refused(tmp_path):
+    assert files.Driver(20_000, tmp_path).run(14_244) == "parameters refused"

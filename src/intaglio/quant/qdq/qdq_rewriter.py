@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.errors import UnsupportedError
+from intaglio.errors import CalibrationError, UnsupportedError
 from intaglio.fxgraph.graph_passes import drop_unused_constants
 from intaglio.fxgraph.node_info import TAG_KEY, info, inherit_info, known_type, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, layer_operands
@@ -186,7 +186,7 @@ class Rewriter:
         x, rows = self.qparams[x_site.name], weight_outputs_first(region, quantized)
         steps = np.zeros(len(rows), np.int32)
         if bias is not None:
-            steps = numerics.quantize_bias(bias, x.step, scale_per_output(w.scales, len(rows)))
+            steps = _bias_steps(anchor, bias, x, scale_per_output(w.scales, len(rows)))
         self._prove(region, rows, steps, x)
         if b_site is not None:
             self._constant(anchor, read.bias, b_site, steps, self.qparams[b_site.name])
@@ -238,3 +238,21 @@ class Rewriter:
                 self.integers[key] = self.graph.get_attr(name)
             set_info(self.integers[key], type=kind, path=key)
         return self.integers[key]
+
+
+def _bias_steps(anchor: fx.Node, bias: np.ndarray, x: QParams, scale_w: np.ndarray) -> np.ndarray:
+    """Return the bias in steps of the accumulator.
+
+    Raises:
+        CalibrationError: A corrected bias does not fit.
+    """
+    try:
+        return numerics.quantize_bias(bias, x.step, scale_w)
+    except OverflowError as error:
+        where = origin(anchor)
+        raise CalibrationError(
+            where.path,
+            where.operator,
+            f"{error}, with the scales {x.step:.3g} of the input and {scale_w.min():.3g} of the weight",
+            remedy="calibrate again, without these corrections or parameters",
+        ) from error
