@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 from intaglio import stages
+from support.lowering import ROUNDED
 from support.nets import Body
 
 pytestmark = pytest.mark.slow(reason="counts torch's own passes, which change with torch only")
@@ -40,7 +41,7 @@ def lowered(model, x, monkeypatch, free=()):
     monkeypatch.setattr(inductor_model, "configured_inductor", configured_inductor)
     sizes = dict.fromkeys(free, Dim.AUTO)
     shapes = ((sizes,),) if isinstance(model, Body) else (sizes,)
-    prepared = stages.prepare(stages.capture(model.eval(), x, dynamic_shapes=shapes))
+    prepared = stages.prepare(stages.capture(model.eval(), x, dynamic_shapes=shapes), stages.Quantizer(ROUNDED))
     reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
     counters.clear()
     with suppress(Lowered):

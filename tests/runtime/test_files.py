@@ -131,7 +131,7 @@ FLOAT_PARTS = {
     "constants": lambda m, x: m.c(m.c(x).erf() * torch.tensor([[1.5]]) + torch.tensor([2.0])),
     "types and infinities": lambda m, x: m.c(m.c(x).to(torch.float64).clamp(max=float("inf")).float().erf()),
     "made tensors": lambda m, x: m.c(m.c(x).erf() + torch.ones(12, dtype=torch.float32)),
-    "texts": lambda m, x: m.c(torch.einsum("nchw,ndhw->ncdw", y := m.c(x), y)),
+    "texts": lambda m, x: m.c(torch.div(m.c(x), 0.1, rounding_mode="floor")),
 }
 
 
@@ -142,13 +142,12 @@ FLOAT_PARTS = {
     ),
 )
 def test_float_islands_are_saved_and_loaded(name, tmp_path):
-    body, size = FLOAT_PARTS[name], 3 if name == "texts" else 12
-    model, lowered = built(body, picture(size=size))
+    model, lowered = built(FLOAT_PARTS[name], picture())
     loaded = through(model, tmp_path / "m")
     assert all(isinstance(part, FloatIsland) for part in loaded.islands.values())
     assert len(loaded.islands) >= 1
     for found in (loaded, copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
-        assert_same(found(picture(5, size=size)), lowered(picture(5, size=size)))
+        assert_same(found(picture(5)), lowered(picture(5)))
 
 
 def test_state_dicts_are_the_same(tmp_path):
