@@ -63,7 +63,7 @@ FOLLOWED_ELSEWHERE = {
     "add '": "integrations/test_quantized_generators.py",
     "pass a mask of the whole sequence": "integrations/test_quantized_generators.py",
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
-    "leave past_key_values and cache_implementation out": "integrations/test_quantized_generators.py",
+    "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",
     "call the model with {}": "integrations/test_quantized_generators.py",
     "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",

@@ -6,6 +6,7 @@ Each is a copy of the whole model with another forward, so that module paths and
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
-from intaglio.integrations.transformers.decoder_cache import keys_and_values
+from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values
 from intaglio.torch_private import assume
 from intaglio.tracing.earlier_results import copy_model
 
@@ -85,9 +86,9 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
         if cross:
             other = Cache(layers=[TracedLayer(keys, values) for keys, values in cross])
             given |= _encoder_arguments(self.config, inputs, cross)
-            result = _float_forward(self)(past_key_values=EncoderDecoderCache(cache, other), use_cache=True, **given)
+            result = _call_with_cache(self, EncoderDecoderCache(cache, other), given)
         else:
-            result = _float_forward(self)(past_key_values=cache, use_cache=True, **given)
+            result = _call_with_cache(self, cache, given)
         return result.logits, [layer.new for layer in layers]
 
     return _with_forward(model, forward)
@@ -143,7 +144,7 @@ def cross_module(model: PreTrainedModel) -> nn.Module:
     def forward(self: Any, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         cache = EncoderDecoderCache(_empty_cache(), _empty_cache())
         tokens = torch.zeros(hidden.shape[0], 1, dtype=torch.long)
-        _float_forward(self)(encoder_outputs=(hidden,), decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
+        _call_with_cache(self, cache, {"encoder_outputs": (hidden,), "decoder_input_ids": tokens})
         return keys_and_values(cache.cross_attention_cache)
 
     return _with_forward(model, forward)
@@ -153,9 +154,12 @@ def _empty_cache() -> Cache:
     return Cache(layer_class_to_replicate=DynamicLayer)
 
 
-def _float_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward of a model's class, which `_with_forward` hides."""
-    return types.MethodType(type(model).forward, model)
+def _call_with_cache(model: Any, cache: Cache, given: Mapping[str, Any]) -> Any:
+    """Return the results of the forward of a model's class, which `_with_forward` hides, with a cache that it fills."""
+    forward: Callable[..., Any] = types.MethodType(type(model).forward, model)
+    name = cache_name(inspect.signature(forward).parameters)
+    assert name is not None, type(model)  # `cache_refusal` refuses models without it
+    return forward(**given, **{name: cache}, use_cache=True)
 
 
 def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Module:

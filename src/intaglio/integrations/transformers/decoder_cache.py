@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +22,15 @@ from intaglio.ir import TensorType
 
 GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
-USE_DYNAMIC = "leave past_key_values and cache_implementation out, or pass transformers.DynamicCache()"
+CACHE_NAMES = ("cache", "past_key_values")
+"""Names of forward's argument and result for the cache. Releases of the library before 5.24 use the second."""
+USE_DYNAMIC = "leave the cache and cache_implementation out, or pass transformers.DynamicCache()"
+
+
+def cache_name(names: Iterable[str]) -> str | None:
+    """Return the name of the cache among names of arguments or results, or ``None`` if there is none."""
+    known = set(names)
+    return next((name for name in CACHE_NAMES if name in known), None)
 
 
 def unsupported_layer(config: PreTrainedConfig) -> str | None:
@@ -67,7 +76,7 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
             layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]  # transformers has no annotation here
         if layer is not None and type(layer) not in (DynamicLayer, StaticLayer):
             problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
-            raise InputError("argument 'past_key_values'", None, problem, remedy=USE_DYNAMIC)
+            raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
         length = int(layer.get_seq_length()) if layer is not None else 0
         for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
             sizes: Any = (batch, kind.shape[1], 0, kind.shape[3])

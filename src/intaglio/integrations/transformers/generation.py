@@ -69,10 +69,10 @@ def _is_function(data: Any) -> bool:
 def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
     """Return why a model that generates with a cache cannot have programs with one, or ``None``."""
     parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        return "its forward has no argument past_key_values"
     if (layer := decoder_cache.unsupported_layer(model.config)) is not None:
         return f"a layer of its cache is a {layer}, which holds more than keys and values"
+    if decoder_cache.cache_name(parameters) is None:
+        return "its forward has no argument for a cache"
     if _is_function(data):
         return "the data is a function, not batches"
     names = names_of(model.config, parameters)
@@ -158,7 +158,8 @@ class _Source:
             step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
         )
         with torch.no_grad():
-            cache = self.model(**call, use_cache=True).past_key_values
+            result = self.model(**call, use_cache=True)
+        cache = result[decoder_cache.cache_name(result)]
         return decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache))
 
     def _float_call(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:

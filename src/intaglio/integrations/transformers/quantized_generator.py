@@ -6,6 +6,7 @@ import copy
 import functools
 import typing
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast
@@ -71,16 +72,18 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
         use_cache = given.pop("use_cache", self.config.get_text_config(decoder=True).use_cache)
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop("logits_to_keep", 0)
-        cache = given.pop("past_key_values", None)
-        cache = decoder_cache.new_cache(bool(self.config.is_encoder_decoder)) if cache is None else cache
-        extra = {}
+        cache_name = decoder_cache.cache_name(given)
+        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(bool(self.config.is_encoder_decoder))
+        extra: dict[str, Any] = {}
         if self.config.is_encoder_decoder:
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
             extra = {"encoder_last_hidden_state": self._encoder_output(given)}
         logits, new = self._step(given, cache, extra.get("encoder_last_hidden_state"))
         decoder_cache.append(decoder_cache.self_attention_of(cache), new)
-        returned = {"past_key_values": cache} if use_cache else {}
-        result = _output_class(cast(Any, self.float_class))(logits=kept_logits(logits, kept), **returned, **extra)
+        result_class: Any = _output_class(cast(Any, self.float_class))
+        if use_cache and (cache_name := decoder_cache.cache_name(field.name for field in fields(result_class))):
+            extra[cache_name] = cache
+        result = result_class(logits=kept_logits(logits, kept), **extra)
         return result.to_tuple() if as_tuple else result
 
     def _step(
