@@ -3,7 +3,8 @@
 PYTHON ?= python3
 PIP     = .venv/bin/python -m pip -qq --disable-pip-version-check --no-input
 # Bytecode of what is imported is written on the way; that of all files would take half a minute.
-INSTALL = $(PIP) install --no-compile
+INSTALL = $(PIP) install --no-compile $(addprefix -c ,$(CONSTRAINTS))
+CONSTRAINTS = constraints.txt
 STAMP   = .venv/installed
 DOCS    = .venv/installed_docs
 SPELLED = $(wildcard *.md) docs src tests benchmarks examples
@@ -105,7 +106,7 @@ docs: $(STAMP) $(DOCS)
 
 # torch is pinned to one build here; pyproject.toml declares the versions that `make check-torch` tests.
 # torchvision is for examples/newcomer.py; with its dependencies it would bring another build of torch.
-$(STAMP): pyproject.toml Makefile | check
+$(STAMP): pyproject.toml Makefile $(CONSTRAINTS) | check
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch==2.13.0 -e '.[dev]'
 	$(INSTALL) --no-deps torchvision==0.28.0 pillow
