@@ -1,6 +1,8 @@
 """Data in every form, the calibration loop, and what goes wrong with data."""
 
+import json
 import logging
+import re
 
 import pytest
 import torch
@@ -204,6 +206,14 @@ def test_ranges_survive_json_and_refuse_another_model(tmp_path):
 
 
 @pytest.mark.case("calibration 27")
+@pytest.mark.parametrize("field", ["batches", "samples"])
+@pytest.mark.parametrize("value", [[1], "1", 1.5, True, -1, None])
+def test_files_of_ranges_with_malformed_counts_are_refused(field, value):
+    text = json.dumps({**json.loads(Ranges({}).to_json()), field: value})
+    with pytest.raises(ArtifactError, match=re.escape(f"{value!r} is not a count")):
+        Ranges.from_json(text)
+
+
 def test_ranges_of_parts_merge_to_those_of_the_whole():
     a, b = calibrate(fresh(), [X[:5]]), calibrate(fresh(), [X[5:]])
     assert a.merge(b).to_json() == b.merge(a).to_json()

@@ -70,7 +70,7 @@ class SeenBatch:
     def from_dict(data: dict[str, Any]) -> SeenBatch:
         """Return the batch that `to_dict` encoded."""
         inputs = {name: (float.fromhex(low), float.fromhex(high)) for name, (low, high) in data["inputs"].items()}
-        return SeenBatch(int(data["samples"]), int(data["digest"], 16), inputs)
+        return SeenBatch(_count(data["samples"]), int(data["digest"], 16), inputs)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ class Ranges:
             chosen = None
             if "parameters" in content:
                 chosen = {name: _qparams(entry) for name, entry in content["parameters"].items()}
-            return Ranges(sites, content["batches"], content["samples"], content["graph"], seen, parameters=chosen)
+            batches, samples = _count(content["batches"]), _count(content["samples"])
+            return Ranges(sites, batches, samples, str(content["graph"]), seen, parameters=chosen)
         except MALFORMED as error:
             raise ArtifactError("ranges", None, f"this is not a file of ranges: {error}") from error
 
@@ -180,6 +181,13 @@ class Ranges:
         lines = [f"{name}: n={s.count} [{s.low:.6g}, {s.high:.6g}]" for name, s in self.statistics.items()]
         lines += [f"{name}: {q}, chosen by a callback" for name, q in (self.parameters or {}).items()]
         return "\n".join(lines) + "\n"
+
+
+def _count(value: object) -> int:
+    """Return `value` if it is a count; raise `ValueError` otherwise."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{value!r:.60} is not a count")
 
 
 def _entry(q: QParams) -> dict[str, Any]:
