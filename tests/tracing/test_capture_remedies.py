@@ -249,8 +249,9 @@ class Enlarged(nn.Module):
 
 def test_sizes_that_are_no_multiples_of_free_sizes_are_refused():
     x, free = torch.randn(2, 3, 8, 8), dict.fromkeys((0, 2, 3), Dim.AUTO)
+    named = {0: Dim.AUTO, 2: Dim("rows"), 3: Dim("columns")}
     with pytest.raises(CaptureError, match=r"the dimension 1\.5.* is not supported") as raised:
-        stages.capture(Enlarged(1.5).eval(), x, dynamic_shapes={"x": free})
+        stages.capture(Enlarged(1.5).eval(), x, dynamic_shapes={"x": named})
     assert raised.value.remedy == (
         "leave the free size that it is computed from out of dynamic_shapes, so that the size of the example is fixed, "
         "or use whole scale factors"

@@ -1,6 +1,7 @@
 """nn.Module -> graph: structure of calls and results, free batch, refusals, and the model left alone."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -475,13 +476,12 @@ def test_a_batch_whose_slice_has_one_element_in_the_example_is_fixed():
     assert captured.signature.inputs[0].type.shape == (3, 4)
 
 
-def test_an_axis_whose_slice_has_one_element_in_the_example_is_refused():
-    shapes = {"args": ({1: Dim.AUTO},)}
-    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states \[3, 1\]") as caught:
-        capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 4), dynamic_shapes=shapes)
-    assert caught.value.remedy == "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
-    larger = capture(body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3])), torch.ones(3, 10), dynamic_shapes=shapes)
-    assert larger(torch.ones(3, 5)).shape == (3, 1)
+def test_an_axis_whose_slice_has_one_element_in_the_example_is_captured_with_a_larger_one():
+    model = body(lambda m, x: F.hardsigmoid(x[:, 1:-1:3]))
+    captured = capture(model, torch.ones(3, 4), dynamic_shapes={"args": ({1: Dim.AUTO},)})
+    for size in (4, 5, 6, 11):
+        x = torch.randn(3, size)
+        assert torch.equal(captured(x), model(x))
 
 
 def test_operators_that_fail_at_larger_sizes_do_not_hide_other_wrong_types():
@@ -490,12 +490,28 @@ def test_operators_that_fail_at_larger_sizes_do_not_hide_other_wrong_types():
     def forward(m, x):
         return m.p(torch.arange(x.shape[1])), F.hardsigmoid(x[:, 1:-1:3])
 
-    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states \[3, 1\]"):
-        capture(body(forward, p=nn.Embedding(5, 2)), torch.ones(3, 4), dynamic_shapes={"args": ({1: Dim.AUTO},)})
+    model = body(forward, p=nn.Embedding(5, 2))
+    captured = capture(model, torch.ones(3, 4), dynamic_shapes={"args": ({1: Dim.AUTO},)})
+    for size in (4, 5):
+        x = torch.randn(3, size)
+        assert torch.equal(captured(x)[1], model(x)[1])
+
+
+def test_automatic_axes_that_the_model_does_not_allow_are_fixed_and_noted():
+    model = body(lambda m, x: F.interpolate(x, scale_factor=1.5))
+    shapes = {"args": ({0: Dim.AUTO, 2: Dim.AUTO},)}
+    captured = capture(model, torch.ones(3, 2, 4), dynamic_shapes=shapes)
+    (note,) = captured.notes
+    assert re.match(
+        r"axes with Dim.AUTO behind the batch are fixed .* example: the dimension 1\.5.* not supported", note
+    )
+    assert captured.signature.inputs[0].type.shape[1:] == (2, 4)
+    assert captured(torch.ones(7, 2, 4)).shape == (7, 2, 6)
 
 
 def test_sizes_are_enlarged_until_a_quotient_differs():
     """A window every 8 elements occurs once in twice the example, too."""
     model = body(lambda m, x: F.hardsigmoid(m.c(x)), c=nn.Conv1d(2, 2, 3, stride=8))
-    with pytest.raises(CaptureError, match=r"with larger sizes .* but torch.export states"):
-        capture(model, torch.ones(3, 2, 5), dynamic_shapes={"args": ({2: Dim.AUTO},)})
+    captured = capture(model, torch.ones(3, 2, 5), dynamic_shapes={"args": ({2: Dim.AUTO},)})
+    for size in (5, 10, 11, 19, 40):
+        assert captured(torch.ones(3, 2, size)).shape == model(torch.ones(3, 2, size)).shape

@@ -68,6 +68,14 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     return _wrong_type_at(captured, args, kwargs, _larger_sizes(captured, quotients, sizes))
 
 
+def larger_example(
+    captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the example with dynamic dimensions so large that quotients differ, the batch with `BATCH_SIZES[-1]`."""
+    sizes = _sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False)
+    return resized(captured, args, kwargs, _larger_sizes(captured, _quotients(captured), sizes))
+
+
 def _larger_sizes(captured: Captured, quotients: Collection[Dim], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return sizes at which quotients differ from those of these sizes, as far as ranges and `LARGEST_FACTOR` allow.
 

@@ -16,7 +16,13 @@ from torch.nn.utils.rnn import PackedSequence
 from intaglio.errors import CaptureError
 from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
 from intaglio.torch_private import pytree
-from intaglio.tracing.capture_check import WRONG_TYPE, allow_length_one, disagreement, free_symbols
+from intaglio.tracing.capture_check import (
+    WRONG_TYPE,
+    allow_length_one,
+    disagreement,
+    free_symbols,
+    larger_example,
+)
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
@@ -47,8 +53,7 @@ def trace(
                 buffer.copy_(buffers[name])
         notes = _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
         if dynamic_shapes is not None:
-            captured = to_captured(export(model_copy, args, kwargs, dynamic_shapes), model_copy, (), train)
-            captured = _checked(captured, model_copy, args, kwargs)
+            captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
         else:
             captured = _capture(model_copy, args, kwargs, free, train)
     captured = replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
@@ -224,6 +229,65 @@ def _fixed_lengths(
     except CaptureError as error:
         reason = error.problem
     return tuple(f"the length of '{entry.name}' is fixed to that of the example: {reason}" for entry in inputs)
+
+
+def _with_requested_sizes(
+    model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, train: bool
+) -> Captured:
+    """Return the graph with the dynamic shapes of the user.
+
+    Axes with `Dim.AUTO` are free where the model's code allows it: if it does not, those behind the batch are fixed to
+    the sizes of the example, and a note says why.
+
+    Raises:
+        CaptureError: the model cannot be captured with these shapes.
+    """
+    try:
+        captured = to_captured(export(model_copy, args, kwargs, shapes), model_copy, (), train)
+        return _rechecked(captured, model_copy, args, kwargs, shapes)
+    except CaptureError as error:
+        fixed = _fix_automatic_axes(shapes)
+        if fixed == shapes:
+            raise
+        note = f"axes with Dim.AUTO behind the batch are fixed to the sizes of the example: {error.problem}"
+        try:
+            captured = to_captured(export(model_copy, args, kwargs, fixed), model_copy, (note,), train)
+            return _checked(captured, model_copy, args, kwargs)
+        except CaptureError:
+            raise error from None
+
+
+def _rechecked(
+    captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
+) -> Captured:
+    """Return a graph that agrees with the float model. If its sizes only hold for the example, it is captured again
+    with a larger one.
+
+    Raises:
+        CaptureError: graph and model disagree.
+    """
+    if captured.training or WRONG_TYPE not in (disagreement(captured, model_copy, args, kwargs) or ""):
+        return _checked(captured, model_copy, args, kwargs)
+    wide_args, wide_kwargs = larger_example(captured, args, kwargs)
+    try:
+        again = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), captured.training)
+        return _checked(again, model_copy, args, kwargs)
+    except CaptureError:
+        return _checked(captured, model_copy, args, kwargs)
+
+
+def _fix_automatic_axes(shapes: Any, axis: int | str = 0) -> Any:
+    """Return dynamic shapes in which the size of the example replaces `Dim.AUTO` on all axes behind the first.
+
+    Args:
+        shapes: dynamic shapes, or one entry of them.
+        axis: the index or key of the entry in the container that holds it.
+    """
+    if isinstance(shapes, Mapping):
+        return {key: _fix_automatic_axes(entry, key) for key, entry in shapes.items()}
+    if isinstance(shapes, list | tuple):
+        return type(shapes)(_fix_automatic_axes(entry, index) for index, entry in enumerate(shapes))
+    return TorchDim.STATIC if shapes == TorchDim.AUTO and axis != 0 else shapes
 
 
 LARGER_EXAMPLE = "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
