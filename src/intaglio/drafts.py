@@ -8,6 +8,7 @@ it. File systems without locks keep such drafts.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import secrets
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 PREFIX, SUFFIX = ".intaglio-", ".tmp"
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Arguments of the system call ``renameat2``, from Linux's ``fcntl.h`` and ``fs.h``."""
 
 
 @contextlib.contextmanager
@@ -72,6 +75,13 @@ def _opened_folder(path: Path) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def exchange_folders(first: Path, second: Path) -> bool:
+    """Let two folders of one file system change places in one step. Return whether the system could do it."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    arguments = (AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE)
+    return rename is not None and rename(*arguments) == 0
 
 
 def remove_abandoned(folder: Path, prefix: str = PREFIX) -> None:

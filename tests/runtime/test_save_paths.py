@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -147,6 +148,44 @@ def test_an_export_into_a_folder_keeps_the_other_files(tmp_path):
     assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".")]
 
 
+def test_an_export_takes_the_place_of_an_existing_folder_in_one_step(tmp_path):
+    out = tmp_path / "out"
+    compiled(nets.Linears)[0].export_c(out)
+    (out / "mine").mkdir(mode=0o750)
+    (out / "mine" / "notes.txt").write_text("mine")
+    (out / "mine" / "link").symlink_to("notes.txt")
+    out.chmod(0o710)
+    before = out.stat()
+    model().export_c(out)
+    after = out.stat()
+    assert after.st_ino != before.st_ino
+    assert after.st_mode == before.st_mode
+    assert (out / "mine").stat().st_mode & 0o777 == 0o750
+    assert os.readlink(out / "mine" / "link") == "notes.txt"
+    assert (out / "mine" / "link").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_an_export_into_the_working_directory_of_a_process_keeps_the_folder(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    compiled(nets.Linears)[0].export_c(out)
+    before = out.stat().st_ino
+    monkeypatch.chdir(out)
+    model().export_c(".")
+    assert out.stat().st_ino == before
+    model().export_c(tmp_path / "fresh")
+    assert contents(tmp_path / "fresh").items() <= contents(out).items()
+
+
+def test_an_export_into_a_folder_with_a_pipe_keeps_both(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    os.mkfifo(out / "pipe")
+    model().export_c(out)
+    assert stat.S_ISFIFO((out / "pipe").stat().st_mode)
+    assert (out / "weights.bin").is_file()
+
+
 @pytest.mark.parametrize("number", [0, 3, 9])
 def test_an_export_that_cannot_be_moved_into_a_folder_restores_its_files(number, tmp_path, monkeypatch):
     compiled(nets.Linears)[0].export_c(tmp_path / "out")
@@ -159,6 +198,7 @@ def test_an_export_that_cannot_be_moved_into_a_folder_restores_its_files(number,
             raise OSError(5, os.strerror(5))
         replace(source, target)
 
+    monkeypatch.setattr(export_files, "exchange_folders", lambda first, second: False)
     monkeypatch.setattr(os, "replace", fail_once)
     with pytest.raises(ArtifactError, match="cannot be written: Input/output error"):
         model().export_c(tmp_path / "out")

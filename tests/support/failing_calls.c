@@ -106,6 +106,9 @@ ON_PATH(unlinkat, folder, path, (int folder, const char* path, int flags), folde
 ON_PATH(rename, -1, to, (const char* from, const char* to), from, to)
 ON_PATH(renameat, to_folder, to, (int from_folder, const char* from, int to_folder, const char* to), from_folder, from,
         to_folder, to)
+ON_PATH(renameat2, to_folder, to,
+        (int from_folder, const char* from, int to_folder, const char* to, unsigned flags), from_folder, from, to_folder,
+        to, flags)
 ON_PATH(link, -1, to, (const char* from, const char* to), from, to)
 ON_PATH(linkat, to_folder, to, (int from_folder, const char* from, int to_folder, const char* to, int flags),
         from_folder, from, to_folder, to, flags)
