@@ -7,6 +7,7 @@ pipes and sockets.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -44,7 +45,7 @@ def expanded(path: str | Path) -> str:
 
 def check_file(path: str | Path) -> None:
     """Raise `ArtifactError` if no file can be created at ``path``, or if what is there is not a regular file."""
-    if (reason := _no_path_reason(path) or special_file_reason(path)) is not None:
+    if (reason := _no_path_reason(path) or special_file_reason(expanded(path))) is not None:
         raise unwritable_error(path, reason, FILE_REMEDY)
     _check_place(path)
 
@@ -53,7 +54,7 @@ def check_folder(path: str | Path) -> None:
     """Raise `ArtifactError` if no folder can be created at ``path``, or if it cannot be written into."""
     if (reason := _no_path_reason(path)) is not None:
         raise unwritable_error(path, reason, FOLDER_REMEDY)
-    folder = Path(os.path.realpath(path))
+    folder = Path(os.path.realpath(expanded(path)))
     existing = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     if (reason := _unwritable_reason(existing)) is not None:
         raise unwritable_error(path, reason, FOLDER_REMEDY)
@@ -73,13 +74,13 @@ def special_file_reason(path: str | Path) -> str | None:
 
 def _no_path_reason(path: str | Path) -> str | None:
     """Return why ``path`` cannot be the path of anything, or ``None``."""
-    text = os.fspath(path)
+    text = expanded(path)
     if not text:
         return "the path is empty"
     if "\0" in text:
         return "the path contains a null character"
     try:
-        os.lstat(text)
+        os.stat(text)
     except (FileNotFoundError, PermissionError, NotADirectoryError):  # the check of the folder says more
         return None
     except OSError as error:  # a name that is too long, or a loop of links
@@ -91,7 +92,7 @@ def _no_path_reason(path: str | Path) -> str | None:
 
 def _check_place(path: str | Path) -> None:
     """Raise `ArtifactError` if the folder of ``path`` does not exist or cannot be written into."""
-    if (reason := _unwritable_reason(Path(os.path.realpath(path)).parent)) is not None:
+    if (reason := _unwritable_reason(Path(os.path.realpath(expanded(path))).parent)) is not None:
         raise unwritable_error(path, reason, FILE_REMEDY)
 
 
@@ -113,7 +114,7 @@ def replace_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
         ArtifactError: the file cannot be written. An existing one is unchanged.
     """
     check_file(path)
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(expanded(path)))
     try:
         with draft_file(target.parent) as (draft, file):
             write(file)
@@ -139,7 +140,7 @@ def replace_file_by(path: str | Path, write: Callable[[Path], Written]) -> Writt
         ArtifactError: a file cannot be written. Existing ones are unchanged.
     """
     check_file(path)
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(expanded(path)))
     try:
         with draft_folder(target.parent) as folder:
             draft = folder / target.name
@@ -167,18 +168,22 @@ def _move_to(target: Path, draft: Path, path: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write ``text`` to a file in UTF-8, completely or not at all. Devices and pipes are written to. Raise
-    `ArtifactError` if it cannot be written."""
+    """Write ``text`` to a file in UTF-8, completely or not at all. Raise `ArtifactError` if it cannot be written.
+
+    The standard output of the process (``/dev/stdout``) is written to if it is a terminal or a pipe, and so are devices
+    without blocks, such as ``/dev/null``.
+    """
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
         problem = f"cannot be written: its text would contain {text[error.start]!r}, which is not a character"
         raise ArtifactError(str(path), None, problem, remedy=NAMES_REMEDY) from error
-    if not os.path.exists(path) or os.path.isdir(path) or os.path.isfile(path):
+    name = expanded(path)
+    if not (_is_stream(name) or _has_type(name, stat.S_ISCHR)):
         replace_file(path, lambda file: file.write(content))
         return
     try:
-        Path(path).write_bytes(content)
+        Path(name).write_bytes(content)
     except OSError as error:
         raise unwritable_error(path, error, FILE_REMEDY) from error
 
@@ -190,10 +195,43 @@ def unreadable_reason(error: OSError | ValueError) -> str:
     return "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "the path is not valid"
 
 
+def file_text(path: str | Path) -> str:
+    """Return the text of a file, or of the standard input (``/dev/stdin``), in UTF-8.
+
+    Raises:
+        OSError: it cannot be read, or is a named pipe, a socket or a device, for which reading could wait forever.
+        ValueError: it is not UTF-8 text, or the path is not valid.
+    """
+    name = expanded(path)
+    with open(name, encoding="utf-8", opener=open_without_waiting) as file:
+        if not (stat.S_ISREG(os.fstat(file.fileno()).st_mode) or file.isatty() or _is_stream(name)):
+            raise OSError(errno.EINVAL, "it is a device, pipe or socket, not a regular file")
+        os.set_blocking(file.fileno(), True)
+        return file.read()
+
+
+def open_without_waiting(path: str, flags: int) -> int:
+    """Open a file for reading. A named pipe opens at once, too, instead of waiting for a process that writes."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _is_stream(path: str) -> bool:
+    """Return whether a path such as ``/dev/stdin`` names a pipe without a place in the file system."""
+    return _has_type(path, stat.S_ISFIFO) and not _has_type(os.path.realpath(path), stat.S_ISFIFO)
+
+
+def _has_type(path: str, test: Callable[[int], bool]) -> bool:
+    """Return whether something exists at a path and its mode passes a test."""
+    try:
+        return test(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def read_text(path: str | Path) -> str:
     """Return the text of a file in UTF-8. Raise `ArtifactError` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return file_text(path)
     except (OSError, ValueError) as error:
         problem = f"cannot be read: {unreadable_reason(error)}"
         raise ArtifactError(str(path) or "''", None, problem, remedy=READ_REMEDY) from error

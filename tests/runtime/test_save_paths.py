@@ -7,14 +7,15 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import intaglio
-from intaglio import drafts
-from intaglio.errors import ArtifactError
+from intaglio import drafts, stages
+from intaglio.errors import ArtifactError, IntaglioError
 from intaglio.runtime import export_files
 from support import nets
 from support.file_limits import files_no_larger_than
@@ -108,6 +109,49 @@ def test_the_longest_name_of_a_file_can_be_saved(tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_save_refuses_a_loop_of_symbolic_links(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ArtifactError, match="Too many levels of symbolic links"):
+        model().save(tmp_path / "loop")
+    assert (tmp_path / "loop").is_symlink()
+
+
+def test_files_in_the_home_folder_are_saved_and_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model().save("~/model.intaglio")
+    intaglio.load("~/model.intaglio")
+    intaglio.Recipe.of({}).save("~/recipe.toml")
+    intaglio.Recipe.load("~/recipe.toml")
+    assert {"model.intaglio", "recipe.toml"} <= set(os.listdir(tmp_path))
+
+
+def read_write(path: Path) -> list[Callable[[], object]]:
+    """Calls of text files, each of which must end."""
+    recipe, ranges = intaglio.Recipe.of({}), stages.Ranges({})
+    parameters = stages.Parameters({})
+    reads = [intaglio.Recipe.load, stages.Ranges.load, stages.Parameters.load]
+    writes = [recipe.save, ranges.save, parameters.save]
+    return [partial(call, path) for call in (*reads, *writes)] + [lambda: stages.Ranges.merge_files([path])]
+
+
+@pytest.mark.parametrize("make", SPECIAL.values(), ids=SPECIAL)
+def test_text_files_are_regular_files(make, tmp_path):
+    make(path := tmp_path / "special")
+    kind = path.stat().st_mode
+    for call in read_write(path):
+        with pytest.raises(IntaglioError, match=r"not a regular file|No such device"):
+            call()
+    assert path.stat().st_mode == kind
+
+
+def test_recipes_are_read_from_and_written_to_pipes_without_a_name():
+    source, target = os.pipe()
+    intaglio.Recipe.of({"fc": {"bits": 7}}).save(f"/dev/fd/{target}")
+    os.close(target)
+    assert intaglio.Recipe.load(f"/dev/fd/{source}") == intaglio.Recipe.of({"fc": {"bits": 7}})
+    os.close(source)
+
+
 def test_export_c_expands_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -163,6 +207,22 @@ def test_an_export_takes_the_place_of_an_existing_folder_in_one_step(tmp_path):
     assert (out / "mine").stat().st_mode & 0o777 == 0o750
     assert os.readlink(out / "mine" / "link") == "notes.txt"
     assert (out / "mine" / "link").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_files_that_another_process_creates_during_an_export_are_kept(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    compiled(nets.Linears)[0].export_c(out)
+
+    def exchange(first: Path, second: Path) -> bool:
+        (out / "late.txt").write_text("mine")
+        (out / "late").mkdir()
+        (out / "late" / "inner.txt").write_text("mine")
+        return drafts.exchange_folders(first, second)
+
+    monkeypatch.setattr(export_files, "exchange_folders", exchange)
+    model().export_c(out)
+    assert (out / "late.txt").read_text() == (out / "late" / "inner.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["out"]
 
 

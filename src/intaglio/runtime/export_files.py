@@ -43,6 +43,7 @@ def write_exported_files(folder: str | Path, members: Mapping[str, bytes]) -> No
                 os.rename(draft, target)
                 return
             if beside != target and _exchange(draft, target):
+                _move_late_files(draft, target)
                 return
             _replace_files(draft, target, members)
     except OSError as error:
@@ -74,6 +75,15 @@ def _exchange(draft: Path, target: Path) -> bool:
         return (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid) and exchange_folders(draft, target)
     except (OSError, shutil.Error):
         return False
+
+
+def _move_late_files(old: Path, target: Path) -> None:
+    """Move files to the new folder that came to be in the old one while its files were linked."""
+    for path in sorted(old.rglob("*")):
+        new = target / path.relative_to(old)
+        if not os.path.lexists(new):
+            with contextlib.suppress(OSError):
+                os.rename(path, new)
 
 
 def _add_links(source: Path, draft: Path) -> None:

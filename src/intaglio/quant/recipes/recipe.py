@@ -15,7 +15,7 @@ from typing import Any
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import SelectorError
 from intaglio.ir import Origin
-from intaglio.output_paths import unreadable_reason, write_text
+from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
 from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
@@ -211,7 +211,7 @@ class Recipe:
             SelectorError: the file cannot be read, is not valid TOML or has an unknown key.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = file_text(path)
         except (OSError, ValueError) as error:
             reason = unreadable_reason(error)
             names = f"names of built-in recipes are {', '.join(NAMED)}"

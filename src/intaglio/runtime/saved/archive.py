@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
-from intaglio.output_paths import replace_file
+from intaglio.output_paths import expanded, open_without_waiting, replace_file
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         ArtifactError: the file cannot be read, is damaged, or has another format or version.
     """
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
+        with open(expanded(path), "rb", opener=open_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArtifactError(str(path), None, "this is not a regular file", remedy=OTHER_FILE)
             members = _unzip(path, file)
@@ -82,11 +82,6 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
                 remedy=SAVE_AGAIN,
             )
     return manifest, members
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file for reading. A named pipe opens at once, too, instead of waiting for a process that writes."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
