@@ -15,13 +15,13 @@ VERSION = "0.1.0"
 
 
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache
-    folder."""
-    chosen = os.environ.get("INTAGLIO_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base, "intaglio") if base else Path.home() / ".cache" / "intaglio"
+    """Return the folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache folder.
+
+    A relative path is one from the working directory, and ``~`` is the home folder.
+    """
+    chosen, base = os.environ.get("INTAGLIO_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    folder = chosen or (os.path.join(base, "intaglio") if base else os.path.join("~", ".cache", "intaglio"))
+    return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
 def cache_limit_bytes() -> int:

@@ -46,9 +46,14 @@ def draft_file(folder: Path) -> Iterator[tuple[Path, BinaryIO]]:
 
 
 @contextlib.contextmanager
-def draft_folder(parent: Path, prefix: str = PREFIX) -> Iterator[Path]:
+def draft_folder(parent: Path, prefix: str = PREFIX, mode: int = 0o777) -> Iterator[Path]:
     """Create a folder in ``parent``, whose name begins with ``prefix``, and yield its path. It is deleted at the end
     unless it was moved.
+
+    Args:
+        parent: the folder that it is created in.
+        prefix: beginning of its name.
+        mode: its permissions, without those that the umask of the process takes.
 
     Raises:
         OSError: the parent folder cannot be written.
@@ -56,7 +61,7 @@ def draft_folder(parent: Path, prefix: str = PREFIX) -> Iterator[Path]:
     remove_abandoned(parent, prefix)
     while True:
         path = _new_path(parent, prefix)
-        path.mkdir()
+        path.mkdir(mode)
         try:
             with _opened_folder(path) as handle:
                 if not _locked(handle):

@@ -74,14 +74,39 @@ def test_an_installed_library_that_others_may_have_written_is_written_again(chan
 
 def test_folders_and_files_are_writable_for_their_user_only_whatever_the_umask_is(tmp_path, monkeypatch):
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(tmp_path / "a" / "b"))
+    made: list[int] = []
+    run = compiler._run_together
+
+    def record(commands: object, name: str, folder: Path) -> None:
+        made.append(stat.S_IMODE(folder.stat().st_mode))
+        run(commands, name, folder)
+
+    monkeypatch.setattr(compiler, "_run_together", record)
     before = os.umask(0)
     try:
         paths = [build(source(3), name="k", isa="portable"), install(b"content", name="k")]
     finally:
         os.umask(before)
+    assert set(made) == {0o700}
+    paths += paths[0].parent.glob("*.cpp")
     folders = [tmp_path / "a" / "b", tmp_path / "a" / "b" / "kernels"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o755 if os.geteuid() == 0 else 0o700}
     assert not any(path.stat().st_mode & cache_folder.WRITABLE_BY_OTHERS for path in paths)
+
+
+def test_a_relative_cache_folder_is_one_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for variable, value, folder in [
+        ("INTAGLIO_CACHE_DIR", "cache", "cache"),
+        ("INTAGLIO_CACHE_DIR", "~/kernels", "home/kernels"),
+        ("XDG_CACHE_HOME", "xdg", "xdg/intaglio"),
+    ]:
+        monkeypatch.delenv("INTAGLIO_CACHE_DIR", raising=False)
+        monkeypatch.setenv(variable, value)
+        path = build(source(3), name="k", isa="portable")
+        assert path.is_relative_to(tmp_path / folder)
+        assert load(path).answer() == 3
 
 
 # ---- folders of several users

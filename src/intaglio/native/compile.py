@@ -122,7 +122,7 @@ def install(content: bytes, *, name: str) -> Path:
     try:
         if read_entry(path) != content:
             make_folder(folder)
-            with draft_folder(folder, BUILD_PREFIX) as scratch:
+            with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
                 draft = scratch / "library.so"
                 draft.write_bytes(content)
                 draft.chmod(0o755)
@@ -212,9 +212,10 @@ def _compile(
     Temporary files, including those of the compiler, are in a folder that is deleted before the function returns.
     """
     text, missing = path.with_suffix(".cpp"), {entry: unit for entry, unit in objects.items() if not is_intact(entry)}
-    with draft_folder(path.parent, BUILD_PREFIX) as scratch:
+    with draft_folder(path.parent, BUILD_PREFIX, mode=0o700) as scratch:
         draft = scratch / "kernel.cpp"
         draft.write_text(source, encoding="utf-8")
+        draft.chmod(0o644)  # whatever the umask is: others must not be able to write to it
         os.replace(draft, text)
         made, program = scratch / "kernel.so", text
         if missing:
