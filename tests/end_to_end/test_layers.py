@@ -205,3 +205,14 @@ def test_group_norm_runs_as_a_row_norm_loop(groups, affine, residual, isa):
     assert torch.equal(program(x), lowered(x))
     assert torch.equal(program(x[:1]), lowered(x[:1]))
     assert (program(x) - exact).norm() <= 0.06 * exact.norm()
+
+
+@pytest.mark.parametrize("layers", [(nn.Linear(16, 0),), (nn.Linear(16, 0), nn.Linear(0, 4))], ids=["one", "two"])
+def test_layers_without_weights_stay_in_float(layers):
+    model = nn.Sequential(nn.Linear(16, 16), *layers).eval()
+    x = torch.randn(4, 16)
+    quantized = intaglio.quantize(model, [x], progress=False)
+    assert quantized(x).shape == model(x).shape
+    assert all("the weight has no elements" in part.reason for part in quantized.coverage.floats)
+    with pytest.raises(intaglio.errors.UnsupportedError, match="the weight has no elements"):
+        intaglio.quantize(layers[0], [x], progress=False)

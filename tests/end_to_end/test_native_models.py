@@ -442,6 +442,8 @@ ALREADY = {
     "define-by-run": (define_by_run, "by intaglio.eager", "eager.rewrite"),
     "packed weights": (packed, "Quantize): this module is quantized already", "float model"),
     "packed and dynamic": (lambda: quantize_dynamic(nn.Sequential(nn.Linear(8, 4))), "0 (Linear)", "float model"),
+    "scripted": (lambda: torch.jit.script(nn.Sequential(nn.Linear(8, 4)).eval()), "is TorchScript", "nn.Module"),
+    "traced": (lambda: torch.jit.trace(nn.Linear(8, 4), torch.zeros(1, 8)), "is TorchScript", "nn.Module"),
     "prepared elsewhere": (lambda: packed(True), "HistogramObserver", "from_qdq"),
 }
 

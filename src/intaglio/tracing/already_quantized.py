@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from intaglio.errors import CaptureError
@@ -45,6 +46,9 @@ def refuse_quantized(model: Any) -> None:
         name = type(model).__name__
         remedy = STAGES.get(name, "pass the float model, which is an nn.Module")
         raise CaptureError(name, None, "the model is not an nn.Module written in Python", remedy=remedy)
+    if isinstance(model, torch.jit.ScriptModule):
+        problem = "the model is TorchScript, which torch.export cannot trace"
+        raise CaptureError(type(model).__name__, None, problem, remedy="quantize the nn.Module that it was made from")
     for path, module in model.named_modules():
         where, kind = path or "model", type(module)
         if hasattr(module, "_auto_quant_state"):

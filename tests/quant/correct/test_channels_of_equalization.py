@@ -90,3 +90,20 @@ def test_an_outlier_channel_of_tokens_is_equalized(recipe):
     model[2].weight[:, 5] /= 200
     quantized = intaglio.quantize(model, [x], recipe=recipe, progress=False)
     assert sqnr(quantized(x), model(x)) > 30
+
+
+def test_reshapes_of_a_fixed_batch_are_equalized_like_others():
+    layers = {"linear": uneven(nn.Linear(SIZE, SIZE)), "linear2": nn.Linear(4, SIZE)}
+    model = Body(lambda m, x: m.linear2(F.relu(m.linear(x)).view(8, 2, 4)), **layers).eval()
+    x = torch.randn(VECTORS, generator=torch.Generator().manual_seed(1))
+    quantized = intaglio.quantize(model, [x, x + 1], progress=False)
+    assert quantized(x).shape == (8, 2, SIZE)
+    assert sqnr(quantized(x), model(x)) > 30
+
+
+def test_a_slice_without_elements_is_no_part_of_channels():
+    model = Body(lambda m, x: (m.linear(x)[:, :0], m.linear(x)), linear=nn.Linear(SIZE, SIZE)).eval()
+    x = torch.randn(VECTORS)
+    empty, full = intaglio.quantize(model, [x], progress=False)(x)
+    assert empty.shape == (8, 0)
+    assert sqnr(full, model(x)[1]) > 30

@@ -242,7 +242,8 @@ def _output_slices(layer: fx.Node) -> dict[fx.Node, tuple[int, int]]:
 
 def _channel_range(part: torch.Tensor, positions: torch.Tensor) -> tuple[int, int] | None:
     """Return the range of channels of `positions` that `part` equals, or ``None``."""
-    if part.dim() != positions.dim() or part.shape[:-1] != positions.shape[:-1] or part.shape == positions.shape:
+    moved = part.dim() != positions.dim() or part.shape[:-1] != positions.shape[:-1]
+    if moved or part.shape == positions.shape or not part.numel():
         return None
     first = int(part.flatten()[0])
     last = first + part.shape[-1]

@@ -27,9 +27,11 @@ MAX_ACCUMULATED_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 
 
 def require_constant_weight(call: Call) -> str | None:
-    """Return why a call is refused: weight and bias must be constant."""
+    """Return why a call is refused: weight and bias must be constant, and the weight must have elements."""
     if not call.constant[1]:
         return "the weight is computed while the model runs"
+    if not all(call.sizes(1)):
+        return f"the weight has no elements: its shape is {list(call.shape(1))}"
     return "the bias is computed while the model runs" if call.constant[2] is False else None
 
 

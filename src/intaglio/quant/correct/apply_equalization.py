@@ -323,8 +323,10 @@ def _factors_at(use: ScaledReader, factors: torch.Tensor) -> torch.Tensor | None
 
 
 def _example_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a value for one image, with other free dimensions as in the example."""
-    return (1, *(size_in_example(size, node) for size in known_type(node).shape[1:]))
+    """Return the shape of a value for one image, or for a batch that is fixed, with other free dimensions as in the
+    example."""
+    batch, *rest = known_type(node).shape
+    return (batch if isinstance(batch, int) else 1, *(size_in_example(size, node) for size in rest))
 
 
 def _number(value: Any) -> Any:
