@@ -16,7 +16,7 @@ from intaglio.calibration import (
     GlobalCalibrationCallback,
     KLDivergenceCalibrationCallback,
 )
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, InputError, IntaglioError
 from intaglio.ir import QParams
 from intaglio.patterns import builtin
 from intaglio.stages import Quantizer, Ranges
@@ -116,6 +116,7 @@ def test_the_model_runs_once_a_batch_and_track_however_many_callbacks_ask():
         ((0, 2), 2 / 255, 0),
         ((-1, 1), 2 / 255, 127),
         ((-2.55, -1), 0.01, 255),
+        ((-2.55, 0), 0.01, 255),
         (QParams((0.25,), (7,), 0, 255), 0.25, 7),
         ((np.float32(0.05), np.int64(3)), 0.05, 3),
     ],
@@ -165,6 +166,10 @@ def test_weights_have_one_scale_or_one_per_channel():
         (lambda info: {info.sites.inputs[0]: (0.02, 128.0)}, "a zero point must be an integer"),
         (lambda info: {info.sites.inputs[0]: (np.float32(0.02), np.round(127.6))}, "a zero point must be an integer"),
         (lambda info: {info.sites.inputs[0]: (0.02, np.mean([127, 128]))}, "a zero point must be an integer"),
+        (lambda info: {info.sites.inputs[0]: (-0.05, 128)}, "a scale must be above 0"),
+        (lambda info: {info.sites.inputs[0]: (np.float32(0), np.int64(128))}, "a scale must be above 0"),
+        (lambda info: {info.sites.weight: (0.0, 0)}, "a scale must be above 0"),
+        (lambda info: {info.sites.weight: (np.full(8, -0.02), 0)}, "a scale must be above 0"),
         (lambda info: {info.sites.inputs[0]: (1.0, 2.55)}, "the low end of a range is at most 0"),
         (lambda info: {info.sites.inputs[0]: QParams((1.0,), (128.0,), 0, 255)}, "a zero point must be an integer"),
         (lambda info: {info.sites.weight: (np.full(3, 0.1), 0.0)}, "a zero point must be an integer"),
@@ -181,6 +186,31 @@ def test_weights_have_one_scale_or_one_per_channel():
 def test_callback_values_that_a_site_cannot_have_are_refused(found, problem):
     with pytest.raises(CalibrationError, match=problem):
         Calibrator(prepared(Watching(found)), DATA).calibrate()
+
+
+@pytest.mark.parametrize(
+    ("use", "problem"),
+    [
+        (lambda info: info.unquantized_inputs(3), "there is no batch 3; 3 are cached"),
+        (lambda info: info.unquantized_outputs(-1), "there is no batch -1"),
+        (lambda info: info.quantized_inputs(99), "there is no batch 99"),
+        (lambda info: info.quantized_outputs(3), "there is no batch 3"),
+        (lambda info: info.integer_inputs(3), "there is no batch 3"),
+        (lambda info: info.values_for(torch.randn(2, 3, 8)), r"its shape is \[2, 3, 8\]; the model takes"),
+        (lambda info: info.values_for(torch.randn(2, 3, 8, 8).double()), "torch.float64"),
+        (lambda info: info.with_parameters({"elsewhere": (1, 2)}), "'elsewhere' is not a site of the region"),
+        (lambda info: info.with_parameters({info.sites.bias: (0.1, 0)}), "is a bias"),
+    ],
+)
+def test_what_a_callback_asks_for_and_is_not_there_is_an_error(use, problem):
+    with pytest.raises(IntaglioError, match=problem):
+        Calibrator(prepared(Watching(lambda info: use(info) and {})), DATA).calibrate()
+
+
+@pytest.mark.parametrize("given", [{"scale": 0.0}, {"scale": -0.05}, {"scale": 0.1, "weight": 0.0}])
+def test_scales_of_the_global_callback_are_above_zero(given):
+    with pytest.raises(InputError, match="a scale must be a finite number above 0"):
+        GlobalCalibrationCallback(**given)
 
 
 def test_a_callback_without_its_method_names_the_method_to_define():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments, check_fields
+from intaglio.errors import InputError
 from intaglio.quant.calibrate.calibration_info import CalibrationInfo, Given
 from intaglio.quant.calibrate.callbacks import CalibrationCallback
 
@@ -21,6 +23,14 @@ class GlobalCalibrationCallback(CalibrationCallback):
     scale: float
     zero_point: int = 0
     weight: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("scale", self.scale), ("weight", self.weight)):
+            if value is not None and not 0 < value < math.inf:
+                problem = f"{name} = {value}; a scale must be a finite number above 0"
+                raise InputError(
+                    "GlobalCalibrationCallback", None, problem, remedy=f"pass {name} as the step of values"
+                )
 
     @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments, value_text
-from intaglio.errors import CalibrationError
+from intaglio.errors import CalibrationError, InputError
 from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import QParams
@@ -115,13 +115,19 @@ class CalibrationInfo:
 
     @check_arguments
     def unquantized_inputs(self, batch: int = 0, *, weights: bool = False) -> list[torch.Tensor]:
-        """Return the inputs of the region in the float model."""
+        """Return the inputs of the region in the float model.
+
+        Raises:
+            InputError: there is no batch of this number; all functions with a batch raise it.
+        """
+        self._check_batch(batch)
         found = self._evaluation.unquantized_inputs(self.region, batch)
         return found + [weight for weight in [self.weight()] if weights and weight is not None]
 
     @check_arguments
     def unquantized_outputs(self, batch: int = 0) -> list[torch.Tensor]:
         """Return the outputs of the region in the float model."""
+        self._check_batch(batch)
         return self._evaluation.unquantized_outputs(self.region, batch)
 
     @check_arguments
@@ -130,6 +136,7 @@ class CalibrationInfo:
 
         Inputs whose parameters are not known yet are float.
         """
+        self._check_batch(batch)
         found, weight = self._evaluation.quantized_inputs(self.region, batch), self.weight()
         if weights and weight is not None:
             name = layer_operands(self.region.anchor).weight.name
@@ -143,6 +150,7 @@ class CalibrationInfo:
         Raises:
             CalibrationError: the parameters of an input are not known yet.
         """
+        self._check_batch(batch)
         for name in self.sites.inputs:
             if name not in self._evaluation.qparams:
                 problem = "it has no parameters yet, so its integers are not known"
@@ -163,7 +171,15 @@ class CalibrationInfo:
 
         Its own weight and output are quantized once their parameters are known.
         """
+        self._check_batch(batch)
         return self._evaluation.quantized_outputs(self.region, batch)
+
+    def _check_batch(self, batch: int) -> None:
+        """Raise `InputError` if there is no batch of this number."""
+        if not 0 <= batch < self.batches:
+            problem = f"there is no batch {batch}; {self.batches} are cached"
+            remedy = "pass a number from range(info.batches)" if self.batches else "calibrate with a batch or more"
+            raise InputError("CalibrationInfo", None, problem, remedy=remedy)
 
     def weight(self) -> torch.Tensor | None:
         """Return the float weight, or ``None``."""
@@ -180,8 +196,7 @@ class CalibrationInfo:
     def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
         """Return the region with other parameters, to compare the `quantized_outputs` of several choices."""
         sites = {site.name: site for site in self._evaluation.annotations.sites}
-        free = [name for name in self.sites if name != self.sites.bias]
-        by_site = parameters_by_site(given, self.pattern.name, free)
+        by_site = parameters_by_site(given, self.pattern.name, self.sites)
         chosen = {name: given_parameters(sites[name], value, self.region) for name, value in by_site.items()}
         trial = _trial(self._evaluation, self.region, chosen)
         return CalibrationInfo(trial, self.region, self.pattern, self.sites, self._run)
@@ -247,22 +262,29 @@ def _axis(annotations: Annotations, name: str) -> int | None:
     return axis if isinstance(axis, int) else None
 
 
-def parameters_by_site(given: Any, pattern: str, sites: Iterable[str]) -> Mapping[str, Given]:
-    """Return what a callback returned; raise `CalibrationError` if it is not a mapping.
+def parameters_by_site(given: Any, pattern: str, sites: RegionSites) -> Mapping[str, Given]:
+    """Return what a callback returned.
 
     Args:
         given: the result of the callback.
         pattern: name of the pattern that the callback belongs to.
-        sites: names of the sites whose parameters it may choose.
+        sites: the sites of the region. A callback may choose the parameters of all but the bias.
+
+    Raises:
+        CalibrationError: it is not a mapping, or has a name that is not one of these sites.
     """
-    if isinstance(given, Mapping):
-        return given
-    raise CalibrationError(
-        f"callback of pattern {pattern!r}",
-        None,
-        f"it returned {value_text(given)}; it must return a dictionary from site name to parameters",
-        remedy=f"return {{}} to choose nothing, or parameters by name for {', '.join(sites)}",
-    )
+    where, free = f"callback of pattern {pattern!r}", [name for name in sites if name != sites.bias]
+    if not isinstance(given, Mapping):
+        problem = f"it returned {value_text(given)}; it must return a dictionary from site name to parameters"
+        remedy = f"return {{}} to choose nothing, or parameters by name for {', '.join(free)}"
+        raise CalibrationError(where, None, problem, remedy=remedy)
+    for name in given:
+        if name not in free:
+            bias = "a bias, whose scale follows from its input and weight"
+            what = bias if name == sites.bias else "not a site of the region"
+            remedy = f"return parameters for {', '.join(free)}"
+            raise CalibrationError(where, None, f"{name!r} is {what}", remedy=remedy)
+    return given
 
 
 def given_parameters(site: Site, value: Given, region: Region) -> QParams:
@@ -331,8 +353,17 @@ def _pair(value: Any) -> tuple[np.ndarray, np.ndarray]:
     return first, second
 
 
+def _is_scale_and_zero_point(site: Site, first: np.ndarray, second: np.ndarray) -> bool:
+    """Return whether a pair looks like a float scale and an integer zero point of the site, and not like a range."""
+    if not (np.issubdtype(first.dtype, np.floating) and np.issubdtype(second.dtype, np.integer)):
+        return False
+    return site.role == Role.WEIGHT or bool(second.any() and ((site.qmin <= second) & (second <= site.qmax)).all())
+
+
 def _qparams_of_pair(site: Site, first: np.ndarray, second: np.ndarray) -> QParams:
     """Return the parameters for a pair from a callback; raise ValueError for one that the site cannot have."""
+    if first.min() <= 0 and _is_scale_and_zero_point(site, first, second):
+        raise ValueError("a scale must be above 0, and the ends of a range are two floats or two integers")
     if first.min() > 0:
         if not np.issubdtype(second.dtype, np.integer):
             raise ValueError("a zero point must be an integer, and the low end of a range is at most 0")

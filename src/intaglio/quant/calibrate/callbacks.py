@@ -19,7 +19,6 @@ from intaglio.quant.calibrate.calibration_info import (
     CalibrationInfo,
     CalibrationRun,
     Given,
-    RegionSites,
     given_parameters,
     parameters_by_site,
     quantize_weight,
@@ -32,7 +31,7 @@ from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import activation_qparams
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.user_patterns import ParameterChooser
-from intaglio.signature import bind
+from intaglio.signature import bind, dims_of
 from intaglio.tracing.captured import expect
 
 
@@ -84,7 +83,9 @@ class Calibrator:
         ranges = calibrate(self.prepared, batches, **self.options)
 
         def leaves(batch: Any) -> Sequence[Any]:
-            return bind(self.prepared.signature, *binder(batch))
+            found = bind(self.prepared.signature, *binder(batch))
+            dims_of(self.prepared.signature, found)
+            return found
 
         def qparams_by(method: str) -> Mapping[str, QParams]:
             return activation_qparams(self.prepared.with_method(method), ranges)
@@ -138,9 +139,8 @@ class _CallbackRunner:
             callback, sites = _callback(region), region_sites(self.annotations, region)
             if callback is not None and region.pattern is not None:
                 info = CalibrationInfo(self.evaluation, region, region.pattern, sites, self.calibration)
-                free = [name for name in sites if name != sites.bias]
-                for name, value in parameters_by_site(callback.calibrate(info), region.pattern.name, free).items():
-                    self._store_chosen(name, value, sites, region)
+                for name, value in parameters_by_site(callback.calibrate(info), region.pattern.name, sites).items():
+                    self._store_chosen(name, value, region)
             for leader, last in self.open_until.items():
                 if last <= index:
                     self._set_group_qparams(leader, self.given.get(leader, self.plain.get(leader)))
@@ -150,21 +150,8 @@ class _CallbackRunner:
     def _leader(self, name: str) -> str:
         return self.annotations.leaders[name]
 
-    def _store_chosen(self, name: str, value: Given, sites: RegionSites, region: Region) -> None:
+    def _store_chosen(self, name: str, value: Given, region: Region) -> None:
         """Store the parameters that a callback chose for a site; sites that already have parameters keep them."""
-        label = region.pattern.name if region.pattern is not None else region.name
-        if name not in set(sites) or name == sites.bias:
-            what = (
-                "a bias, whose scale follows from its input and weight"
-                if name == sites.bias
-                else "not a site of the region"
-            )
-            raise CalibrationError(
-                f"callback of pattern {label!r}",
-                None,
-                f"{name!r} is {what}",
-                remedy=f"return parameters for {', '.join(one for one in sites if one != sites.bias)}",
-            )
         leader = self.sites[self._leader(name)]
         if leader.name in self.given or leader.name in self.evaluation.qparams:
             return
