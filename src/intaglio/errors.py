@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class IntaglioError(Exception):
     """Base class of all errors that intaglio raises on purpose.
@@ -77,3 +80,12 @@ class InputError(IntaglioError):
 
 class ArtifactError(IntaglioError):
     """A saved file is damaged, cannot be written, or comes from another version."""
+
+
+def did_you_mean(value: object, names: Iterable[object]) -> str | None:
+    """Return the remedy for a misspelt name: the allowed name that begins with it, or else the nearest one. ``None`` if
+    none of them is near."""
+    text, known = str(value), [str(name) for name in names]
+    longer = [name for name in known if text and name.startswith(text)]
+    near = longer or difflib.get_close_matches(text, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from intaglio.argument_checks.annotation_checks import ANYTHING, Expected, expected, got_text
-from intaglio.errors import InputError
+from intaglio.errors import InputError, did_you_mean
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -129,8 +128,8 @@ class _ArgumentChecks:
         if isinstance(value, type) and (hint := _instance_of(value, allowed)):
             return hint
         words = [choice for choice in allowed.choices if isinstance(choice, str)]
-        if isinstance(value, str) and (near := difflib.get_close_matches(value, words, n=1)):
-            return f"did you mean {near[0]!r}?"
+        if isinstance(value, str) and (near := did_you_mean(value, words)):
+            return near
         optional = self.parameters[parameter].default is not EMPTY
         return f"pass {allowed.text}" + (f", or leave {parameter} out for its default" if optional else "")
 
@@ -139,10 +138,7 @@ class _ArgumentChecks:
         problem = f"there is no argument {name!r}; " + (
             f"its arguments are {', '.join(names)}" if names else "it has none"
         )
-        near = difflib.get_close_matches(name, names, n=1)
-        return InputError(
-            self.name, None, problem, remedy=f"did you mean {near[0]!r}?" if near else f"leave {name} out"
-        )
+        return InputError(self.name, None, problem, remedy=did_you_mean(name, names) or f"leave {name} out")
 
 
 def _instance_of(value: type, allowed: Expected) -> str | None:

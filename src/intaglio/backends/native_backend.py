@@ -12,7 +12,7 @@ from intaglio import build
 from intaglio.argument_checks import check_fields
 from intaglio.backends.protocol import integer_graph
 from intaglio.build.planned import Planned
-from intaglio.errors import InputError
+from intaglio.errors import InputError, did_you_mean
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
@@ -56,7 +56,7 @@ class CompileOptions:
         if self.on_new_shape not in tuple(NewShapePolicy):
             allowed = " and ".join(repr(str(policy)) for policy in NewShapePolicy)
             problem = f"{self.on_new_shape!r} is not a policy; allowed are {allowed}"
-            raise InputError("on_new_shape", None, problem)
+            raise InputError("on_new_shape", None, problem, remedy=did_you_mean(self.on_new_shape, NewShapePolicy))
         if self.isa is not None and not isinstance(self.isa, str):
             object.__setattr__(self, "isa", tuple(self.isa))
 

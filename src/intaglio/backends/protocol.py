@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from intaglio.build.planned import Planned
-from intaglio.errors import InputError, UnsupportedError
+from intaglio.errors import InputError, UnsupportedError, did_you_mean
 from intaglio.fxgraph.node_info import origin
 from intaglio.lower import Lowered, requantize
 from intaglio.quant.qdq.convert import Reference
@@ -56,8 +56,9 @@ def backend_named(table: Sequence[Backend], name: str) -> Backend:
     for backend in table:
         if backend.name == name:
             return backend
-    names = ", ".join(backend.name for backend in table)
-    raise InputError("backend", None, f"{name!r} is not a backend; allowed are {names}")
+    names = [backend.name for backend in table]
+    problem = f"{name!r} is not a backend; allowed are {', '.join(names)}"
+    raise InputError("backend", None, problem, remedy=did_you_mean(name, names))
 
 
 def options_for(backend: Backend, given: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from intaglio.argument_checks import check_arguments
 from intaglio.build.check import check_schedules
 from intaglio.build.planned import Planned
 from intaglio.codegen import emit
-from intaglio.errors import ArtifactError, BuildError
+from intaglio.errors import ArtifactError, BuildError, did_you_mean
 from intaglio.ir import Graph, Program, Schedule, graph_text
 from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
@@ -312,7 +312,8 @@ def isas_to_build(isa: str | Iterable[str] | None) -> tuple[str, ...]:
     where = f"isa={isa!r}" if isinstance(isa, str) else f"isa={requested}"
     if unknown := [one for one in requested if one not in ISAS]:
         problem = f"there are no kernels for {', '.join(map(str, unknown))}; allowed are {', '.join(ISAS)}"
-        raise BuildError(where, None, problem, remedy="leave isa out for the best one of this machine")
+        remedy = did_you_mean(unknown[0], ISAS) or "leave isa out for the best one of this machine"
+        raise BuildError(where, None, problem, remedy=remedy)
     supported = [one for one in able if one in requested]
     if not supported:
         raise BuildError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from intaglio import config
-from intaglio.errors import BuildError, UnsupportedError
+from intaglio.errors import BuildError, UnsupportedError, did_you_mean
 from intaglio.ir import DType, Program, Shape, Signature
 from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
@@ -125,7 +125,8 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
         problem = (
             f"there are no kernels for {', '.join(map(str, unknown))}" if requested else "no instruction set is given"
         )
-        raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}")
+        remedy = did_you_mean(unknown[0], ISA_FLAGS) if requested else None
+        raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}", remedy=remedy)
     return [isa for isa in ISA_FLAGS if isa in requested]
 
 

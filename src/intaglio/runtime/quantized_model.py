@@ -14,7 +14,7 @@ import torch
 
 from intaglio import config
 from intaglio.argument_checks import check_arguments
-from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError
+from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError, did_you_mean
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
 from intaglio.number_text import size_text
@@ -75,7 +75,8 @@ class QuantizedModel(ProgramModule):
         texts = {**self.model_info.texts}
         texts.setdefault("corrections", "no corrections\n")
         if stage not in texts:
-            raise InputError("text", None, f"{stage!r} is not a stage; allowed are {', '.join(texts)}")
+            problem = f"{stage!r} is not a stage; allowed are {', '.join(texts)}"
+            raise InputError("text", None, problem, remedy=did_you_mean(stage, texts))
         return texts[stage]
 
     @check_arguments

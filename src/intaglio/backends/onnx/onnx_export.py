@@ -20,7 +20,7 @@ from torch.fx import traceback
 from intaglio.backends.onnx.onnx_legalize import legalize
 from intaglio.backends.onnx.onnx_ops import translations
 from intaglio.backends.onnx.ort_residual_qdq import quantize_residual_operands
-from intaglio.errors import BuildError, InputError, UnsupportedError
+from intaglio.errors import BuildError, InputError, UnsupportedError, did_you_mean
 from intaglio.fxgraph.node_info import constant_path, graph_info, info, known_type, origin
 from intaglio.ir import Expression, Signature, evaluate, symbols_of
 from intaglio.output_paths import check_file, replace_file_by
@@ -78,9 +78,8 @@ def export_onnx(reference: Reference, path: str | Path, sums: Sums) -> OnnxFile:
         InputError: ``sums`` has another value than the two.
     """
     if sums not in get_args(Sums):
-        raise InputError(
-            "sums", None, f"{sums!r} is not a value of sums; allowed are {' and '.join(map(repr, get_args(Sums)))}"
-        )
+        problem = f"{sums!r} is not a value of sums; allowed are {' and '.join(map(repr, get_args(Sums)))}"
+        raise InputError("sums", None, problem, remedy=did_you_mean(sums, get_args(Sums)))
     _require()
     check_file(path)
     module = legalize(reference.module)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from intaglio import config
 from intaglio.argument_checks import check_arguments_except
-from intaglio.errors import CalibrationError, InputError
+from intaglio.errors import CalibrationError, InputError, did_you_mean
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, batches, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
@@ -70,7 +70,8 @@ def calibrate(
     """
     expect(prepared, Prepared, "calibrate")
     if nonfinite not in tuple(NonFinite):
-        raise CalibrationError("nonfinite", None, f"{nonfinite!r}; allowed are {tuple(map(str, NonFinite))}")
+        problem = f"{nonfinite!r}; allowed are {tuple(map(str, NonFinite))}"
+        raise CalibrationError("nonfinite", None, problem, remedy=did_you_mean(nonfinite, NonFinite))
     group, observer_state = group or Group.current(), prepared.observer_state
     before, earlier = (
         {name: observer.statistics for name, observer in prepared.observers.items()},

@@ -6,7 +6,6 @@ statistics, so a change of the method needs no new calibration.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from intaglio import numerics
+from intaglio.errors import did_you_mean
 from intaglio.ir import QParams
 from intaglio.native.statistics import HALF_BINS, MANTISSA_BITS, SKETCH, exponent_of
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics, nearest_rank, sketch_end
@@ -137,9 +137,8 @@ def method_of(text: str) -> Method:
     """
     name, colon, parameter = str(text).partition(":")
     if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown method {name!r}; known are {', '.join(METHODS)}{hint}")
+        parts = [f"unknown method {name!r}; known are {', '.join(METHODS)}", did_you_mean(name, METHODS)]
+        raise ValueError("; ".join(filter(None, parts)))
     if not colon:
         return METHODS[name]
     if name not in LIMITS:

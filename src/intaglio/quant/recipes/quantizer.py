@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
-from intaglio.errors import InputError, SelectorError
+from intaglio.errors import InputError, SelectorError, did_you_mean
 from intaglio.ops import OpDef, checked_records
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.recipes.choices import OutputType
@@ -52,7 +52,8 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if self.outputs not in tuple(OutputType):
-            raise SelectorError("quantizer", None, f"outputs = {self.outputs!r}; allowed are 'float' and 'int8'")
+            problem = f"outputs = {self.outputs!r}; allowed are 'float' and 'int8'"
+            raise SelectorError("quantizer", None, problem, remedy=did_you_mean(self.outputs, OutputType))
         if self.annotator is not None and (self.patterns or self.skip_first or self.skip_last):
             raise SelectorError(
                 "quantizer",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
-from intaglio.errors import SelectorError
+from intaglio.errors import SelectorError, did_you_mean
 from intaglio.ir import Origin
 from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
@@ -259,12 +259,11 @@ def _setting(selector: str, value: Setting | Mapping[str, Any] | None) -> Settin
     known = [field.name for field in dataclasses.fields(Setting)]
     for key in value:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
             raise SelectorError(
                 f"recipe [{selector}]",
                 None,
                 f"unknown key {key!r}; known are {', '.join(known)}",
-                remedy=f"did you mean {close[0]!r}?" if close else None,
+                remedy=did_you_mean(key, known),
             )
     return Setting(**value)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from intaglio.argument_checks import check_arguments, check_fields
-from intaglio.errors import SelectorError
+from intaglio.errors import SelectorError, did_you_mean
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.recipes.choices import (
     ActivationMode,
@@ -90,9 +90,8 @@ class Setting:
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
             if value not in values:
-                raise SelectorError(
-                    "recipe", None, f"{name} = {getattr(self, name)!r}; allowed are {_plain(values[1:])}"
-                )
+                problem = f"{name} = {getattr(self, name)!r}; allowed are {_plain(values[1:])}"
+                raise SelectorError("recipe", None, problem, remedy=did_you_mean(value, values[1:]))
         try:
             method_of("mse" if self.method is None else self.method)
         except ValueError as error:

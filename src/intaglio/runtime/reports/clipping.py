@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import sqrt
 
-from intaglio.errors import InputError
+from intaglio.errors import InputError, did_you_mean
 from intaglio.ir import RangeCheck
 
 logger = logging.getLogger("intaglio")
@@ -101,7 +101,8 @@ class ClippingMonitor:
             self.policy = ClippingPolicy(name)
         except ValueError as error:
             allowed = ", ".join(ClippingPolicy)
-            raise InputError("on_clipping", None, f"{name!r} is not a policy; allowed are {allowed}") from error
+            problem = f"{name!r} is not a policy; allowed are {allowed}"
+            raise InputError("on_clipping", None, problem, remedy=did_you_mean(name, ClippingPolicy)) from error
 
     def forget(self) -> None:
         """Forget the values so far, which belong to other parameters."""
