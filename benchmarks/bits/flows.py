@@ -107,7 +107,7 @@ def search(case: Case, model: nn.Module, batches: Batches) -> Result:
         return -(candidate(*batches[1]) - wanted).square().mean().item()
 
     tuned = api.public("autotune")(model, batches, evaluate, max_drop=1e-7, relative=False, evaluations=6)
-    return None, {"tuned": tuned.model(*batches[1]), "sites": tuned.model.text("sites")}
+    return tuned.reference, {"tuned": tuned.model(*batches[1]), "sites": tuned.model.text("sites")}
 
 
 FLOWS: dict[str, Callable[[Case, nn.Module, Batches], Result]] = {
