@@ -40,6 +40,7 @@ __all__ = [
     "current_function_mode",
     "decompose_used_composites",
     "decomposition_of",
+    "default_store",
     "forget_compiled_loops",
     "int8_matmul",
     "is_in_jit_trace",
@@ -228,6 +229,12 @@ def quantized_decomposed() -> Any:
     importlib.import_module("torch.ao.quantization.fx._decomposed")
 
     return torch.ops.quantized_decomposed
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, through which its processes met. Without it, an error of an
+    exchange does not name the process that ended."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # ---- export ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -23,6 +24,7 @@ from intaglio.errors import CalibrationError
 from intaglio.native.statistics import HALF_BINS, SKETCH
 from intaglio.quant.calibrate.batches import batches
 from intaglio.quant.calibrate.tensor_statistics import Statistics, widen
+from intaglio.torch_private import default_store
 
 T = TypeVar("T")
 Array = NDArray[Any]
@@ -108,6 +110,12 @@ class Group:
         return reduce(function, self.gather(array))
 
 
+FAILURES = "intaglio/failures/"
+"""Beginning of the keys in the store of a process group under which ranks count failed exchanges."""
+REPORT_SECONDS = 5.0
+"""Time in which all ranks that run find out that an exchange failed."""
+
+
 class ProcessGroup(Group):
     """All processes of torch.distributed, with a backend that accepts CPU tensors (gloo)."""
 
@@ -129,12 +137,32 @@ class ProcessGroup(Group):
         try:
             call()
         except RuntimeError as error:
+            silent = self._silent_ranks()
+            where = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else f"rank {self.rank}"
+            problem = f"no answer any more, which rank {self.rank} waited for" if silent else "an exchange failed"
             raise CalibrationError(
-                f"rank {self.rank}",
+                where,
                 None,
-                f"the exchange with the other ranks failed: {error}",
-                remedy="check whether one of them ended; init_process_group('gloo', timeout=...) sets how long to wait",
+                f"{problem}: {error}",
+                remedy="check whether a rank ended; init_process_group('gloo', timeout=...) sets how long to wait",
             ) from error
+
+    def _silent_ranks(self) -> list[int]:
+        """Return the ranks that do not report within `REPORT_SECONDS` that an exchange failed for them too.
+
+        Empty if all do, or if the store of the process group has ended with one of them.
+        """
+        try:
+            store = default_store()
+            failures = store.add(f"{FAILURES}{self.rank}", 1)
+            others = {rank for rank in range(self.size) if rank != self.rank}
+            until = time.monotonic() + REPORT_SECONDS
+            while others and time.monotonic() < until:
+                others = {rank for rank in others if store.add(f"{FAILURES}{rank}", 0) < failures}
+                time.sleep(0.05)
+        except RuntimeError:
+            return []
+        return sorted(others)
 
 
 @dataclass(frozen=True)
