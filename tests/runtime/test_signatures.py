@@ -330,6 +330,13 @@ BATCHES = {
 }
 
 
+def test_a_first_batch_of_another_float_type_is_refused_with_the_conversion():
+    with pytest.raises(CaptureError, match="the float model fails") as raised:
+        intaglio.quantize(nn.Sequential(conv()), [X.double()], progress=False)
+    assert raised.value.remedy == "convert the inputs from torch.float64 with .to(torch.float32)"
+    intaglio.quantize(nn.Sequential(conv()), [X.double().to(torch.float32)], progress=False)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("kind", BATCHES)
 def test_an_invalid_first_batch_is_refused_before_the_work(kind):

@@ -155,8 +155,17 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             type(model_copy).__name__,
             None,
             f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
-            remedy="pass example_inputs as the tuple of arguments that forward takes, or batches that hold them",
+            remedy=_example_remedy(model_copy, (*args, *kwargs.values())),
         ) from error
+
+
+def _example_remedy(model_copy: nn.Module, example: tuple[Any, ...]) -> str:
+    """Return what to do about an example on which the float model fails."""
+    wanted = {p.dtype for p in model_copy.parameters() if p.is_floating_point()}
+    given = {t.dtype for t in pytree.tree_leaves(example) if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    if len(wanted) == 1 and (odd := given - wanted):
+        return f"convert the inputs from {', '.join(sorted(map(str, odd)))} with .to({wanted.pop()})"
+    return "pass example_inputs as the tuple of arguments that forward takes, or batches that hold them"
 
 
 def _clone(leaf: Any) -> Any:

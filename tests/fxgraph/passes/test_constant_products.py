@@ -29,3 +29,14 @@ def test_products_with_constant_matrices_are_int8(name, recipe):
     for batch in (X, X[:2]):
         exact = model(batch)
         assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+def test_one_matrix_that_is_expanded_to_the_batch_is_the_weight_of_a_linear_layer():
+    model = Body(lambda m, x: torch.bmm(m.first(x), m.matrix.expand(x.shape[0], -1, -1)), first=nn.Linear(8, 8))
+    model.matrix = nn.Parameter(torch.randn(1, 8, 5, generator=DRAW))
+    x = torch.randn(4, 7, 8, generator=DRAW)
+    found = intaglio.quantize(randomize(model), [x], progress=False)
+    assert "expand" not in found.text("integer")
+    for batch in (x, x[:1]):
+        exact = model(batch)
+        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()

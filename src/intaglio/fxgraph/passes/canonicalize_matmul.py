@@ -164,6 +164,8 @@ def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     if operator(node) not in CONSTANT_PRODUCTS:
         return None
     *bias, x, matrix = node.args[:3]
+    if operator(matrix) == "aten.expand.default":  # of one matrix to a batch, which a product with it does not need
+        matrix = matrix.args[0]
     if not is_constant(matrix) or is_constant(x) or known_type(x).dtype is not DType.F32:
         return None
     shape, rank = known_type(matrix).shape, len(known_type(x).shape)

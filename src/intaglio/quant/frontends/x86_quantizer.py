@@ -82,6 +82,8 @@ TYPES: Mapping[Any, str] = {
     nn.Flatten: FLATTEN,
     torch.flatten: FLATTEN,
     torch.matmul: MATMUL,
+    torch.bmm: MATMUL,  # capture replaces products of computed operands by matmul
+    torch.mm: MATMUL,
     torch.mul: MUL_TARGET,
 }
 """Overload of each module class and function."""
