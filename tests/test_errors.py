@@ -23,13 +23,13 @@ def test_the_nearest_allowed_name_is_proposed(value, near):
 MODEL, X = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
 CALLS = {
     "'native'": lambda: stages.compile(compiled(nets.Linears)[1], backend="nativ"),
-    "'integer'": lambda: compiled(nets.Linears)[0].text("intger"),
+    "'integer'": lambda: compiled(nets.Linears)[0].text("integers"),
     "'avx512vnni'": lambda: stages.compile(compiled(nets.Linears)[1], isa="avx512"),
     "'portable'": lambda: compiled(nets.Linears)[0].export_c("folder", isa="portabl"),
     "'fallback'": lambda: intaglio.CompileOptions(on_new_shape="fallbak"),
-    "'error'": lambda: setattr(compiled(nets.Linears)[0], "on_clipping", "eror"),
+    "'error'": lambda: setattr(compiled(nets.Linears)[0], "on_clipping", "errors"),
     "'minmax'": lambda: intaglio.Recipe.of({"*": {"method": "minmx"}}),
-    "'channel'": lambda: intaglio.Recipe.of({"*": {"weights": "chanel"}}),
+    "'channel'": lambda: intaglio.Recipe.of({"*": {"weights": "channels"}}),
     "'ignore'": lambda: stages.calibrate(stages.prepare(stages.capture(MODEL, X)), [X], nonfinite="ignor"),
 }
 
