@@ -166,7 +166,7 @@ MODELS = {
     ),
     "a traced module": (
         lambda: stages.capture(torch.jit.trace(nn.Linear(4, 4), X), X),
-        "pass the module that was scripted or traced",
+        "quantize the nn.Module that it was made from",
         lambda: stages.capture(nn.Linear(4, 4), X),
     ),
     "weights that are not loaded": (

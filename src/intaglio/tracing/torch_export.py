@@ -285,9 +285,6 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
     return dataclasses.replace(signature, names=names)
 
 
-ORIGINAL = "pass the module that was scripted or traced"
-
-
 def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
     """Return a deep copy of a float model in training or evaluation mode, so that the caller's model never changes.
 
@@ -295,9 +292,6 @@ def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
         CaptureError: the model is quantized, scripted, not on the CPU, or cannot be copied.
     """
     refuse_quantized(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        kind = type(model).__name__
-        raise CaptureError(kind, None, "the model is not an nn.Module written in Python", remedy=ORIGINAL)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise CaptureError(
