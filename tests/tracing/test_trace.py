@@ -255,7 +255,7 @@ REFUSED = {
     "data-dependent": lambda: (body(lambda m, x: m.c(x) if x.sum() > 0 else m.c(-x), c=conv()), X),
     "depend on data or on random numbers": lambda: (body(lambda m, x: m.c(x) + torch.rand(1), c=conv()), X),
     "not an nn.Module": lambda: (lambda x: x, X),
-    "not an nn.Module written": lambda: (torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)), torch.zeros(1, 4)),
+    "the model is TorchScript": lambda: (torch.jit.trace(nn.Linear(4, 3), torch.zeros(1, 4)), torch.zeros(1, 4)),
     "only one of me": lambda: (Dies(), X),
     "to have 3 channels, but got 5": lambda: (body(lambda m, x: m.c(x), c=conv()), torch.zeros(2, 5, 8, 8)),
     "positional arguments but 5 were given": lambda: (nets.randomize(nets.Linears()), (torch.zeros(2, 16), X, X, X)),

@@ -118,7 +118,7 @@ class CalibrationInfo:
         """Return the inputs of the region in the float model.
 
         Raises:
-            InputError: there is no batch of this number; all functions with a batch raise it.
+            InputError: no batch has this number; all functions with a batch raise it.
         """
         self._check_batch(batch)
         found = self._evaluation.unquantized_inputs(self.region, batch)
@@ -175,7 +175,7 @@ class CalibrationInfo:
         return self._evaluation.quantized_outputs(self.region, batch)
 
     def _check_batch(self, batch: int) -> None:
-        """Raise `InputError` if there is no batch of this number."""
+        """Raise `InputError` if no batch has this number."""
         if not 0 <= batch < self.batches:
             problem = f"there is no batch {batch}; {self.batches} are cached"
             remedy = "pass a number from range(info.batches)" if self.batches else "calibrate with a batch or more"
