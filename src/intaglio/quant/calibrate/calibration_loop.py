@@ -26,6 +26,7 @@ from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.qparams import activation_ranges
 from intaglio.signature import bind, clone_tensors, dims_of
+from intaglio.torch_private import pytree
 from intaglio.tracing.captured import expect
 
 logger = logging.getLogger("intaglio.lint")
@@ -211,7 +212,8 @@ def _summary_of_inputs(signature: Signature, args: tuple[Any, ...], kwargs: dict
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the samples in a call: the size of the first axis of its first tensor that has axes."""
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim()]
+    leaves = pytree.tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
     return tensors[0].size(0) if tensors else 1  # a nested tensor has no shape
 
 

@@ -13,19 +13,20 @@ from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
-from intaglio.fxgraph.node_info import info, known_type, origin, set_info
+from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.padding_masks import padding_masks, visible_tokens
 from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, notes_on_concatenations
-from intaglio.ir import ModelInfo, Origin, Signature, symbols_of
+from intaglio.ir import ModelInfo, Origin, Signature
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
-from intaglio.quant.annotate.sites import Observed, Shared
+from intaglio.quant.annotate.sites import Observed
 from intaglio.quant.calibrate.custom_observer import insert_custom_observers
-from intaglio.quant.calibrate.observer import Observer, ObserverState
+from intaglio.quant.calibrate.observer import Observer, ObserverState, insert_observers
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
@@ -36,6 +37,7 @@ from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import patterns_of
+from intaglio.signature import bind, dims_of
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
@@ -77,8 +79,15 @@ class Prepared(GraphStage):
         return {self.signature.inputs[0].name: declared} if isinstance(declared, Image) else declared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the float model's results, and let the observers count one more batch."""
-        results = super().__call__(*args, **kwargs)
+        """Return the float model's results, and let the observers count one more batch without its padding."""
+        if padding_masks(self.signature):
+            leaves = bind(self.signature, args, kwargs)
+            dims_of(self.signature, leaves)
+            self.observer_state.visible = visible_tokens(self.signature, leaves)
+        try:
+            results = super().__call__(*args, **kwargs)
+        finally:
+            self.observer_state.visible = {}
         self.observer_state.batch += self.observer_state.stride
         return results
 
@@ -210,7 +219,7 @@ def _prepared(
     if not quantizer.has_text:
         del texts["quantizer"]
     model_info = captured.model_info.with_stage(notes, **texts)
-    observed, observers = _insert_observers(annotations, captured.signature, observer_state, bodies)
+    observed, observers = _with_observers(annotations, captured.signature, observer_state, bodies)
     return Prepared(
         observed,
         captured.signature,
@@ -337,7 +346,7 @@ def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:
     annotations = reannotate(prepared, module)
     observer_state = ObserverState()
     bodies = {name: _reprepare_body(body, observer_state) for name, body in prepared.bodies.items()}
-    observed, observers = _insert_observers(annotations, prepared.signature, observer_state, bodies)
+    observed, observers = _with_observers(annotations, prepared.signature, observer_state, bodies)
     model_info = prepared.model_info.with_stage(sites=annotations.text())
     return replace(
         prepared,
@@ -352,45 +361,16 @@ def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:
 
 def _reprepare_body(body: Prepared, observer_state: ObserverState) -> Prepared:
     """Return a loop body with new observers."""
-    observed, observers = _insert_observers(body.annotations, body.signature, observer_state, {})
+    observed, observers = _with_observers(body.annotations, body.signature, observer_state, {})
     return replace(body, module=observed, observers=observers, observer_state=observer_state)
 
 
-def _insert_observers(
+def _with_observers(
     annotations: Annotations, signature: Signature, observer_state: ObserverState, bodies: Mapping[str, Prepared]
 ) -> tuple[fx.GraphModule, dict[str, Observer]]:
     """Return a copy of the graph with observers, and all observers by site name, those of loop bodies included."""
-    observed = copy_graph(annotations.module)
-    nodes = {node.name: node for node in observed.graph.nodes}
-    observers = {
-        site.name: Observer(site, _sample_axis(nodes[site.value], signature), observer_state)
-        for site in annotations.sites
-        if site.role == Role.ACTIVATION and isinstance(site.spec, Observed)
-    }
-    places = {name: f"observer_{index}" for index, name in enumerate(observers)}
-    for site in annotations.sites:
-        leader = annotations.leaders[site.name]
-        if site.name in observers or (isinstance(site.spec, Shared) and site.spec.observed):
-            _insert(observed, nodes[site.value], places[leader], observers[leader])
+    observed, observers = insert_observers(annotations, signature, observer_state)
     insert_custom_observers(observed, annotations.custom_observers, observer_state.observed_edges)
     replace_loop_bodies(observed, {name: body.module for name, body in bodies.items()})
     observed.recompile()
     return observed, observers | {name: one for body in bodies.values() for name, one in body.observers.items()}
-
-
-def _sample_axis(node: fx.Node, signature: Signature) -> int | None:
-    """Return the axis of a value whose size depends on the batch size; ``None`` without one."""
-    free = [entry.type.shape[0] for entry in signature.inputs if entry.type.shape]
-    batch = {symbol for size in free[:1] for symbol in symbols_of(size)}
-    axes = [axis for axis, size in enumerate(known_type(node).shape) if batch.intersection(symbols_of(size))]
-    return axes[0] if axes else None
-
-
-def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer) -> None:
-    module.add_submodule(name, observer)
-    users = list(node.users)
-    with module.graph.inserting_after(node):
-        call = module.graph.call_module(name, (node,))
-    set_info(call, type=info(node).type, origin=observer.site.origin)
-    for user in users:
-        user.replace_input_with(node, call)

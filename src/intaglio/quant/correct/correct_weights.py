@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
+from intaglio.fxgraph.node_info import known_type
 from intaglio.fxgraph.nodes import layer_operands
-from intaglio.ir import SIGN_OFFSET, DType, QParams
+from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
+from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
@@ -78,7 +81,9 @@ def correct(
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
     through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
     evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=through_outputs, cache=cache)
-    corrector, regions = _WeightCorrector(evaluation, units, group), iter(evaluation)
+    visible = tuple(visible_tokens(prepared.signature, leaves) for leaves in calls)
+    corrector = _WeightCorrector(evaluation, prepared.signature, visible, units, group)
+    regions = iter(evaluation)
     corrected = any(_is_corrected(annotations, region) for region in annotations.regions)
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
@@ -94,6 +99,8 @@ class _WeightCorrector:
 
     Attributes:
         evaluation: the evaluation of the model, layer by layer.
+        signature: signature of the model.
+        visible: the tokens of each batch that padding masks do not hide.
         units: parameters of weights and biases before correction, by site.
         group: the processes that take part.
         weights: weight site -> rounded weight.
@@ -102,6 +109,8 @@ class _WeightCorrector:
     """
 
     evaluation: LayerwiseEvaluation
+    signature: Signature
+    visible: tuple[VisibleTokens, ...]
     units: Mapping[str, QParams]
     group: Group
     weights: dict[str, RoundedWeight] = field(default_factory=dict)
@@ -146,9 +155,10 @@ class _WeightCorrector:
     def _moments(self, region: Region, x: fx.Node, halve: bool = False) -> Moments:
         """Return the second moments of a region's quantized input, or of half of its samples, over all ranks."""
         site = self.evaluation.sites[x.name]
-        calls = range(len(self.evaluation.calls))
-        # A linear layer of a vector has one sample.
-        batches = (torch.atleast_2d(self.evaluation.quantized_values(x, call)) for call in calls)
+        axes = padded_axes(known_type(x).shape, self.signature)
+        batches: Iterator[torch.Tensor] = itertools.chain.from_iterable(
+            visible_groups(self._operand(x, call), axes, visible) for call, visible in enumerate(self.visible)
+        )
         if halve:
             batches = (batch[half] for batch in batches if (half := in_first_half(batch)).any())
         q = self.evaluation.qparams[site.name]
@@ -158,6 +168,10 @@ class _WeightCorrector:
                 q.with_offset(SIGN_OFFSET),
             )
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
+
+    def _operand(self, x: fx.Node, call: int) -> torch.Tensor:
+        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it."""
+        return torch.atleast_2d(self.evaluation.quantized_values(x, call))
 
     def _halves(self, region: Region, x: fx.Node, found: Moments) -> tuple[Moments, Moments]:
         """Return the moments of each half of the samples, which together have the moments ``found``."""
@@ -224,20 +238,22 @@ class _WeightCorrector:
         unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
         axis = -1 if region.record.is_linear_layer else 1
         total = torch.zeros(2 if split else 1, outputs + 1, dtype=torch.int64)
+        x = layer_operands(region.anchor).x
+        input_axes, output_axes = (padded_axes(known_type(node).shape, self.signature) for node in (x, region.anchor))
+        if None in (input_axes, output_axes) or axis != -1:
+            input_axes = output_axes = None
 
         def add_up() -> None:
-            for batch in range(len(self.evaluation.calls)):
+            for batch, visible in enumerate(self.visible):
                 exact, found = map(torch.atleast_2d, self.evaluation.anchor_outputs(region, batch))
-                difference = (exact.double() - found.double()).movedim(axis, 0)
-                parts: tuple[Any, ...] = (slice(None),)
-                if split:
-                    x = self.evaluation.quantized_values(layer_operands(region.anchor).x, batch)
-                    half = in_first_half(torch.atleast_2d(x))
-                    parts = (half, ~half)
-                for sums, part in zip(total, parts, strict=True):
-                    values = difference[:, part].flatten(1)
-                    sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
-                    sums[-1] += values.shape[1]
+                errors = visible_groups(exact.double() - found.double(), output_axes, visible)
+                inputs = visible_groups(self._operand(x, batch), input_axes, visible) if split else errors
+                for operand, error in zip(inputs, errors, strict=True):
+                    parts: tuple[Any, ...] = (half := in_first_half(operand), ~half) if split else (slice(None),)
+                    for sums, part in zip(total, parts, strict=True):
+                        values = error.movedim(axis, 0)[:, part].flatten(1)
+                        sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
+                        sums[-1] += values.shape[1]
 
         self.group.run_on_all_ranks(add_up)
         found = torch.from_numpy(self.group.total(total.numpy()))

@@ -17,9 +17,18 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import fixed_size
+from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.nodes import layer_operands
+from intaglio.fxgraph.padding_masks import (
+    PaddedAxes,
+    VisibleTokens,
+    padded_axes,
+    visible_channels,
+    visible_groups,
+    visible_tokens,
+)
 from intaglio.fxgraph.uneven_concatenations import Extrema, is_uneven
+from intaglio.ir import Signature
 from intaglio.quant.annotate.annotate_graph import quantized_concatenations
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.calibrate.distributed import Group
@@ -85,9 +94,9 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
         if is_affine_layer_norm(value.region):
             readers[value.name] = [getattr(module, str(layer_operands(use.node).weight.target)) for use in value.uses]
     axes = dict.fromkeys(rows, -1) | {value.name: value.axis for value in values}
-    largest = _largest(module, axes, calls, group)
+    largest = _largest(module, prepared.signature, axes, calls, group)
     chosen: dict[str, torch.Tensor] = {}
-    smooth = _smoothings(readers, module, calls, largest, group)
+    smooth = _smoothings(readers, module, prepared.signature, calls, largest, group)
     for value in values:
         if is_affine_layer_norm(value.region):
             if value.name in smooth:
@@ -156,23 +165,36 @@ def _joined(extrema: Sequence[Extrema]) -> Extrema:
     return min(low for low, _ in extrema), max(high for _, high in extrema)
 
 
+def _padded_axes(module: fx.GraphModule, names: Iterable[str], signature: Signature) -> dict[str, PaddedAxes | None]:
+    """Return for each value the axes along which a padding mask lies."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    return {name: padded_axes(known_type(nodes[name]).shape, signature) for name in names}
+
+
 def _largest(
-    module: fx.GraphModule, axes: Mapping[str, int], calls: Sequence[Sequence[Any]], group: Group
+    module: fx.GraphModule,
+    signature: Signature,
+    axes: Mapping[str, int],
+    calls: Sequence[Sequence[Any]],
+    group: Group,
 ) -> dict[str, torch.Tensor]:
-    """Return for each value the largest magnitude of every channel, over the batches of all ranks.
+    """Return for each value the largest magnitude of every channel, over the batches of all ranks without padding.
 
     ``axes``: value -> its channel axis.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     found = {name: torch.zeros(fixed_size(nodes[name], axis)) for name, axis in axes.items()}
-
-    def see(name: str, value: torch.Tensor) -> None:
-        channels = value.abs().movedim(axes[name], 0).unsqueeze(1).flatten(1)  # a vector has one value per channel
-        found[name] = torch.maximum(found[name], channels.amax(1))
+    padded = _padded_axes(module, axes, signature)
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for leaves in calls:
+                visible = visible_tokens(signature, leaves)
+
+                def see(name: str, value: torch.Tensor, visible: VisibleTokens = visible) -> None:
+                    channels = visible_channels(value.abs(), axes[name], padded[name], visible)
+                    found[name] = torch.maximum(found[name], channels.amax(1))
+
                 _ValueRecorder(module, axes, see).run(*leaves)
 
     group.run_on_all_ranks(run)
@@ -185,11 +207,14 @@ def _largest(
 def _smoothings(
     readers: Mapping[str, Sequence[torch.Tensor]],
     module: fx.GraphModule,
+    signature: Signature,
     calls: Calls,
     largest: Mapping[str, torch.Tensor],
     group: Group,
 ) -> dict[str, Smoothing]:
     """Return the smoothing of each value for which it helps, from sampled tokens of all ranks in the order of batches.
+
+    Padding is left out.
 
     ``readers``: value -> weights of the linear layers that read it.
     """
@@ -197,15 +222,19 @@ def _smoothings(
         return {}
     own: dict[str, list[SampledRows]] = {}
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
+    padded = _padded_axes(module, readers, signature)
     each = max(group.gather(max(sizes, default=1)))  # Samples are numbered in steps of the largest batch.
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for place, leaves in enumerate(calls):
                 first = (place * group.size + group.rank) * each
+                visible = visible_tokens(signature, leaves)
 
-                def see(name: str, value: torch.Tensor, first: int = first) -> None:
-                    own.setdefault(name, []).append(SampledRows.of(value, first))
+                def see(name: str, value: torch.Tensor, first: int = first, visible: VisibleTokens = visible) -> None:
+                    for tokens in visible_groups(value, padded[name], visible):
+                        own.setdefault(name, []).append(SampledRows.of(tokens, first))
+                        first += len(tokens)
 
                 _ValueRecorder(module, readers, see).run(*leaves)
 
