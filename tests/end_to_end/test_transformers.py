@@ -198,7 +198,8 @@ def test_the_default_recipe_depends_on_the_operators_of_the_model(block):
     for model, residual in ((block, "float"), (nn.Sequential(nn.Linear(WIDTH, WIDTH)), "int8")):
         found = prepare(capture(model.eval(), (BATCHES[0],))).quantizer.recipe.default
         assert found.residual == residual
-        assert found.rounding == ("nearest" if residual == "float" else "gptq")
+        assert found.method == ("minmax" if residual == "float" else "mse")
+        assert found.rounding == "gptq"
 
 
 def test_a_user_setting_overrides_what_the_model_suggests(block):

@@ -159,9 +159,9 @@ DEFAULT = Setting(
     embeddings="float",
 )
 """Default of models without attention."""
-TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", rounding="nearest", residual="float")
+TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", residual="float")
 """Default of models with attention. Outliers of a token carry signal, so ranges are not clipped and sums stay in float.
-SmoothQuant replaces weight rounding as the correction (docs/transformers.md)."""
+SmoothQuant is added to the corrections (docs/transformers.md)."""
 NAMED = {
     "default": UNSET,
     "convolutional": DEFAULT,
