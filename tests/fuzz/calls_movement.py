@@ -187,6 +187,20 @@ def extremum(b: Builder) -> str:
     return b.emit(f"{x}.{b.pick('argmax', 'argmin')}({axis}, keepdim={b.chance(0.5)})")
 
 
+def argsort(b: Builder) -> str:
+    """Sorted values, or places that select elements: those of a sort whose equal elements keep their order."""
+    x = b.value((2, 3, 4))
+    shape = b.shape(x)
+    axis = b.rng.randrange(1, len(shape))
+    keys = b.emit(f"({x} * 3).long()") if b.chance(0.3) else x
+    options = f"dim={axis}, descending={b.chance(0.5)}"
+    if b.chance(0.4):
+        return b.emit(f"torch.sort({keys}, {options}, stable=True).values.float()")
+    if b.chance(0.4):
+        return b.emit(f"torch.topk({x}, {b.rng.randint(1, shape[axis])}, {axis}, {b.chance(0.5)}).values")
+    return b.emit(f"torch.gather({x}, {axis}, torch.argsort({keys}, {options}, stable=True))")
+
+
 def integers(b: Builder) -> str:
     """Arithmetic on integers of 64 or 32 bits, which selects or shifts values."""
     x = b.value()
@@ -194,6 +208,8 @@ def integers(b: Builder) -> str:
     narrow = b.emit(f"({whole} > 0).int() * {b.emit(f'({whole} < 3).int()')}") if b.chance(0.3) else whole
     forms = ("{i} * 3 - 2", "{i}.abs().clamp(1, 5)", "-{i} + {j}", "torch.where({i} > {j}, {i}, {j})", "{i} << 2")
     found = b.emit(b.pick(*forms, "{i}.sign() * 4", "torch.maximum({i}, {j})", "{i} >> 1").format(i=whole, j=narrow))
+    if b.chance(0.2):
+        found = b.emit(f"{found} // {b.pick(2, 3, -5)}")
     return b.emit(f"{x} + {found}" if b.chance(0.5) else f"{found}.float()")
 
 

@@ -75,6 +75,7 @@ GENERATORS: dict[str, Generator] = {
     "scatter": movement.scatter,
     "cumsum": movement.cumsum,
     "extremum": movement.extremum,
+    "argsort": movement.argsort,
     **dict.fromkeys(("shift_left", "shift_right"), movement.integers),
     **{name: of_one(*templates) for name, templates in ONE.items()},
     **{name: of_positive(*templates) for name, templates in POSITIVE.items()},

@@ -90,7 +90,11 @@ ATTRS = {"leaky_relu": {"slope": 0.1}, "clamp": {"low": -1.0, "high": 2.0}}
 def each_operator() -> Lowered:
     """Every primitive once: between float ends, along rows of free length."""
     net = LoopGraph(
-        x=TensorType((N, C), F32), y=TensorType((N, C), F32), ids=TensorType((N, C), I64), m=TensorType((N, C), BOOL)
+        x=TensorType((N, C), F32),
+        y=TensorType((N, C), F32),
+        ids=TensorType((N, C), I64),
+        few=TensorType((N, C), I64),
+        m=TensorType((N, C), BOOL),
     )
     for kind in UNARY:
         net.add(lambda b, kind=kind: b(kind, "x"))
@@ -102,6 +106,8 @@ def each_operator() -> Lowered:
         net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 1.5), b(kind, 1.5, "x")))
     for kind in PAIRS_OF_INTEGERS:
         net.add(lambda b, kind=kind: (b(kind, "x", "y"), b(kind, "x", 0.5), b(kind, "ids", "ids")))
+    for divisor in ("few", 1, 3, -1, -7, 8, 0):
+        net.add(lambda b, divisor=divisor: b("floor_divide", "ids", divisor))
     for kind in ("and", "or", "xor"):
         net.add(lambda b, kind=kind: b(kind, "m", b("lt", "x", "y")))
     net.add(lambda b: (b("not", "m"), b("where", "m", "x", -np.inf), b("where", "m", "x", "y")))
@@ -134,10 +140,12 @@ def test_every_host_operator_matches_its_meaning(operators, rows, columns, seed)
     lowered, model = operators
     draw = np.random.default_rng(seed)
     ids = torch.from_numpy(draw.integers(-(2**40), 2**40, (rows, columns)) * draw.integers(0, 2, (rows, columns)))
+    ids[draw.random((rows, columns)) < 0.1] = -(2**63)
     given = (
         random_rows((rows, columns), seed),
         random_rows((rows, columns), seed + 1),
         ids,
+        torch.from_numpy(draw.integers(-4, 5, (rows, columns))),
         torch.from_numpy(draw.random((rows, columns)) < 0.5),
     )
     for name, found, expected in zip(lowered.graph.outputs, model(*given), lowered(*given), strict=True):

@@ -148,6 +148,7 @@ OPERATORS = {
         torch.maximum((x * 9).long(), (y * 9).long()) > 4,
         ((x > y).int() * (y > 0).int() + 1).long(),
         -(x * 9).long().sign() << 3,
+        (x * 99).long() // 7 + (y * 99).long().div(-4, rounding_mode="floor"),
     ),
 }
 

@@ -10,6 +10,7 @@ from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
 from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places
 from intaglio.codegen.emitters.emit_data_movement import emit_movement
 from intaglio.codegen.emitters.emit_direct import (
+    emit_argsort,
     emit_cumsum,
     emit_extremum,
     emit_gather_elements,
@@ -79,6 +80,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "gather_elements": emit_gather_elements,
     "cumsum": emit_cumsum,
     "extremum": emit_extremum,
+    "argsort": emit_argsort,
     "scatter": emit_scatter,
     "pixels": emit_pixels,
     "dequantize": emit_dequantize,

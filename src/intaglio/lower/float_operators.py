@@ -23,9 +23,10 @@ from intaglio.fxgraph.nodes import (
     tensor_nodes,
 )
 from intaglio.ir import Attrs, DType, Graph, Op, Origin, TensorType
+from intaglio.ir.verify import TypeRule
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import BY_TARGET, Call, OpDef
-from intaglio.ops.direct import ELEMENTS
+from intaglio.ops.direct.direct_operands import ELEMENTS
 from intaglio.ops.loop_ops.loop_builder import Body, FloatCall
 from intaglio.ops.loop_ops.primitives import primitive
 from intaglio.quant.annotate.embedding_tables import table_operands
@@ -193,6 +194,9 @@ def _refused(call: Call, record: OpDef, values: Sequence[fx.Node], result: DType
     if any(kind.dtype not in ELEMENTS or kind.q is not None for kind in kinds) or result not in ELEMENTS:
         return True
     if any(kind.dtype not in (DType.I64, result) for kind in kinds[1:]):
+        return True
+    rule = record.types
+    if isinstance(rule, TypeRule) and (kinds[0].dtype not in rule.operands[0] or result not in rule.results):
         return True
     return record.check(call) is not None
 

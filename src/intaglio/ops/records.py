@@ -10,7 +10,6 @@ from intaglio.errors import InputError
 from intaglio.ir import Op
 from intaglio.ops import (
     channels,
-    direct,
     dynamic_quant,
     embedding,
     fused_activations,
@@ -18,6 +17,7 @@ from intaglio.ops import (
     pointwise,
     unary,
 )
+from intaglio.ops.direct import along_axis, indexing
 from intaglio.ops.images import float_images, pool, resize
 from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
@@ -60,7 +60,8 @@ BY_NAME, BY_TARGET = index(
     dynamic_quant.DYNAMIC_QUANT_OPS,
     lstm_gru.RECURRENT_OPS,
     embedding.EMBEDDING_OPS,
-    direct.DIRECT_OPS,
+    indexing.INDEXING_OPS,
+    along_axis.ALONG_AXIS_OPS,
     linear_f32.WEIGHT_ONLY_OPS,
     float_only.FLOAT_ONLY_OPS,
     float_products.FLOAT_PRODUCT_OPS,

@@ -1,4 +1,4 @@
-"""Print indexing, cumulative sums and places of extrema."""
+"""Print indexing, and sums, extrema and order along an axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, DType, Shape
-from intaglio.ops.direct import MAX_INDEXED_AXES
+from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES
 from intaglio.ops.movement.data_movement import Strides
 from intaglio.plan.plan_records import Partition
 
@@ -63,6 +63,14 @@ def emit_extremum(code: Code, partition: Partition, context: Context) -> None:
     _lines(code, partition, context, types[op.inputs[0]].shape, keeps=op.attrs["keepdim"])
     element = ELEMENT[types[op.inputs[0]].dtype]
     code(f"places_of_extrema<{element}>(&l, {int(op.attrs['largest'])}, thread, threads);")
+
+
+def emit_argsort(code: Code, partition: Partition, context: Context) -> None:
+    """Print the places of the elements along an axis in order."""
+    op, types = partition.anchor, context.graph.types
+    _lines(code, partition, context, types[op.inputs[0]].shape, keeps=True)
+    element, count = ELEMENT[types[op.inputs[0]].dtype], context.dim(types[op.output].shape[op.attrs["axis"]])
+    code(f"places_in_order<{element}>(&l, {int(op.attrs['descending'])}, {count}, thread, threads);")
 
 
 def emit_scatter(code: Code, partition: Partition, context: Context) -> None:

@@ -22,10 +22,13 @@ DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
 
 FILLED_WITH = {
     f"aten.{name}.default": number
-    for number, names in ((0, ("zeros", "zeros_like", "new_zeros")), (1, ("ones", "ones_like", "new_ones")))
+    for number, names in (
+        (0, ("zeros", "zeros_like", "new_zeros", "empty_like", "new_empty")),
+        (1, ("ones", "ones_like", "new_ones")),
+    )
     for name in names
-}
-"""Number that an operator fills its result with."""
+} | {"aten.empty.memory_format": 0}
+"""Number that an operator fills its result with; memory that PyTorch leaves as it is gets zeros."""
 FILLED_WITH_ARGUMENT = {f"aten.{name}": 1 for name in ("full.default", "full_like.default", "fill.Scalar")} | {
     "aten.new_full.default": 2
 }

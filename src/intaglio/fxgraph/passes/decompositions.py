@@ -25,7 +25,11 @@ from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
 aten = torch.ops.aten
-VALUES_ONLY = {"aten.max.dim": aten.amax.default, "aten.min.dim": aten.amin.default}
+EXTREMA = {
+    "aten.max.dim": (aten.amax.default, aten.argmax.default),
+    "aten.min.dim": (aten.amin.default, aten.argmin.default),
+}
+"""Operators that compute the values and the places of extrema along an axis."""
 
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
@@ -210,21 +214,17 @@ def fuse_channel_shuffle(module: fx.GraphModule) -> int:
     return count
 
 
-def values_of_extrema(module: fx.GraphModule) -> int:
-    """Replace the values of ``max`` and ``min`` along an axis by amax and amin where nothing reads the places."""
-    hits = 0
-    for node in [node for node in module.graph.nodes if operator(node) in VALUES_ONLY]:
-        if not all(user.target is python_operator.getitem and user.args[1] == 0 for user in node.users):
-            continue
+def split_extrema(module: fx.GraphModule) -> int:
+    """Replace ``max`` and ``min`` along an axis by their values and their places, as far as these are read."""
+    hits = [node for node in module.graph.nodes if operator(node) in EXTREMA]
+    for node in hits:
         given = arguments(node)
         for user in list(node.users):
-            values = call_before(
-                user, known_type(user), VALUES_ONLY[operator(node)], node.args[0], [given["dim"]], given["keepdim"]
-            )
-            replace_node(user, values)
+            target = EXTREMA[operator(node)][user.args[1]]
+            axes = given["dim"] if user.args[1] else [given["dim"]]
+            replace_node(user, call_before(user, known_type(user), target, node.args[0], axes, given["keepdim"]))
         module.graph.erase_node(node)
-        hits += 1
-    return hits
+    return len(hits)
 
 
 def decompose_fold(module: fx.GraphModule) -> int:

@@ -90,6 +90,19 @@ static inline Longs smaller_integer(Longs a, Longs b) { return a < b ? a : b; }
 static inline Longs magnitude(Longs a) { return a < 0 ? -a : a; }
 static inline Longs sign_of_integer(Longs a) { return (a < 0) - (a > 0); }
 
+// Return quotients that are rounded down; 0 where the divisor is 0. The smallest integer divided by -1 wraps around.
+static inline Longs divided_down(Longs a, Longs b) {
+    Longs found = {};
+    for (size_t i = 0; i < sizeof(Longs) / sizeof(int64_t); ++i) {
+        const int64_t x = a[i], y = b[i];
+        if (y == -1)
+            found[i] = (int64_t)(0 - (uint64_t)x);
+        else if (y)
+            found[i] = x / y - (x % y && (x < 0) != (y < 0));
+    }
+    return found;
+}
+
 static inline Reals exponential(Reals x) {
     const Reals bounded = at_most(at_least(x, -87.0f), 89.0f),
                 rounded = add_magic(bounded * 1.44269502162933349609375f);

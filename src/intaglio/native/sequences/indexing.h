@@ -1,4 +1,4 @@
-// Elements at computed places, cumulative sums and places of extrema, see ops/direct.py. Strides are in elements.
+// Elements at computed places, and sums, extrema and order along an axis, see ops/direct. Strides are in elements.
 #pragma once
 
 #include <string.h>
@@ -138,5 +138,57 @@ static inline void places_of_extrema(const struct Lines* l, int largest, int thr
             if (x != x || (largest ? x > best : x < best)) best = x, found = i;
         }
         *to = found;
+    });
+}
+
+// Elements along an axis, by their places.
+template <typename From>
+struct Ordered {
+    const From* from;
+    int64_t step;
+    int descending;
+
+    // Return whether place a comes before place b. Equal elements keep their order; a NaN counts as the largest.
+    bool precedes(int64_t a, int64_t b) const {
+        const From x = from[a * step], y = from[b * step];
+        if ((x != x) != (y != y)) return (x != x) == descending;
+        if (x < y || y < x) return (y < x) == descending;
+        return a < b;
+    }
+};
+
+// Let a place sink from the root of a heap of `count` places, in which no place comes before those below it.
+template <typename From>
+static inline void sink(const struct Ordered<From>* o, int64_t place, int64_t* heap, int64_t step, int64_t count) {
+    int64_t at = 0;
+    for (int64_t child; (child = 2 * at + 1) < count; at = child) {
+        if (child + 1 < count && o->precedes(heap[child * step], heap[(child + 1) * step])) ++child;
+        if (!o->precedes(place, heap[child * step])) break;
+        heap[at * step] = heap[child * step];
+    }
+    heap[at * step] = place;
+}
+
+// Write the first `count` places in order: a heap keeps the first ones found so far, and is sorted in the end.
+template <typename From>
+static inline void places_in_order(const struct Lines* l, int descending, int64_t count, int thread, int threads) {
+    for_each_line<From, int64_t>(l, thread, threads, [l, descending, count](const From* from, int64_t* to) {
+        const Ordered<From> o{from, l->from_step, descending};
+        const int64_t step = l->to_step;
+        for (int64_t place = 0; place < l->size && count; ++place) {
+            if (place >= count) {
+                if (o.precedes(place, to[0])) sink(&o, place, to, step, count);
+                continue;
+            }
+            int64_t at = place;
+            for (int64_t above; at && o.precedes(to[(above = (at - 1) / 2) * step], place); at = above)
+                to[at * step] = to[above * step];
+            to[at * step] = place;
+        }
+        for (int64_t last = count - 1; last > 0; --last) {
+            const int64_t place = to[last * step];
+            to[last * step] = to[0];
+            sink(&o, place, to, step, last);
+        }
     });
 }

@@ -54,9 +54,9 @@ ELEMENTWISE = (
     _of_two("rsub", _forms("rsub", "Tensor"), FloatLoop(bodies.reversed_sub)),
     OpDef(
         "div",
-        _forms("div", "Tensor", "Tensor_mode", "Scalar_mode"),
+        (*_forms("div", "Tensor", "Tensor_mode", "Scalar_mode"), *_forms("floor_divide", "default", "Scalar")),
         ("self", "other"),
-        loop=bodies.binary("div", bodies.require_exact_division),
+        loop=FloatLoop(bodies.divide, bodies.require_exact_division),
         steep=lambda attrs: 1,
     ),
     _of_two("maximum", (*_forms("maximum", "default"), *_forms("max", "other")), bodies.binary("maximum")),

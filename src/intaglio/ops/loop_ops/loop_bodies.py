@@ -47,8 +47,21 @@ def reversed_sub(body: Body, call: FloatCall, v: Values) -> str:
     return body("sub", v["other"], v["self"] if alpha == 1 else body("mul", v["self"], alpha))
 
 
+def divide(body: Body, call: FloatCall, v: Values) -> str:
+    """Write a quotient, which integers round down."""
+    return body("floor_divide" if _rounds_down(call) else "div", v["self"], v["other"])
+
+
+def _rounds_down(call: FloatCall) -> bool:
+    return call.target.startswith("aten.floor_divide.") or call.arguments.get("rounding_mode") == "floor"
+
+
 def require_exact_division(call: FloatCall) -> str | None:
-    """Return why a division is refused: it must not round its result."""
+    """Return why a division is refused: its result must not be rounded, but for integers divided by a number."""
+    if _rounds_down(call):
+        other = call.arguments["other"]
+        whole = call.result.dtype is I64 and type(other) is int and other != 0
+        return None if whole else "only integers divided by a number other than 0 are rounded down"
     return "division with rounding_mode is not supported" if call.arguments.get("rounding_mode") else None
 
 

@@ -141,9 +141,9 @@ def _binary(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any
     return Primitive(name, _rows(2, facts), F32, _plain(function), c=c, **facts)
 
 
-def _of_integers(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
+def _of_integers(name: str, c: str, function: Callable[..., np.ndarray], **facts: Any) -> Primitive:
     """Return the record of an operator that takes two i64 operands only."""
-    return Primitive(name, ((INTEGER_TYPES,) * 2,), I64, _plain(function), c=c, takes_number=True)
+    return Primitive(name, ((INTEGER_TYPES,) * 2,), I64, _plain(function), c=c, **facts)
 
 
 def _compared(name: str, c: str, function: Callable[..., np.ndarray]) -> Primitive:
@@ -260,8 +260,9 @@ ROWS = (
     ),
     _unary("neg", "-{0}", np.negative, integers=True, cheap=True, bound=largest),
     _unary("abs", "absolute({0})", np.abs, integers=True, c_of_integers="magnitude({0})", cheap=True, bound=largest),
-    _of_integers("shift_left", "{0} << {1}", np.left_shift),
-    _of_integers("shift_right", "{0} >> {1}", np.right_shift),
+    _of_integers("shift_left", "{0} << {1}", np.left_shift, takes_number=True),
+    _of_integers("shift_right", "{0} >> {1}", np.right_shift, takes_number=True),
+    _of_integers("floor_divide", "divided_down({0}, {1})", np.floor_divide),
     _unary("floor", "rounded_down({0})", np.floor),
     _unary("ceil", "-rounded_down(-{0})", np.ceil),
     _unary("sign", "sign_of({0})", float_math.sign, integers=True, c_of_integers="sign_of_integer({0})", bound=one),

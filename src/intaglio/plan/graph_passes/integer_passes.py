@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from intaglio.ir import Graph, Op, TensorType, fresh
 from intaglio.ops import op_def
+from intaglio.ops.direct.along_axis import ARGSORT
 from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
-from intaglio.ops.movement.shape import pad_shape
+from intaglio.ops.movement.shape import SLICE, pad_shape
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace_loops_by_luts
 from intaglio.plan.layouts import separate_layouts
@@ -54,6 +56,22 @@ def _reading(op: Op, inputs: tuple[str, ...]) -> Op:
     outputs = tuple(names.get(name, name) for name in body.outputs)
     read = tuple(dict.fromkeys(inputs))
     return Op(op.kind, read, op.outputs, op.attrs, Graph(read, outputs, types, steps, constants), op.origin)
+
+
+def sort_first_places(graph: Graph) -> tuple[Graph, int]:
+    """Let an argsort find only the first places if a slice of these is its only reader."""
+    users, makers = graph.users(), {op.output: op for op in graph.ops}
+    ops: dict[str, Op] = {op.output: op for op in graph.ops}
+    count = 0
+    for op in graph.ops:
+        sort = makers.get(op.inputs[0]) if op_def(op) is SLICE else None
+        if sort is None or op_def(sort) is not ARGSORT or len(users[sort.output]) > 1 or sort.output in graph.outputs:
+            continue
+        wanted = (op.attrs["axis"], op.attrs["start"], op.attrs["step"]) == (sort.attrs["axis"], 0, 1)
+        if wanted and sort.attrs["count"] is None and isinstance(op.attrs["stop"], int):
+            ops[op.output] = replace(sort, outputs=op.outputs, attrs={**sort.attrs, "count": op.attrs["stop"]})
+            count += 1
+    return graph.replace(ops=tuple(ops.values())), count
 
 
 def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
@@ -122,6 +140,7 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
 
 INTEGER_PASSES = (
     drop_identity,  # first: an identity between two loops would prevent merging them
+    sort_first_places,
     depth_as_channels,  # before layouts: images have two axes after it
     merge_loops,
     replace_loops_by_luts,  # after merging, which makes loops as long as possible

@@ -30,12 +30,19 @@ from intaglio.fxgraph.passes.decompositions import (
     decompose_stack,
     fuse_channel_shuffle,
     mean_to_adaptive_avg_pool,
+    split_extrema,
     use_scalar_overloads,
-    values_of_extrema,
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
 from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
+from intaglio.fxgraph.passes.integers.sorting import canonicalize_sorts, counts_of_integers, index_put_to_scatter
+from intaglio.fxgraph.passes.integers.widen_integers import (
+    cast_before_cumsum,
+    sizes_to_tensors,
+    type_as_to_cast,
+    widen_integers,
+)
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
@@ -47,7 +54,6 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_windows,
     expand_filled,
 )
-from intaglio.fxgraph.passes.widen_integers import sizes_to_tensors, type_as_to_cast, widen_integers
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
@@ -87,12 +93,16 @@ LAYER_PASSES: tuple[Pass, ...] = (
     fold_batch_norm_after,  # before folding forward: folding backward needs no condition on padding
 )
 OPERATOR_PASSES: tuple[Pass, ...] = (
+    canonicalize_sorts,
+    counts_of_integers,  # before sums of counts, which read integers after it
+    index_put_to_scatter,  # after sorts, whose places are the indices of an inverse permutation
     type_as_to_cast,
+    cast_before_cumsum,
     widen_integers,  # after casts are explicit
     drop_identity,  # casts between integers are identities now
     sizes_to_tensors,
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
-    values_of_extrema,
+    split_extrema,
     pads_of_max_pools,  # before anything looks for values to quantize
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves

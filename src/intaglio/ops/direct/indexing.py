@@ -1,7 +1,6 @@
-"""Operators whose kernels take tensors as the model has them: indexing, cumulative sums, places of extrema.
+"""Elements at computed places: index, gather and scatter.
 
-No recipe quantizes them. They are floats, integers or booleans inside of the program, so that a model is not
-interrupted for them. Indices are i64; one that is not inside of its axis is reported like an id outside of its table.
+Indices are i64; one that is not inside of its axis is reported like an id outside of its table.
 """
 
 from __future__ import annotations
@@ -12,18 +11,14 @@ from typing import Any
 import numpy as np
 
 from intaglio.errors import INDEX_OUT_OF_RANGE
-from intaglio.ir import Attrs, Dim, Graph, Op, Shape, TensorType
-from intaglio.ir.types import BF16, BOOL, F32, I64
+from intaglio.ir import Attrs, Graph, Op, Shape, TensorType
+from intaglio.ir.types import F32, I64
+from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES, bind_axis, check_integers, check_ranks
 from intaglio.ops.loop_ops.primitives import broadcast
 from intaglio.ops.opdef import Call, OpDef
 
-MAX_INDEXED_AXES = 6
-"""Largest rank of the operand and of the result; ``INDEXED_AXES`` of native/sequences/indexing.h is their sum."""
 MAX_INDICES = 4
 """Largest number of index tensors."""
-ELEMENTS = (F32, BF16, I64, BOOL)
-
-# ---- indexing -------------------------------------------------------------------------------------------------------
 
 
 def bind_index(call: Call) -> Attrs:
@@ -77,25 +72,8 @@ def check_index(op: Op, graph: Graph) -> None:
     inside = all(isinstance(axis, int) and 0 <= axis < rank for axis in axes) and len({*axes}) == len(axes) == count
     if not inside or not 1 <= count <= MAX_INDICES or not 0 <= place <= rank - count:
         raise ValueError(f"index of axes {axes} at {place} of an operand with {rank} axes and {count} indices")
-    _check_ranks(op, graph)
-    _check_integers(op, graph, op.inputs[1:])
-
-
-def _check_ranks(op: Op, graph: Graph) -> None:
-    if max(len(graph.types[name].shape) for name in (*op.inputs, *op.outputs)) > MAX_INDEXED_AXES:
-        raise ValueError(f"{op.kind}: an operand or the result has more than {MAX_INDEXED_AXES} axes")
-    if graph.types[op.output].dtype is not graph.types[op.inputs[0]].dtype or graph.types[op.output].q is not None:
-        raise ValueError(f"{op.kind} keeps the element type, but makes {graph.types[op.output]}")
-
-
-def _check_integers(op: Op, graph: Graph, names: Sequence[str]) -> None:
-    if any(graph.types[name].dtype is not I64 for name in names):
-        raise ValueError(f"{op.kind} takes i64 indices, but got {[str(graph.types[name]) for name in names]}")
-
-
-def bind_gather(call: Call) -> Attrs:
-    """Return the axis."""
-    return {"axis": int(call.arguments["dim"]) % max(len(call.shape()), 1)}
+    check_ranks(op, graph)
+    check_integers(op, graph, op.inputs[1:])
 
 
 def gather_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
@@ -129,8 +107,8 @@ def check_gather(op: Op, graph: Graph) -> None:
     (x, index), axis = (graph.types[name].shape for name in op.inputs), op.attrs["axis"]
     if len(x) != len(index) or not isinstance(axis, int) or not 0 <= axis < len(x):
         raise ValueError(f"gather along axis {axis} of {x} with indices {index}")
-    _check_ranks(op, graph)
-    _check_integers(op, graph, op.inputs[1:])
+    check_ranks(op, graph)
+    check_integers(op, graph, op.inputs[1:])
 
 
 def gather_inside(op: Op, graph: Graph) -> Any:
@@ -139,74 +117,6 @@ def gather_inside(op: Op, graph: Graph) -> Any:
     for at, (size, read) in enumerate(zip(x, index, strict=True)):
         if at != op.attrs["axis"] and size != read:
             yield size - read, f"a gather would read {read} elements of an axis of {size}"
-
-
-# ---- along an axis --------------------------------------------------------------------------------------------------
-
-
-def cumsum_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Return the sums of the elements up to each one, added in order; floats in float32, i64 with wrap-around."""
-    return np.cumsum(args[0], op.attrs["axis"], dtype=np.float32 if out.dtype is F32 else np.int64)
-
-
-def require_summable(call: Call) -> str | None:
-    """Return why a sum stays in PyTorch: it takes a tensor with axes, and no other element type of the result."""
-    if not 1 <= len(call.shape()) <= MAX_INDEXED_AXES:
-        return f"the operand has {len(call.shape())} axes; the kernel supports 1 to {MAX_INDEXED_AXES}"
-    return None
-
-
-def check_cumsum(op: Op, graph: Graph) -> None:
-    """Raise `ValueError` unless f32 makes f32, and i64 or booleans make i64."""
-    x, y = graph.types[op.inputs[0]], graph.types[op.output]
-    _check_axis(op, x.shape)
-    if (x.dtype, y.dtype) not in ((F32, F32), (I64, I64), (BOOL, I64)) or y.q is not None:
-        raise ValueError(f"cumsum of {x} cannot make {y}")
-
-
-def _check_axis(op: Op, shape: Shape) -> None:
-    axis = op.attrs["axis"]
-    if not isinstance(axis, int) or not 0 <= axis < len(shape) <= MAX_INDEXED_AXES:
-        raise ValueError(f"{op.kind} along axis {axis} of a tensor with {len(shape)} axes")
-
-
-def bind_extremum(call: Call) -> Attrs:
-    """Return the axis, whether it stays with one element, and whether the largest element is looked for."""
-    axis = int(call.arguments["dim"]) % max(len(call.shape()), 1)
-    return {"axis": axis, "keepdim": bool(call.arguments.get("keepdim")), "largest": "argmax" in call.target}
-
-
-def extremum_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape without the axis, or with one element along it."""
-    (shape,), axis = shapes, attrs["axis"]
-    return (*shape[:axis], *((1,) if attrs["keepdim"] else ()), *shape[axis + 1 :])
-
-
-def extremum_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Return the first place of the largest or smallest element along an axis; a NaN precedes all others."""
-    function = np.argmax if op.attrs["largest"] else np.argmin
-    return np.asarray(function(args[0], op.attrs["axis"], keepdims=op.attrs["keepdim"]), np.int64)
-
-
-def require_one_axis(call: Call) -> str | None:
-    """Return why a search stays in PyTorch: it takes one axis."""
-    if not isinstance(call.arguments.get("dim"), int):
-        return "it searches all axes; the kernel searches one"
-    return require_summable(call)
-
-
-def check_extremum(op: Op, graph: Graph) -> None:
-    """Raise `ValueError` unless floats, integers or booleans are searched along an axis."""
-    x, y = graph.types[op.inputs[0]], graph.types[op.output]
-    _check_axis(op, x.shape)
-    if x.dtype not in (F32, I64, BOOL) or y.dtype is not I64:
-        raise ValueError(f"{op.kind} of {x} cannot make {y}")
-
-
-def some_elements(op: Op, graph: Graph) -> Any:
-    """Yield the requirement that the axis has an element."""
-    size: Dim = graph.types[op.inputs[0]].shape[op.attrs["axis"]]
-    yield size - 1, "an axis without elements is searched"
 
 
 # ---- scattering -----------------------------------------------------------------------------------------------------
@@ -267,8 +177,8 @@ def check_scatter(op: Op, graph: Graph) -> None:
         raise ValueError(f"scatter with {dict(op.attrs)} of {x}, {index} and {source}")
     if source.dtype is not x.dtype or x.dtype not in (F32, I64):
         raise ValueError(f"scatter of {source} into {x}")
-    _check_ranks(op, graph)
-    _check_integers(op, graph, op.inputs[1:2])
+    check_ranks(op, graph)
+    check_integers(op, graph, op.inputs[1:2])
 
 
 INDEX = OpDef(
@@ -289,37 +199,13 @@ GATHER = OpDef(
     targets=("aten.gather.default",),
     operands=("self", "index"),
     direct=True,
-    bind=bind_gather,
+    bind=bind_axis,
     check=require_gatherable,
     infer=gather_shape,
     reference=gather_reference,
     validate=check_gather,
     needs=gather_inside,
     emit="gather_elements",
-    kernel="indexing",
-)
-CUMSUM = OpDef(
-    name="cumsum",
-    targets=("aten.cumsum.default",),
-    direct=True,
-    bind=bind_gather,
-    check=require_summable,
-    reference=cumsum_reference,
-    validate=check_cumsum,
-    emit="cumsum",
-    kernel="indexing",
-)
-EXTREMUM = OpDef(
-    name="extremum",
-    targets=("aten.argmax.default", "aten.argmin.default"),
-    direct=True,
-    bind=bind_extremum,
-    check=require_one_axis,
-    infer=extremum_shape,
-    reference=extremum_reference,
-    validate=check_extremum,
-    needs=some_elements,
-    emit="extremum",
     kernel="indexing",
 )
 SCATTER = OpDef(
@@ -340,4 +226,4 @@ SCATTER = OpDef(
     emit="scatter",
     kernel="indexing",
 )
-DIRECT_OPS = (INDEX, GATHER, CUMSUM, EXTREMUM, SCATTER)
+INDEXING_OPS = (INDEX, GATHER, SCATTER)

@@ -11,7 +11,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import inherit_info, known_type, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, resolve_dims, tensor_nodes
 from intaglio.ir import DType, TensorType
-from intaglio.signature import TORCH_DTYPES
+from intaglio.signature import DTYPES, TORCH_DTYPES
 
 aten = torch.ops.aten
 CAST = "aten._to_copy.default"
@@ -25,6 +25,7 @@ KEPT = tuple(
         *("slice.Tensor", "select.int", "permute.default", "transpose.int", "cat.default", "repeat.default"),
         *("where.self", "where.ScalarOther", "where.ScalarSelf", "masked_fill.Scalar", "clamp.default"),
         *("clamp_min.default", "maximum.default", "minimum.default", "stack.default", "roll.default"),
+        *("gather.default", "index.Tensor", "index_select.default"),
     )
 )
 """Operators whose results are elements of their operands, or numbers that int32 holds."""
@@ -46,6 +47,33 @@ def type_as_to_cast(module: fx.GraphModule) -> int:
         dtype = TORCH_DTYPES[kind.dtype]
         replace_node(node, source if same else call_before(node, kind, aten._to_copy.default, source, dtype=dtype))
     return len(hits)
+
+
+def cast_before_cumsum(module: fx.GraphModule) -> int:
+    """Replace the argument ``dtype`` of cumulative sums by casts.
+
+    A sum in int32 is the low half of one in int64, which programs compute.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.cumsum.default" and _casts_first(node)]
+    for node in hits:
+        given, source = arguments(node), node.args[0]
+        wide = torch.float32 if given["dtype"] is torch.float32 else torch.int64
+        kind = replace(known_type(source), dtype=DTYPES[wide])
+        if known_type(source).dtype is not kind.dtype:
+            source = call_before(node, kind, aten._to_copy.default, source, dtype=wide)
+        found = call_before(node, kind, aten.cumsum.default, source, given["dim"])
+        if given["dtype"] is not wide:
+            found = call_before(node, known_type(node), aten._to_copy.default, found, dtype=given["dtype"])
+        replace_node(node, found)
+    return len(hits)
+
+
+def _casts_first(node: fx.Node) -> bool:
+    """Return whether a cumulative sum has a dtype that it casts integers, booleans or float32 to."""
+    dtype, kind = arguments(node)["dtype"], known_type(node.args[0]).dtype
+    if dtype in (torch.int32, torch.int64):
+        return kind in (DType.I64, DType.I32, DType.BOOL)
+    return dtype is torch.float32 and kind in (DType.F32, DType.I64, DType.BOOL)
 
 
 def sizes_to_tensors(module: fx.GraphModule) -> int:

@@ -1,0 +1,1 @@
+"""Passes over integers: their types, sorts and counts."""

@@ -1,0 +1,137 @@
+"""Sorts, counts and writes at indices as operators that programs compute: argsort, gather and scatter.
+
+Routers of experts select the best experts of each token with `topk`, sort the tokens by expert, and count them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from intaglio.fxgraph.node_info import known_type, tensor_type
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    operator,
+    replace_node,
+    reshape_before,
+    resolve_dims,
+)
+from intaglio.fxgraph.unique_names import add_constant
+from intaglio.ir import DType, TensorType, numel
+
+aten = torch.ops.aten
+SORTS = ("aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.argsort.default")
+STABLE_SORT = "aten.argsort.stable"
+SORTED_TYPES = (DType.F32, DType.I64, DType.I32, DType.BOOL)
+MAX_COUNTED = 2048
+"""Largest number of integers that a histogram counts; PyTorch's puts all of them into the right bins up to there."""
+
+
+def canonicalize_sorts(module: fx.GraphModule) -> int:
+    """Replace sort, topk and argsort by a stable argsort, a slice of its first places, and the elements there.
+
+    Equal elements keep their order, which PyTorch leaves open unless a sort is stable.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) in SORTS and _is_sortable(node)]
+    for node in hits:
+        given, kind = arguments(node), known_type(node.args[0])
+        axis, count = given["dim"] % len(kind.shape), given.get("k")
+        descending = given["largest"] if "largest" in given else given["descending"]
+        places = _in_order(node, node.args[0], axis, bool(descending))
+        shape = kind.shape
+        if count is not None and resolve_dims(count) != shape[axis]:
+            shape = (*shape[:axis], resolve_dims(count), *shape[axis + 1 :])
+            places = call_before(node, TensorType(shape, DType.I64), aten.slice.Tensor, places, axis, 0, count)
+        if tensor_type(node) is not None:  # an argsort
+            replace_node(node, places)
+            continue
+        for user in list(node.users):
+            found = places
+            if user.args[1] == 0:
+                found = call_before(user, known_type(user), aten.gather.default, node.args[0], axis, places)
+            replace_node(user, found)
+        module.graph.erase_node(node)
+    return len(hits)
+
+
+def _is_sortable(node: fx.Node) -> bool:
+    """Return whether a tensor with axes and elements that kernels compare is sorted."""
+    kind = tensor_type(node.args[0])
+    return kind is not None and len(kind.shape) > 0 and kind.dtype in SORTED_TYPES
+
+
+def _in_order(node: fx.Node, value: fx.Node, axis: int, descending: bool) -> fx.Node:
+    """Insert a stable argsort in front of a node; int32 is cast to int64, which kernels compare."""
+    kind = known_type(value)
+    if kind.dtype is DType.I32:
+        wide = TensorType(kind.shape, DType.I64)
+        value = call_before(node, wide, aten._to_copy.default, value, dtype=torch.int64)
+    made, options = TensorType(kind.shape, DType.I64), {"stable": True, "dim": axis, "descending": descending}
+    return call_before(node, made, aten.argsort.stable, value, **options)
+
+
+def counts_of_integers(module: fx.GraphModule) -> int:
+    """Replace histograms with one bin for each integer by sums of ones at the integers.
+
+    Experts count their tokens with such a histogram of float32 values. A cumulative sum of integers reads the counts
+    as integers.
+    """
+    hits = [node for node in module.graph.nodes if _counts_integers(node)]
+    for node in hits:
+        given, source = arguments(node), node.args[0].args[0]
+        low, bins = int(given["min"]), given["bins"]
+        kind = TensorType((numel(known_type(source).shape),), DType.I64)
+        value = reshape_before(node, source, kind.shape)
+        value = call_before(node, kind, aten.clamp.default, value, low - 1, low + bins)
+        place = call_before(node, kind, aten.sub.Tensor, value, low - 1)  # others go to one bin on either side
+        ones = call_before(node, kind, aten.clamp.default, value, 1, 1)  # of any size, which may be free
+        name = add_constant(module, "no_counts", torch.zeros(bins + 2, dtype=torch.int64))
+        zeros, all_bins = constant_node(module, name, node.name), TensorType((bins + 2,), DType.I64)
+        sums = call_before(node, all_bins, aten.scatter_add.default, zeros, 0, place, ones)
+        counts = call_before(node, TensorType((bins,), DType.I64), aten.slice.Tensor, sums, 0, 1, bins + 1)
+        for user in [user for user in node.users if _sums_integers(user)]:
+            user.replace_input_with(node, counts)
+        replace_node(node, call_before(node, known_type(node), aten._to_copy.default, counts, dtype=torch.float32))
+    return len(hits)
+
+
+def _counts_integers(node: fx.Node) -> bool:
+    """Return whether a node is a histogram of integers, cast to float32, with one bin for each of a few integers."""
+    if operator(node) != "aten.histc.default" or operator(node.args[0]) != "aten._to_copy.default":
+        return False
+    given, source = arguments(node), tensor_type(node.args[0].args[0])
+    low, high, bins = given["min"], given["max"], given["bins"]
+    whole = all(isinstance(number, (int, float)) and number == int(number) for number in (low, high))
+    is_integer = source is not None and source.dtype is DType.I64 and known_type(node).dtype is DType.F32
+    return is_integer and whole and 2 <= bins == high - low + 1 and bins <= MAX_COUNTED
+
+
+def _sums_integers(user: fx.Node) -> bool:
+    return operator(user) == "aten.cumsum.default" and arguments(user)["dtype"] in (torch.int32, torch.int64)
+
+
+def index_put_to_scatter(module: fx.GraphModule) -> int:
+    """Replace writes of single elements of a tensor with one axis by a scatter.
+
+    The inverse of a permutation is written in this way. Indices must be places of an argsort, which are never negative:
+    a scatter does not count from the end.
+    """
+    hits = [node for node in module.graph.nodes if _scatters(node)]
+    for node in hits:
+        value, (index,), source = node.args[:3]
+        replace_node(node, call_before(node, known_type(node), aten.scatter.src, value, 0, index, source))
+    return len(hits)
+
+
+def _scatters(node: fx.Node) -> bool:
+    """Return whether a node writes as many elements of a tensor with one axis as an argsort has places."""
+    if operator(node) != "aten.index_put.default":
+        return False
+    given = arguments(node)
+    index = given["indices"][0]
+    if given["accumulate"] or len(given["indices"]) != 1 or not isinstance(index, fx.Node):
+        return False
+    whole, written = known_type(node), known_type(given["values"])
+    return operator(index) == STABLE_SORT and len(whole.shape) == 1 and written.shape == known_type(index).shape
