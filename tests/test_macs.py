@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import intaglio
+from intaglio.fxgraph.grouped_operator import grouped_linear
+from intaglio.fxgraph.nodes import overload_of
 from intaglio.ops import BY_NAME, BY_TARGET
 from support.lowering import quantized as lowered_of
 from support.nets import Body, randomize
@@ -48,6 +50,7 @@ CALLS = {
     "aten.bilinear.default": ((f32(4, 5), f32(4, 6), f32(3, 5, 6), None), 4 * 3 * 5 * 6),
     "aten.einsum.default": (("nd,ndo->no", [f32(4, 5), f32(4, 5, 3)]), 4 * 5 * 3),
     "aten._grouped_mm.default": ((f32(6, 16), f32(2, 16, 8), GROUPS), 6 * 16 * 8),
+    "intaglio.grouped_linear.default": ((f32(6, 16), f32(2 * 8, 16), None, GROUPS), 6 * 16 * 8),
 }
 """ATen overload -> arguments and multiply-accumulates of a call."""
 NOT_CALLED = {
@@ -71,8 +74,8 @@ def test_every_operator_with_macs_has_a_test_call():
 @pytest.mark.parametrize("target", CALLS)
 def test_a_record_counts_the_macs_of_a_call(target):
     arguments, expected = CALLS[target]
-    packet, overload = target.split(".")[1:]
-    call = getattr(getattr(torch.ops.aten, packet), overload)
+    grouped_linear()
+    call = overload_of(target)
     given = {a.name: value for a, value in zip(call._schema.arguments, arguments, strict=False)}
     record = BY_TARGET[target]
     read = given[record.operands[0]] if record.variadic else [given.get(name) for name in record.operands]

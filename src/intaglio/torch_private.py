@@ -42,6 +42,7 @@ __all__ = [
     "decomposition_of",
     "default_store",
     "forget_compiled_loops",
+    "grouped_mm",
     "int8_matmul",
     "is_in_jit_trace",
     "is_traced",
@@ -80,6 +81,9 @@ EnableTorchFunction = torch._C._EnableTorchFunction
 """Context that reverts `DisableTorchFunction`. Without it, modules could not run while a call is intercepted."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Creates a tensor with a shape and an element type but no memory. Without it, eager mode has no deferred tensors."""
+grouped_mm = getattr(torch, "_grouped_mm", None)
+"""Product of groups of rows, which torch.nn.functional.grouped_mm calls; ``None`` before PyTorch 2.8. Without it,
+mixtures of experts that call it in float32 cannot be captured."""
 FeatureDropout = nn.modules.dropout._DropoutNd
 """Base class of dropout modules, whose ``inplace`` has no effect in evaluation. Without it, the classes must be
 listed."""

@@ -20,6 +20,22 @@ def linear(b: Builder) -> str:
     return b.emit(f"F.{b.pick('relu', 'gelu', 'silu', 'leaky_relu', 'sigmoid')}({found})") if b.chance(0.4) else found
 
 
+def experts(b: Builder) -> str:
+    """A linear layer for each group of rows, which are sorted by an input or by the place of their largest element."""
+    x = b.value((2,), lambda v: v.shape[1] % 4 == 0)  # PyTorch multiplies rows of whole 16 bytes only
+    width, count, outputs = b.shape(x)[1], b.rng.randint(2, 5), 4 * b.size(1, 10)
+    if b.chance(0.6):
+        ids = b.input(shape=(BATCH,), kind="ids", limit=count, free=(0,))
+    else:
+        router = b.part(f"nn.Linear({width}, {count})")
+        ids = b.emit(f"{router}({x}).argmax(1)")
+    order = b.emit(f"torch.argsort({ids}, stable=True)")
+    ends = b.emit(f"torch.histc({ids}.float(), {count}, 0, {count - 1}).cumsum(0, dtype=torch.int32)")
+    matrices = b.part(f"nn.Parameter(torch.randn({count}, {width}, {outputs}))")
+    found = b.emit(f"F.grouped_mm({x}[{order}], {matrices}, offs={ends})")
+    return b.emit(f"F.{b.pick('relu', 'silu', 'sigmoid')}({found})") if b.chance(0.4) else found
+
+
 def layer_norm(b: Builder) -> str:
     x = b.value((2, 3, 4, 5))
     shape = b.shape(x)

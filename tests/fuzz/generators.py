@@ -50,6 +50,7 @@ GENERATORS: dict[str, Generator] = {
     "upsample_bicubic2d": images.resize("bicubic", 2),
     "upsample_trilinear3d": images.resize("trilinear", 3),
     "linear": rows.linear,
+    "grouped_linear": rows.experts,
     "layer_norm": rows.layer_norm,
     "rms_norm": rows.rms_norm,
     "bmm": rows.matmul,
@@ -111,12 +112,12 @@ WITHOUT_GENERATOR: dict[str, str] = {
     **dict.fromkeys(
         (
             *("requantize", "dequantize", "quantize", "table", "activate", "loop", "unfold_depth"),
-            *("pool_f32", "resize_f32", "grid_sample"),
+            *("pool_f32", "resize_f32", "grid_sample", "dequantize_groups"),
         ),
         "exists in the integer graph only, where conversion writes it",
     ),
     **dict.fromkeys(
-        ("quantize_rows", "dequantize_rows", "linear_f32"),
+        ("quantize_rows", "dequantize_rows", "linear_f32", "grouped_linear_f32"),
         "exists in the integer graph only, for recipes of dynamic or weight-only quantization",
     ),
     "pixels": "exists in the integer graph only, for inputs that are declared as images",

@@ -14,6 +14,7 @@ from intaglio.ir import Dim, DType, Graph, Input, Op, Origin, Output, QParams, S
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op, verify
 from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, quantize_dynamic, scales_shape
+from intaglio.ops.products.grouped_linear import group_accumulator_qparams
 
 N, H, W = symbol("n"), symbol("h"), symbol("w")
 
@@ -37,12 +38,13 @@ class Net:
     # -- values
 
     def input(self, *shape: Dim, dtype: DType = DType.F32) -> str:
-        """Floats, or booleans."""
+        """Floats, booleans or integers."""
         name = f"x{len(self.inputs)}"
         self.inputs.append(name)
         self.types[name] = TensorType(shape, dtype)
         drawn = self.draw.normal(size=[evaluate(d, sizes(2)) for d in shape])
-        self.value[name] = drawn > 0 if dtype is DType.BOOL else drawn.astype(np.float32)
+        kinds = {DType.BOOL: drawn > 0, DType.I64: (drawn * 3).astype(np.int64)}
+        self.value[name] = kinds.get(dtype, drawn.astype(np.float32))
         return name
 
     def input_levels(self, *shape: Dim) -> str:
@@ -166,6 +168,26 @@ class Net:
         acc = self._op("linear", [quantized, weight, start], DType.I32, per_token_accumulator_qparams(scales))
         return self._op("dequantize_rows", [acc, scales, columns, bias], DType.F32, None)
 
+    def grouped_linear(self, x: str, ends: str, outputs: int, scales: str | None = None, single: bool = False) -> str:
+        """A linear layer for each group of rows, dequantized.
+
+        ``scales``: those of rows, from `quantize_rows`; ``single``: all outputs have one scale."""
+        (groups,), depth = self.types[ends].shape, self.types[x].shape[-1]
+        count = groups * outputs
+        weight = self._constant(self.draw.integers(-127, 128, (count, depth)).astype(np.int8), DType.S8)
+        columns = self.draw.uniform(0.001, 0.003, 1 if single else count).astype(np.float32)
+        if scales is not None:
+            start = self._constant(np.zeros(count, np.int32), DType.I32)
+            bias = self._constant(self.draw.normal(size=count).astype(np.float32), DType.F32)
+            operands = [x, weight, start, ends]
+            acc = self._op("grouped_linear", operands, DType.I32, per_token_accumulator_qparams(scales))
+            tail = [acc, scales, self._constant(columns, DType.F32), bias, ends]
+            return self._op("dequantize_rows", tail, DType.F32, None)
+        bias = self._constant(self.draw.integers(-3000, 3000, count).astype(np.int32), DType.I32)
+        unit = tuple(map(float, numerics.accumulator_scale(self.types[x].qparams.step, columns)))
+        acc = self._op("grouped_linear", [x, weight, bias, ends], DType.I32, group_accumulator_qparams(unit))
+        return self._op("dequantize_groups", [acc, ends], DType.F32, None)
+
     def centred(self, x: str) -> str:
         """The value with parameters that a second factor of a product of activations has: zero point 128, quantized
         values from 1, which its operator must give."""
@@ -242,6 +264,9 @@ class Net:
                 found.append(torch.from_numpy(draw.integers(0, 256, shape).astype(np.uint8)))
                 continue
             x = draw.normal(size=shape).astype(np.float32)
+            if self.types[name].dtype is DType.I64:
+                found.append(torch.from_numpy((x * 3).astype(np.int64)))
+                continue
             if self.types[name].dtype is DType.BOOL:
                 found.append(torch.from_numpy(x > -0.5))
                 continue

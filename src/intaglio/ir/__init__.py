@@ -29,7 +29,7 @@ from intaglio.ir.program_records import (
     StepInfo,
 )
 from intaglio.ir.text import graph_text
-from intaglio.ir.types import SIGN_OFFSET, Axis, DType, Groups, Packing, PerRow, QParams, Ref, TensorType
+from intaglio.ir.types import SIGN_OFFSET, Axis, DType, Groups, Packing, PerRow, PerRowGroup, QParams, Ref, TensorType
 from intaglio.ir.verify import TypeRule, VerifyError, verify_graph
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Output",
     "Packing",
     "PerRow",
+    "PerRowGroup",
     "Program",
     "QParams",
     "RangeCheck",

@@ -55,6 +55,14 @@ class PerRow:
 
 
 @dataclass(frozen=True)
+class PerRowGroup:
+    """Quantization parameters per channel of each group of rows; another value holds the ends of the groups."""
+
+    def __str__(self) -> str:
+        return "row groups"
+
+
+@dataclass(frozen=True)
 class Groups:
     """Quantization parameters per group of ``size`` neighbours along the input axis of a weight."""
 
@@ -74,7 +82,7 @@ class Ref:
         return f"%{self.value}"
 
 
-Axis = int | PerRow | Groups | None
+Axis = int | PerRow | PerRowGroup | Groups | None
 
 
 @dataclass(frozen=True)

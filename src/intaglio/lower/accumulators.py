@@ -7,10 +7,19 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import known_type, origin
-from intaglio.fxgraph.nodes import arguments, call_of, known_operands, known_record, layer_operands
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_of,
+    is_constant,
+    known_operands,
+    known_record,
+    layer_operands,
+    operands,
+)
 from intaglio.ir import DType, Origin, QParams, TensorType
 from intaglio.lower.graph_builder import GraphBuilder, flat_f32
 from intaglio.ops.products.conv import output_axis
+from intaglio.ops.products.grouped_linear import group_accumulator_qparams
 from intaglio.quant.annotate.regions import Chain
 from intaglio.quant.qdq.integer_regions import IntegerRegion, dequantized_constant, dequantized_qparams
 from intaglio.quant.qdq.qparams import scale_per_output, weight_outputs_first
@@ -26,14 +35,25 @@ def lower_anchor(builder: GraphBuilder, region: IntegerRegion, stem: str) -> str
     x, (weight, scales) = builder.values[given.x], add_anchor_weight(builder, region)
     unit = tuple(map(float, numerics.accumulator_scale(builder.types[x].qparams.step, scales)))
     axis = None if len(unit) == 1 else output_axis(record.name, len(known_type(node).shape))
-    acc_q = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
+    plain = QParams(unit, (0,) * len(unit), -(2**31), 2**31 - 1, axis)
+    acc_q = group_accumulator_qparams(unit) if record.row_groups else plain
     bias = dequantized_constant(given.bias, DType.I32)
     outputs = builder.constants[weight].shape[0]
     steps = np.zeros(outputs, np.int32) if bias is None else getattr(builder.module, bias.target).numpy()
     operand_names = [x, weight, builder.add_constant(f"{stem}_bias", steps, DType.I32)]
+    operand_names += ends_of_groups(builder, node)
     attrs = record.bind(call_of(node, record))
     result = TensorType(known_type(node).shape, DType.I32, acc_q)
     return builder.add_op(record.name, operand_names, f"{stem}_acc", result, origin(node), **attrs)
+
+
+def ends_of_groups(builder: GraphBuilder, node: fx.Node) -> list[str]:
+    """Return the value with the ends of the groups of rows; an empty list for a layer with one weight."""
+    if not known_record(node).row_groups:
+        return []
+    ends = operands(node)[-1]
+    assert ends is not None, f"{node} has no ends of groups"
+    return [builder.add_parameter(ends) if is_constant(ends) else builder.float_value(ends)]
 
 
 def add_anchor_weight(builder: GraphBuilder, region: Chain) -> tuple[str, tuple[float, ...]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intaglio.fxgraph.node_info import info, known_type
-from intaglio.fxgraph.nodes import operator, tensor_nodes
+from intaglio.fxgraph.node_info import fixed_size, info, known_type
+from intaglio.fxgraph.nodes import arguments, operator, tensor_nodes
 from intaglio.ir import Dim
 from intaglio.quant.qdq.integer_regions import IntegerRegion
 from intaglio.quant.recipes.datatypes import FLOAT8
@@ -76,13 +77,13 @@ def extract_island(module: fx.GraphModule, nodes: list[fx.Node], results: Collec
     for node in nodes:
         if node.op == "get_attr":
             root.register_buffer(str(node.target), getattr(module, node.target))
-        write = None if info(node).observer is not None else QDQ_DECOMPOSITIONS.get(operator(node).partition(".")[2])
+        write = None if info(node).observer is not None else ISLAND_DECOMPOSITIONS.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
     return IslandPart(fx.GraphModule(root, graph), tuple(inputs), tuple(symbols.values()), outputs)
 
 
-# Quantize and dequantize nodes become ATen arithmetic, because files store only ATen operators.
+# Quantize and dequantize nodes and grouped layers become ATen operators, because files store only these.
 
 
 def _decompose_quantize(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -118,10 +119,34 @@ def _per_channel(graph: fx.Graph, node: fx.Node, parameter: Any, copies: Mapping
     return graph.call_function(torch.ops.aten.reshape.default, (copies[parameter], shape))
 
 
-QDQ_DECOMPOSITIONS: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
+def _decompose_grouped_linear(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Write a linear layer for each group of rows; rows behind all groups give zeros."""
+    aten, given = torch.ops.aten, arguments(node)
+    x, weight, ends = (copies[given[name]] for name in ("input", "weight", "ends"))
+    bias, outputs = given["bias"], known_type(node).shape[1]
+    inside = graph.call_function(aten.clamp_min.default, (ends, 0))
+    edges = graph.call_function(getitem, (graph.call_function(aten.cummax.default, (inside, 0)), 0))
+    parts, start = [], 0
+    for group in range(fixed_size(given["ends"], 0)):
+        own = [
+            graph.call_function(aten.slice.Tensor, (part, 0, group * outputs, (group + 1) * outputs))
+            for part in (weight, *([] if bias is None else [copies[bias]]))
+        ]
+        edge = graph.call_function(aten.select.int, (edges, 0, group))
+        stop = graph.call_function(aten._local_scalar_dense.default, (edge,))
+        rows = graph.call_function(aten.slice.Tensor, (x, 0, start, stop))
+        parts.append(graph.call_function(aten.linear.default, (rows, *own)))
+        start = stop
+    rows = graph.call_function(aten.zeros_like.default, (graph.call_function(aten.slice.Tensor, (x, 0, start)),))
+    parts.append(graph.call_function(aten.linear.default, (rows, own[0])))
+    return graph.call_function(aten.cat.default, (parts,))
+
+
+ISLAND_DECOMPOSITIONS: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
     "quantize_per_tensor.default": _decompose_quantize,
     "dequantize_per_tensor.default": _decompose_dequantize,
     "dequantize_per_channel.default": _decompose_dequantize,
+    "grouped_linear.default": _decompose_grouped_linear,
 }
 """Functions that replace these operators, by operator name without the namespace.
 

@@ -8,7 +8,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import layer_operands, operator
 from intaglio.ir import DType, Op, TensorType
-from intaglio.lower.accumulators import add_anchor_weight
+from intaglio.lower.accumulators import add_anchor_weight, ends_of_groups
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, scales_shape
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
@@ -58,9 +58,10 @@ def lower_dynamic_linear(builder: GraphBuilder, region: Chain) -> None:
     where, shape, outputs = origin(node), known_type(node).shape, builder.constants[weight].shape[0]
     stem = where.path.replace("@", "_call") or record.name
     zeros = builder.add_constant(f"{stem}_start", np.zeros(outputs, np.int32), DType.I32)
+    ends = ends_of_groups(builder, node)
     acc = builder.add_op(
         record.name,
-        [x, weight, zeros],
+        [x, weight, zeros, *ends],
         f"{stem}_acc",
         TensorType(shape, DType.I32, per_token_accumulator_qparams(scales)),
         where,
@@ -73,4 +74,4 @@ def lower_dynamic_linear(builder: GraphBuilder, region: Chain) -> None:
         for label, array in (("columns", np.array(columns, np.float32)), ("bias", bias.astype(np.float32)))
     ]
     result = TensorType(shape, DType.F32)
-    builder.values[node] = builder.add_op("dequantize_rows", [acc, scales, *names], stem, result, where)
+    builder.values[node] = builder.add_op("dequantize_rows", [acc, scales, *names, *ends], stem, result, where)

@@ -9,7 +9,7 @@ from torch import fx
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.float_forms import data_movement_of, float_kernel_of
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
-from intaglio.fxgraph.nodes import is_constant, operands, operator, tensor_nodes
+from intaglio.fxgraph.nodes import is_constant, known_record, operands, operator, tensor_nodes
 from intaglio.ir import Attrs, DType, Op, symbols_of
 from intaglio.lower.cut_islands import Unit, extract_island
 from intaglio.lower.dynamic_linear import is_dynamic_quantization, lower_dynamic_linear, lower_dynamic_quantize
@@ -225,6 +225,8 @@ def _region_unit(region: IntegerRegion) -> Unit:
     """Return the unit of a region with the quantized values that it reads."""
     needs = [v for n in region.nodes for v in operands(n) if v is not None and v not in region.nodes]
     needs = [n for n in needs if dequantized_qparams(n) or dequantized_qparams(n, DType.U16) or dynamic_operands(n)]
+    if region.record.row_groups:
+        needs += [ends for ends in operands(region.anchor)[-1:] if ends is not None and not is_constant(ends)]
     if region.record.is_attention:
         needs = [value for value in region.operands() if value is not None and not is_constant(value)]
     return Unit(region.nodes, tuple(needs), True, region)
@@ -242,7 +244,9 @@ def _native_unit(node: fx.Node) -> Unit | None:
         needs = [leaf for leaf in tensor_nodes(node.args) if leaf.op != "get_attr"]
         return Unit((node,), tuple(needs), True)
     if stored_weight(node):
-        return Unit((node,), tuple(x for x in operands(node)[:1] if not is_constant(x)), True)
+        x, *_, last = operands(node)
+        read = (x, last) if known_record(node).row_groups else (x,)
+        return Unit((node,), tuple(value for value in read if not is_constant(value)), True)
     return Unit((node,), (), True) if table_operands(node) else None
 
 

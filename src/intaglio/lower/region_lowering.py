@@ -13,6 +13,7 @@ from intaglio.fxgraph.nodes import call_of, is_constant, known_record, operands
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.lower.accumulators import (
     elementwise_function_of,
+    ends_of_groups,
     low_byte_qparams,
     lower_activate,
     lower_add,
@@ -52,9 +53,9 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
     else:
         current = builder.values[operands(region.anchor)[0]]
     if region.result is None:
-        builder.values[region.root] = builder.add_op(
-            "dequantize", [current], f"{stem}_f32", TensorType(kind.shape, DType.F32), where
-        )
+        ends, real = ends_of_groups(builder, region.anchor), TensorType(kind.shape, DType.F32)
+        name = "dequantize_groups" if ends else "dequantize"
+        builder.values[region.root] = builder.add_op(name, [current, *ends], f"{stem}_f32", real, where)
         return
     result, finest = TensorType(kind.shape, DType.U8, region.result), region.result_16bit or region.result
     tail = {known_record(node).name: node for node in region.nodes}

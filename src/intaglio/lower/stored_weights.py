@@ -7,6 +7,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import is_constant, layer_operands, operator, record_of
 from intaglio.ir import DType, QParams, TensorType
+from intaglio.lower.accumulators import ends_of_groups
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.quant.qdq.integer_regions import dequantized_constant, dequantized_qparams
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL
@@ -53,8 +54,9 @@ def lower_linear_f32(builder: GraphBuilder, node: fx.Node) -> None:
         scales = tuple(getattr(builder.module, real.args[1].target).tolist())
         quantized = getattr(builder.module, stored.target).numpy()
         weight = builder.add_weight(stored, quantized, QParams(scales, (0,) * len(scales), low, high, 0))
-    names = [builder.add_parameter(x) if is_constant(x) else builder.float_value(x), weight]
+    ends = ends_of_groups(builder, node)
+    names = [builder.add_parameter(x) if is_constant(x) else builder.float_value(x), weight, *ends]
     names += [] if bias is None else [builder.add_parameter(bias)]
     stem = where.path.replace("@", "_call") or node.name
     result = TensorType(known_type(node).shape, DType.F32)
-    builder.values[node] = builder.add_op("linear_f32", names, stem, result, where)
+    builder.values[node] = builder.add_op("grouped_linear_f32" if ends else "linear_f32", names, stem, result, where)

@@ -8,9 +8,10 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.ir import Graph, Op, PerRow, QParams, Ref, Shape, TensorType
-from intaglio.ir.types import F32, I32, U8
+from intaglio.ir.types import F32, I32, I64, U8
 from intaglio.ir.verify import TypeRule
 from intaglio.ops.opdef import Layout, OpDef, Tail
+from intaglio.ops.products.grouped_linear import is_read_by_groups, of_each_row
 
 ROW_MODES = ("token", "tensor")
 """Granularity of the scales: one per token (row of the last axis), or one per entry of the batch."""
@@ -53,8 +54,13 @@ def quantize_rows_reference(
 def dequantize_rows_reference(
     op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
 ) -> np.ndarray:
-    """Compute `numerics.dequantize_rows`."""
-    return numerics.dequantize_rows(*args)
+    """Compute `numerics.dequantize_rows`; with ends of groups, with the scales and biases of each row's group."""
+    acc, rows, columns, bias, *ends = args
+    if not ends:
+        return numerics.dequantize_rows(acc, rows, columns, bias)
+    columns, bias = (of_each_row(values, ends[0], len(acc)) for values in (np.broadcast_to(columns, bias.shape), bias))
+    inside = of_each_row(np.ones(1, bool), ends[0], len(acc))
+    return np.where(inside, numerics.dequantize_rows(acc, rows, columns, bias), np.float32(0))
 
 
 def valid_per_token_values(op: Op, graph: Graph) -> None:
@@ -81,17 +87,20 @@ def computes_row_scales(op: Op) -> bool:
 
 def valid_row_accumulator(op: Op, graph: Graph) -> None:
     """Check that an accumulator has the scales of its rows, and that there is a constant scale and bias per column."""
-    acc, scales, columns, bias = (graph.types[name] for name in op.inputs)
+    acc, scales, columns, bias, *ends = (graph.types[name] for name in op.inputs)
     made = any(computes_row_scales(one) and op.inputs[1] == one.outputs[1] for one in graph.ops)
     if not made or acc.q != per_token_accumulator_qparams(op.inputs[1]) or scales.shape != scales_shape(acc.shape):
         raise ValueError(
             f"%{op.output}: the accumulator {acc} does not belong to the per-token scales %{op.inputs[1]} {scales}"
         )
-    constant = all(name in graph.constants for name in op.inputs[2:])
-    if not constant or bias.shape != acc.shape[-1:] or columns.shape not in ((1,), bias.shape):
+    constant = all(name in graph.constants for name in op.inputs[2:4])
+    wanted = (acc.shape[1] * ends[0].shape[0],) if ends else acc.shape[-1:]
+    if not constant or bias.shape != wanted or columns.shape not in ((1,), bias.shape):
         raise ValueError(
             f"%{op.output}: expected a constant scale and bias per column of {acc}, but got {columns} and {bias}"
         )
+    if ends and not is_read_by_groups(op.inputs[0], op.inputs[4], graph):
+        raise ValueError(f"%{op.output}: {acc} is not an accumulator of the groups %{op.inputs[4]}")
 
 
 QUANTIZE_ROWS = OpDef(
@@ -106,9 +115,9 @@ QUANTIZE_ROWS = OpDef(
 )
 DEQUANTIZE_ROWS = OpDef(
     name="dequantize_rows",
-    operands=("acc", "rows", "columns", "bias"),
+    operands=("acc", "rows", "columns", "bias", "ends"),
     reference=dequantize_rows_reference,
-    types=TypeRule(((I32,), (F32,), (F32,), (F32,)), (F32,)),
+    types=TypeRule(((I32,), (F32,), (F32,), (F32,)), (F32,), optional=(I64,)),
     validate=valid_row_accumulator,
     layout=Layout.ROW_MAJOR,
     tail=Tail.DEQUANTIZE_ROWS,

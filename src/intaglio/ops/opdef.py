@@ -141,6 +141,7 @@ class OpDef:
         macs: Called with (attributes, shapes of the operands, shape of the result); returns multiply-accumulates.
         computed_in_float32: A bfloat16 or float16 model with this operator is computed in float32, as its accumulators
             are.
+        row_groups: Rows of the operand are in groups, each with a weight of its own; the last operand has their ends.
         accumulates: The result is an int32 accumulator, which exactly one operator requantizes or dequantizes.
         layout: Layout that the kernel requires, or a function of the operator and the types of its values.
         batch_separable: Each image of the result depends only on the same image; the batch is the first axis.
@@ -195,6 +196,7 @@ class OpDef:
     passes_factors: bool = False
     macs: Callable[[Attrs, Sequence[Shape], Shape], Dim] | None = None
     computed_in_float32: bool = False
+    row_groups: bool = False
     accumulates: bool = False
     layout: Layout | Callable[[Op, Mapping[str, TensorType]], Layout] = Layout.ANY
     batch_separable: bool = False

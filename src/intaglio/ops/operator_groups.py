@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from intaglio.ops.records import OPS
 
-ANCHORS = tuple(name for name, record in OPS.items() if record.multiplies_weight)
-"""Convolutions and linear layers."""
+ANCHORS = tuple(name for name, record in OPS.items() if record.multiplies_weight and not record.row_groups)
+"""Convolutions and linear layers with one weight, whose kernels compute the operators behind them too."""
 ACCUMULATING = tuple(name for name, record in OPS.items() if record.accumulates)
 """Operators whose result is an int32 accumulator, which may leave its partition dequantized."""
 ADD_OPS = tuple(name for name, record in OPS.items() if record.adds)

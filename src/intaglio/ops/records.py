@@ -22,7 +22,7 @@ from intaglio.ops.images import float_images, pool, resize
 from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
 from intaglio.ops.opdef import OpDef
-from intaglio.ops.products import attention, conv, float_products, linear_f32, lstm_gru
+from intaglio.ops.products import attention, conv, float_products, grouped_linear, linear_f32, lstm_gru
 
 
 def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
@@ -45,6 +45,7 @@ def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, O
 
 BY_NAME, BY_TARGET = index(
     conv.CONVOLUTION_OPS,
+    grouped_linear.GROUPED_LINEAR_OPS,
     pointwise.POINTWISE_OPS,
     channels.CHANNEL_OPS,
     pool.POOL_OPS,

@@ -49,7 +49,7 @@ from intaglio.tracing.export_metadata import (
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
 from intaglio.tracing.operator_aliases import resolve_aliases
-from intaglio.tracing.recurrent_layers import RecurrentCapture, restore_torch_operators
+from intaglio.tracing.substitute_operators import SubstituteOperators, restore_torch_operators
 from intaglio.tracing.unroll_scans import unroll_loops
 from intaglio.tracing.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 
@@ -66,7 +66,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         with warnings.catch_warnings(), _quiet(), torch.no_grad(), uncompared_masks():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
-            with RecurrentCapture(), without_size_caches(model, args, kwargs):
+            with SubstituteOperators(), without_size_caches(model, args, kwargs):
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             decompose_single_operators(program)  # first: no kernels of batch norms run to find aliases
             resolve_aliases(program)

@@ -115,7 +115,19 @@ def dequantize_tokens(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Te
     return (quantized.to(torch.float32) - numerics.ROW_ZERO) * scales
 
 
-# ---- embeddings, recurrent layers -----------------------------------------------------------------------------------
+# ---- sorts, embeddings, recurrent layers ----------------------------------------------------------------------------
+
+
+def legalize_sort(module: fx.GraphModule, node: fx.Node) -> None:
+    """Replace a stable argsort by TopK of all elements, which puts equal elements in the order of their indices."""
+    if operator(node) == "aten.argsort.stable":
+        node.target = sorted_places
+
+
+def sorted_places(x: torch.Tensor, *, stable: bool, dim: int, descending: bool) -> torch.Tensor:
+    """Return the places of the elements along an axis in ascending or descending order."""
+    keys = x.to(torch.int64) if x.dtype is torch.bool else x
+    return keys.topk(x.shape[dim], dim, descending)[1]
 
 
 def gather_quantized_embedding(module: fx.GraphModule, node: fx.Node) -> None:
@@ -326,6 +338,7 @@ ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
     fold_zero_points,
     legalize_token_linear,  # before `legalize_token_qdq`, which rewrites the remaining per-token quantizes
     legalize_token_qdq,
+    legalize_sort,
     gather_quantized_embedding,
     legalize_recurrent,
     legalize_int4_linear,  # before `legalize_matrix_linear`, which rewrites the remaining linear layers

@@ -6,7 +6,7 @@ import numpy as np
 
 from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, numel
+from intaglio.ir import DType, evaluate, numel
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.cost_model import F32_PANEL
 
@@ -14,26 +14,33 @@ WEIGHT_ELEMENT = {DType.S8: "int8_t", DType.F16: "uint16_t"}
 
 
 def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
-    """Print a linear layer with float activations and float16 or int8 weights.
+    """Print a linear layer with float activations and float16 or int8 weights, one or one for each group of rows.
 
     Threads divide blocks of rows and panels of output channels.
     """
-    op, constants = partition.anchor, context.graph.constants
-    x, weight, *bias = op.inputs
-    kind = context.graph.types[weight]
-    element, (outputs, inputs) = WEIGHT_ELEMENT[kind.dtype], kind.shape
-    rows = context.dim(numel(context.graph.types[x].shape[:-1]))
+    op, constants, types = partition.anchor, context.graph.constants, context.graph.types
+    x, weight, *rest = op.inputs
+    ends, bias = ([name for name in rest if types[name].dtype is dtype] for dtype in (DType.I64, DType.F32))
+    kind, shape = types[weight], types[op.output].shape
+    groups = evaluate(types[ends[0]].shape[0], {}) if ends else 1
+    element, inputs = WEIGHT_ELEMENT[kind.dtype], kind.shape[1]
+    packed = np.concatenate([pack_panels(part) for part in np.split(constants[weight], groups)])
     context.include("products/linear_f32.h")
     code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
     code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")
-    code(f"q.weight = {context.constant(pack_panels(constants[weight]), element, 'weights')};")
+    code(f"q.weight = {context.constant(packed, element, 'weights')};")
     if kind.q is not None:
         code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float', 'scales')};")
     for name in bias:
         code(f"q.bias = {context.constant(constants[name], 'float', 'bias')};")
-    code(f"q.rows = {rows}, q.inputs = {inputs}, q.outputs = {outputs};")
-    code(f"float_linear<{element}>(&q, thread, threads);")
+    code(f"q.rows = {context.dim(numel(shape[:-1]))}, q.inputs = {inputs}, q.outputs = {context.dim(shape[-1])};")
+    if not ends:
+        code(f"float_linear<{element}>(&q, thread, threads);")
+        return
+    at, (step,) = context.strided(ends[0])
+    code(f"const int64_t* const ends = (const int64_t*){at};")
+    code(f"float_linear_groups<{element}>(&q, ends, {context.dim(step)}, {groups}, thread, threads);")
 
 
 def pack_panels(weight: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from intaglio.ops.opdef import Tail
 from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, TiledKernel
 from intaglio.plan.plan_records import Partition
-from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
+from intaglio.plan.scheduling.convolution_pieces import Piece, pieces, weights_of
 from intaglio.plan.scheduling.value_bounds import result_bounds
 
 
@@ -74,7 +74,8 @@ def _emit_depthwise(
 def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece, kernel: TiledKernel) -> None:
     """Print a piece as a tiled GEMM: fill a `struct Matmul` and run it."""
     anchor, schedule = partition.anchor, context.plan.schedules[partition.output]
-    plan = _packing(anchor, piece, kernel)
+    count = weights_of(anchor, context.graph)
+    plan = _packing(anchor, piece, kernel, count)
     kernels, last_kernels = _kernels(context, plan, kernel.tile)
     context.include("products/matmul.h")
     code("struct Matmul m = {};")
@@ -85,7 +86,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code(f"m.out = {_sizes(anchor.output, not op_def(anchor).convolves, context)};")
         code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
-    _operands(code, partition, context, plan, piece)
+    _operands(code, partition, context, plan, piece, count)
     code(f"""
         m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
@@ -98,12 +99,24 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
             code("m.tile.table = m.table.entries, m.table = {};")
-    if partition.head is None:
+    if op_def(anchor).row_groups:
+        _multiply_groups(code, partition, context, plan)
+    elif partition.head is None:
         code("matmul(&m, thread, threads);")
     else:
         context.include("products/weighed_matmul.h")
         fill_pair(code, partition.head, context)
         code("matmul_weighed(&m, &p, thread, threads);")
+
+
+def _multiply_groups(code: Code, partition: Partition, context: Context, plan: PanelPacking) -> None:
+    """Print the call that multiplies each group of rows by its own weight."""
+    at, (step,) = context.strided(partition.anchor.inputs[-1])
+    count, columns = weights_of(partition.anchor, context.graph), plan.columns.size
+    factors = columns if op_def(partition.tail[0]).tail is Tail.DEQUANTIZE else 0
+    code(f"const struct RowGroups groups = {{(const int64_t*){at}, {context.dim(step)}, {count},")
+    code(f"    {4 * plan.run * columns}, {columns}, {factors}, {plan.outputs}}};")
+    code("matmul_groups(&m, &groups, thread, threads);")
 
 
 def _source(partition: Partition, context: Context) -> str:
@@ -134,9 +147,10 @@ def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -
     return f"every({context.image(value)}, {rows}, {columns})"
 
 
-def _packing(anchor: Op, piece: Piece, kernel: TiledKernel) -> PanelPacking:
-    """Return the panel layout of a piece's weight."""
+def _packing(anchor: Op, piece: Piece, kernel: TiledKernel, count: int) -> PanelPacking:
+    """Return the panel layout of a piece's weight, or of each of ``count`` weights."""
     outputs, per_group, _, taps_x = piece.weight.shape
+    outputs //= count
     groups = anchor.attrs.get("groups", 1)
     return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], kernel.tile.blocks, kernel.permuted)
 
@@ -172,9 +186,15 @@ def accumulator_scales(anchor: Op, context: Context) -> np.ndarray:
     return np.array(context.graph.types[anchor.output].qparams.scales, np.float64).astype(np.float32)
 
 
+def _pack_each(values: np.ndarray, plan: PanelPacking, count: int) -> np.ndarray:
+    """Return values in column order for each of ``count`` weights: one for each output, or one for all."""
+    parts = [values] * count if values.size == 1 else np.split(values, count)
+    return np.concatenate([pack_columns(part, plan) for part in parts])
+
+
 def rows_tail(tail: Op, context: Context) -> str:
     """Return the `struct ByRow` of a tail that dequantizes with per-token scales."""
-    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:])
+    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:4])
     parts = (np.broadcast_to(columns, bias.shape), bias)
     constants = ", ".join(
         context.constant(np.ascontiguousarray(part), "float", label)
@@ -222,15 +242,15 @@ def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.nda
     return bias - numerics.zero_point_term(piece.weight, zeros, groups)
 
 
-def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece) -> None:
+def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece, count: int) -> None:
     anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
-    folded = _folded_bias(partition, context, piece)
-    packed = pack_weights(piece.weight, plan, anchor.attrs.get("groups", 1))
-    code(f"m.tile.b = {context.constant(packed, 'int8_t', 'weights')};")
-    code(f"m.tile.bias = {context.constant(pack_columns(folded.astype(np.int32), plan), 'int32_t', 'bias')};")
+    folded = _folded_bias(partition, context, piece).astype(np.int32)
+    parts = [pack_weights(part, plan, anchor.attrs.get("groups", 1)) for part in np.split(piece.weight, count)]
+    code(f"m.tile.b = {context.constant(np.concatenate(parts), 'int8_t', 'weights')};")
+    code(f"m.tile.bias = {context.constant(_pack_each(folded, plan, count), 'int32_t', 'bias')};")
     if op_def(tail).tail is Tail.DEQUANTIZE:
         factor = accumulator_scales(anchor, context)
-        code(f"m.tile.factor = {context.constant(pack_columns(factor, plan), 'float', 'factor')};")
+        code(f"m.tile.factor = {context.constant(_pack_each(factor, plan, count), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:

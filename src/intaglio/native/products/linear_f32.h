@@ -104,3 +104,25 @@ static inline void float_linear(const struct FloatLinear* q, int thread, int thr
                                          unit / blocks * PANEL_F32);
     }
 }
+
+// Compute this thread's part of the layers of all groups of rows, each with a weight, scales and a bias of its own. The
+// last row of group g is the one before `ends[g * step]`, see ops/products/grouped_linear.py.
+template <typename Element>
+static inline void float_linear_groups(const struct FloatLinear* q, const int64_t* ends, int64_t step, int64_t groups,
+                                       int thread, int threads) {
+    const int64_t columns = (q->outputs + PANEL_F32 - 1) / PANEL_F32 * PANEL_F32;
+    struct FloatLinear one = *q;
+    int64_t first = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+        const int64_t given = ends[group * step], end = given < first ? first : given > q->rows ? q->rows : given;
+        one.x = q->x + first * q->inputs, one.y = q->y + first * q->outputs, one.rows = end - first;
+        float_linear<Element>(&one, thread, threads);
+        one.weight = (const Element*)one.weight + columns * q->inputs;
+        if (one.scales) one.scales += q->outputs;
+        if (one.bias) one.bias += q->outputs;
+        first = end;
+    }
+    const int64_t left = q->rows - first, begin = first + shard_begin(left, thread, threads),
+                  end = first + shard_begin(left, thread + 1, threads);
+    memset(q->y + begin * q->outputs, 0, (size_t)((end - begin) * q->outputs) * sizeof(float));
+}

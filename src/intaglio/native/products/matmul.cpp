@@ -42,7 +42,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
         const uint8_t* other = m->residual.base ? at(&m->residual, n, y, 0) + channel : 0;
         const int64_t x = (int64_t)i * least + (i < longer ? i : longer);
         t.a = a + x * t.a_pixel;
-        int64_t pixel = line * width + x;
+        int64_t pixel = m->first_row + line * width + x;
         t.out = out + x * out_pixel;
         t.residual = other + x * t.residual_pixel;
         if (m->remainder.base) t.remainder = at(&m->remainder, n, y, 0) + channel + x * t.remainder_pixel;
@@ -96,4 +96,38 @@ LIBRARY void matmul(const struct Matmul* m, int thread, int threads) {
         const int64_t end = begin + chunk < last ? begin + chunk : last;
         for (int64_t panel = 0; panel < m->panels; ++panel) matmul_span(m, panel, begin, end, tiles, width);
     }
+}
+
+// Write zeros to rows first to last (exclusive).
+static void clear_rows(const struct Matmul* m, int64_t first, int64_t last) {
+    static const float zeros[64] __attribute__((aligned(64))) = {};
+    for (int64_t panel = 0; panel < m->panels; ++panel) {
+        const int64_t mask = panel == m->panels - 1 ? m->last_mask : m->mask, channel = panel * m->blocks * 16,
+                      channels = __builtin_popcountll((unsigned long long)mask);
+        if (m->epilogue.take) {
+            m->epilogue.take(m->epilogue.run, (const uint8_t*)zeros, 0, first, last - first, channel, channels);
+            continue;
+        }
+        for (int64_t row = first; row < last; ++row)
+            memset(at(&m->out, 0, 0, row) + 4 * channel, 0, (size_t)(4 * channels));
+    }
+}
+
+LIBRARY void matmul_groups(const struct Matmul* m, const struct RowGroups* g, int thread, int threads) {
+    const int64_t rows = m->out.images * m->out.height * m->out.width;
+    struct Matmul one = *m;
+    one.out.images = one.out.height = 1;
+    int64_t first = 0;
+    for (int64_t group = 0; group < g->count; ++group) {
+        const int64_t given = g->ends[group * g->step], end = given < first ? first : given > rows ? rows : given;
+        one.first_row = first, one.out.width = end - first;
+        one.in.base = m->in.base + first * m->tile.a_pixel;
+        if (m->out.base) one.out.base = m->out.base + first * m->tile.out_pixel;
+        matmul(&one, thread, threads);
+        one.tile.b += g->weight_bytes, one.tile.bias += g->columns, one.tile.factor += g->factors;
+        if (one.by_row.dequantize) one.by_row.columns += g->outputs, one.by_row.bias += g->outputs;
+        first = end;
+    }
+    clear_rows(m, first + shard_begin(rows - first, thread, threads),
+               first + shard_begin(rows - first, thread + 1, threads));
 }

@@ -15,6 +15,7 @@ struct Matmul {
     int64_t panels, blocks, panel_bytes, out_bytes;  // `blocks` of a panel; bytes of its weights, and of a result
     const int32_t* first_channel;                    // first input channel of each panel; null if all are 0
     int64_t flat;                    // all output pixels are one line: each one's taps follow those of the pixel before
+    int64_t first_row;               // number of the first output pixel, as `by_row` and `epilogue` count them
     int64_t rows;                    // height of the tallest tile
     int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
     const TileKernel* kernels;       // for full panels, by height of a tile
@@ -29,6 +30,17 @@ struct Matmul {
 
 // Compute this thread's part of the layer.
 LIBRARY void matmul(const struct Matmul* m, int thread, int threads);
+
+// Groups of rows, each with a weight of its own: the last row of group g is the one before `ends[g * step]`.
+struct RowGroups {
+    const int64_t* ends;
+    int64_t step, count;
+    int64_t weight_bytes, columns, factors, outputs;  // of each group; `factors` is 0 if all groups have the same ones
+};
+
+// Compute this thread's part of the products of all groups. An end before that of the group in front of it, or past the
+// rows, is moved to the nearest row. Results of rows behind all groups are 0.
+LIBRARY void matmul_groups(const struct Matmul* m, const struct RowGroups* g, int thread, int threads);
 
 // Compute tiles first to last (exclusive) of one panel, where each line of `width` pixels has `tiles` tiles.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,

@@ -1,17 +1,19 @@
-"""Weight-only quantization: a linear layer of float activations with float16 or int8 weights."""
+"""Weight-only quantization: linear layers of float activations with float16 or int8 weights, one or one per group."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from intaglio.ir import DType, Graph, Op, TensorType
-from intaglio.ir.types import F16, F32, S8
+from intaglio.ir import Attrs, DType, Graph, Op, Shape, TensorType, evaluate
+from intaglio.ir.types import F16, F32, I64, S8
 from intaglio.ir.verify import TypeRule
 from intaglio.numerics import float_math
 from intaglio.ops.opdef import Layout, OpDef
 from intaglio.ops.products.conv import linear_macs, linear_shape
+from intaglio.ops.products.grouped_linear import rows_of_groups
 
 
 def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -21,6 +23,35 @@ def linear_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorT
     x, weight, *bias = args
     scales = None if types[1].q is None else np.array(types[1].q.scales, np.float32)
     return float_math.linear(x, weight, scales, *bias)
+
+
+def grouped_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Return f32[rows, N] of x f32[rows, K], with the part of a weight [groups * N, K] that each row's group has."""
+    x, weight, ends, *bias = args
+    outputs = len(weight) // len(ends)
+    scales = None if types[1].q is None else np.array(types[1].q.scales, np.float32)
+    found = np.zeros((len(x), outputs), np.float32)
+    for group, rows in enumerate(rows_of_groups(ends, len(x))):
+        own = slice(group * outputs, (group + 1) * outputs)
+        parts = [values[own] for values in bias]
+        found[rows] = float_math.linear(x[rows], weight[own], None if scales is None else scales[own], *parts)
+    return found
+
+
+def grouped_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape of the result of a grouped layer."""
+    (rows, _), (outputs, _), (groups,) = shapes[:3]
+    return rows, evaluate(outputs, {}) // evaluate(groups, {})
+
+
+def valid_grouped(op: Op, graph: Graph) -> None:
+    """Check weight, scales and biases as `valid_stored` does, and that groups divide the outputs."""
+    outputs, ends = graph.types[op.inputs[1]].shape[0], graph.types[op.inputs[2]].shape
+    (count,) = ends if len(ends) == 1 else (0,)
+    divided = isinstance(count, int) and isinstance(outputs, int) and 0 < count <= outputs and outputs % count == 0
+    if not divided or len(graph.types[op.inputs[0]].shape) != 2:
+        raise ValueError(f"%{op.output}: {outputs} outputs cannot be divided among groups of the shape {ends}")
+    valid_stored(replace(op, inputs=(*op.inputs[:2], *op.inputs[3:])), graph)
 
 
 def valid_stored(op: Op, graph: Graph) -> None:
@@ -52,4 +83,14 @@ LINEAR_F32 = OpDef(
     layout=Layout.ROW_MAJOR,
     kernel="linear_f32",
 )
-WEIGHT_ONLY_OPS = (LINEAR_F32,)
+GROUPED_LINEAR_F32 = OpDef(
+    name="grouped_linear_f32",
+    infer=grouped_shape,
+    reference=grouped_reference,
+    types=TypeRule(((F32,), (S8, F16), (I64,)), (F32,), optional=(F32,)),
+    validate=valid_grouped,
+    macs=linear_macs,
+    layout=Layout.ROW_MAJOR,
+    kernel="linear_f32",
+)
+WEIGHT_ONLY_OPS = (LINEAR_F32, GROUPED_LINEAR_F32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Op
+from intaglio.ir import Graph, Op, evaluate
 from intaglio.ir.phases import Phase, axis_phases
 from intaglio.ops import op_def
 
@@ -56,6 +56,14 @@ def pieces(anchor: Op, weight: np.ndarray) -> list[Piece]:
     along = _rows_columns(axis_phases(anchor, weight.shape[2:]), (Phase(0, (0,), 0, 1, 0),))
     steps = _rows_columns(anchor.attrs["stride"], 1)
     return [_phase(flat, y, x, steps) for y in along[0] for x in along[1]]
+
+
+def weights_of(anchor: Op, graph: Graph) -> int:
+    """Return the number of weights of a layer, one for each group of its rows; 1 for a layer without groups."""
+    if not op_def(anchor).row_groups:
+        return 1
+    (groups,) = graph.types[anchor.inputs[-1]].shape
+    return evaluate(groups, {})
 
 
 def _rows_columns(values: Sequence[Any], default: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from intaglio.ops.products.scratch_memory import QUERY_BLOCK
 from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Step
+from intaglio.plan.scheduling.convolution_pieces import weights_of
 
 F32_PANEL = 64
 """Output channels of a packed panel of float weights; ``PANEL_F32`` of native/products/linear_f32.h."""
@@ -50,7 +51,7 @@ def _recurrent_panels(op: Op, plan: Plan) -> Dim:
 
 def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
     """Return the number of tiles of all panels; a transposed convolution tiles its input, all others their result."""
-    record, outputs = op_def(op), len(graph.constants[op.inputs[1]])
+    record, outputs = op_def(op), len(graph.constants[op.inputs[1]]) // weights_of(op, graph)
     shape = graph.types[op.inputs[0] if record.transposed else op.output].shape
     pixels = numel((shape[0], *shape[2:]) if record.convolves else shape[:-1])
     tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows

@@ -15,6 +15,7 @@ from intaglio.kernels import Isa
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
+from intaglio.plan.scheduling.convolution_pieces import weights_of
 
 GENERATOR = 1
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
@@ -73,14 +74,14 @@ def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
     """Return the dimensions of a convolution or linear layer."""
     graph, anchor = plan.graph, partition.anchor
     weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
-    groups = anchor.attrs.get("groups", 1)
+    groups, outputs = anchor.attrs.get("groups", 1), len(weight) // weights_of(anchor, graph)
     sizes = [evaluate(d, dict.fromkeys(symbols_of(d), 1)) for d in out]
     convolves = op_def(anchor).convolves
     pixels = sizes[0] * prod(sizes[2:]) if convolves else prod(sizes[:-1])
     width = sizes[-1] if convolves else pixels
     return GemmProblem(
-        outputs=weight.shape[0],
-        outputs_per_group=weight.shape[0] // groups,
+        outputs=outputs,
+        outputs_per_group=outputs // groups,
         pixels=pixels,
         width=width,
         flat=is_flat(partition, graph, plan.buffers),

@@ -142,8 +142,8 @@ class Region(Chain):
 
     @property
     def returns_float(self) -> bool:
-        """Return whether its result is always float, as those of dynamically quantized and of recurrent layers are."""
-        return self.dynamic or self.record.recurrent
+        """Return whether its result is always float: that of a dynamically quantized, recurrent or grouped layer."""
+        return self.dynamic or self.record.recurrent or self.record.row_groups
 
     @property
     def adds_shortcut(self) -> bool:

@@ -208,7 +208,7 @@ def _composite_region(nodes: Sequence[fx.Node]) -> IntegerRegion:
 
 def _region_of(nodes: tuple[fx.Node, ...]) -> IntegerRegion:
     """Return the region of a chain, with the parameters of its result if all its readers agree on them."""
-    if dynamic_operands(operands(nodes[0])[0]) is not None:
+    if dynamic_operands(operands(nodes[0])[0]) is not None or known_record(nodes[0]).row_groups:
         return IntegerRegion(nodes, None)
     results = {_result(user) for user in nodes[-1].users}
     wide = {quantize_qparams(user, DType.U16) for user in nodes[-1].users}
@@ -282,6 +282,6 @@ def _is_integer_operator(node: fx.Node, region: tuple[fx.Node, ...]) -> bool:
             return False
     call = call_of(node, record)
     if record.roles.weight is not None:  # the weight is dequantized here, but it is still a constant
-        constant = (call.constant[0], True, None if call.constant[2] is None else True)
-        call = replace(call, constant=constant)
+        x, _, bias_is_constant, *others = call.constant
+        call = replace(call, constant=(x, True, None if bias_is_constant is None else True, *others))
     return record.check(call) is None

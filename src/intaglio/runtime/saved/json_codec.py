@@ -27,6 +27,7 @@ from intaglio.ir import (
     Origin,
     Packing,
     PerRow,
+    PerRowGroup,
     QParams,
     Ref,
     TensorType,
@@ -261,6 +262,10 @@ def _decode_packing(entry: Any) -> Packing:
     return packing
 
 
+AXES_BY_NAME: Mapping[str, type[PerRow | PerRowGroup]] = {"rows": PerRow, "row groups": PerRowGroup}
+NAMES_OF_AXES: Mapping[Any, str] = {axis: name for name, axis in AXES_BY_NAME.items()}
+
+
 def _encode_q(q: QParams, parameters: ParameterTable) -> Any:
     """Return quantization parameters as JSON. A zero point that all channels share is written once."""
     scale = {"value": q.scale.value} if isinstance(q.scale, Ref) else parameters.put(q.scale)
@@ -270,7 +275,8 @@ def _encode_q(q: QParams, parameters: ParameterTable) -> Any:
     else:
         same = len(q.zero_point) > SHORT_ARRAY and len(set(q.zero_point)) == 1
         zeros = {"all": q.zero_point[0]} if same else list(q.zero_point)
-    axis = {"groups": q.axis.size} if isinstance(q.axis, Groups) else "rows" if isinstance(q.axis, PerRow) else q.axis
+    axis: Any = {"groups": q.axis.size} if isinstance(q.axis, Groups) else q.axis
+    axis = NAMES_OF_AXES.get(type(axis), axis)
     return {"scale": scale, "zero_point": zeros, "qmin": q.qmin, "qmax": q.qmax, "axis": axis}
 
 
@@ -291,7 +297,7 @@ def _decode_q(entry: Any, parameters: ParameterTable) -> QParams:
     if isinstance(axis, dict):
         axis = Groups(checked_integer(axis["groups"]))
     elif axis is not None:
-        axis = PerRow() if axis == "rows" else checked_integer(axis)
+        axis = AXES_BY_NAME[axis]() if axis in AXES_BY_NAME else checked_integer(axis)
     return QParams(scales, points, checked_integer(entry["qmin"]), checked_integer(entry["qmax"]), axis)
 
 

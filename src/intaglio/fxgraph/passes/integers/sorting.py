@@ -116,11 +116,13 @@ def index_put_to_scatter(module: fx.GraphModule) -> int:
     """Replace writes of single elements of a tensor with one axis by a scatter.
 
     The inverse of a permutation is written in this way. Indices must be places of an argsort, which are never negative:
-    a scatter does not count from the end.
+    a scatter does not count from the end. If there are as many as elements, all are written, so that any tensor may be
+    the first operand, which PyTorch leaves uninitialized.
     """
     hits = [node for node in module.graph.nodes if _scatters(node)]
     for node in hits:
         value, (index,), source = node.args[:3]
+        value = index if tensor_type(index) == tensor_type(value) else value
         replace_node(node, call_before(node, known_type(node), aten.scatter.src, value, 0, index, source))
     return len(hits)
 

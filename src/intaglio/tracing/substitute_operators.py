@@ -1,7 +1,7 @@
-"""Substitute operators for recurrent layers during export.
+"""Substitute operators for recurrent layers and grouped products during export, with shape functions of their own.
 
-torch.export would trace every time step, which is slow (seconds for ten steps) and fixes the sequence length. Operators
-with a shape function replace the layers until the graph exists.
+torch.export would trace every time step of a recurrent layer, which is slow (seconds for ten steps) and fixes the
+sequence length. It refuses grouped products of float32, which PyTorch computes on a CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
+from intaglio.torch_private import grouped_mm
+
 RECURRENT_LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
     torch.lstm: ("lstm", 2),
     torch.gru: ("gru", 1),
@@ -25,14 +27,22 @@ RECURRENT_LAYERS: dict[Callable[..., Any], tuple[str, int]] = {
 REFUSED_FUNCTIONS = (
     "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, bool batch_first"
 )
-RECURRENT_LIBRARIES: list[torch.library.Library] = []
+GROUPED_MM = (
+    "grouped_mm(Tensor self, Tensor mat2, Tensor? offs=None, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+)
+SUBSTITUTE_LIBRARIES: list[torch.library.Library] = []
 """Keeps the libraries alive, because operators are removed with their library."""
 
 
-class RecurrentCapture(TorchFunctionMode):
-    """Replaces calls of recurrent layers by the substitute operators; calls with packed sequences are not changed."""
+class SubstituteOperators(TorchFunctionMode):
+    """Replaces calls by the substitute operators.
+
+    Recurrent layers with packed sequences, and grouped products other than of groups of rows, are not changed.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is grouped_mm and [operand.dim() for operand in args[:2]] == [2, 3]:
+            func = _operators()["_grouped_mm"]
         if func in RECURRENT_LAYERS and not kwargs:
             name, states = RECURRENT_LAYERS[func]
             lists = [
@@ -44,9 +54,10 @@ class RecurrentCapture(TorchFunctionMode):
 
 def restore_torch_operators(program: ExportedProgram) -> ExportedProgram:
     """Replace the substitute operators of a program by torch's own."""
-    if not RECURRENT_LIBRARIES:
+    if not SUBSTITUTE_LIBRARIES:
         return program
-    own = {op: getattr(torch.ops.aten, name).input for name, op in _operators().items()}
+    packets = {op: getattr(torch.ops.aten, name) for name, op in _operators().items()}
+    own = {op: packet.input if "input" in packet.overloads() else packet.default for op, packet in packets.items()}
     for module in (part for part in program.graph_module.modules() if isinstance(part, fx.GraphModule)):
         for node in module.graph.nodes:
             node.target = own.get(node.target, node.target)
@@ -57,7 +68,7 @@ def restore_torch_operators(program: ExportedProgram) -> ExportedProgram:
 @functools.cache
 def _operators() -> dict[str, Any]:
     library = torch.library.Library("intaglio", "FRAGMENT")
-    RECURRENT_LIBRARIES.append(library)
+    SUBSTITUTE_LIBRARIES.append(library)
     for function, (name, count) in RECURRENT_LAYERS.items():
         states = "Tensor[] hx" if count > 1 else "Tensor hx"
         library.define(
@@ -65,7 +76,24 @@ def _operators() -> dict[str, Any]:
         )
         library.impl(name, function, "CPU")
         torch.library.register_fake(f"intaglio::{name}", _shapes, lib=library)
-    return {name: getattr(torch.ops.intaglio, name).default for name, _ in RECURRENT_LAYERS.values()}
+    found = {name: getattr(torch.ops.intaglio, name).default for name, _ in RECURRENT_LAYERS.values()}
+    if grouped_mm is not None:
+        library.define(GROUPED_MM)
+        library.impl("grouped_mm", grouped_mm, "CPU")
+        torch.library.register_fake("intaglio::grouped_mm", _grouped_shape, lib=library)
+        found["_grouped_mm"] = torch.ops.intaglio.grouped_mm.default
+    return found
+
+
+def _grouped_shape(
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return an empty tensor with the shape of the product of groups of rows."""
+    return x.new_empty((x.shape[0], matrices.shape[2]), dtype=out_dtype or x.dtype)
 
 
 def _shapes(
