@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from intaglio.errors import CaptureError, InputError
 from intaglio.fxgraph.node_info import tensor_type
-from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
+from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
 from intaglio.ir import Dim, DType, Expression, evaluate, has_quotient, symbol, symbols_of
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree

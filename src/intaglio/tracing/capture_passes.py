@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from intaglio.fxgraph.graph_passes import Pass
 from intaglio.fxgraph.passes.attention_masks import simplify_attention_masks
-from intaglio.fxgraph.passes.half_precision import upcast_half_precision
+from intaglio.fxgraph.passes.element_types.half_precision import upcast_half_precision
 from intaglio.fxgraph.passes.identities import (
     drop_assertions,
     drop_empty_parts,

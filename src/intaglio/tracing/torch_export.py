@@ -23,7 +23,7 @@ from intaglio.errors import CaptureError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import known_type, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
-from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
+from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
 from intaglio.ir import DType, Input, ModelInfo, Origin, Output, Signature, State
 from intaglio.torch_private import (
     buffers_of,

@@ -20,7 +20,7 @@ from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, 
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
 from intaglio.fxgraph.node_info import known_type, origin, update_info
-from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE, before_cast
+from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE, before_cast
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.ir.names import sanitized

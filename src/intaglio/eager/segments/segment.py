@@ -31,7 +31,7 @@ from intaglio.eager.segments.graph_parts import GraphPart, UnavailableError, ext
 from intaglio.eager.segments.qtensor import QTensor
 from intaglio.errors import CaptureError, IntaglioError, UnsupportedError
 from intaglio.fxgraph.node_info import known_type
-from intaglio.fxgraph.passes.half_precision import UPCAST_NOTE
+from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
 from intaglio.ir import Input, Output, evaluate
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.prepare import Prepared, prepare

@@ -33,17 +33,16 @@ from intaglio.fxgraph.passes.decompositions import (
     split_extrema,
     use_scalar_overloads,
 )
-from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
-from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
-from intaglio.fxgraph.passes.grouped_products import constant_grouped_mm_to_linear
-from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
-from intaglio.fxgraph.passes.integers.sorting import canonicalize_sorts, counts_of_integers, index_put_to_scatter
-from intaglio.fxgraph.passes.integers.widen_integers import (
+from intaglio.fxgraph.passes.element_types.widen_integers import (
     cast_before_cumsum,
     sizes_to_tensors,
     type_as_to_cast,
     widen_integers,
 )
+from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
+from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
+from intaglio.fxgraph.passes.grouped_products import constant_grouped_mm_to_linear
+from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
@@ -55,6 +54,7 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_windows,
     expand_filled,
 )
+from intaglio.fxgraph.passes.sorting import canonicalize_sorts, counts_of_integers, index_put_to_scatter
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,

@@ -1,1 +1,0 @@
-"""Passes over integers: their types, sorts and counts."""
