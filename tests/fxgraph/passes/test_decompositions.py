@@ -23,6 +23,15 @@ def image(h):
     return h.transpose(1, 2).reshape(h.shape[0], 8, 3, 4)
 
 
+def rotated(h):
+    """Pairs of channels turned by angles of their positions, as complex numbers."""
+    angles = torch.arange(h.shape[1]).float()[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+    turns = torch.polar(torch.ones_like(angles), angles) * 1.5
+    pairs = torch.view_as_complex(parts(h, 12, 4, 2)) * turns.unsqueeze(0)
+    weighed = torch.view_as_real(pairs * h.sum(-1, keepdim=True)).flatten(2)
+    return weighed + pairs.transpose(1, 2).transpose(2, 1).imag.repeat(1, 1, 2)
+
+
 BODIES = {
     "products of five axes": lambda h: parts(h, 2, 3, 2, 4, 2) @ parts(h, 2, 3, 2, 2, 4),
     "products of six axes": lambda h: parts(h, 2, 3, 4, 2, 2) @ parts(h, 2, 3, 4, 2, 2),
@@ -31,6 +40,10 @@ BODIES = {
     "a gated linear unit of another axis": lambda h: F.glu(h, 1),
     "instance norm": lambda h: F.instance_norm(image(h)),
     "values of max": lambda h: h.max(1)[0] + h.min(1, keepdim=True).values[:, 0],
+    "repeated neighbours": lambda h: h.repeat_interleave(3, 1)[:, :, :5] + h.repeat_interleave(2, -1)[:, :1, :5],
+    "clamps by wider tensors": lambda h: torch.clamp(h.mean(1, True), h.amin(1, True), h),
+    "clamps by tensors": lambda h: h.clamp(min=h[:, :1], max=h.amax(-1, True)) + torch.clamp(h, max=h[:, 3:4]),
+    "complex numbers": rotated,
     "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),
     "fold with strides": lambda h: F.fold(parts(h.flatten(1)[:, :54], 9, 6), (5, 4), 3, padding=1, stride=2),
     "fold with pixels behind the last window": lambda h: F.fold(parts(h, 24, 4)[:, :8], 5, 2, stride=2),
@@ -49,6 +62,24 @@ def test_the_program_computes_it(name):
     exact = model(X)[0]
     assert lowered(X)[0].shape == exact.shape
     assert (lowered(X)[0] - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+ISLANDS = {
+    "spectra of Fourier transforms": lambda h: torch.view_as_real(
+        torch.fft.rfft(h) * torch.ones(5, dtype=torch.cfloat)
+    ),
+    "products with spectra": lambda h: (torch.fft.rfft(h) * torch.complex(h[..., :5], h[..., 3:])).real,
+    "clamps of other element types": lambda h: h.argmax(1).clamp(h[:, 0], h[:, 1]),
+}
+
+
+@pytest.mark.parametrize("name", ISLANDS)
+def test_what_cannot_be_decomposed_is_an_island(name):
+    body = ISLANDS[name]
+    model = randomize(Body(lambda m, x: (body(m.a(x)), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
+    reference, lowered = quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
+    assert lowered.islands
+    torch.testing.assert_close(lowered(X)[0], reference(X)[0], rtol=1e-5, atol=1e-5)
 
 
 class Normalized(nn.Module):

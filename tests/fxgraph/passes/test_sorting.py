@@ -51,6 +51,11 @@ BODIES = {
         ids(h).cumsum(0, dtype=torch.int64),
     ),
     "an inverse permutation": permutation,
+    "numbers at indices": lambda h: (
+        torch.zeros_like(h).scatter(1, h.argmax(1, keepdim=True), 1.0),
+        h.scatter(-1, h.topk(2).indices, float("-inf")),
+        torch.zeros_like(h).long().scatter(2, h.argmin(2, keepdim=True), 3.7),
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from intaglio.fxgraph.nodes import (
     reshape_before,
 )
 from intaglio.ir import DType, Shape, TensorType, evaluate, numel
+from intaglio.ops.loop_ops.primitives import broadcast
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
 
@@ -224,6 +225,20 @@ def split_extrema(module: fx.GraphModule) -> int:
             axes = given["dim"] if user.args[1] else [given["dim"]]
             replace_node(user, call_before(user, known_type(user), target, node.args[0], axes, given["keepdim"]))
         module.graph.erase_node(node)
+    return len(hits)
+
+
+def clamp_by_tensors(module: fx.GraphModule) -> int:
+    """Replace clamps whose bounds are tensors of the same element type by maxima and minima."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.clamp.Tensor"]
+    hits = [node for node in hits if len({known_type(value).dtype for value in (node, *node.all_input_nodes)}) == 1]
+    for node in hits:
+        given, value = arguments(node), node.args[0]
+        for name, target in (("min", aten.maximum.default), ("max", aten.minimum.default)):
+            if (bound := given[name]) is not None:
+                shape = broadcast(known_type(value).shape, known_type(bound).shape)
+                value = _call(node, shape, target, value, bound)
+        replace_node(node, value)
     return len(hits)
 
 

@@ -98,6 +98,25 @@ def decompose_repeat(module: fx.GraphModule) -> int:
     return hits
 
 
+def decompose_repeat_interleave(module: fx.GraphModule) -> int:
+    """Replace ``x.repeat_interleave(count, axis)`` by the expand of a new axis behind it, which a reshape merges."""
+    hits = 0
+    for node in [node for node in module.graph.nodes if operator(node) == "aten.repeat_interleave.self_int"]:
+        given, value = arguments(node), node.args[0]
+        count, axis, shape = given["repeats"], given["dim"], known_type(value).shape
+        if axis is None:
+            continue
+        axis, times = axis % len(shape), resolve_dims(count)
+        one, wide = ((*shape[: axis + 1], size, *shape[axis + 1 :]) for size in (1, times))
+        value = _call(node, one, aten.unsqueeze.default, value, axis + 1)
+        sizes = [count if at == axis + 1 else -1 for at in range(len(wide))]
+        value = _reshaped(node, _call(node, wide, aten.expand.default, value, sizes), known_type(node).shape)
+        if value is not None:
+            replace_node(node, value)
+            hits += 1
+    return hits
+
+
 def _repeated(
     node: fx.Node, value: fx.Node, shape: Shape, axis: int, count: int | fx.Node
 ) -> tuple[fx.Node | None, Shape]:

@@ -20,6 +20,7 @@ from intaglio.fxgraph.nodes import (
 )
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType, numel
+from intaglio.signature import TORCH_DTYPES
 
 aten = torch.ops.aten
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.argsort.default")
@@ -27,6 +28,8 @@ STABLE_SORT = "aten.argsort.stable"
 SORTED_TYPES = (DType.F32, DType.I64, DType.I32, DType.BOOL)
 MAX_COUNTED = 2048
 """Largest number of integers that a histogram counts; PyTorch's puts all of them into the right bins up to there."""
+TYPES_OF_NUMBERS = {DType.F32: float, DType.I64: int}
+"""Types that PyTorch converts a number to before a scatter writes it."""
 
 
 def canonicalize_sorts(module: fx.GraphModule) -> int:
@@ -110,6 +113,24 @@ def _counts_integers(node: fx.Node) -> bool:
 
 def _sums_integers(user: fx.Node) -> bool:
     return operator(user) == "aten.cumsum.default" and arguments(user)["dtype"] in (torch.int32, torch.int64)
+
+
+def scatter_value_to_tensor(module: fx.GraphModule) -> int:
+    """Replace the number that a scatter writes by a tensor of it."""
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.scatter.value"]
+    hits = [
+        node for node in hits if known_type(node).dtype in TYPES_OF_NUMBERS and not isinstance(node.args[3], fx.Node)
+    ]
+    for node in hits:
+        value, axis, index, given = node.args[:4]
+        number = TYPES_OF_NUMBERS[known_type(node).dtype](given)
+        kind = TensorType(known_type(index).shape, known_type(node).dtype)
+        source = call_before(node, known_type(index), aten.clamp.default, index, 0, 0)  # of any size, which may be free
+        if kind.dtype is not DType.I64:
+            source = call_before(node, kind, aten._to_copy.default, source, dtype=TORCH_DTYPES[kind.dtype])
+        source = call_before(node, kind, aten.add.Tensor, source, number)
+        replace_node(node, call_before(node, known_type(node), aten.scatter.src, value, axis, index, source))
+    return len(hits)
 
 
 def index_put_to_scatter(module: fx.GraphModule) -> int:

@@ -21,6 +21,7 @@ from intaglio.fxgraph.passes.canonicalize_matmul import (
 from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_affine, scalar_constants_to_numbers
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
+    clamp_by_tensors,
     decompose_fold,
     decompose_glu,
     decompose_group_norm,
@@ -33,6 +34,7 @@ from intaglio.fxgraph.passes.decompositions import (
     split_extrema,
     use_scalar_overloads,
 )
+from intaglio.fxgraph.passes.element_types.complex_numbers import decompose_complex
 from intaglio.fxgraph.passes.element_types.widen_integers import (
     cast_before_cumsum,
     sizes_to_tensors,
@@ -48,13 +50,19 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
     decompose_expand,
     decompose_repeat,
+    decompose_repeat_interleave,
     decompose_roll,
     decompose_slice_scatter,
     decompose_unfold,
     decompose_windows,
     expand_filled,
 )
-from intaglio.fxgraph.passes.sorting import canonicalize_sorts, counts_of_integers, index_put_to_scatter
+from intaglio.fxgraph.passes.sorting import (
+    canonicalize_sorts,
+    counts_of_integers,
+    index_put_to_scatter,
+    scatter_value_to_tensor,
+)
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
@@ -95,9 +103,11 @@ LAYER_PASSES: tuple[Pass, ...] = (
     fold_batch_norm_after,  # before folding forward: folding backward needs no condition on padding
 )
 OPERATOR_PASSES: tuple[Pass, ...] = (
+    decompose_complex,
     canonicalize_sorts,
     counts_of_integers,  # before sums of counts, which read integers after it
     index_put_to_scatter,  # after sorts, whose places are the indices of an inverse permutation
+    scatter_value_to_tensor,
     type_as_to_cast,
     cast_before_cumsum,
     widen_integers,  # after casts are explicit
@@ -105,6 +115,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     sizes_to_tensors,
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     split_extrema,
+    clamp_by_tensors,
     pads_of_max_pools,  # before anything looks for values to quantize
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
@@ -118,6 +129,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_stack,  # after selects: stacked elements are slices by now
     decompose_expand,
     decompose_repeat,
+    decompose_repeat_interleave,
     decompose_roll,
     decompose_copy,  # before writes into slices, whose values are copies
     decompose_slice_scatter,
