@@ -260,7 +260,7 @@ def divergence(x: np.ndarray, low: float, high: float) -> float:
         told[chosen] = shown[chosen].mean()
     shown[np.flatnonzero(inside)[0]] += shown[quantized < 0].sum()
     shown[np.flatnonzero(inside)[-1]] += shown[quantized > 255].sum()
-    p, q = shown[inside] / shown[inside].sum(), told[inside] / told[inside].sum()
+    p, q = shown[inside] / shown[inside].sum(), told[inside] / bins.sum()
     return float((p * np.log(p / q)).sum())
 
 
@@ -279,6 +279,21 @@ def test_the_kl_method_never_has_a_larger_divergence_than_min_max(name):
     chosen, full = kl(of(x)), minmax(of(x))
     assert divergence(x, *chosen) < divergence(x, *full)
     assert chosen != full
+
+
+@given(hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(1, 500, width=32)), st.booleans())
+def test_the_kl_method_clips_no_larger_share_than_the_divergence_of_min_max_allows(x, alternating):
+    x = x * (-1) ** np.arange(len(x)) if alternating else x
+    low, high = kl(of(x))
+    full, margin = divergence(x, *minmax(of(x))), (high - low) / 255 + 2.0 ** of(x).exponent
+    assert np.mean((x < low - margin) | (x > high + margin)) <= 1 - np.exp(-full) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("low", [-3, 0])
+def test_the_kl_method_does_not_shrink_ranges_onto_a_single_bin(low, seed):
+    few = of(np.random.default_rng(seed).uniform(low, 3, 512))
+    assert kl(few) == minmax(few)
 
 
 @pytest.mark.case("calibration 52")

@@ -70,7 +70,8 @@ def kl(statistics: Statistics, qmin: int = 0, qmax: int = 255) -> Range:
 
     The divergence is from the distribution of the nonzero values, clipped to the range, to the distribution that is
     left after quantization, in which the values that round to the same quantized value are spread evenly over their
-    bins. The search is that of `mse`.
+    bins and clipped values are missing. A share c of clipped values thus adds at least ``-log(1 - c)``; otherwise a
+    range around a single bin, whose distributions are equal, would have no divergence. The search is that of `mse`.
     """
     histogram = _Histogram.of(statistics)
     return _search(histogram, partial(histogram.divergence, qmin=qmin, qmax=qmax))
@@ -318,7 +319,7 @@ class _Histogram:
         observed, centres = counts.copy(), self.centres[inside]
         observed[centres.argmin()] += self.counts[steps < least].sum()
         observed[centres.argmax()] += self.counts[steps > most].sum()
-        observed, smoothed = observed / observed.sum(), smoothed / smoothed.sum()
+        observed, smoothed = observed / observed.sum(), smoothed / self.counts.sum()
         return float((observed * np.log(observed / smoothed)).sum())
 
     def _grid(self, low: float, high: float, qmin: int, qmax: int) -> tuple[float, int, int]:
