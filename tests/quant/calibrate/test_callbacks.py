@@ -308,6 +308,21 @@ def test_the_kl_callback_chooses_what_the_method_kl_chooses():
     assert len(set(reference.qparams["d.weight"].scales)) == 1
 
 
+@pytest.mark.parametrize("weights", ["channel", "group:8"])
+@pytest.mark.parametrize("dtype", ["s8", "s4", "s3", "s2"])
+@pytest.mark.parametrize("callback", [AverageMaxCalibrationCallback(), KLDivergenceCalibrationCallback()])
+def test_callbacks_give_weights_of_fewer_bits_the_scales_that_they_have_without_a_callback(callback, dtype, weights):
+    if dtype == "s8" and weights != "channel":
+        pytest.skip("weights of 8 bits have no groups")
+    captured = stages.capture(two_convs(), DATA[0])
+    recipe = intaglio.Recipe.of({"*": {"weights_dtype": dtype, "weights": weights}})
+    plain = stages.prepare(captured, Quantizer(recipe))
+    asked = stages.prepare(captured, Quantizer(recipe, patterns=builtin("conv2d", calibration=callback)))
+    found = stages.convert(asked, Calibrator(asked, DATA).calibrate()).qparams
+    wanted = stages.convert(plain, stages.calibrate(plain, DATA)).qparams
+    assert [found[name] for name in ("c.weight", "d.weight")] == [wanted[name] for name in ("c.weight", "d.weight")]
+
+
 def with_values(look, data=DATA):
     """Calibrate the two convolutions; ``look(info)`` is called for each."""
     seen = []

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from intaglio import numerics
 from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.calibration_info import CalibrationInfo, Given
@@ -45,14 +44,16 @@ class GlobalCalibrationCallback(CalibrationCallback):
 @check_fields
 @dataclass(frozen=True)
 class AverageMaxCalibrationCallback(CalibrationCallback):
-    """Gives activations the mean of each batch's extrema, and weights the largest magnitude of each channel, or of the
-    whole weight without ``per_channel``."""
+    """Gives activations the mean of each batch's extrema, and weights the scales of their datatype.
+
+    These are `CalibrationInfo.weight_scales` for each channel, or for the whole weight without ``per_channel``.
+    """
 
     per_channel: bool = True
 
     @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
-        """Return the means of the extrema for activations and the absmax scale for the weight."""
+        """Return the means of the extrema for activations and the scales of the weight."""
         names, extrema = (*info.sites.inputs, info.sites.output), []
         for batch in range(info.batches):
             values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch)[:1])  # an LSTM has states too
@@ -60,31 +61,27 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
         means = np.mean(extrema, axis=0)
         ends = zip(names, means.tolist(), strict=True)
         found: dict[str, Given] = {name: (min(low, 0.0), high) for name, (low, high) in ends if name is not None}
-        return {**found, **_absmax(info, self.per_channel)}
+        return {**found, **_weight_scales(info, self.per_channel)}
 
 
 @check_fields
 @dataclass(frozen=True)
 class KLDivergenceCalibrationCallback(CalibrationCallback):
-    """Gives activations the range that the method "kl" chooses, whatever method their setting has, and weights the
-    largest magnitude of each channel, or of the whole weight without ``per_channel``."""
+    """Gives activations the range that the method "kl" chooses, whatever method their setting has.
+
+    Weights get the scales of their datatype, `CalibrationInfo.weight_scales`, for each channel, or for the whole weight
+    without ``per_channel``.
+    """
 
     per_channel: bool = True
 
     @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
-        """Return the parameters of least divergence for activations and the absmax scale for the weight."""
-        return {**info.qparams_by("kl"), **_absmax(info, self.per_channel)}
+        """Return the parameters of least divergence for activations and the scales of the weight."""
+        return {**info.qparams_by("kl"), **_weight_scales(info, self.per_channel)}
 
 
-def _absmax(info: CalibrationInfo, per_channel: bool) -> dict[str, Given]:
-    """Return the scale of the region's weight by its largest magnitude; nothing for a region without a weight."""
-    weight, axis = info.weight(), info.weight_axis()
-    if weight is None or info.sites.weight is None:
-        return {}
-    magnitude = weight.detach().abs()
-    if axis is not None and per_channel:
-        absmax = magnitude.movedim(axis, 0).flatten(1).amax(1).numpy()
-    else:
-        absmax = magnitude.max().reshape(1).numpy()
-    return {info.sites.weight: (numerics.symmetric_scale(absmax, 127), 0)}
+def _weight_scales(info: CalibrationInfo, per_channel: bool) -> dict[str, Given]:
+    """Return the scales of the region's weight that its datatype asks for; nothing for a region without a weight."""
+    scales = info.weight_scales(per_channel)
+    return {} if scales is None or info.sites.weight is None else {info.sites.weight: (scales, 0)}

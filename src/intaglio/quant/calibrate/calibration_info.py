@@ -21,7 +21,7 @@ from intaglio.quant.annotate.sites import Fixed, Observed, Site
 from intaglio.quant.calibrate.dataset_manager import DatasetManager
 from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import anchor_sites, scale_per_output, weight_qparams
-from intaglio.quant.qdq.weight_grid import weight_grid
+from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
 from intaglio.signature import TORCH_DTYPES
@@ -191,6 +191,28 @@ class CalibrationInfo:
     def weight_axis(self) -> int | None:
         """Return the channel axis of the weight; ``None`` for a single scale."""
         return None if self.sites.weight is None else _axis(self._evaluation.annotations, self.sites.weight)
+
+    @check_arguments
+    def weight_scales(self, per_channel: bool = True) -> np.ndarray | None:
+        """Return the scales of the weight that its datatype gives without a callback, before they are fitted to a bias.
+
+        The largest magnitude maps to the last quantized value; with fewer than 8 bits, and in groups, scales have the
+        least squared error.
+
+        Args:
+            per_channel: whether to return f32[channels] if the recipe gives the weight a scale for each channel.
+
+        Returns:
+            The scales, one if ``per_channel`` is false; ``None`` without a weight.
+        """
+        weight, axis = self.weight(), self.weight_axis()
+        if weight is None or self.sites.weight is None:
+            return None
+        site = next(site for site in self._evaluation.annotations.sites if site.name == self.sites.weight)
+        values = weight.detach().numpy()
+        split = axis is not None and per_channel
+        rows = np.moveaxis(values, axis or 0, 0).reshape(values.shape[axis or 0] if split else 1, -1)
+        return channel_scales(rows, site.record, site.group)
 
     @check_arguments
     def with_parameters(self, given: Mapping[str, Given]) -> CalibrationInfo:
