@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,15 +60,14 @@ def nms(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
     order = scores.argsort(descending=True, stable=True)
     found = boxes[order]
     areas = (found[:, 2] - found[:, 0]) * (found[:, 3] - found[:, 1])
-    dropped = torch.zeros(len(order), dtype=torch.bool)
+    lower = torch.maximum(found[:, None, :2], found[None, :, :2])
+    shared = (torch.minimum(found[:, None, 2:], found[None, :, 2:]) - lower).clamp(min=0).prod(2)
+    overlaps = (shared / (areas[:, None] + areas - shared) > threshold).numpy()
+    dropped = np.zeros(len(order), bool)
     for index in range(len(order)):
-        if dropped[index]:
-            continue
-        box, rest = found[index], found[index + 1 :]
-        sides = (torch.minimum(box[2:], rest[:, 2:]) - torch.maximum(box[:2], rest[:, :2])).clamp(min=0)
-        shared = sides.prod(1)
-        dropped[index + 1 :] |= shared / (areas[index] + areas[index + 1 :] - shared) > threshold
-    return order[~dropped]
+        if not dropped[index]:
+            dropped[index + 1 :] |= overlaps[index, index + 1 :]
+    return order[~torch.from_numpy(dropped)]
 
 
 def roi_align(
