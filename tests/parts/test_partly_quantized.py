@@ -1,6 +1,7 @@
 """Models that cannot be captured as a whole: parts of them are found, quantized and put back."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -233,3 +234,41 @@ def test_the_part_behind_a_packed_sequence_is_quantized():
     assert "1 part in int8: head" in str(found.coverage)
     exact = model(*batch)
     assert (found(*batch) - exact).square().sum() < 1e-2 * exact.square().sum()
+
+
+class Strided(Detector):
+    """A detector whose last map has a single pixel for images of 32 x 32 pixels."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU())]
+        self.backbone.second = nn.Sequential(*layers)
+
+
+def test_maps_of_one_pixel_in_the_batches_do_not_limit_the_size_of_images():
+    torch.manual_seed(0)
+    model = Strided().eval()
+    int8 = intaglio.quantize(model, batches((32, 32)), progress=False)
+    assert list(int8.parts) == ["backbone", "head", "refine"]
+    for size in ((32, 32), (64, 40), (16, 96)):
+        with torch.no_grad():
+            exact, found = (m.backbone(torch.stack(images(2, *size)))["coarse"] for m in (model, int8))
+        assert exact.shape == found.shape
+        assert (found - exact).square().sum() < 1e-2 * exact.square().sum()
+
+
+def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatch):
+    class Counted(Detector):
+        runs = 0
+
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            Counted.runs += 1
+            return super().forward(images)
+
+    def runs(limit: int) -> int:
+        monkeypatch.setattr(importlib.import_module("intaglio.parts.find_parts"), "MOST_BYTES", limit)
+        Counted.runs = 0
+        intaglio.quantize(Counted().eval(), batches(), progress=False)
+        return Counted.runs
+
+    assert runs(10**6) + 2 * len(batches()) == runs(1)

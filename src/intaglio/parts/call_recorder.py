@@ -44,13 +44,9 @@ class RecordedCalls:
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a copy of the arguments of a call. Calls without samples are left out."""
         tensors = _tensors((args, kwargs))
-        if (
-            not tensors
-            or (self.most is not None and len(self.calls) >= self.most)
-            or any(not tensor.numel() for tensor in tensors)
-        ):
+        if not tensors or any(not tensor.numel() for tensor in tensors):
             return
-        if self.seen % self.every == 0:
+        if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
             detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
             self.calls.append(clone_tensors(detached))
             self.size += sum(tensor.nbytes for tensor in tensors)
@@ -58,6 +54,11 @@ class RecordedCalls:
         if self.size > MOST_BYTES and len(self.calls) > 1:
             self.calls, self.every = self.calls[::2], 2 * self.every
             self.size = sum(tensor.nbytes for tensor in _tensors(self.calls))
+
+    @property
+    def expected_bytes(self) -> int:
+        """Return about how many bytes the arguments of all calls have, from those that are recorded."""
+        return self.seen * self.size // max(len(self.calls), 1)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

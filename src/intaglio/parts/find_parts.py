@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.parts.call_recorder import RecordedCalls, count_macs, recorded_calls
+from intaglio.parts.call_recorder import MOST_BYTES, RecordedCalls, count_macs, recorded_calls
+from intaglio.parts.capture_part import capture_part, run_call, wide_enough
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.quant.calibrate.batches import Call, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
-from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree, submodules_of
-from intaglio.tracing import Captured, capture
+from intaglio.tracing import Captured
 from intaglio.tracing.earlier_results import copy_model
 
 logger = logging.getLogger("intaglio")
@@ -64,7 +64,7 @@ def calls_of(model: nn.Module, data: Any, samples: int | None) -> list[Call]:
     for form in (binder, _first_of_pair, _only_argument) if items else ():
         try:
             call: Call = form(items[0])
-            _run(model, call)
+            run_call(model, call)
         except Exception as error:
             failures.append(error)
             continue
@@ -97,11 +97,6 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.dim()
 
 
-def _run(model: nn.Module, call: Call) -> Any:
-    with torch.no_grad():
-        return model(*clone_tensors(call[0]), **clone_tensors(call[1]))
-
-
 def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizePart) -> FoundParts:
     """Quantize the largest submodules of a model that can be captured, and put them into the model.
 
@@ -112,7 +107,7 @@ def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizeP
     """
     macs, total = count_macs(model, calls[0])
     search = _PartSearch(model, calls, quantize_part, macs)
-    search.visit("", model)
+    search.run()
     parts = {path: QuantizedPart(path, int8, model.get_submodule(path)) for path, int8 in search.quantized.items()}
     floats = list(search.floats)
     for path, reason in _put(model, parts, calls):
@@ -123,6 +118,16 @@ def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizeP
     if rest > 0:
         floats.append(FloatPart("", type(model).__name__, OUTSIDE_OF_PARTS, rest))
     return FoundParts(parts, own, total, floats)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A submodule that can be captured with the arguments of its first call."""
+
+    path: str
+    module: nn.Module
+    part: nn.Module
+    captured: Captured
 
 
 class _PartSearch:
@@ -138,45 +143,76 @@ class _PartSearch:
         self.tried: set[int] = set()
         with recorded_calls(self.modules, most=1) as self.first:
             for call in calls:
-                _run(model, call)
+                run_call(model, call)
 
-    def visit(self, path: str, module: nn.Module) -> None:
-        """Quantize the children of a module, or what is inside of them."""
+    def run(self) -> None:
+        """Quantize the largest submodules for which that is possible.
+
+        The model runs once more for each group of candidates whose recorded arguments fit into `MOST_BYTES`.
+        """
+        waiting = self.below("", self.model)
+        while waiting:
+            group = self.first_group(waiting)
+            waiting = waiting[len(group) :]
+            with recorded_calls({one.path: one.module for one in group}) as logs:
+                for call in self.calls:
+                    run_call(self.model, call)
+            for one in group:
+                reason = self.quantize(one, logs.pop(one.path))
+                if reason is not None:
+                    waiting += self.instead_of(one.path, one.module, reason)
+
+    def below(self, path: str, module: nn.Module) -> list[_Candidate]:
+        """Return the largest submodules of a module that can be captured."""
+        found = []
         for name, child in submodules_of(module).items():
             if child is None or id(child) in self.tried or not _has_work(child, self.macs):
                 continue
             self.tried.add(id(child))
-            below = f"{path}.{name}".lstrip(".")
-            called = self.first[below].calls
-            reason = self.quantize(below, child) if called else NOT_CALLED
-            if reason is None:
-                continue
-            if any(_has_work(part, self.macs) for part in child.children()):
-                self.visit(below, child)
-            else:
-                self.floats.append(FloatPart(below, type(child).__name__, reason, self.macs.get(id(child), 0)))
+            found += self.candidates(f"{path}.{name}".lstrip("."), child)
+        return found
 
-    def quantize(self, path: str, module: nn.Module) -> str | None:
-        """Quantize one submodule, or return why that is not possible."""
+    def candidates(self, path: str, module: nn.Module) -> list[_Candidate]:
+        """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
         log = self.first[path]
+        reason = _varying(log.calls) if log.calls else NOT_CALLED
+        if reason is None:
+            part = alone(module, path)
+            try:
+                return [_Candidate(path, module, part, capture_part(part, log))]
+            except IntaglioError as error:
+                reason = _first_line(error)
+        return self.instead_of(path, module, reason)
+
+    def instead_of(self, path: str, module: nn.Module, reason: str) -> list[_Candidate]:
+        """Return the candidates inside of a submodule that stays in float, or note the reason if there is nothing."""
+        if any(_has_work(part, self.macs) for part in module.children()):
+            return self.below(path, module)
+        self.floats.append(FloatPart(path, type(module).__name__, reason, self.macs.get(id(module), 0)))
+        return []
+
+    def first_group(self, waiting: Sequence[_Candidate]) -> list[_Candidate]:
+        """Return the first candidates whose calls can be recorded together, at least one."""
+        sizes = accumulate(self.first[one.path].expected_bytes for one in waiting)
+        return [one for one, size in zip(waiting, sizes, strict=True) if size <= MOST_BYTES or one is waiting[0]]
+
+    def quantize(self, one: _Candidate, log: RecordedCalls) -> str | None:
+        """Quantize a candidate with its recorded calls, or return why that is not possible."""
         if (reason := _varying(log.calls)) is not None:
             return reason
-        part = alone(module, path)
         try:
-            captured = capture_part(part, log)
-            with recorded_calls({path: module}) as logs:
-                for call in self.calls:
-                    _run(self.model, call)
-            if (reason := _varying(logs[path].calls)) is not None:
-                return reason
-            captured = _wide_enough(captured, part, logs[path])
-            args, kwargs = logs[path].calls[0]
-            data = [(*args, *kwargs.values()) for args, kwargs in logs[path].calls]
-            self.quantized[path] = self.quantize_part(part, captured, (args, kwargs), data)
+            captured = wide_enough(one.captured, one.part, log)
+            args, kwargs = log.calls[0]
+            data = [(*args, *kwargs.values()) for args, kwargs in log.calls]
+            self.quantized[one.path] = self.quantize_part(one.part, captured, (args, kwargs), data)
         except IntaglioError as error:
-            return error.problem.splitlines()[0]
-        logger.info("quantized the part %s", path)
+            return _first_line(error)
+        logger.info("quantized the part %s", one.path)
         return None
+
+
+def _first_line(error: IntaglioError) -> str:
+    return error.problem.splitlines()[0]
 
 
 def _has_work(module: nn.Module, macs: Mapping[int, int]) -> bool:
@@ -196,71 +232,6 @@ def _form(call: Call) -> tuple[Any, ...]:
     return str(tree), *[(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
 
 
-def capture_part(part: nn.Module, log: RecordedCalls) -> Captured:
-    """Capture a part, with free heights and widths of images if its code allows them, and axes whose size varies."""
-    args, kwargs = log.calls[0]
-    leaves = pytree.tree_leaves((args, kwargs))
-    images = {i: (2, 3) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() == 4}
-    images = images if _takes_larger_images(part, log.calls[0]) else {}
-    varying = varying_axes(log)
-    free: list[Mapping[int, Collection[int]]] = [_union(images, varying), varying, {}]
-    error: CaptureError | None = None
-    for axes in [wanted for i, wanted in enumerate(free) if wanted not in free[:i]]:
-        try:
-            captured = capture(part, args, example_kwargs=kwargs, free=axes)
-        except CaptureError as found:
-            error = error or found
-            continue
-        if not captured.notes or not axes:
-            return captured
-    if error is None:
-        return capture(part, args, example_kwargs=kwargs)
-    raise error
-
-
-def _takes_larger_images(part: nn.Module, call: Call) -> bool:
-    """Return whether a float module runs with images of twice the height and width."""
-
-    def doubled(leaf: Any) -> Any:
-        return leaf.repeat(1, 1, 2, 2) if isinstance(leaf, torch.Tensor) and leaf.dim() == 4 else leaf
-
-    args, kwargs = pytree.tree_map(doubled, (call[0], dict(call[1])))
-    try:
-        _run(copy_model(part), (args, kwargs))
-    except Exception:
-        return False
-    return True
-
-
-def _wide_enough(captured: Captured, part: nn.Module, log: RecordedCalls) -> Captured:
-    """Return the captured part, captured again if its calls have sizes that the graph does not take."""
-    inputs = captured.signature.inputs
-    varying = varying_axes(log)
-    fixed = any(
-        isinstance(entry.type.shape[axis], int) for entry in inputs for axis in varying.get(entry.leaf, ()) if axis
-    )
-    return capture_part(part, log) if fixed else captured
-
-
-def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
-    """Return the axes of each leaf, except the first, whose size is not the same in all calls."""
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    for call in log.calls:
-        for index, leaf in enumerate(pytree.tree_leaves((call[0], dict(call[1])))):
-            if isinstance(leaf, torch.Tensor):
-                shapes.setdefault(index, []).append(tuple(leaf.shape))
-    found = {
-        index: tuple(axis for axis in range(1, len(own[0])) if len({shape[axis] for shape in own}) > 1)
-        for index, own in shapes.items()
-    }
-    return {index: axes for index, axes in found.items() if axes}
-
-
-def _union(first: Mapping[int, Collection[int]], second: Mapping[int, Collection[int]]) -> dict[int, Collection[int]]:
-    keys = sorted({*first, *second})
-    return {key: tuple(sorted({*first.get(key, ()), *second.get(key, ())})) for key in keys}
-
-
 def _put(model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
     """Put parts into the model, try some calls, and yield parts that had to stay in float, with the reasons."""
     originals = {path: model.get_submodule(path) for path in parts}
@@ -270,7 +241,7 @@ def _put(model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[C
     left = dict(parts)
     while pending:
         try:
-            _run(model, pending[0])
+            run_call(model, pending[0])
         except (IntaglioError, AttributeError):
             unfit = [path for path, part in left.items() if part.unfit]
             if not unfit:

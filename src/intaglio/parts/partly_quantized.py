@@ -15,7 +15,8 @@ from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
-from intaglio.parts.find_parts import FoundParts, calls_of, capture_part
+from intaglio.parts.capture_part import capture_part
+from intaglio.parts.find_parts import FoundParts, calls_of
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.parts.saved_parts import write_parts
 from intaglio.runtime import Coverage, QuantizedModel

@@ -112,16 +112,19 @@ def _wrong_type_at(
     return f"with larger sizes {checker.wrong}" if checker.wrong else None
 
 
-def check_calls(captured: Captured, model: nn.Module, calls: Sequence[tuple[Any, ...]]) -> None:
+def check_calls(
+    captured: Captured, model: nn.Module, calls: Sequence[tuple[Any, ...]], kwargs: Mapping[str, Any] | None = None
+) -> None:
     """Raise `CaptureError` unless graph and model agree in calls of other sizes than the example.
 
     Args:
         captured: the captured model.
         model: the float model.
         calls: positional arguments of each call.
+        kwargs: keyword arguments of every call.
     """
     for number, args in enumerate(calls):
-        if (reason := _differs(captured, model, args, {}, f"check {number}")) is not None:
+        if (reason := _differs(captured, model, args, kwargs or {}, f"check {number}")) is not None:
             problem = f"the captured graph does not compute what the model computes: {reason}"
             raise CaptureError(type(model).__name__, None, problem, remedy="pass other dynamic_shapes")
 

@@ -1,0 +1,119 @@
+"""Capture of a submodule with the arguments of its recorded calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.errors import CaptureError
+from intaglio.ir import symbols_of
+from intaglio.parts.call_recorder import RecordedCalls
+from intaglio.quant.calibrate.batches import Call
+from intaglio.signature import clone_tensors
+from intaglio.torch_private import pytree
+from intaglio.tracing import Captured, capture
+from intaglio.tracing.capture_check import check_calls
+from intaglio.tracing.earlier_results import copy_model
+
+
+def run_call(model: nn.Module, call: Call) -> Any:
+    """Run a float model with copies of the arguments of a call, and without gradients."""
+    with torch.no_grad():
+        return model(*clone_tensors(call[0]), **clone_tensors(call[1]))
+
+
+def capture_part(part: nn.Module, log: RecordedCalls) -> Captured:
+    """Capture a part, with free heights and widths of images if its code allows them, and axes whose size varies."""
+    args, kwargs = log.calls[0]
+    larger = _with_larger_images((args, kwargs))
+    images = _image_axes((args, kwargs)) if _runs(part, larger) else {}
+    varying = varying_axes(log)
+    free: list[Mapping[int, Collection[int]]] = [_union(images, varying), varying, {}]
+    error: CaptureError | None = None
+    for axes in [wanted for i, wanted in enumerate(free) if wanted not in free[:i]]:
+        try:
+            captured = capture(part, args, example_kwargs=kwargs, free=axes)
+        except CaptureError as found:
+            error = error or found
+            continue
+        if not captured.notes or not axes:
+            return _without_limit(captured, part, (args, kwargs), larger, axes) if images else captured
+    if error is None:
+        return capture(part, args, example_kwargs=kwargs)
+    raise error
+
+
+def _image_axes(call: Call) -> dict[int, tuple[int, int]]:
+    """Return the axes of height and width of each leaf that may be images or maps of features."""
+    leaves = pytree.tree_leaves((call[0], dict(call[1])))
+    return {i: (2, 3) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() == 4}
+
+
+def _with_larger_images(call: Call) -> Call:
+    """Return a call with images of twice the height and width."""
+
+    def doubled(leaf: Any) -> Any:
+        return leaf.repeat(1, 1, 2, 2) if isinstance(leaf, torch.Tensor) and leaf.dim() == 4 else leaf
+
+    larger: Call = pytree.tree_map(doubled, (call[0], dict(call[1])))
+    return larger
+
+
+def _runs(part: nn.Module, call: Call) -> bool:
+    """Return whether a float module runs with a call."""
+    try:
+        run_call(copy_model(part), call)
+    except Exception:
+        return False
+    return True
+
+
+def _without_limit(
+    captured: Captured, part: nn.Module, call: Call, larger: Call, axes: Mapping[int, Collection[int]]
+) -> Captured:
+    """Return a graph that takes images of any size, if that of the example is limited to small ones.
+
+    Maps of features that have a single pixel in the example have one in every call of its graph, which excludes larger
+    images. In a graph of larger images they may have any size.
+    """
+    sizes = {name for entry in captured.signature.inputs for size in entry.type.shape[1:] for name in symbols_of(size)}
+    if all(captured.signature.ranges.get(name, (0, None))[1] is None for name in sizes):
+        return captured
+    try:
+        other = capture(part, larger[0], example_kwargs=larger[1], free=axes)
+        check_calls(other, part, [call[0]], call[1])
+    except CaptureError:
+        return captured
+    return other
+
+
+def wide_enough(captured: Captured, part: nn.Module, log: RecordedCalls) -> Captured:
+    """Return the captured part, captured again if its calls have sizes that the graph does not take."""
+    inputs = captured.signature.inputs
+    varying = varying_axes(log)
+    fixed = any(
+        isinstance(entry.type.shape[axis], int) for entry in inputs for axis in varying.get(entry.leaf, ()) if axis
+    )
+    return capture_part(part, log) if fixed else captured
+
+
+def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
+    """Return the axes of each leaf, except the first, whose size is not the same in all calls."""
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for call in log.calls:
+        for index, leaf in enumerate(pytree.tree_leaves((call[0], dict(call[1])))):
+            if isinstance(leaf, torch.Tensor):
+                shapes.setdefault(index, []).append(tuple(leaf.shape))
+    found = {
+        index: tuple(axis for axis in range(1, len(own[0])) if len({shape[axis] for shape in own}) > 1)
+        for index, own in shapes.items()
+    }
+    return {index: axes for index, axes in found.items() if axes}
+
+
+def _union(first: Mapping[int, Collection[int]], second: Mapping[int, Collection[int]]) -> dict[int, Collection[int]]:
+    keys = sorted({*first, *second})
+    return {key: tuple(sorted({*first.get(key, ()), *second.get(key, ())})) for key in keys}
