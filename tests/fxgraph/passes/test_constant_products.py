@@ -40,3 +40,44 @@ def test_one_matrix_that_is_expanded_to_the_batch_is_the_weight_of_a_linear_laye
     for batch in (x, x[:1]):
         exact = model(batch)
         assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+EXPANDED = {
+    "to more axes": ((8, 5), lambda m, x: torch.matmul(m.first(x).sum(0), m.constant.expand(x.shape[0], 8, 5))),
+    "to more rows": ((1, 5), lambda m, x: torch.matmul(m.first(x).sum(-1).t(), m.constant.expand(x.shape[0], 5))),
+    "to a vector": ((1,), lambda m, x: torch.matmul(m.first(x).sum(-1).t(), m.constant.expand(x.shape[0]))),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expansions_that_a_product_needs_are_kept(name):
+    shape, forward = EXPANDED[name]
+    model = Body(forward, first=nn.Linear(8, 8))
+    model.register_buffer("constant", torch.randn(shape, generator=DRAW))
+    x = torch.randn(4, 7, 8, generator=DRAW)
+    found = intaglio.quantize(randomize(model), [x], progress=False)
+    for batch in (x, x[:2]):
+        exact = model(batch)
+        assert found(batch).shape == exact.shape
+        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+VECTORS = {
+    "matmul": lambda m, x: m.first(x).softmax(-1) @ m.constant,
+    "mv": lambda m, x: torch.mv(m.first(x.flatten(0, 2)).softmax(-1), m.constant),
+    "of a map": lambda m, x: torch.matmul(m.first(x).permute(0, 2, 1, 3).relu(), m.constant).relu(),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_products_with_a_constant_vector_are_linear_layers(name):
+    model = randomize(Body(VECTORS[name], first=nn.Linear(8, 8)))
+    model.register_buffer("constant", torch.arange(8.0))
+    found = intaglio.quantize(model, [X], progress=False)
+    assert found.coverage.operators_int8
+    assert not found.coverage.islands
+    assert found.coverage.macs == 1
+    for batch in (X, X[:2]):
+        exact = model(batch)
+        assert found(batch).shape == exact.shape
+        assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, tensor_type
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -35,11 +35,14 @@ BATCHED_OPERANDS = {MATMUL: 2, ATTENTION: 3}
 """Number of operands that have batch axes, by operator."""
 KERNEL_AXES = 4
 """Largest number of axes of a product's operands."""
-CONSTANT_PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default")
+CONSTANT_PRODUCTS = ("aten.addmm.default", "aten.mm.default", "aten.mv.default", "aten.bmm.default", MATMUL)
 
 
 def constant_matmul_to_linear(module: fx.GraphModule) -> int:
-    """Replace products with a constant matrix by linear layers with the transposed matrix as weight."""
+    """Replace products with a constant matrix by linear layers with the transposed matrix as weight.
+
+    A constant vector is a matrix with one column, as in the expectation of a distribution over numbers.
+    """
     count = 0
     for node in list(module.graph.nodes):
         found = _matrices(node)  # match here, because an earlier iteration may have replaced the operand
@@ -49,13 +52,16 @@ def constant_matmul_to_linear(module: fx.GraphModule) -> int:
         name = f"{matrix.target}_transposed"
         if not hasattr(module, name):
             values = getattr(module, str(matrix.target))
-            module.register_buffer(name, values.reshape(values.shape[-2:]).t().contiguous())
+            values = values[:, None] if values.dim() == 1 else values.reshape(values.shape[-2:])
+            module.register_buffer(name, values.t().contiguous())
         weight = constant_node(module, name, constant_path(matrix, name))
-        with module.graph.inserting_before(node):
-            linear = module.graph.call_function(aten.linear.default, (x, weight, *([bias] if bias else [])))
-        inherit_info(linear, node, type=tensor_type(node))
-        node.replace_all_uses_with(linear)
-        module.graph.erase_node(node)
+        kind, given = known_type(node), [bias] if bias else []
+        if len(known_type(matrix).shape) == 1:
+            column = TensorType((*kind.shape, 1), kind.dtype)
+            linear = call_before(node, column, aten.linear.default, x, weight, *given)
+            replace_node(node, call_before(node, kind, aten.squeeze.dim, linear, -1))
+        else:
+            replace_node(node, call_before(node, kind, aten.linear.default, x, weight, *given))
     return count
 
 
@@ -168,14 +174,17 @@ def _matrices(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
         matrix = matrix.args[0]
     if not is_constant(matrix) or is_constant(x) or known_type(x).dtype is not DType.F32:
         return None
-    shape, rank = known_type(matrix).shape, len(known_type(x).shape)
-    if len(shape) < 2 or rank < len(shape) or any(size != 1 for size in shape[:-2]):
+    shape, left = known_type(matrix).shape, known_type(x).shape
+    if len(left) < max(len(shape), 2) or any(size != 1 for size in shape[:-2]):
         return None
+    rows, *columns = shape[-2:]
+    if rows != left[-1] or known_type(node).shape != (*left[:-1], *columns):
+        return None  # the expansion repeats rows, or gives the result more axes than the left operand
     if bias:
-        given, columns = arguments(node), known_type(matrix).shape[-1:]
+        given = arguments(node)
         if given["alpha"] != 1 or given["beta"] != 1 or not is_constant(bias[0]):
             return None
-        if known_type(bias[0]).shape != columns:
+        if known_type(bias[0]).shape != tuple(columns):
             return None
     return x, matrix, bias[0] if bias else None
 
