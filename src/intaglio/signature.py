@@ -11,6 +11,7 @@ import torch
 from intaglio import numerics
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
+from intaglio.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, check_memory_of, memory_problem, unsupported_reason
 from intaglio.torch_private import pytree
 
 DTYPES = {
@@ -111,18 +112,24 @@ def _in_order_of(value: Any, example: Any) -> Any:
     return value
 
 
-def dims_of(signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = ()) -> dict[str, int]:
+def dims_of(
+    signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = (), *, traced: bool = False
+) -> dict[str, int]:
     """Return the sizes of the dynamic dimensions in a call.
 
     Args:
         signature: the signature of the captured model.
         leaves: the tensors of the call, in the order of the signature's inputs.
         byte_inputs: positions of inputs that may be uint8 instead of their captured type.
+        traced: whether a tracer makes the call, whose tensors need no memory.
 
     Raises:
-        InputError: a tensor does not fit its captured type, or a dynamic dimension is out of its range.
+        InputError: a tensor does not fit its captured type or is not in memory, or a dynamic dimension is out of its
+            range.
     """
     check_tensors(signature, leaves, byte_inputs)
+    if not traced:
+        check_memory(signature, leaves)
     symbols: dict[str, int] = {}
     for entry, value in zip(signature.inputs, leaves, strict=True):
         shape, where = entry.type.shape, f"input '{entry.name}'"
@@ -164,35 +171,15 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
 def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
     """Raise `InputError` unless all elements of all inputs are in memory that their storages own.
 
-    Tensors of transforms (``torch.func``), fake tensors and wrapper subclasses have no memory of their own, and a
-    storage may have been resized after the tensor was made.
-
     Args:
         signature: the signature of the model.
         leaves: the tensors of a call, followed by the buffers that the model updates.
     """
     for index, tensor in enumerate(leaves):
-        try:
-            end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
-            held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
-            if not end or held >= end + tensor.storage_offset() * tensor.itemsize:
-                continue
-            problem = "its memory is smaller than its shape, or was freed"
-        except (RuntimeError, NotImplementedError):  # of data_ptr() or untyped_storage()
-            problem = "it has no memory"
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            problem += f" ({type(tensor).__name__})"
-        names = [f"input '{entry.name}'" for entry in signature.inputs]
-        names += [f"buffer '{entry.path}'" for entry in signature.state]
-        raise InputError(names[index], None, problem, remedy=PLAIN_TENSORS)
-
-
-def _bytes_spanned(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last one."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
+        if (problem := memory_problem(tensor)) is not None:
+            names = [f"input '{entry.name}'" for entry in signature.inputs]
+            names += [f"buffer '{entry.path}'" for entry in signature.state]
+            raise InputError(names[index], None, problem, remedy=PLAIN_TENSORS)
 
 
 def _shape_text(shape: Sequence[Any]) -> str:
@@ -205,22 +192,6 @@ def _range_violation(signature: Signature, symbols: Mapping[str, int]) -> str | 
         if name in symbols and not low <= symbols[name] <= (symbols[name] if high is None else high):
             return f"{name} of at least {low}" if high is None else f"{name} from {low} to {high}"
     return None
-
-
-def unsupported_reason(tensor: torch.Tensor) -> str | None:
-    """Return why a compiled model cannot read this tensor, whatever its shape and element type, or ``None`` if it
-    can."""
-    if tensor.is_nested:
-        return "it is a nested tensor; the model takes dense tensors"
-    if tensor.layout is not torch.strided:
-        return f"its layout is {tensor.layout}; the model takes dense tensors"
-    if tensor.device.type != "cpu":
-        return f"it is on device {tensor.device}; the model runs on the CPU"
-    return None
-
-
-PLAIN_TENSORS = "call the model outside of torch.func and of fake tensors, with tensors that hold their data"
-TO_DENSE_ON_CPU = "convert it with .cpu(), .to_dense() or torch.nested.to_padded_tensor"
 
 
 SHAPE_REMEDY = (
@@ -251,7 +222,12 @@ def updated_state(signature: Signature, results: Sequence[torch.Tensor]) -> list
 
 
 def clone_tensors(value: Any) -> Any:
-    """Return nested arguments with a copy of every tensor, for a model that may write into its inputs."""
+    """Return nested arguments with a copy of every tensor, for a model that may write into its inputs.
+
+    Raises:
+        InputError: a tensor is not in memory.
+    """
+    check_memory_of(value)
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 

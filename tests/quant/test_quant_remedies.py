@@ -388,7 +388,7 @@ DATASETS = {
     ),
     "a nested tensor": (
         lambda: DatasetManager(ragged()),
-        "convert it with torch.nested.to_padded_tensor",
+        "convert it with .cpu(), .to_dense() or torch.nested.to_padded_tensor",
         lambda: list(DatasetManager(torch.nested.to_padded_tensor(ragged(), 0.0))),
     ),
     "a subclass without methods that are needed": (

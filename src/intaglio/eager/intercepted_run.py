@@ -28,7 +28,8 @@ from intaglio.eager.segments.inplace import is_private, isolate_written, update_
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.session import Session
-from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, FeatureDropout
+from intaglio.tensor_checks import check_memory_of
+from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, FeatureDropout, is_traced
 
 
 class _Current(threading.local):
@@ -65,6 +66,8 @@ def call_intercepted(
     if outer is not None:
         with DisableTorchFunction():
             outer.compute_referenced()
+    elif not is_traced():
+        check_memory_of((args, kwargs))
     current.run = run
     counts = session.all_or_nothing() if session.is_recording else contextlib.nullcontext()
     try:

@@ -365,7 +365,8 @@ def _expected_operator(at: TraceFrame | None) -> str:
 
 def _sizes(given: Any) -> str:
     """Format data types and shapes of tensors for a message."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors(given))
+    shapes = [(t.dtype, "[nested]" if t.is_nested else list(t.shape)) for t in tensors(given)]
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{shape}" for dtype, shape in shapes)
 
 
 @contextlib.contextmanager

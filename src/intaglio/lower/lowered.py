@@ -127,5 +127,5 @@ class Lowered:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """Return a tensor as the interpreter represents it, with bfloat16 as float32."""
-    array: np.ndarray = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    array: np.ndarray = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).resolve_neg().numpy()
     return array

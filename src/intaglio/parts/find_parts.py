@@ -17,6 +17,7 @@ from intaglio.parts.capture_part import capture_part, run_call, wide_enough
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.quant.calibrate.batches import Call, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
+from intaglio.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree, submodules_of
 from intaglio.tracing import Captured
 from intaglio.tracing.earlier_results import copy_model
@@ -90,11 +91,9 @@ def _first_of_pair(item: Any) -> Call:
 def _samples(call: Call) -> int:
     """Return the number of samples in a call: images of a list, or the size of the first axis of a tensor."""
     first = next(iter((*call[0], *call[1].values())), None)
-    return len(first) if isinstance(first, (list, torch.Tensor)) and not _is_scalar(first) else 1
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
+    if isinstance(first, torch.Tensor):
+        return first.size(0) if first.dim() else 1  # a nested tensor has no length
+    return len(first) if isinstance(first, list) else 1
 
 
 def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizePart) -> FoundParts:
@@ -175,7 +174,7 @@ class _PartSearch:
     def candidates(self, path: str, module: nn.Module) -> list[_Candidate]:
         """Return a submodule if it can be captured, and otherwise those of its submodules that can be."""
         log = self.first[path]
-        reason = _varying(log.calls) if log.calls else NOT_CALLED
+        reason = _unsupported(log.calls) or _varying(log.calls) if log.calls else NOT_CALLED
         if reason is None:
             part = alone(module, path)
             try:
@@ -198,7 +197,7 @@ class _PartSearch:
 
     def quantize(self, one: _Candidate, log: RecordedCalls) -> str | None:
         """Quantize a candidate with its recorded calls, or return why that is not possible."""
-        if (reason := _varying(log.calls)) is not None:
+        if (reason := _unsupported(log.calls) or _varying(log.calls)) is not None:
             return reason
         try:
             captured = wide_enough(one.captured, one.part, log)
@@ -218,6 +217,12 @@ def _first_line(error: IntaglioError) -> str:
 def _has_work(module: nn.Module, macs: Mapping[int, int]) -> bool:
     """Return whether a module multiplies and accumulates, or has weights for it."""
     return macs.get(id(module), 0) > 0 or any(weight.dim() > 1 for weight in module.parameters())
+
+
+def _unsupported(calls: Sequence[Call]) -> str | None:
+    """Return why a graph cannot take a tensor of the calls, such as a nested one, or ``None``."""
+    tensors = [leaf for leaf in pytree.tree_leaves(calls) if isinstance(leaf, torch.Tensor)]
+    return next((reason for tensor in tensors if (reason := unsupported_reason(tensor)) is not None), None)
 
 
 def _varying(calls: Sequence[Call]) -> str | None:

@@ -163,7 +163,8 @@ class ProgramModule(ModelWithAttributes):
         results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._model_id)
         if self._positional_inputs and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
-        return unflatten_result(self.signature, tuple(results), dims_of(self.signature, leaves, self._byte_inputs))
+        symbols = dims_of(self.signature, leaves, self._byte_inputs, traced=True)
+        return unflatten_result(self.signature, tuple(results), symbols)
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors for the input tensors of a call."""

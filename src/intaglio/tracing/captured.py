@@ -18,6 +18,7 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import ModelInfo, Signature
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
+from intaglio.torch_private import is_traced
 
 
 class GraphStage:
@@ -95,7 +96,7 @@ class _StageModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = bind(self.signature, args, kwargs)
-        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+        traced = torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_traced()
         symbols = {} if traced else dims_of(self.signature, leaves)
         with torch.no_grad():
             results = self.operators(*leaves)

@@ -14,7 +14,8 @@ from torch.export import Dim as TorchDim
 from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.errors import CaptureError
-from intaglio.signature import TO_DENSE_ON_CPU, plain_mapping, unsupported_reason
+from intaglio.signature import clone_tensors, plain_mapping
+from intaglio.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
 from intaglio.torch_private import pytree
 from intaglio.tracing.capture_check import (
     WRONG_TYPE,
@@ -112,6 +113,7 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
         if isinstance(leaf, torch.Tensor) and (problem := unsupported_reason(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
+    check_memory_of((args, dict(kwargs)), "example inputs")
 
 
 def _is_packed(value: Any) -> bool:
@@ -148,7 +150,7 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     """
     try:
         with torch.no_grad():
-            return model_copy(*pytree.tree_map(_clone, args), **pytree.tree_map(_clone, dict(kwargs)))
+            return model_copy(*clone_tensors(args), **clone_tensors(dict(kwargs)))
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
         raise CaptureError(
@@ -166,10 +168,6 @@ def _example_remedy(model_copy: nn.Module, example: tuple[Any, ...]) -> str:
     if len(wanted) == 1 and (odd := given - wanted):
         return f"convert the inputs from {', '.join(sorted(map(str, odd)))} with .to({wanted.pop()})"
     return "pass example_inputs as the tuple of arguments that forward takes, or batches that hold them"
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _capture(

@@ -42,6 +42,7 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.signature import TORCH_DTYPES, match_size
+from intaglio.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")
@@ -189,7 +190,7 @@ class Segment:
 
     def accepts(self, number: int, tensor: torch.Tensor, symbols: dict[str, int]) -> bool:
         """Return whether a tensor can replace this value, and add the dynamic sizes it determines to `symbols`."""
-        if tensor.dtype is not self.recording.types[number] or tensor.device.type != "cpu" or tensor.is_nested:
+        if tensor.dtype is not self.recording.types[number] or unsupported_reason(tensor) is not None:
             return False
         shape = self.shapes.get(number)
         if shape is None or tensor.dim() != len(shape):

@@ -201,7 +201,7 @@ def _summary_of_inputs(signature: Signature, args: tuple[Any, ...], kwargs: dict
     digest, inputs, leaves = hashlib.blake2b(digest_size=8), {}, bind(signature, args, kwargs)
     dims_of(signature, leaves)
     for entry, tensor in zip(signature.inputs, leaves, strict=True):
-        plain = tensor.detach().contiguous().reshape(-1)
+        plain = tensor.detach().resolve_neg().contiguous().reshape(-1)
         digest.update(plain.view(torch.uint8).numpy().data)
         finite = plain[torch.isfinite(plain)] if plain.is_floating_point() else plain[:0]
         if finite.numel():

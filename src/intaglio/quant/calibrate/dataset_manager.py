@@ -11,6 +11,7 @@ import torch
 
 from intaglio.argument_checks import check_arguments, value_text
 from intaglio.errors import CalibrationError
+from intaglio.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, memory_problem, unsupported_reason
 from intaglio.torch_private import pytree
 
 OWN_METHODS = "define get_next_batch, num_batches, is_empty and reset, or call super().__init__(data)"
@@ -157,11 +158,10 @@ def _first(batch: Any, count: int, size: int) -> Any:
 
 def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) -> Callable[[], Iterable[Any]]:
     """Return a function that starts a pass over the data."""
-    if isinstance(data, torch.Tensor) and data.is_nested:
-        remedy = "convert it with torch.nested.to_padded_tensor"
-        raise CalibrationError("data", None, "it is a nested tensor, which has no common shape", remedy=remedy)
     if isinstance(data, (np.ndarray, torch.Tensor)) or is_mapping(data):
         tensors = _tensors(data, columns)
+        for leaf in pytree.tree_leaves(tensors):
+            _check_dense(leaf)
         size = samples_of(tensors)
         step = batch_size or max(size, 1)
         return lambda: (_slice(tensors, start, start + step, size) for start in range(0, size, step))
@@ -185,6 +185,16 @@ def _source(data: Any, batch_size: int | None, columns: Sequence[str] | None) ->
             remedy="leave batch_size out, or pass one array or tensor",
         )
     return lambda: data
+
+
+def _check_dense(leaf: Any) -> None:
+    """Raise `CalibrationError` for a tensor of which no rows can be taken."""
+    if not isinstance(leaf, torch.Tensor):
+        return
+    if (problem := unsupported_reason(leaf)) is not None:
+        raise CalibrationError("data", None, problem, remedy=TO_DENSE_ON_CPU)
+    if (problem := memory_problem(leaf)) is not None:
+        raise CalibrationError("data", None, problem, remedy=PLAIN_TENSORS)
 
 
 DEFAULT_BATCH = 32

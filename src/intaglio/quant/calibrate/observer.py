@@ -69,7 +69,7 @@ class Observer(nn.Module):
         Raises:
             CalibrationError: the tensor contains NaN or infinities that may not be ignored.
         """
-        found = self._statistics_of(x.detach())
+        found = self._statistics_of(x.detach().resolve_neg())
         nonfinite = found.nans + found.infinities
         if nonfinite and (nonfinite == found.count or not self.observer_state.ignore):
             raise CalibrationError(

@@ -12,8 +12,7 @@ from intaglio.ir import Signature
 from intaglio.quant.calibrate.batches import Binder, Call, batches, peek
 from intaglio.quant.calibrate.calibration_loop import batch_size, without_samples
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.signature import bind, dims_of, initial_state
-from intaglio.torch_private import pytree
+from intaglio.signature import bind, clone_tensors, dims_of, initial_state
 
 Calls = list[list[torch.Tensor]]
 """Tensors of a call, for each batch."""
@@ -37,7 +36,7 @@ def cached_calls(signature: Signature, data: Any, samples: int = CACHED_SAMPLES,
             continue
         leaves = bind(signature, args, kwargs)
         dims_of(signature, leaves)
-        found.append([leaf.detach() for leaf in (*leaves, *initial_state(signature))])
+        found.append([leaf.detach().resolve_neg() for leaf in (*leaves, *initial_state(signature))])
     if not found and group.size == 1:
         raise without_samples(read)
     return found
@@ -53,7 +52,7 @@ def cache_batches(data: Any, signature: Signature, samples: int) -> tuple[list[A
         return [], data
     items = batches(data)
     if isinstance(data, Iterator):
-        items = (pytree.tree_map_only(torch.Tensor, torch.clone, item) for item in items)
+        items = map(clone_tensors, items)
     found = [item for item, _ in _first(items, signature, samples, Group.current())]
     return found, itertools.chain(found, items)
 

@@ -10,6 +10,7 @@ import torch
 
 from intaglio.argument_checks import check_arguments, check_fields, value_text
 from intaglio.errors import InputError, UnsupportedError
+from intaglio.tensor_checks import check_memory_of
 
 LARGEST_BYTE = 255
 MOST_CHANNELS = 65536
@@ -51,8 +52,9 @@ class Image:
         """Return the float32 values of uint8 pixels [n, c, h, w].
 
         Raises:
-            InputError: `pixels` has another number of channels than `mean` or `std`.
+            InputError: `pixels` has another number of channels than `mean` or `std`, or is not in memory.
         """
+        check_memory_of(pixels, "Image")
         mean, std = (torch.tensor(_each(values)).reshape(1, -1, 1, 1) for values in (self.mean, self.std))
         try:
             return (pixels / LARGEST_BYTE - mean) / std
