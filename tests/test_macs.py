@@ -47,6 +47,11 @@ CALLS = {
     "aten.dot.default": ((f32(7), f32(7)), 7),
     "aten.vdot.default": ((f32(7), f32(7)), 7),
     "aten.inner.default": ((f32(2, 5, 7), f32(3, 7)), 2 * 5 * 3 * 7),
+    "aten.linalg_vecdot.default": ((f32(4, 7), f32(4, 7)), 4 * 7),
+    "aten.cdist.default": ((f32(2, 5, 7), f32(2, 3, 7)), 2 * 5 * 3 * 7),
+    "aten._cdist_forward.default": ((f32(5, 7), f32(3, 7), 2.0, None), 5 * 3 * 7),
+    "aten._euclidean_dist.default": ((f32(5, 7), f32(3, 7)), 5 * 3 * 7),
+    "aten.conv_tbc.default": ((f32(9, 2, 4), f32(3, 4, 6), f32(6)), 7 * 2 * (3 * 4 * 6)),
     "aten.bilinear.default": ((f32(4, 5), f32(4, 6), f32(3, 5, 6), None), 4 * 3 * 5 * 6),
     "aten.einsum.default": (("nd,ndo->no", [f32(4, 5), f32(4, 5, 3)]), 4 * 5 * 3),
     "aten._grouped_mm.default": ((f32(6, 16), f32(2, 16, 8), GROUPS), 6 * 16 * 8),
@@ -106,6 +111,30 @@ def test_recurrent_layers_count_both_weights_of_every_step(kind, gates):
     _, lowered = lowered_of(model, f32(2, 5, 8))
     first, second = 2 * gates * 16 * (8 + 16), 2 * gates * 16 * (32 + 16)
     assert lowered.macs[1] == 5 * (first + second)
+
+
+MATRIX = torch.randn(5, 16, generator=torch.Generator().manual_seed(3))
+PRODUCTS = {
+    "rnn": (nn.RNN(16, 64), lambda m, y: m.of(y[:, None])[0], 64 * (16 + 64), 0),
+    "rnn_cell": (nn.RNNCell(16, 64), lambda m, y: m.of(y), 64 * (16 + 64), 64 * (16 + 64)),
+    "tensordot": (None, lambda m, y: torch.tensordot(y, MATRIX, ([1], [1])), 80, 80),
+    "multi_dot": (None, lambda m, y: torch.linalg.multi_dot([y, MATRIX.T, MATRIX]), 960, 960),
+    "chain_matmul": (None, lambda m, y: torch.chain_matmul(y, MATRIX.T, MATRIX), 960, 960),
+    "conv_tbc": (None, lambda m, y: torch.conv_tbc(y[:, None], MATRIX.T[None], y[0, :5]), 6 * 80, 0),
+    "cdist": (None, lambda m, y: torch.cdist(y, MATRIX), 80, 0),
+    "vecdot": (None, lambda m, y: torch.linalg.vecdot(y, y), 16, 0),
+}
+"""Name -> a layer, a function of the model and the result of a linear layer for six samples, the multiply-accumulates
+of the function and those of them in int8. They are of all samples where the batch is fixed, and else of one."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_operators_that_multiply_count_in_the_coverage(name):
+    layer, call, all_macs, int8_macs = PRODUCTS[name]
+    model = randomize(Body(lambda m, x: call(m, m.first(x)), first=nn.Linear(8, 16), of=layer or nn.Identity()))
+    coverage = intaglio.quantize(model, [f32(6, 8)], progress=False).coverage
+    fixed = 6 if name in ("multi_dot", "chain_matmul", "conv_tbc") else 1
+    assert (coverage.macs_total, coverage.macs_int8) == (fixed * 128 + all_macs, fixed * 128 + int8_macs)
 
 
 def test_products_in_islands_count_in_the_coverage():

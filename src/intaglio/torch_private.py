@@ -132,8 +132,10 @@ def called_while_traced(function: Callable[Parameters, None]) -> Callable[Parame
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one storage share. Without it, only ``data_ptr`` remains, which is 0 for all
-    empty storages."""
+    """Return a number that tensors of one storage share; sparse tensors, which have none, share it with no other.
+    Without it, only ``data_ptr`` remains, which is 0 for all empty storages."""
+    if tensor.layout is not torch.strided and not tensor.is_nested:
+        return -id(tensor)
     return tensor.untyped_storage()._cdata
 
 
@@ -261,8 +263,16 @@ def forget_compiled_loops() -> None:
                     remove_from_cache(code)
 
 
-DECOMPOSED_COMPOSITES = (torch.ops.aten.einsum.default,)
-"""Operators that PyTorch would preserve, and that are decomposed: an einsum becomes products of matrices."""
+DECOMPOSED_COMPOSITES = (
+    torch.ops.aten.einsum.default,
+    torch.ops.aten.tensordot.default,
+    torch.ops.aten.linalg_multi_dot.default,
+    torch.ops.aten.chain_matmul.default,
+    torch.ops.aten.rnn_tanh_cell.default,
+    torch.ops.aten.rnn_relu_cell.default,
+)
+"""Operators that PyTorch would preserve, and that are decomposed: they become products of matrices and linear layers,
+which have an integer form."""
 
 
 def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:

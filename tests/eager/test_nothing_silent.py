@@ -164,6 +164,29 @@ def test_coverage_lists_leaf_classes_and_unseen_operators(caplog):
     assert warnings_of(caplog)
 
 
+LEAVES = {
+    "LSTM": (nn.LSTM(16, 16, batch_first=True), lambda m, x: m.leaf(x[:, None])[0][:, 0], 4 * 16 * 32),
+    "Bilinear": (nn.Bilinear(16, 16, 16), lambda m, x: m.leaf(x, x), 16 * 16 * 16),
+    "TransformerEncoderLayer": (
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+        lambda m, x: m.leaf(x[:, None])[:, 0],
+        16 * (4 * 16 + 2 * 32) + 2 * 16,
+    ),
+}
+"""Class -> module, its call, and its multiply-accumulates."""
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_coverage_counts_the_work_of_leaf_classes(name):
+    leaf, call, macs = LEAVES[name]
+    model = Head(call).eval()
+    model.leaf = leaf.eval()
+    prepared = eager.prepare(model, rows(), leaf_classes=(type(leaf),))
+    prepared(rows())
+    found = eager.coverage(eager.convert(prepared))
+    assert {part.operator: part.macs for part in found.floats if part.macs} == {name: macs}
+
+
 def test_coverage_of_a_prepared_model_is_an_error():
     with pytest.raises(InputError, match=r"call eager\.convert"):
         eager.coverage(eager.prepare(Head(lambda m, x: x).eval(), rows()))

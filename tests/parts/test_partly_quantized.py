@@ -227,6 +227,12 @@ class PackedLabels(nn.Module):
         return self.head(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
 
 
+def test_float_layers_that_read_a_packed_sequence_count():
+    model, lengths = PackedLabels().eval(), torch.tensor([5, 5])
+    found = intaglio.quantize(model, [(torch.rand(2, 5, 8), lengths)], progress=False).coverage
+    assert (found.macs_total, found.macs_int8) == (2 * 5 * (4 * 16 * (8 + 16) + 16 * 4), 2 * 5 * 16 * 4)
+
+
 def test_the_part_behind_a_packed_sequence_is_quantized():
     model = PackedLabels().eval()
     batch = torch.rand(3, 5, 8), torch.tensor([5, 4, 2])

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
+from intaglio.mac_counter import MacCounter
 from intaglio.quant.calibrate.batches import Call
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
-
-logger = logging.getLogger("intaglio")
 
 MOST_BYTES = 512 * 10**6
 """Bytes of recorded arguments of one module. Beyond them every second call is dropped, then every fourth, and so on."""
@@ -49,11 +45,11 @@ class RecordedCalls:
         if self.seen % self.every == 0 and (self.most is None or len(self.calls) < self.most):
             detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, dict(kwargs)))
             self.calls.append(clone_tensors(detached))
-            self.size += sum(tensor.nbytes for tensor in tensors)
+            self.size += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         self.seen += 1
         if self.size > MOST_BYTES and len(self.calls) > 1:
             self.calls, self.every = self.calls[::2], 2 * self.every
-            self.size = sum(tensor.nbytes for tensor in _tensors(self.calls))
+            self.size = sum(tensor.numel() * tensor.itemsize for tensor in _tensors(self.calls))
 
     @property
     def expected_bytes(self) -> int:
@@ -89,34 +85,18 @@ def _recorder(log: RecordedCalls) -> Callable[..., None]:
 def count_macs(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
     """Return the multiply-accumulates of one call of the model.
 
-    Convolutions, linear layers and matrix products are counted, those of attention too. The counts are 0 for a model
-    that the counter of PyTorch does not support, for example because it computes with nested tensors.
-
     Returns:
         Those of each module by its ``id``, with those of its submodules, and those of the model.
     """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # neither this nor fused attention can be counted
-    try:
-        return _counted(model, call)
-    except TypeError as error:  # of a dispatch mode that a tensor class does not accept
-        logger.info("multiply-accumulates cannot be counted: %s", str(error).splitlines()[0])
-        return {}, 0
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-
-
-def _counted(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
-    """Implement `count_macs`."""
     found: dict[int, int] = {}
     started: list[int] = []
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with MacCounter() as counter, torch.no_grad():
 
         def begin(module: nn.Module, args: Any) -> None:
-            started.append(counter.get_total_flops())
+            started.append(counter.total)
 
         def end(module: nn.Module, args: Any, result: Any) -> None:
-            found[id(module)] = found.get(id(module), 0) + (counter.get_total_flops() - started.pop()) // 2
+            found[id(module)] = found.get(id(module), 0) + counter.total - started.pop()
 
         hooks = [module.register_forward_pre_hook(begin) for module in model.modules()]
         hooks += [module.register_forward_hook(end) for module in model.modules()]
@@ -125,4 +105,4 @@ def _counted(model: nn.Module, call: Call) -> tuple[dict[int, int], int]:
         finally:
             for hook in hooks:
                 hook.remove()
-    return found, counter.get_total_flops() // 2
+    return found, counter.total

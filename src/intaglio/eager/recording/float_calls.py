@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from intaglio.eager.recording.plain_objects import tensors_inside
+from intaglio.mac_counter import MacCounter
 
 
 class FloatWork:
@@ -29,11 +28,11 @@ def counted(batch: int) -> Iterator[FloatWork]:
         batch: Number of samples in the call.
     """
     found = FloatWork()
-    with FlopCounterMode(display=False) as counter:
+    with MacCounter() as counter:
         yield found
-    found.macs = counter.get_total_flops() // 2 // max(1, batch)
+    found.macs = counter.total // max(1, batch)
 
 
 def batch_of(args: Any) -> int:
     """Return the size of the first axis of the first tensor in the arguments, or 1."""
-    return next((int(tensor.shape[0]) for tensor in tensors_inside(args) if tensor.dim() > 0), 1)
+    return next((int(tensor.size(0)) for tensor in tensors_inside(args) if tensor.dim() > 0), 1)

@@ -50,6 +50,11 @@ def convolution_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Di
     return numel(of[: -axes - 1]) * numel(of[len(of) - axes :]) * numel(weight)
 
 
+def time_batch_channel_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
+    """Count the multiply-accumulates of a convolution whose result is [time, batch, channels]."""
+    return numel(result[:2]) * numel(shapes[1])
+
+
 def einsum_macs(attrs: Attrs, shapes: Sequence[Shape], result: Shape) -> Dim:
     """Count the multiply-accumulates of an einsum that is contracted from left to right; 0 for a single operand."""
     left, _, output = attrs["equation"].replace(" ", "").partition("->")
@@ -96,6 +101,14 @@ FLOAT_PRODUCT_OPS = (
     OpDef("mv", ("aten.mv.default",), ("self", "vec"), macs=matrix_macs),
     OpDef("addmv", ("aten.addmv.default",), ("self", "mat", "vec"), macs=added_macs),
     OpDef("dot", ("aten.dot.default", "aten.vdot.default"), ("self", "other"), macs=dot_macs),
+    OpDef("vecdot", ("aten.linalg_vecdot.default",), ("x", "y"), macs=dot_macs),
+    OpDef(
+        "distances",
+        ("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default"),
+        ("x1", "x2"),
+        macs=matrix_macs,
+    ),
+    OpDef("conv_tbc", ("aten.conv_tbc.default",), ("self", "weight", "bias"), macs=time_batch_channel_macs),
     OpDef("inner", ("aten.inner.default",), ("self", "other"), macs=matrix_macs),
     OpDef("einsum", ("aten.einsum.default",), ("tensors",), variadic=True, macs=einsum_macs),
     OpDef("bilinear", ("aten.bilinear.default",), ("input1", "input2", "weight", "bias"), macs=bilinear_macs),

@@ -22,6 +22,7 @@ from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.settings import Setting
+from intaglio.torch_private import OpOverload
 
 RECURRENT_CALL = "intaglio.recurrent.default"
 ZERO_STATE_TARGETS = ("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default")
@@ -48,6 +49,12 @@ def is_recurrent(node: fx.Node) -> bool:
     """Return whether a node is a call of an LSTM or GRU, or of one cell."""
     record = record_of(node)
     return record is not None and record.recurrent
+
+
+def has_recurrent_weights(node: fx.Node) -> bool:
+    """Return whether a node is a call of any recurrent layer of PyTorch or of a cell, also of one without a record."""
+    given = arguments(node) if isinstance(node.target, OpOverload) else {}
+    return "w_ih" in given or {"params", "num_layers"} <= given.keys()
 
 
 def recurrent_tensors(node: fx.Node) -> RecurrentTensors:
@@ -91,7 +98,7 @@ def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
 
 
 def recurrent_macs(node: fx.Node) -> Dim:
-    """Return the multiply-accumulates of a call of an LSTM or GRU."""
+    """Return the multiply-accumulates of a call of a recurrent layer or cell."""
     if operator(node) == RECURRENT_CALL:
         weights, shape = node.args[5], known_type(node.args[1]).shape
     else:

@@ -19,7 +19,7 @@ from intaglio.quant.annotate.per_token import dynamic_refusal
 from intaglio.quant.annotate.recurrent_sites import (
     RECURRENT_CALL,
     ZERO_STATE_TARGETS,
-    is_recurrent,
+    has_recurrent_weights,
     recurrent_macs,
     recurrent_refusal,
 )
@@ -127,7 +127,7 @@ def macs(node: fx.Node) -> int:
 
 def _macs(node: fx.Node) -> Dim:
     """Return the multiply-accumulates of an operator, which may depend on free dimensions."""
-    if is_recurrent(node) or operator(node) == RECURRENT_CALL:
+    if has_recurrent_weights(node) or operator(node) == RECURRENT_CALL:
         return recurrent_macs(node)
     record = BY_TARGET.get(operator(node))
     if record is None or record.macs is None or tensor_type(node) is None:
@@ -144,7 +144,7 @@ def _counts(node: fx.Node) -> bool:
     All-zero initial states of LSTMs and GRUs are not reported.
     """
     kind = tensor_type(node)
-    if operator(node) in ZERO_STATE_TARGETS and node.users and all(is_recurrent(user) for user in node.users):
+    if operator(node) in ZERO_STATE_TARGETS and node.users and all(map(has_recurrent_weights, node.users)):
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False
