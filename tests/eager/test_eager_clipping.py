@@ -33,6 +33,20 @@ def converted(strict: bool = False) -> nn.Module:
     return eager.convert(prepared, strict=strict)
 
 
+def test_a_strict_model_takes_the_data_of_its_calibration():
+    """All of it is at the ends of a symmetric range, which are half a step beyond the outermost quantized values."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    batches = [(0.54 * torch.randn(64, 16)).clamp(-0.27, 0.27) for _ in range(8)]
+    prepared = eager.prepare(net, batches[0])
+    for batch in batches:
+        prepared(batch)
+    model = eager.convert(prepared, strict=True)
+    for batch in batches:
+        model(batch)
+    assert "model" not in {value.path for value in eager.clipping(model).values}
+
+
 def test_the_layer_behind_an_unseen_branch_is_named_once(caplog):
     model = converted()
     for seed in range(3):

@@ -1,8 +1,9 @@
 """Count values outside of the range of their quantization parameters. `native/base/clipping.h` is the C++ counterpart.
 
 A value is outside if rounding moves it by more than half a quantized value, because the nearest one is beyond the
-bounds. NaN is outside. Values that mask others out, such as -1e9 or -inf in attention masks, are not counted: ranges
-leave them out on purpose.
+bounds. Parameters of a range are stored in float32, which may move its ends by a few millionths of its width; an
+element there is not outside. NaN is outside. Values that mask others out, such as -1e9 or -inf in attention masks,
+are not counted: ranges leave them out on purpose.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from intaglio.numerics.rounding import reciprocal
 
 LARGEST_MASK = -9984.0
 """Largest value that counts as a mask; half-precision models write -10000."""
+ROUNDING = 2.0**-22
+"""Largest error of an end of a range in units of the scale, in widths of the range: scale, reciprocal and product are
+each off by at most 2 ** -24."""
 MASK_RANGES = 8
 """Distance of masks below the lower end of the range, in widths of the range."""
 
@@ -31,7 +35,8 @@ class ClipBounds(NamedTuple):
 
 def clip_bounds(scale: float, zero_point: int, low: int, high: int) -> ClipBounds:
     """Return the bounds on ``float32(x) * (1 / scale)`` for quantized values from ``low`` to ``high``."""
-    least, most = low - zero_point - 0.5, high - zero_point + 0.5
+    half = 0.5 + ROUNDING * (high - low)
+    least, most = low - zero_point - half, high - zero_point + half
     mask = float(np.float32(LARGEST_MASK) * reciprocal(scale))
     return ClipBounds(least, most, min(mask, least - MASK_RANGES * (high - low)))
 

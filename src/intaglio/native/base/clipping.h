@@ -12,7 +12,8 @@ struct ClipBounds {
 // Return the bounds for quantized values from `low` to `high`, where 0 is `offset` steps from the zero point.
 static inline struct ClipBounds clip_bounds(float inverse, float offset, int32_t zero_point, int32_t low,
                                             int32_t high) {
-    const float least = (float)(low - zero_point) - 0.5f, most = (float)(high - zero_point) + 0.5f;
+    const float half = 0.5f + 0x1p-22f * (float)(high - low);  // ends of ranges are rounded to float32
+    const float least = (float)(low - zero_point) - half, most = (float)(high - zero_point) + half;
     const float mask = -9984.0f * inverse + offset, below = least - 8.0f * (float)(high - low);
     return (struct ClipBounds){least, most, mask < below ? mask : below};
 }
