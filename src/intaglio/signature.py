@@ -11,8 +11,15 @@ import torch
 from intaglio import numerics
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
-from intaglio.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, check_memory_of, memory_problem, unsupported_reason
-from intaglio.torch_private import pytree
+from intaglio.tensor_checks import (
+    PLAIN_TENSORS,
+    TO_DENSE_ON_CPU,
+    bytes_spanned,
+    check_memory_of,
+    memory_problem,
+    unsupported_reason,
+)
+from intaglio.torch_private import is_traced, pytree, storage_key
 
 DTYPES = {
     torch.uint8: DType.U8,
@@ -169,7 +176,8 @@ def check_tensors(signature: Signature, leaves: Sequence[Any], byte_inputs: Coll
 
 
 def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
-    """Raise `InputError` unless all elements of all inputs are in memory that their storages own.
+    """Raise `InputError` unless all elements of all inputs are in memory that their storages own, and inputs that the
+    model updates in memory of their own.
 
     Args:
         signature: the signature of the model.
@@ -180,6 +188,8 @@ def check_memory(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
             names = [f"input '{entry.name}'" for entry in signature.inputs]
             names += [f"buffer '{entry.path}'" for entry in signature.state]
             raise InputError(names[index], None, problem, remedy=PLAIN_TENSORS)
+    if signature.updated_inputs:
+        _check_updates(signature, leaves)
 
 
 def _shape_text(shape: Sequence[Any]) -> str:
@@ -231,20 +241,56 @@ def clone_tensors(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-def update_inputs(signature: Signature, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+def update_inputs(
+    signature: Signature, leaves: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Copy to the input tensors of a call, in place, what the model writes to them.
 
     Args:
         signature: the signature of the captured model.
         leaves: the input tensors, in the order of the signature's inputs.
         results: the graph's output tensors: the result, new values of inputs, and new values of mutable buffers.
+
+    Returns:
+        The graph's output tensors. Those that were views of an updated input are copies with its earlier values.
     """
     if not signature.updated_inputs:
-        return
-    written = results[sum(output.value is not None for output in signature.outputs) :]
+        return tuple(results)
     position = {entry.leaf: index for index, entry in enumerate(signature.inputs)}
-    for leaf, value in zip(signature.updated_inputs, written, strict=False):
-        leaves[position[leaf]].copy_(value)
+    updated = [leaves[position[leaf]] for leaf in signature.updated_inputs]
+    shared = [any(_share_memory(value, tensor) for tensor in updated) for value in results]
+    results = tuple(value.clone() if also else value for value, also in zip(results, shared, strict=True))
+    written = results[sum(output.value is not None for output in signature.outputs) :]
+    for tensor, value in zip(updated, written, strict=False):
+        tensor.copy_(value)
+    return results
+
+
+def _check_updates(signature: Signature, leaves: Sequence[torch.Tensor]) -> None:
+    """Raise `InputError` if an input that the model updates shares memory with another input.
+
+    The graph takes inputs for independent values.
+    """
+    for index, entry in enumerate(signature.inputs):
+        if entry.leaf not in signature.updated_inputs:
+            continue
+        for other, tensor in enumerate(leaves[: len(signature.inputs)]):
+            if other != index and _share_memory(leaves[index], tensor):
+                raise InputError(
+                    f"input '{signature.inputs[other].name}'",
+                    None,
+                    f"it shares memory with input '{entry.name}', which the model updates in place",
+                    remedy="pass a copy of one of them: tensor.clone()",
+                )
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the memory from the first to the last element of two tensors overlaps. While a call is traced,
+    tensors have no memory, and their storages decide."""
+    if torch.compiler.is_compiling() or is_traced():
+        return storage_key(a) == storage_key(b)
+    begin_a, begin_b = a.data_ptr(), b.data_ptr()
+    return begin_a < begin_b + bytes_spanned(b) and begin_b < begin_a + bytes_spanned(a)
 
 
 class Integers(NamedTuple):
@@ -272,7 +318,7 @@ class Integers(NamedTuple):
         return (self.values.to(torch.int32) - self.zero_point).to(torch.float32) * self.scale
 
 
-def unflatten_result(signature: Signature, results: tuple[Any, ...], symbols: Mapping[str, int]) -> Any:
+def unflatten_result(signature: Signature, results: Sequence[Any], symbols: Mapping[str, int]) -> Any:
     """Return the model's result in its original structure.
 
     Args:

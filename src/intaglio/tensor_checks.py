@@ -33,7 +33,7 @@ def memory_problem(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "it is on device meta, which holds no data"
     try:
-        end = tensor.nbytes if tensor.is_contiguous() else _bytes_spanned(tensor)
+        end = tensor.nbytes if tensor.is_contiguous() else bytes_spanned(tensor)
         held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
         if not end or held >= end + tensor.storage_offset() * tensor.itemsize:
             return None
@@ -45,7 +45,7 @@ def memory_problem(tensor: torch.Tensor) -> str | None:
     return problem
 
 
-def _bytes_spanned(tensor: torch.Tensor) -> int:
+def bytes_spanned(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last one."""
     if not tensor.numel():
         return 0

@@ -190,6 +190,12 @@ def linears() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
 
 
+def writing() -> stages.Captured:
+    """Capture a model that writes to the first of two inputs."""
+    model = Body(lambda m, x, y: (x.add_(1), m.linear(y))[1], linear=nn.Linear(4, 4))
+    return stages.capture(model, (X.clone(), X.clone()))
+
+
 @cache
 def captured() -> stages.Captured:
     return stages.capture(linears(), X)
@@ -357,6 +363,11 @@ def each_form_of(reference: stages.Reference) -> None:
 
 
 FAST = [
+    Case(
+        "pass a copy of one of them: tensor.clone()",
+        lambda _: writing()((x := X.clone()), x),
+        lambda _: writing()((x := X.clone()), x.clone()),
+    ),
     Case(
         "did you mean 'skip'?",
         lambda _: intaglio.quantize(linears(), [X], skp="0"),

@@ -79,7 +79,7 @@ class Lowered:
         results = tuple(map(self._tensor, self.graph.outputs, found))
         self.state[:] = updated_state(self.signature, results)
         with torch.no_grad():
-            update_inputs(self.signature, leaves, results)
+            results = update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, results, symbols)
 
     @cached_property

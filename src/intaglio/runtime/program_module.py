@@ -133,13 +133,13 @@ class ProgramModule(ModelWithAttributes):
         plan = self._plan_for(leaves)
         with torch.no_grad():
             values = self._run([*leaves, *self._state()], plan, torch.get_num_threads())
-            results = [self._in_memory_format(values[name], leaves) for name in self._outputs]
+            results = tuple(self._in_memory_format(values[name], leaves) for name in self._outputs)
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
-            update_inputs(self.signature, leaves, results)
+            results = update_inputs(self.signature, leaves, results)
         if self._positional_inputs and self._returns_tensor:
             return results[0]
-        return unflatten_result(self.signature, tuple(results[: self._results]), plan.symbols)
+        return unflatten_result(self.signature, results[: self._results], plan.symbols)
 
     def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the call as one custom operator while `torch.compile` or `make_fx` traces it, or for fake tensors.

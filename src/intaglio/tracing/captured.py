@@ -42,7 +42,7 @@ class GraphStage:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self.module(*leaves, *self.state)
             self.state[:] = updated_state(self.signature, results)
-            update_inputs(self.signature, leaves, results)
+            results = update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, results, symbols)
 
     def as_module(self) -> nn.Module:
@@ -100,7 +100,7 @@ class _StageModule(nn.Module):
         symbols = {} if traced else dims_of(self.signature, leaves)
         with torch.no_grad():
             results = self.operators(*leaves)
-            update_inputs(self.signature, leaves, results)
+            results = update_inputs(self.signature, leaves, results)
             return unflatten_result(self.signature, results, symbols)
 
 

@@ -25,6 +25,7 @@ from intaglio.tracing.capture_check import (
     larger_example,
 )
 from intaglio.tracing.captured import Captured
+from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
 
@@ -46,13 +47,15 @@ def trace(
         model_copy = frozen_copy(model, train)
         _check_names(model_copy)
         model_copy = with_named_keywords(model_copy, kwargs)
-        returns_caches = train
+        returns_caches, changes_arguments = train, False
         if not train:
             buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
-            returns_caches = _returns_caches(_run_example(model_copy, args, kwargs))
+            result, changes_arguments = _run_example(model_copy, args, kwargs)
+            returns_caches = _returns_caches(result)
             for name, buffer in model_copy.named_buffers():
                 buffer.copy_(buffers[name])
-        notes = _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
+        notes: tuple[str, ...] = (LEFT_OUT,) if changes_arguments else ()
+        notes += _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
         if dynamic_shapes is not None:
             captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
         else:
@@ -142,15 +145,20 @@ def _check_names(model: nn.Module) -> None:
             )
 
 
-def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run the float model on its example, to report its own errors before torch.export does, and return the result.
+def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Run the float model on its example, to report its own errors before torch.export does.
+
+    Returns:
+        The result, and whether the model removes entries of lists or dictionaries of its arguments.
 
     Raises:
-        CaptureError: the model fails.
+        CaptureError: the model fails, or puts a tensor into a list or dictionary of its arguments.
     """
+    args, kwargs = clone_tensors(args), clone_tensors(dict(kwargs))
+    contents = ContainerContents({**dict(enumerate(args)), **kwargs})
     try:
         with torch.no_grad():
-            return model_copy(*clone_tensors(args), **clone_tensors(dict(kwargs)))
+            result = model_copy(*args, **kwargs)
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
         raise CaptureError(
@@ -159,6 +167,7 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
             remedy=_example_remedy(model_copy, (*args, *kwargs.values())),
         ) from error
+    return result, contents.changed()
 
 
 def _example_remedy(model_copy: nn.Module, example: tuple[Any, ...]) -> str:

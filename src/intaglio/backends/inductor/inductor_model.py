@@ -95,8 +95,8 @@ class InductorModel(nn.Module):
             results = self._program(inputs).call(*inputs)
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
-            update_inputs(self.signature, leaves, results)
-        return unflatten_result(self.signature, tuple(results), symbols)
+            results = update_inputs(self.signature, leaves, results)
+        return unflatten_result(self.signature, results, symbols)
 
     def _state(self) -> list[torch.Tensor]:
         return [getattr(self, f"state{index}") for index in range(len(self.signature.state))]

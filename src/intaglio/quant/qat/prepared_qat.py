@@ -78,8 +78,8 @@ class PreparedQat(nn.Module):
         with torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
             results = self._plan.run(self, *leaves, *self._plan.compute(self))
         with torch.no_grad():
-            update_inputs(signature, leaves, results)
-        return unflatten_result(signature, tuple(results), symbols)
+            results = update_inputs(signature, leaves, results)
+        return unflatten_result(signature, results, symbols)
 
     @check_arguments
     def observe_ranges(self, on: bool = True) -> PreparedQat:
