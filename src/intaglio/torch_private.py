@@ -132,7 +132,7 @@ def called_while_traced(function: Callable[Parameters, None]) -> Callable[Parame
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one storage share; sparse tensors, which have none, share it with no other.
+    """Return a number that tensors of one storage share; sparse tensors have no storage and share it with no other.
     Without it, only ``data_ptr`` remains, which is 0 for all empty storages."""
     if tensor.layout is not torch.strided and not tensor.is_nested:
         return -id(tensor)

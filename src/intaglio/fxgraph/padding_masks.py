@@ -25,7 +25,7 @@ left out."""
 
 @dataclass(frozen=True)
 class PaddedAxes:
-    """Axes of a value along which a padding mask lies.
+    """Axes of a value along which a padding mask applies.
 
     Attributes:
         mask: name of the mask.
@@ -57,7 +57,7 @@ def padding_masks(signature: Signature) -> tuple[int, ...]:
 
 
 def padded_axes(shape: Shape, signature: Signature) -> PaddedAxes | None:
-    """Return the axes along which the first padding mask that fits a value lies; ``None`` if no mask fits.
+    """Return the axes along which the first padding mask that fits a value applies; ``None`` if no mask fits.
 
     A mask [n, l] fits a value [n, l, ...] with three axes, a value in which exactly one axis has size n and another one
     has size l, and a value whose first axis has size n * l.
@@ -102,7 +102,7 @@ def visible_groups(value: torch.Tensor, axes: PaddedAxes | None, visible: Visibl
 
     Args:
         value: the value.
-        axes: its axes along which a mask lies.
+        axes: its axes along which a mask applies.
         visible: the visible tokens of the call.
 
     Returns:
@@ -142,7 +142,7 @@ def visible_channels(
     Args:
         value: the value.
         channels: its axis of channels.
-        axes: its axes along which a mask lies.
+        axes: its axes along which a mask applies.
         visible: the visible tokens of the call.
     """
     groups, channels = visible_groups(value, axes, visible), channels % value.dim()

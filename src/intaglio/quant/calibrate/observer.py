@@ -44,7 +44,7 @@ class Observer(nn.Module):
 
     Attributes:
         samples: the sample axis of the input, or ``None``.
-        padded: the axes along which a padding mask lies, or ``None``.
+        padded: the axes along which a padding mask applies, or ``None``.
         channels: the axis with separate extrema for each channel; the site's, unless it is changed before calibration.
     """
 

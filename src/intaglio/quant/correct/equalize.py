@@ -166,7 +166,7 @@ def _joined(extrema: Sequence[Extrema]) -> Extrema:
 
 
 def _padded_axes(module: fx.GraphModule, names: Iterable[str], signature: Signature) -> dict[str, PaddedAxes | None]:
-    """Return for each value the axes along which a padding mask lies."""
+    """Return for each value the axes along which a padding mask applies."""
     nodes = {node.name: node for node in module.graph.nodes}
     return {name: padded_axes(known_type(nodes[name]).shape, signature) for name in names}
 
