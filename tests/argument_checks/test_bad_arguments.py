@@ -289,8 +289,9 @@ def raw_errors(calls: Calls, values: Mapping[str, Any]) -> Iterator[str]:
 
 @pytest.fixture
 def quiet(tmp_path, monkeypatch):
-    """Run in an empty folder, without the messages of data checks."""
+    """Run in an empty folder, which is the home folder too, without the messages of data checks."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     logging.getLogger("intaglio").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("intaglio").setLevel(logging.NOTSET)
