@@ -64,7 +64,6 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", GROUPED),
     "mamba": ("MambaForCausalLM", {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}),
     "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": 16}),
-    "mixtral": ("MixtralForCausalLM", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo2": ("Olmo2ForCausalLM", GROUPED),
     "opt": (
         "OPTForCausalLM",
@@ -81,11 +80,42 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3ForCausalLM", GROUPED | {"pad_token_id": 0}),
     "qwen2": ("Qwen2ForCausalLM", GROUPED),
     "qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 16}),
+    "smollm3": ("SmolLM3ForCausalLM", GROUPED | {"pad_token_id": 0}),
+}
+LOCAL_EXPERTS = GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        SMALL
+        | {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 128,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeForCausalLM",
+        GROUPED | {"moe_intermediate_size": 64, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    ),
+    "granitemoe": ("GraniteMoeForCausalLM", LOCAL_EXPERTS),
+    "jetmoe": ("JetMoeForCausalLM", LOCAL_EXPERTS | {"kv_channels": 16}),
+    "mixtral": ("MixtralForCausalLM", LOCAL_EXPERTS),
+    "olmoe": ("OlmoeForCausalLM", GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "phimoe": ("PhimoeForCausalLM", LOCAL_EXPERTS),
     "qwen3_moe": (
         "Qwen3MoeForCausalLM",
         GROUPED | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     ),
-    "smollm3": ("SmolLM3ForCausalLM", GROUPED | {"pad_token_id": 0}),
 }
 BART = {
     "vocab_size": WORDS,
@@ -172,7 +202,7 @@ def minilm() -> Entry:
 
 
 MODELS = (
-    {name: partial(of_class, name, *options) for name, options in (ENCODERS | DECODERS).items()}
+    {name: partial(of_class, name, *options) for name, options in (ENCODERS | DECODERS | MIXTURES).items()}
     | {name: partial(of_class, name, *options, both=True) for name, options in ENCODER_DECODERS.items()}
     | {"all-MiniLM-L6-v2": minilm}
 )
