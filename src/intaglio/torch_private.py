@@ -7,6 +7,7 @@ Other modules import these names from here, so that only one file needs checking
 from __future__ import annotations
 
 import importlib
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +43,7 @@ __all__ = [
     "decomposition_of",
     "default_store",
     "forget_compiled_loops",
+    "global_hooks_for",
     "grouped_mm",
     "int8_matmul",
     "is_in_jit_trace",
@@ -60,6 +62,7 @@ __all__ = [
     "uncompared_masks",
     "unset_fake_temporarily",
     "without_current_function_mode",
+    "without_global_hooks",
 ]
 
 # Re-exported unchanged:
@@ -159,6 +162,49 @@ def call_hooks(module: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return the dictionaries of the hooks that run before and after a module's forward. Without them, a copy of a
     model cannot be made without its hooks, which only the handles that their owners hold can remove."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+class _ModuleConditions(threading.local):
+    """The conditions that modules must meet in the current thread for hooks of all modules to run."""
+
+    all: tuple[Callable[[nn.Module], bool], ...] = ()
+
+
+_conditions = _ModuleConditions()
+
+
+class _ConditionalHook:
+    """A hook of all modules that runs for modules which meet the conditions of the current thread."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> Any:
+        met = all(condition(module) for condition in _conditions.all)
+        return self.hook(module, *arguments) if met else None
+
+
+@contextmanager
+def global_hooks_for(condition: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Run hooks of all modules (`register_module_forward_hook`) inside the ``with`` for modules with a condition only.
+    Without it, such hooks change the values of graphs and observers, which are modules that the user does not have.
+
+    Hooks that exist are wrapped once and stay so: other threads may be calling them.
+    """
+    for hooks in (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks):
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _ConditionalHook):
+                hooks[key] = _ConditionalHook(hook)
+    outer, _conditions.all = _conditions.all, (*_conditions.all, condition)
+    try:
+        yield
+    finally:
+        _conditions.all = outer
+
+
+def without_global_hooks() -> AbstractContextManager[None]:
+    """Run no hooks of all modules inside the ``with``. Needed for the same reason as `global_hooks_for`."""
+    return global_hooks_for(lambda module: False)
 
 
 def state_dict_hooks(module: nn.Module) -> dict[Any, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import intaglio
-from intaglio import eager
+from intaglio import eager, stages
 from support.eager_models import assert_near, converted_on
 from support.lowering import sqnr
 
@@ -49,6 +53,54 @@ def test_a_hook_is_applied_once(register):
     model = net()
     register(model)
     assert_near(converted_on(model, CALLS), model, CALLS)
+
+
+def only_layers(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing for modules without a weight."""
+    return lambda module, *arguments: hook(module, *arguments) if hasattr(module, "weight") else None
+
+
+HOOKS_OF_ALL = {
+    "layers": lambda: register_module_forward_hook(only_layers(double)),
+    "layers, always": lambda: register_module_forward_hook(only_layers(double), always_call=True),
+    "layers with keywords": lambda: register_module_forward_hook(only_layers(double_with_keywords), with_kwargs=True),
+    "before layers": lambda: register_module_forward_pre_hook(only_layers(shift)),
+    "every module": lambda: register_module_forward_hook(double),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS_OF_ALL.values(), ids=list(HOOKS_OF_ALL))
+@pytest.mark.parametrize("model", [net, lambda: net(nn.Sequential(nn.Linear(16, 16), nn.Dropout()))])
+def test_a_hook_of_all_modules_is_applied_once(register, model):
+    float_model = model()
+    handle = register()
+    try:
+        assert_near(converted_on(float_model, CALLS), float_model, CALLS)
+    finally:
+        handle.remove()
+
+
+def test_a_hook_of_all_modules_sees_the_modules_of_the_model_only():
+    model, seen = net(), []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+    try:
+        prepared = eager.prepare(model, *CALLS[0])
+        prepared(*CALLS[0])
+        converted = eager.convert(prepared)
+        converted(*CALLS[0])
+        captured = stages.capture(model, *CALLS[0])
+        captured(*CALLS[0])
+        stages.convert(stages.prepare(captured), stages.calibrate(stages.prepare(captured), [CALLS[0]]))(*CALLS[0])
+    finally:
+        handle.remove()
+    assert set(seen) == {nn.Linear, nn.ReLU, nn.Sequential}
+
+
+def test_hooks_inside_a_module_that_is_one_operator_are_applied():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+    layer.linear1.register_forward_hook(double)
+    layer.norm2.register_forward_pre_hook(shift)
+    assert_near(converted_on(net(layer), CALLS), net(layer), CALLS)
 
 
 def test_a_hook_runs_once_per_call():

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from intaglio.eager.module_kinds import ids_inside_operators
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 from intaglio.tracing.earlier_results import copy_model
@@ -17,6 +18,8 @@ class Attachment:
     """Base class of the objects that a preparation attaches to modules. Copies for another preparation omit them."""
 
 
+HOOKS_RECORDED = "_hooks_recorded"
+"""Attribute of modules of a `plain_copy` whose hooks are recorded as operators of their own."""
 NO_ATTRIBUTE = nn.Module()
 """Placeholder that a copy holds for an attachment until the attribute or submodule is deleted."""
 
@@ -40,26 +43,43 @@ def copy_without_attachments(model: nn.Module, tensors: dict[int, torch.Tensor] 
     return copied
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: nn.Module, leaf_classes: tuple[type, ...]) -> nn.Module:
     """Copy a model for `torch.export`, sharing its tensors.
 
     The copy has no submodules that export cannot trace (ScriptModules, compiled models, separately prepared modules),
-    and no module of it works in place. It has no forward hooks of users, whose operators are recorded like those of the
-    model; hooks of `torch.nn.utils`, which compute weights, stay.
+    and no module of it works in place. Forward hooks of users, whose operators are recorded like those of the model,
+    are left out, except inside of modules that count as one operator. Hooks of `torch.nn.utils`, which compute weights,
+    stay.
+
+    Args:
+        model: Model to copy.
+        leaf_classes: Modules of these classes stay in float.
     """
     copied = copy_without_attachments(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    inside = ids_inside_operators(copied, leaf_classes)
     for module in list(copied.modules()):
         if isinstance(module, torch.jit.ScriptModule):
             continue
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]  # nn.Module declares no attribute
-        for hooks in call_hooks(module):
-            for key in [key for key, hook in hooks.items() if not _computes_weights(hook)]:
-                del hooks[key]
+        if id(module) not in inside:
+            _leave_out_hooks(module)
         for name, child in list(module.named_children()):
             if isinstance(child, (torch.jit.ScriptModule, QuantizedModel)) or is_prepared(child):
                 del submodules_of(module)[name]
     return copied
+
+
+def _leave_out_hooks(module: nn.Module) -> None:
+    object.__setattr__(module, HOOKS_RECORDED, True)
+    for hooks in call_hooks(module):
+        for key in [key for key, hook in hooks.items() if not _computes_weights(hook)]:
+            del hooks[key]
+
+
+def runs_global_hooks(module: nn.Module) -> bool:
+    """Return whether hooks of all modules run for this module of a `plain_copy`. For others they are recorded."""
+    return not hasattr(module, HOOKS_RECORDED)
 
 
 def _computes_weights(hook: Any) -> bool:

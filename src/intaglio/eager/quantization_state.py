@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import types
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from intaglio.eager.intercepted_run import call_intercepted, current
 from intaglio.eager.model_copies import Attachment, ids_prepared_separately
+from intaglio.eager.module_kinds import CONTAINERS, ModuleKind, kind_of
 from intaglio.eager.seen_operators import SeenOpInfo, SeenRecording
 from intaglio.eager.session import Session
 from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook
@@ -19,8 +20,6 @@ from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.custom_op import refuse_call
 from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class AutoQuantizationState(nn.Module, Attachment):
@@ -180,6 +179,14 @@ class OpaqueCall(InterceptedCall):
         return "its class overrides the forward of a class of torch.nn"
 
 
+CALLS = {
+    ModuleKind.INTERCEPTED: InterceptedCall,
+    ModuleKind.OPERATOR: LeafCall,
+    ModuleKind.OPAQUE: OpaqueCall,
+}
+"""Replacements for the forward of a module."""
+
+
 def attach(session: Session, as_children: bool = False) -> None:
     """Intercept every module of the session's model, and install the state dictionary hooks.
 
@@ -208,7 +215,7 @@ def attach(session: Session, as_children: bool = False) -> None:
                 "this module has an instance attribute named forward, which replaces the method of its class",
                 remedy="define forward in the class instead, or undo the wrapper that set the attribute",
             )
-        kind = call_of(module, session.leaf_classes) if path else InterceptedCall
+        kind = CALLS[kind_of(module, session.leaf_classes)] if path else InterceptedCall
         if kind is not InterceptedCall:
             inside.update(map(id, module.modules()))
         if kind is InterceptedCall or module is session.model:
@@ -237,27 +244,3 @@ def session_of(model: nn.Module) -> Session:
         raise InputError("model", None, found, remedy="call eager.prepare(model, example_inputs) first")
     session: Session = state.session
     return session
-
-
-def call_of(module: nn.Module, leaf_classes: tuple[type, ...]) -> type[InterceptedCall]:
-    """Return the class that replaces the forward of a module.
-
-    Leaf classes, compiled models, and subclasses of `torch.nn` modules that override forward are opaque. Modules of
-    `torch.nn` except containers, and subclasses that keep their forward, are leaves. All others are intercepted.
-    """
-    own = type(module)
-    if isinstance(module, (*leaf_classes, QuantizedModel)):
-        return OpaqueCall
-    if isinstance(module, CONTAINERS):
-        return InterceptedCall
-    if _of_torch(own):
-        return LeafCall
-    base = next((kind for kind in own.__mro__ if _of_torch(kind) and kind is not nn.Module), None)
-    if base is None or base in CONTAINERS:
-        return InterceptedCall
-    overrides = own.forward is not base.forward
-    return OpaqueCall if overrides else LeafCall
-
-
-def _of_torch(kind: type) -> TypeGuard[type[nn.Module]]:
-    return kind.__module__.startswith("torch.nn.") and kind is not nn.Module and issubclass(kind, nn.Module)

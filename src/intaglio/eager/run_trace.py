@@ -100,8 +100,9 @@ def float_copy(model: nn.Module) -> nn.Module:
 
 def captured_by_number(converted: nn.Module, model: nn.Module) -> dict[int, tuple[Captured, Reference]]:
     """Return the captured float graph of `model` and the reference model, by index of the recording."""
-    plain_model, found = plain_copy(model), {}
-    for number, segment in enumerate(session_of(converted).segments):
+    session = session_of(converted)
+    plain_model, found = plain_copy(model, session.leaf_classes), {}
+    for number, segment in enumerate(session.segments):
         if segment.reference is not None:
             found[number] = _captured(segment, plain_model), segment.reference
     return found

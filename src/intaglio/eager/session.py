@@ -53,7 +53,7 @@ class Session:
 
     def _reset(self) -> None:
         """Reset the session to one without recordings, with the tensors that the model has now."""
-        self.origin, self.runs = plain_copy(self.model), 0
+        self.origin, self.runs = plain_copy(self.model, self.leaf_classes), 0
         self.segments: list[Segment] = []
         self.model_tensors = dict(_tensors_of(self.model))
         self.path_of_id = {id(tensor): path for path, tensor in self.model_tensors.items()}

@@ -17,6 +17,7 @@ from intaglio.ops import OPS, OpDef, interpret
 from intaglio.plan import plan_graph
 from intaglio.quant.annotate.sites import Skip
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
+from intaglio.torch_private import without_global_hooks
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Lowered:
         def run(op: Op, arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             island = self.islands[op.attrs["key"]]
             tensors = list(map(self._island_input, op.inputs, arrays))
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), without_global_hooks():
                 results = island.module(*tensors, *[evaluate(dim, symbols) for dim in island.dims])
             return [_array(result) for result in results]
 

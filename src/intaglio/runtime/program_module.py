@@ -44,7 +44,7 @@ from intaglio.signature import (
     update_inputs,
     updated_state,
 )
-from intaglio.torch_private import is_in_jit_trace, is_traced
+from intaglio.torch_private import is_in_jit_trace, is_traced, without_global_hooks
 
 logger = logging.getLogger("intaglio")
 INSTEAD_OF_TRACING = "save the model with model.save(path) and load it with intaglio.load(path), or use model.export_c"
@@ -306,7 +306,8 @@ class ProgramModule(ModelWithAttributes):
                         self._host(call, frame, plan, clock)
                         continue
                     dims = plan.island_dims[call.key]
-                    with torch.autocast("cpu", enabled=False):  # islands and later segments read float32
+                    # islands and later segments read float32
+                    with torch.autocast("cpu", enabled=False), without_global_hooks():
                         begin = time.perf_counter_ns()
                         results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
                         if clock:

@@ -18,7 +18,7 @@ from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import ModelInfo, Signature
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
-from intaglio.torch_private import is_traced
+from intaglio.torch_private import is_traced, without_global_hooks
 
 
 class GraphStage:
@@ -40,7 +40,8 @@ class GraphStage:
         leaves = bind(self.signature, args, kwargs)
         symbols = dims_of(self.signature, leaves)
         with torch.no_grad(), torch.autocast("cpu", enabled=False):  # the graph contains explicit casts
-            results = self.module(*leaves, *self.state)
+            with without_global_hooks():
+                results = self.module(*leaves, *self.state)
             self.state[:] = updated_state(self.signature, results)
             results = update_inputs(self.signature, leaves, results)
         return unflatten_result(self.signature, results, symbols)

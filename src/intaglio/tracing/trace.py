@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from intaglio.errors import CaptureError
 from intaglio.signature import clone_tensors, plain_mapping
 from intaglio.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
-from intaglio.torch_private import pytree
+from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing.capture_check import (
     WRONG_TYPE,
     allow_length_one,
@@ -45,23 +45,35 @@ def trace(
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         model_copy = frozen_copy(model, train)
-        _check_names(model_copy)
-        model_copy = with_named_keywords(model_copy, kwargs)
-        returns_caches, changes_arguments = train, False
-        if not train:
-            buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
-            result, changes_arguments = _run_example(model_copy, args, kwargs)
-            returns_caches = _returns_caches(result)
-            for name, buffer in model_copy.named_buffers():
-                buffer.copy_(buffers[name])
-        notes: tuple[str, ...] = (LEFT_OUT,) if changes_arguments else ()
-        notes += _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
-        if dynamic_shapes is not None:
-            captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
-        else:
-            captured = _capture(model_copy, args, kwargs, free, train)
-    captured = replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
-    return _with_padding(captured, model_copy, args, kwargs)
+        with global_hooks_for(set(model_copy.modules()).__contains__):
+            captured = _trace_copy(model_copy, args, kwargs, dynamic_shapes, train, free)
+            return _with_padding(captured, model_copy, args, kwargs)
+
+
+def _trace_copy(
+    model_copy: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    train: bool,
+    free: Mapping[int, Collection[int]],
+) -> Captured:
+    _check_names(model_copy)
+    model_copy = with_named_keywords(model_copy, kwargs)
+    returns_caches, changes_arguments = train, False
+    if not train:
+        buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
+        result, changes_arguments = _run_example(model_copy, args, kwargs)
+        returns_caches = _returns_caches(result)
+        for name, buffer in model_copy.named_buffers():
+            buffer.copy_(buffers[name])
+    notes: tuple[str, ...] = (LEFT_OUT,) if changes_arguments else ()
+    notes += _without_caches(model_copy) if returns_caches and "use_cache" not in kwargs else ()
+    if dynamic_shapes is not None:
+        captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
+    else:
+        captured = _capture(model_copy, args, kwargs, free, train)
+    return replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
 
 
 WITHOUT_CACHE = "the key-value cache of decoders (use_cache) is neither filled nor returned"

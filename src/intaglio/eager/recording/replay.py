@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from intaglio.eager.model_copies import runs_global_hooks
 from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, leaves, model_tensor
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
@@ -24,7 +25,7 @@ from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE, be
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.ir.names import sanitized
-from intaglio.torch_private import pytree
+from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
 
@@ -50,7 +51,8 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     replayed.forward = types.MethodType(names["forward"], replayed)
     args, kwargs = example_of(recording)
     try:
-        captured = capture(replayed, args, example_kwargs=kwargs, free=_free_leaves(recording))
+        with global_hooks_for(runs_global_hooks):
+            captured = capture(replayed, args, example_kwargs=kwargs, free=_free_leaves(recording))
     finally:
         linecache.cache.pop(file, None)
     _name_origins(captured.module, recording.events, file)

@@ -14,7 +14,7 @@ from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, 
 from intaglio.eager.segments.graph_parts import UnavailableError
 from intaglio.eager.segments.qtensor import QTensor, become_plain, deferred_tensor, plain, set_shape
 from intaglio.eager.segments.segment import Segment
-from intaglio.torch_private import DisableTorchFunction, pytree
+from intaglio.torch_private import DisableTorchFunction, pytree, without_global_hooks
 
 UNREFERENCED_COUNT = 3
 """Reference count of an otherwise unreferenced tensor in a loop over a dictionary.
@@ -321,7 +321,8 @@ class TraceFrame:
 
     def _run(self, given: frozenset[int], order: tuple[int, ...], chosen: dict[int, QTensor]) -> None:
         reads, runner = self.segment.computation(given, order, frozenset(self.counted))
-        results = runner([self._computed(number) for number in reads])
+        with without_global_hooks():
+            results = runner([self._computed(number) for number in reads])
         self.counted.update(reads, order)
         for number, result in zip(order, results, strict=True):
             chosen[number].content = result
