@@ -191,6 +191,25 @@ def float_product(name: str) -> Generator:
     return generate
 
 
+def vector_product(b: Builder) -> str:
+    x = b.value((2, 3, 4))
+    return b.emit(f"torch.linalg.vecdot({x}, {x} * 0.5 + 1)")
+
+
+def distances(b: Builder) -> str:
+    """Distances from points that no value is near, where rounding would decide the result."""
+    x = b.value((2, 3))
+    points = b.part(f"nn.Parameter(torch.randn({b.size(1, 9)}, {b.shape(x)[-1]}) * 4)")
+    return b.emit(f"torch.cdist({x}, {points}, p={b.pick('1.0', '2.0')})")
+
+
+def conv_tbc(b: Builder) -> str:
+    x = b.value((3,))
+    channels, outputs = b.shape(x)[2], b.size(1, 9)
+    weight = b.part(f"nn.Parameter(torch.randn(3, {channels}, {outputs}))")
+    return b.emit(f"torch.conv_tbc({x}, {weight}, {b.part(f'nn.Parameter(torch.randn({outputs}))')}, 1)")
+
+
 def convolution(b: Builder) -> str:
     """The overload that other exporters write."""
     x = b.value((3, 4))

@@ -15,7 +15,7 @@ from intaglio.ir import Dim, DType, Shape, Signature
 ATTENTION_MASK, KEY_PADDING_MASK = "attention_mask", "key_padding_mask"
 """Ends of the names of padding masks in transformers and PyTorch. The first is zero at padding. The second is true
 there, or minus infinity."""
-INTEGERS = (DType.I64, DType.I32, DType.BOOL)
+MASK_TYPES = (DType.I64, DType.I32, DType.BOOL)
 """Types of attention masks with two axes; floats may be masks that are added to scores."""
 
 VisibleTokens = Mapping[str, torch.Tensor]
@@ -50,7 +50,7 @@ def padding_masks(signature: Signature) -> tuple[int, ...]:
         for index, entry in enumerate(signature.inputs)
         if len(entry.type.shape) == 2
         and (
-            (entry.name.endswith(ATTENTION_MASK) and entry.type.dtype in INTEGERS)
+            (entry.name.endswith(ATTENTION_MASK) and entry.type.dtype in MASK_TYPES)
             or (entry.name.endswith(KEY_PADDING_MASK) and entry.type.dtype in (DType.BOOL, DType.F32))
         )
     )
