@@ -7,13 +7,13 @@ and `share` gives each rank of a distributed calibration its part of a `DataLoad
 `intaglio.stages.calibrate` is enough.
 """
 
-from intaglio.quant.calibrate.builtin_callbacks import (
+from intaglio.quant.calibrate.callbacks.builtin_callbacks import (
     AverageMaxCalibrationCallback,
     GlobalCalibrationCallback,
     KLDivergenceCalibrationCallback,
 )
-from intaglio.quant.calibrate.calibration_info import CalibrationInfo
-from intaglio.quant.calibrate.callbacks import CalibrationCallback, Calibrator
+from intaglio.quant.calibrate.callbacks.calibration_info import CalibrationInfo
+from intaglio.quant.calibrate.callbacks.callback_calibration import CalibrationCallback, Calibrator
 from intaglio.quant.calibrate.dataset_manager import DatasetManager
 from intaglio.quant.calibrate.distributed import share
 

@@ -28,7 +28,7 @@ from intaglio.errors import InputError
 from intaglio.lower import Lowered, Requantizer, requantize
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
-from intaglio.quant.calibrate.callbacks import Calibrator
+from intaglio.quant.calibrate.callbacks.callback_calibration import Calibrator
 from intaglio.quant.calibrate.prepare import Prepared, annotate
 from intaglio.quant.calibrate.prepare import prepare as prepare_captured
 from intaglio.quant.calibrate.ranges import Ranges

@@ -12,7 +12,7 @@ from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.backends.protocol import integer_graph
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
-from intaglio.tracing.while_loops import WhileLoop
+from intaglio.tracing.loops.while_loops import WhileLoop
 
 
 @check_fields

@@ -28,7 +28,7 @@ from intaglio.eager.segments.inplace import is_private, isolate_written, update_
 from intaglio.eager.segments.qtensor import QTensor, plain
 from intaglio.eager.segments.trace_frame import TraceFrame
 from intaglio.eager.session import Session
-from intaglio.tensor_checks import check_memory_of
+from intaglio.signature.tensor_checks import check_memory_of
 from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, FeatureDropout, is_traced
 
 

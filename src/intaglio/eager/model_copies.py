@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from intaglio.eager.module_kinds import ids_inside_operators
+from intaglio.eager.recording.module_kinds import ids_inside_operators
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 from intaglio.tracing.earlier_results import copy_model

@@ -11,7 +11,7 @@ from torch import nn
 
 from intaglio.eager.intercepted_run import call_intercepted, current
 from intaglio.eager.model_copies import Attachment, ids_prepared_separately
-from intaglio.eager.module_kinds import CONTAINERS, ModuleKind, kind_of
+from intaglio.eager.recording.module_kinds import CONTAINERS, ModuleKind, kind_of
 from intaglio.eager.seen_operators import SeenOpInfo, SeenRecording
 from intaglio.eager.session import Session
 from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook

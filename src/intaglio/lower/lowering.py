@@ -26,7 +26,7 @@ from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Skip
 from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.captured import expect
-from intaglio.tracing.while_loops import replace_loop_bodies
+from intaglio.tracing.loops.while_loops import replace_loop_bodies
 
 
 @check_arguments_except("reference")

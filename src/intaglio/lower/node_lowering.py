@@ -39,7 +39,7 @@ from intaglio.quant.qdq.integer_regions import (
     marked_regions,
     quantize_qparams,
 )
-from intaglio.tracing.while_loops import loops_of
+from intaglio.tracing.loops.while_loops import loops_of
 
 
 class NodeLowering:

@@ -17,7 +17,7 @@ from intaglio.parts.capture_part import capture_part, run_call, wide_enough
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.quant.calibrate.batches import Call, batches, binder_for
 from intaglio.runtime import FloatPart, QuantizedModel
-from intaglio.tensor_checks import unsupported_reason
+from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree, submodules_of
 from intaglio.tracing import Captured
 from intaglio.tracing.earlier_results import copy_model

@@ -48,10 +48,10 @@ from intaglio.tracing.export_metadata import (
 )
 from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
 from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
+from intaglio.tracing.loops.unroll_scans import unroll_loops
+from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 from intaglio.tracing.operator_aliases import resolve_aliases
 from intaglio.tracing.substitute_operators import SubstituteOperators, restore_torch_operators
-from intaglio.tracing.unroll_scans import unroll_loops
-from intaglio.tracing.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 

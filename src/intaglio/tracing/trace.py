@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.errors import CaptureError
 from intaglio.signature import clone_tensors, plain_mapping
-from intaglio.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
+from intaglio.signature.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
 from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing.capture_check import (
     WRONG_TYPE,

@@ -15,7 +15,7 @@ from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import copied_inputs
 from intaglio.tracing.captured import expect
-from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
+from intaglio.tracing.loops.while_loops import SCAN_INSTEAD, WhileLoop
 from intaglio.tune import random_sample
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from intaglio.backends.onnx.onnx_export import OnnxFile, Sums, export_onnx
 from intaglio.lower import Lowered
 from intaglio.quant.qdq.convert import Reference
 from intaglio.tracing.captured import expect
-from intaglio.tracing.while_loops import SCAN_INSTEAD, WhileLoop
+from intaglio.tracing.loops.while_loops import SCAN_INSTEAD, WhileLoop
 
 
 @check_fields

@@ -42,7 +42,7 @@ from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.signature import TORCH_DTYPES, match_size
-from intaglio.tensor_checks import unsupported_reason
+from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree
 
 logger = logging.getLogger("intaglio")

@@ -40,7 +40,7 @@ from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, Rejected, find, name_operators, patterns_of
-from intaglio.tracing.while_loops import nodes_with_loop_bodies
+from intaglio.tracing.loops.while_loops import nodes_with_loop_bodies
 
 
 def annotate_graph(

@@ -28,7 +28,7 @@ from intaglio.quant.annotate.sites import Skip
 from intaglio.quant.recipes.choices import ActivationMode, ResidualType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
-from intaglio.tracing.while_loops import WhileLoop
+from intaglio.tracing.loops.while_loops import WhileLoop
 
 FLOAT_ACTIVATIONS = "the recipe leaves activations in float"
 

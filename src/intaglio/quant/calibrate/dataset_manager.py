@@ -11,7 +11,7 @@ import torch
 
 from intaglio.argument_checks import check_arguments, value_text
 from intaglio.errors import CalibrationError
-from intaglio.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, memory_problem, unsupported_reason
+from intaglio.signature.tensor_checks import PLAIN_TENSORS, TO_DENSE_ON_CPU, memory_problem, unsupported_reason
 from intaglio.torch_private import pytree
 
 OWN_METHODS = "define get_next_batch, num_batches, is_empty and reset, or call super().__init__(data)"

@@ -39,7 +39,7 @@ from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import patterns_of
 from intaglio.signature import bind, dims_of
 from intaglio.tracing.captured import Captured, GraphStage, expect
-from intaglio.tracing.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
+from intaglio.tracing.loops.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
 
 @dataclass(frozen=True)

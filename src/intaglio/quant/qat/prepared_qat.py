@@ -28,7 +28,7 @@ from intaglio.quant.recipes.datatypes import FLOAT8
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.signature import bind, dims_of, unflatten_result, update_inputs
 from intaglio.tracing.captured import Captured, expect
-from intaglio.tracing.while_loops import refuse_loops
+from intaglio.tracing.loops.while_loops import refuse_loops
 
 
 @dataclass(frozen=True)

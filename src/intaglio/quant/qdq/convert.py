@@ -37,7 +37,7 @@ from intaglio.quant.qdq.rounding_costs import rounding_costs
 from intaglio.quant.recipes.choices import Role
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tracing.captured import GraphStage, expect, fx_text
-from intaglio.tracing.while_loops import replace_loop_bodies
+from intaglio.tracing.loops.while_loops import replace_loop_bodies
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from intaglio.argument_checks import check_arguments, check_fields, value_text
 from intaglio.errors import InputError, UnsupportedError
-from intaglio.tensor_checks import check_memory_of
+from intaglio.signature.tensor_checks import check_memory_of
 
 LARGEST_BYTE = 255
 MOST_CHANNELS = 65536

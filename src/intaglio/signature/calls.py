@@ -1,5 +1,4 @@
-"""Conversion of a call's arguments to input tensors and of output tensors to its result. All argument checks are
-here."""
+"""Conversion of a call's arguments to input tensors and of output tensors to its result."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from intaglio import numerics
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
-from intaglio.tensor_checks import (
+from intaglio.signature.tensor_checks import (
     PLAIN_TENSORS,
     TO_DENSE_ON_CPU,
     bytes_spanned,

@@ -20,7 +20,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.tracing import Captured, capture
-from intaglio.tracing import unroll_scans as scans
+from intaglio.tracing.loops import unroll_scans as scans
 from support.int8_models import assert_same
 from support.lowering import assert_equal_quantized, tensors
 from support.matmul_library import BEST_ISA_PARAMS

@@ -10,8 +10,9 @@ import numpy as np
 
 from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import InputError
-from intaglio.quant.calibrate.calibration_info import CalibrationInfo, Given
-from intaglio.quant.calibrate.callbacks import CalibrationCallback
+from intaglio.quant.calibrate.callbacks.calibration_info import CalibrationInfo
+from intaglio.quant.calibrate.callbacks.callback_calibration import CalibrationCallback
+from intaglio.quant.calibrate.callbacks.given_parameters import Given
 
 
 @check_fields

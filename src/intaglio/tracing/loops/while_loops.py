@@ -19,7 +19,7 @@ from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
 from intaglio.tracing.export_metadata import constant, describe, module_around, path_of
-from intaglio.tracing.unroll_scans import unroll_loops
+from intaglio.tracing.loops.unroll_scans import unroll_loops
 
 WHILE = "while_loop"
 SCAN_INSTEAD = "write a loop with a fixed number of iterations (scan, or a Python loop); or use the backend 'native'"

@@ -15,16 +15,14 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Fixed
 from intaglio.quant.calibrate.batches import Binder, peek
-from intaglio.quant.calibrate.calibration_info import (
+from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.callbacks.calibration_info import (
     CalibrationInfo,
     CalibrationRun,
-    Given,
-    given_parameters,
-    parameters_by_site,
     quantize_weight,
     region_sites,
 )
-from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.callbacks.given_parameters import Given, given_parameters, parameters_by_site
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation

@@ -13,7 +13,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.
 
 
 class ModuleKind(StrEnum):
-    """How the call of a module is handled."""
+    """One of the ways in which the call of a module is handled."""
 
     INTERCEPTED = "intercepted"
     """Its operators are intercepted one by one."""

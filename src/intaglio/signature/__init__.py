@@ -1,0 +1,37 @@
+"""Conversion of a call's arguments to input tensors and of output tensors to its result, with all argument checks."""
+
+from intaglio.signature.calls import (
+    DTYPES,
+    TORCH_DTYPES,
+    Integers,
+    bind,
+    check_memory,
+    check_tensors,
+    clone_tensors,
+    dims_of,
+    initial_state,
+    match_size,
+    plain_mapping,
+    run_while_loop,
+    unflatten_result,
+    update_inputs,
+    updated_state,
+)
+
+__all__ = [
+    "DTYPES",
+    "TORCH_DTYPES",
+    "Integers",
+    "bind",
+    "check_memory",
+    "check_tensors",
+    "clone_tensors",
+    "dims_of",
+    "initial_state",
+    "match_size",
+    "plain_mapping",
+    "run_while_loop",
+    "unflatten_result",
+    "update_inputs",
+    "updated_state",
+]
