@@ -163,14 +163,21 @@ class Packing:
         low: Smallest stored value.
         group: Number of neighbouring weights of an output channel, in memory order, that share an integer multiple; 0
             without multiples.
+        lows: Number of such neighbours that share a smallest value of their own, which is stored with them; 0 if all
+            share ``low``.
     """
 
     bits: int
     low: int
     group: int = 0
+    lows: int = 0
+
+    def __post_init__(self) -> None:
+        if self.group and self.lows:
+            raise ValueError("values in groups have either multiples or smallest values of their own")
 
     def __str__(self) -> str:
-        return f"{self.bits} bits" + (f" in groups of {self.group}" if self.group else "")
+        return f"{self.bits} bits" + (f" in groups of {self.group or self.lows}" if self.group or self.lows else "")
 
 
 @dataclass(frozen=True)

@@ -226,13 +226,30 @@ def _known(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return ids
 
 
+def dequantize_groups(quantized: NDArray[np.int8], steps: FloatArray, group: int) -> FloatArray:
+    """Return the float32 weight of integers whose scales, and offsets if there are any, belong to groups of inputs.
+
+    ``w = float32(q) * scale + offset``, in this order.
+
+    Args:
+        quantized: s8[N, ...], a row for each output.
+        steps: f32[1, N, G], the scales, or f32[2, N, G], the scales and the offsets.
+        group: number of neighbours in a row that share a step. The last group of a row may be smaller.
+    """
+    rows = quantized.reshape(len(quantized), -1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        for index, step in enumerate(np.repeat(steps, group, axis=2)[:, :, : rows.shape[1]]):
+            rows = rows + step if index else rows * step
+    return rows.reshape(quantized.shape)
+
+
 def linear(
     x: FloatArray,
-    weight: NDArray[np.float16 | np.int8],
+    weight: NDArray[np.float16 | np.int8] | FloatArray,
     scales: FloatArray | None = None,
     bias: FloatArray | None = None,
 ) -> FloatArray:
-    """Return ``x @ weight.T`` of f32[..., K] and a weight-only quantized or float16 weight [N, K] as f32[..., N].
+    """Return ``x @ weight.T`` of f32[..., K] and a weight [N, K] of integers or floats as f32[..., N].
 
     Products are accumulated from 0, one input after the other, with the weights as they are stored. The sum is then
     multiplied by ``scales`` of the outputs, and ``bias`` is added.

@@ -110,15 +110,32 @@ def test_groups_survive_packing(outputs, inputs, group, data):
     np.testing.assert_array_equal(unpack(*packed, packing, q_values.shape), q_values)
 
 
+@given(st.integers(1, 3), st.integers(1, 23), st.sampled_from([1, 5, 8, 40]), st.integers(1, 7), st.data())
+def test_groups_with_smallest_values_of_their_own_survive_packing(outputs, inputs, group, bits, data):
+    above = data.draw(arrays.arrays(np.int8, (outputs, inputs), elements=st.integers(0, 2**bits - 1)))
+    lows = data.draw(arrays.arrays(np.int8, (outputs, -(-inputs // group)), elements=st.integers(-128, 128 - 2**bits)))
+    q_values = above + np.repeat(lows, group, axis=1)[:, :inputs]
+    packing = Packing(bits, 0, lows=group)
+    packed = pack(q_values, packing)
+    assert packed is not None
+    assert len(packed[1]) == lows.size
+    np.testing.assert_array_equal(unpack(*packed, packing, q_values.shape), q_values)
+
+
 def test_values_that_do_not_fit_the_packing_are_not_packed():
     """A state dict may put any quantized values into a model."""
     assert pack(np.array([[9]], np.int8), Packing(4, -8)) is None
     assert pack(np.array([[7, 11]], np.int8), Packing(2, -2, 2)) is None
+    assert pack(np.array([[-3, 1]], np.int8), Packing(2, 0, lows=2)) is None
 
 
 def test_a_packed_weight_of_another_size_is_refused():
     with pytest.raises(ValueError, match="cannot hold 3 numbers of 4 bits"):
         unpack(np.zeros(3, np.uint8), np.zeros(0, np.uint8), Packing(4, -8), (1, 3))
+    with pytest.raises(ValueError, match="cannot hold 2 numbers of 8 bits"):
+        unpack(np.zeros(2, np.uint8), np.zeros(1, np.uint8), Packing(4, 0, lows=2), (1, 4))
+    with pytest.raises(ValueError, match="exceed 8 bits"):
+        unpack(np.full(1, 255, np.uint8), np.full(1, 255, np.uint8), Packing(4, 0, lows=2), (1, 2))
 
 
 ROWS = arrays.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=st.floats(-4, 4, width=32))

@@ -20,11 +20,13 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     """
     op, constants, types = partition.anchor, context.graph.constants, context.graph.types
     x, weight, *rest = op.inputs
+    group = op.attrs.get("group", 0)
+    steps, rest = (rest[:1], rest[1:]) if group else ([], rest)
     ends, bias = ([name for name in rest if types[name].dtype is dtype] for dtype in (DType.I64, DType.F32))
     kind, shape = types[weight], types[op.output].shape
-    groups = evaluate(types[ends[0]].shape[0], {}) if ends else 1
+    experts = evaluate(types[ends[0]].shape[0], {}) if ends else 1
     element, inputs = WEIGHT_ELEMENT[kind.dtype], kind.shape[1]
-    packed = np.concatenate([pack_panels(part) for part in np.split(constants[weight], groups)])
+    packed = np.concatenate([pack_panels(part) for part in np.split(constants[weight], experts)])
     context.include("products/linear_f32.h")
     code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
@@ -32,15 +34,18 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     code(f"q.weight = {context.constant(packed, element, 'weights')};")
     if kind.q is not None:
         code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float', 'scales')};")
+    for name in steps:
+        code(f"q.steps = {context.constant(pack_steps(constants[name]), 'float', 'steps')}, q.group = {group};")
     for name in bias:
         code(f"q.bias = {context.constant(constants[name], 'float', 'bias')};")
     code(f"q.rows = {context.dim(numel(shape[:-1]))}, q.inputs = {inputs}, q.outputs = {context.dim(shape[-1])};")
     if not ends:
-        code(f"float_linear<{element}>(&q, thread, threads);")
+        parts = sum(len(constants[name]) for name in steps)
+        code(f"float_linear<{parts}, {element}>(&q, thread, threads);")
         return
     at, (step,) = context.strided(ends[0])
     code(f"const int64_t* const ends = (const int64_t*){at};")
-    code(f"float_linear_groups<{element}>(&q, ends, {context.dim(step)}, {groups}, thread, threads);")
+    code(f"float_linear_groups<{element}>(&q, ends, {context.dim(step)}, {experts}, thread, threads);")
 
 
 def pack_panels(weight: np.ndarray) -> np.ndarray:
@@ -48,3 +53,11 @@ def pack_panels(weight: np.ndarray) -> np.ndarray:
     outputs, inputs = weight.shape
     filled = np.pad(weight, ((0, -outputs % F32_PANEL), (0, 0)))
     return np.ascontiguousarray(filled.reshape(-1, F32_PANEL, inputs).swapaxes(1, 2))
+
+
+def pack_steps(steps: np.ndarray) -> np.ndarray:
+    """Pack the steps [1 or 2, N, G] of groups as [panel, G, 1 or 2, `F32_PANEL`]. The last panel is padded with
+    zeros."""
+    parts, outputs, groups = steps.shape
+    filled = np.pad(steps, ((0, 0), (0, -outputs % F32_PANEL), (0, 0)))
+    return np.ascontiguousarray(filled.reshape(parts, -1, F32_PANEL, groups).transpose(1, 3, 0, 2))

@@ -1,6 +1,6 @@
 // Weight-only quantized linear layers: activations are float32, weights are stored as int8 or float16. Bit for bit
 // `linear` of numerics/float_math.py. Weights are converted to float32 in registers, so that memory is read only for
-// their stored bits. Compile with -ffp-contract=off.
+// their stored bits. Weights of groups of inputs also get their scale and offset there. Compile with -ffp-contract=off.
 #pragma once
 
 #include "elementwise/loops.h"
@@ -11,13 +11,15 @@ enum { TALLEST = FLOATS == 16 ? 6 : 2 };  // rows that a weight is multiplied by
 enum { BLOCK = 8 * TALLEST };             // rows in a thread's unit of work
 
 // y = x @ weight.T * scales + bias with x f32[rows, inputs] and y f32[rows, outputs]. `weight` consists of whole
-// panels, the last one padded with zeros. `scales` and `bias`, f32[outputs], may be null.
+// panels, the last one padded with zeros. `scales` and `bias`, f32[outputs], may be null. Of weights in groups,
+// `steps` has the scales and, if there are any, the offsets.
 struct FloatLinear {
     const float* x;
     const void* weight;  // [panel][input][PANEL_F32], int8 or float16
     const float *scales, *bias;
+    const float* steps;  // [panel][group of inputs][scale, offset][PANEL_F32]
     float* y;
-    int64_t rows, inputs, outputs;
+    int64_t rows, inputs, outputs, group;
 };
 
 // Convert int8 weights to float32.
@@ -51,20 +53,34 @@ static inline __attribute__((always_inline)) Reals reals_at(const uint16_t* from
 #endif
 }
 
-// Compute ROWS rows of ACROSS vectors of outputs, the first of which is `output`.
-template <int ROWS, int ACROSS, typename Element>
+// Compute ROWS rows of ACROSS vectors of outputs, the first of which is `output`. STEPS is 0 for weights without
+// groups, 1 for groups with scales, and 2 for groups with scales and offsets.
+template <int ROWS, int ACROSS, int STEPS, typename Element>
 static inline __attribute__((always_inline)) void float_tile(const struct FloatLinear* q, int64_t row, int64_t output) {
-    const int64_t panel = output / PANEL_F32 * PANEL_F32;
+    const int64_t panel = output / PANEL_F32 * PANEL_F32, group = STEPS ? q->group : q->inputs;
     const Element* weight = (const Element*)q->weight + panel * q->inputs + (output - panel);
+    const float* steps = STEPS ? q->steps + panel * ((q->inputs + group - 1) / group) * STEPS + (output - panel) : 0;
     const float* x = q->x + row * q->inputs;
     Reals sums[ROWS][ACROSS] = {};
-    for (int64_t k = 0; k < q->inputs; ++k, weight += PANEL_F32)
+    for (int64_t first = 0; first < q->inputs; first += group, steps += STEPS * PANEL_F32) {
+        const int64_t last = first + group < q->inputs ? first + group : q->inputs;
+        Reals scales[ACROSS], offsets[ACROSS];
+        if constexpr (STEPS > 0)
 #pragma GCC unroll 8
-        for (int v = 0; v < ACROSS; ++v) {
-            const Reals each = reals_at(weight + v * FLOATS);
+            for (int v = 0; v < ACROSS; ++v) scales[v] = read_f32(steps + v * FLOATS, 1, FLOATS);
+        if constexpr (STEPS > 1)
 #pragma GCC unroll 8
-            for (int i = 0; i < ROWS; ++i) sums[i][v] = sums[i][v] + each * x[i * q->inputs + k];
-        }
+            for (int v = 0; v < ACROSS; ++v) offsets[v] = read_f32(steps + PANEL_F32 + v * FLOATS, 1, FLOATS);
+        for (int64_t k = first; k < last; ++k, weight += PANEL_F32)
+#pragma GCC unroll 8
+            for (int v = 0; v < ACROSS; ++v) {
+                Reals each = reals_at(weight + v * FLOATS);
+                if constexpr (STEPS > 0) each = each * scales[v];
+                if constexpr (STEPS > 1) each = each + offsets[v];
+#pragma GCC unroll 8
+                for (int i = 0; i < ROWS; ++i) sums[i][v] = sums[i][v] + each * x[i * q->inputs + k];
+            }
+    }
 #pragma GCC unroll 8
     for (int v = 0; v < ACROSS; ++v) {
         const int64_t first = output + v * FLOATS, left = q->outputs - first,
@@ -81,27 +97,27 @@ static inline __attribute__((always_inline)) void float_tile(const struct FloatL
 
 // Compute up to ROWS rows of a panel. A single row is computed for more outputs at once, so that additions wait for
 // each other less.
-template <int ROWS, typename Element>
+template <int ROWS, int STEPS, typename Element>
 static inline void float_rows(const struct FloatLinear* q, int64_t row, int64_t rows, int64_t panel) {
     enum { ACROSS = ROWS == 1 && FLOATS < 16 ? 8 : 4 };
     if (rows < ROWS) {
-        if constexpr (ROWS > 1) float_rows<ROWS - 1, Element>(q, row, rows, panel);
+        if constexpr (ROWS > 1) float_rows<ROWS - 1, STEPS, Element>(q, row, rows, panel);
         return;
     }
     for (int64_t output = panel; output < panel + PANEL_F32 && output < q->outputs; output += ACROSS * FLOATS)
-        float_tile<ROWS, ACROSS, Element>(q, row, output);
+        float_tile<ROWS, ACROSS, STEPS, Element>(q, row, output);
 }
 
 // Compute this thread's part of the layer. A unit of work is a block of rows of a panel; units of the same panel follow
 // each other.
-template <typename Element>
+template <int STEPS, typename Element>
 static inline void float_linear(const struct FloatLinear* q, int thread, int threads) {
     const int64_t blocks = (q->rows + BLOCK - 1) / BLOCK, units = blocks * ((q->outputs + PANEL_F32 - 1) / PANEL_F32);
     for (int64_t unit = shard_begin(units, thread, threads); unit < shard_begin(units, thread + 1, threads); ++unit) {
         const int64_t first = unit % blocks * BLOCK, last = first + BLOCK < q->rows ? first + BLOCK : q->rows;
         for (int64_t row = first; row < last; row += TALLEST)
-            float_rows<TALLEST, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,
-                                         unit / blocks * PANEL_F32);
+            float_rows<TALLEST, STEPS, Element>(q, row, last - row < TALLEST ? last - row : (int64_t)TALLEST,
+                                                unit / blocks * PANEL_F32);
     }
 }
 
@@ -116,7 +132,7 @@ static inline void float_linear_groups(const struct FloatLinear* q, const int64_
     for (int64_t group = 0; group < groups; ++group) {
         const int64_t given = ends[group * step], end = given < first ? first : given > q->rows ? q->rows : given;
         one.x = q->x + first * q->inputs, one.y = q->y + first * q->outputs, one.rows = end - first;
-        float_linear<Element>(&one, thread, threads);
+        float_linear<0, Element>(&one, thread, threads);
         one.weight = (const Element*)one.weight + columns * q->inputs;
         if (one.scales) one.scales += q->outputs;
         if (one.bias) one.bias += q->outputs;

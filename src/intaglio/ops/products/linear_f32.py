@@ -73,6 +73,36 @@ def valid_stored(op: Op, graph: Graph) -> None:
         raise ValueError(f"%{op.output}: the weight and the bias of linear_f32 must be constants")
 
 
+def linear_groups_reference(
+    op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType
+) -> np.ndarray:
+    """Return f32[..., N] of x f32[..., K], a weight s8[N, K] with the steps of its groups, and an optional bias f32[N].
+
+    See `float_math.dequantize_groups` for the steps.
+    """
+    x, quantized, steps, *bias = args
+    return float_math.linear(x, float_math.dequantize_groups(quantized, steps, op.attrs["group"]), None, *bias)
+
+
+def valid_groups(op: Op, graph: Graph) -> None:
+    """Check weight, steps and bias: constants of the shapes that the weight and the size of its groups determine."""
+    kinds, group = [graph.types[name] for name in op.inputs], op.attrs.get("group")
+    if not (3 <= len(kinds) <= 4 and op.attrs.keys() == {"group"} and type(group) is int and group > 0):
+        raise ValueError(f"linear_groups_f32 expects 3 or 4 operands and a group, but got {kinds} and {dict(op.attrs)}")
+    x, weight, steps, *bias = kinds
+    fits = len(weight.shape) == 2 and len(x.shape) > 0 and x.shape[-1] == weight.shape[1] and weight.q is None
+    if fits:
+        outputs, inputs = weight.shape
+        fits = steps.shape[1:] == (outputs, (inputs + group - 1) // group) and steps.shape[0] in (1, 2)
+    if not (fits and all(kind.shape == weight.shape[:1] for kind in bias)):
+        raise ValueError(
+            f"linear_groups_f32 expects x [..., K], weight s8[N, K], steps [1 or 2, N, K / group] and an optional bias "
+            f"[N], but got {', '.join(map(str, kinds))} and groups of {group}"
+        )
+    if not set(op.inputs[1:]) <= set(graph.constants):
+        raise ValueError(f"%{op.output}: the weight, the steps and the bias of linear_groups_f32 must be constants")
+
+
 LINEAR_F32 = OpDef(
     name="linear_f32",
     infer=linear_shape,
@@ -93,4 +123,14 @@ GROUPED_LINEAR_F32 = OpDef(
     layout=Layout.ROW_MAJOR,
     kernel="linear_f32",
 )
-WEIGHT_ONLY_OPS = (LINEAR_F32, GROUPED_LINEAR_F32)
+LINEAR_GROUPS_F32 = OpDef(
+    name="linear_groups_f32",
+    infer=linear_shape,
+    reference=linear_groups_reference,
+    types=TypeRule(((F32,), (S8,), (F32,)), (F32,), optional=(F32,)),
+    validate=valid_groups,
+    macs=linear_macs,
+    layout=Layout.ROW_MAJOR,
+    kernel="linear_f32",
+)
+WEIGHT_ONLY_OPS = (LINEAR_F32, GROUPED_LINEAR_F32, LINEAR_GROUPS_F32)

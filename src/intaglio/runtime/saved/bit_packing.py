@@ -1,9 +1,10 @@
-"""Lossless packing of constants with fewer than 8 bits: consecutive quantized values, and one multiple for each
-group."""
+"""Lossless packing of constants with fewer than 8 bits: consecutive quantized values, and for each group a multiple or
+a smallest value."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -26,9 +27,16 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
         packing: number of bits, lowest value and group size.
 
     Returns:
-        u8 bytes of quantized values and u8 bytes of multiples, or ``None`` if the array does not fit the packing.
+        u8 bytes of quantized values and u8 bytes of multiples or of smallest values, or ``None`` if the array does not
+        fit the packing.
     """
     rows = array.reshape(len(array), -1).astype(np.int16)
+    if packing.lows:
+        lowest = _groups(rows, packing.lows, "edge").min(-1)
+        above = rows - _of_values(lowest, packing.lows, rows.shape[1])
+        if above.max(initial=0) >= 2**packing.bits:
+            return None
+        return pack_bits(above.ravel(), packing.bits), (lowest + 128).astype(np.uint8).ravel()
     high = packing.low + 2**packing.bits - 1
     multiples = np.ones((len(rows), 1), np.int16)
     if packing.group:
@@ -41,19 +49,20 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
     return quantized, pack_bits(multiples.ravel() - 1, MULTIPLE_BITS) if packing.group else np.zeros(0, np.uint8)
 
 
-def unpack(quantized: np.ndarray, multiples: np.ndarray, packing: Packing, shape: tuple[int, ...]) -> np.ndarray:
+def unpack(quantized: np.ndarray, of_groups: np.ndarray, packing: Packing, shape: tuple[int, ...]) -> np.ndarray:
     """Return int8 values of ``shape``, the inverse of `pack`.
 
     Raises `ValueError` for another number of bytes, or for values that int8 cannot hold.
     """
     count = math.prod(shape)
-    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16) + packing.low
-    if packing.group and count:
+    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16) + (0 if packing.lows else packing.low)
+    if (packing.group or packing.lows) and count:
         rows = wide.reshape(shape[0], -1)
-        group = min(packing.group, rows.shape[1])
-        parts = -(-rows.shape[1] // group)
-        each = unpack_bits(multiples, MULTIPLE_BITS, shape[0] * parts).astype(np.int16).reshape(shape[0], parts) + 1
-        wide = (rows * np.repeat(each, group, axis=1)[:, : rows.shape[1]]).ravel()
+        group = min(packing.group or packing.lows, rows.shape[1])
+        parts, bits = -(-rows.shape[1] // group), MULTIPLE_BITS if packing.group else 8
+        each = unpack_bits(of_groups, bits, shape[0] * parts).astype(np.int16).reshape(shape[0], parts)
+        own = _of_values(each + 1 if packing.group else each - 128, group, rows.shape[1])
+        wide = (rows * own if packing.group else rows + own).ravel()
     if count and not -128 <= wide.min() <= wide.max() <= 127:
         raise ValueError("the quantized values exceed 8 bits")
     return wide.astype(np.int8).reshape(shape)
@@ -79,9 +88,15 @@ def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
     return values
 
 
-def _groups(rows: np.ndarray, group: int) -> np.ndarray:
-    """Reshape [c, k] to [c, groups, size], with zeros as padding of the last group."""
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % group))).reshape(len(rows), -1, group)
+def _groups(rows: np.ndarray, group: int, padding: Literal["constant", "edge"] = "constant") -> np.ndarray:
+    """Reshape [c, k] to [c, groups, size], with zeros, or the last value, as padding of the last group."""
+    mode = padding if rows.size else "constant"
+    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % group)), mode).reshape(len(rows), -1, group)
+
+
+def _of_values(of_groups: np.ndarray, group: int, count: int) -> np.ndarray:
+    """Repeat numbers of groups [c, groups] for the values of each group, [c, count]."""
+    return np.repeat(of_groups, group, axis=1)[:, :count]
 
 
 def _multiples(groups: np.ndarray, low: int, high: int) -> np.ndarray:

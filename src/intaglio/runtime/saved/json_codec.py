@@ -35,8 +35,9 @@ from intaglio.ir import (
 from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.saved.bit_packing import pack, unpack
 
-QUANTIZED_SUFFIX, MULTIPLES_SUFFIX = " levels", " multiples"
-"""Suffixes of the keys of a packed constant. Their space keeps them distinct from the names of values."""
+QUANTIZED_SUFFIX, GROUPS_SUFFIX = " levels", " multiples"
+"""Suffixes of the keys of a packed constant: its quantized values, and the multiples or smallest values of groups.
+Their space keeps them distinct from the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHORT_ARRAY = 4
 """Maximum number of parameters per channel that are written in the JSON text. Longer arrays are stored in a tensor."""
@@ -236,7 +237,7 @@ def encode_type(kind: TensorType, parameters: ParameterTable) -> Any:
     if kind.q is not None:
         entry["q"] = _encode_q(kind.q, parameters)
     if kind.packing is not None:
-        entry["packing"] = asdict(kind.packing)
+        entry["packing"] = {key: value for key, value in asdict(kind.packing).items() if value or key != "lows"}
     return entry
 
 
@@ -257,7 +258,7 @@ def decode_type(entry: Any, parameters: ParameterTable) -> TensorType:
 
 def _decode_packing(entry: Any) -> Packing:
     packing = Packing(**{checked_identifier(key): checked_integer(value) for key, value in entry.items()})
-    if not (0 < packing.bits < 8 and -128 <= packing.low <= 0 <= packing.group):
+    if not (0 < packing.bits < 8 and -128 <= packing.low <= 0 <= packing.group and packing.lows >= 0):
         raise ValueError(f"{packing} is not a known packing")
     return packing
 
@@ -334,8 +335,8 @@ def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> di
     packed = pack(array, packing) if packing is not None else None
     if packed is None:
         return {key: np.asarray(array, order="C")}  # ascontiguousarray would turn a scalar into a 1-d array
-    quantized, multiples = packed
-    return {key + QUANTIZED_SUFFIX: quantized} | ({key + MULTIPLES_SUFFIX: multiples} if len(multiples) else {})
+    quantized, of_groups = packed
+    return {key + QUANTIZED_SUFFIX: quantized} | ({key + GROUPS_SUFFIX: of_groups} if len(of_groups) else {})
 
 
 def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -343,7 +344,7 @@ def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray
         return arrays[key]
     shape = tuple(map(checked_integer, kind.shape))
     return unpack(
-        arrays[key + QUANTIZED_SUFFIX], arrays.get(key + MULTIPLES_SUFFIX, np.zeros(0, np.uint8)), kind.packing, shape
+        arrays[key + QUANTIZED_SUFFIX], arrays.get(key + GROUPS_SUFFIX, np.zeros(0, np.uint8)), kind.packing, shape
     )
 
 
