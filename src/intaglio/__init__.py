@@ -67,6 +67,7 @@ else:
             "plan",
             "prepare",
             "requantize",
+            "with_weights",
         }
     )
     """Functions of `intaglio.stages`, which an error names.

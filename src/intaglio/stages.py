@@ -36,6 +36,8 @@ from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.corrections import Corrections
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.frontends.from_qdq import from_qdq as from_captured
+from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight
+from intaglio.quant.imported_weights.weight_modules import with_weights
 from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.convert import convert as convert_prepared
@@ -63,6 +65,7 @@ __all__ = [
     "Planned",
     "Prepared",
     "PreparedQat",
+    "QuantizedWeight",
     "Quantizer",
     "Ranges",
     "Reference",
@@ -78,6 +81,7 @@ __all__ = [
     "plan",
     "prepare",
     "requantize",
+    "with_weights",
 ]
 
 

@@ -20,6 +20,8 @@ from support.public_names import public_objects
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
 DATA = [X, X + 1]
+INTEGERS = torch.ones(4, 4, dtype=torch.int8)
+QUANTIZED_WEIGHT = stages.QuantizedWeight.of(INTEGERS, torch.ones(4))
 
 
 class Branching(nn.Module):
@@ -242,6 +244,12 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
         "stages.correct": (stages.correct, {"prepared": prepared, "ranges": stage["ranges"], "data": DATA}),
         "stages.equalize": (stages.equalize, {"prepared": prepared, "data": DATA}),
         "stages.convert": (stages.convert, {"prepared": prepared, "ranges": stage["ranges"]}),
+        "stages.with_weights": (stages.with_weights, {"model": model, "weights": {"0": QUANTIZED_WEIGHT}}),
+        "QuantizedWeight": (stages.QuantizedWeight, {"quantized": INTEGERS, "steps": torch.ones(1, 4, 1), "group": 4}),
+        "QuantizedWeight.of": (
+            stages.QuantizedWeight.of,
+            {"quantized": INTEGERS, "scales": torch.ones(4), "offsets": None, "activations": "float", "group": None},
+        ),
         "stages.from_qdq": (stages.from_qdq, {"model": model, "example_inputs": (X,)}),
         "stages.compile": (
             stages.compile,

@@ -252,6 +252,17 @@ def test_per_token_linear_layers_are_int8_calls():
     assert "intaglio.dequantize_rows.default" not in targets(handed)
 
 
+@compiles
+@pytest.mark.parametrize("offsets", [None, torch.full((5, 3), 0.01)])
+def test_imported_weights_of_groups_are_decomposed(offsets):
+    torch.manual_seed(0)
+    integers = torch.randint(-8, 8, (5, 24)).to(torch.int8)
+    weight = stages.QuantizedWeight.of(integers, torch.rand(5, 3) * 0.1, offsets)
+    reference = converted(stages.with_weights(nn.Sequential(nn.Linear(24, 5)), {"0": weight}), torch.randn(2, 24))
+    x = torch.randn(4, 24)
+    assert_close(stages.compile(reference, "inductor")(x), reference(x))
+
+
 def test_data_movement_is_on_quantized_values():
     torch.manual_seed(0)
     handed = graph(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), torch.randn(2, 6, 32))

@@ -280,6 +280,18 @@ def test_weights_of_groups_alone_are_int4_in_blocks(tmp_path):
     np.testing.assert_allclose(results(written.plain, x)[0], written.reference(x).detach().numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("offsets", [None, torch.full((16, 2), -0.01)])
+def test_imported_weights_of_groups_are_int4_in_blocks_if_they_have_no_offsets(offsets, tmp_path):
+    torch.manual_seed(0)
+    integers, scales = torch.randint(-8, 8, (16, 64)).to(torch.int8), torch.rand(16, 2) * 0.1
+    weight = stages.QuantizedWeight.of(integers, scales, offsets)
+    model, x = stages.with_weights(nn.Sequential(nn.Linear(64, 16)), {"0": weight}), torch.randn(3, 5, 64)
+    written = Written(reference_of(model, x, recipe=Recipe(default=WEIGHTS_ALONE)), tmp_path)
+    int4 = [entry for entry in written.constants.values() if entry.data_type == onnx.TensorProto.INT4]
+    assert len(int4) == (offsets is None)
+    np.testing.assert_allclose(results(written.plain, x)[0], written.reference(x).detach().numpy(), atol=1e-5)
+
+
 def test_weights_of_groups_beside_quantized_activations_are_int8(tmp_path):
     """ONNX Runtime multiplies int4 by floats only."""
     torch.manual_seed(0)

@@ -92,6 +92,8 @@ class NodeInfo:
     """Batch norms and dropouts that training applies to the value, in order (`quant.qat.eval_graph`)."""
     folded: tuple[str, ...] = ()
     """Paths of the batch norms that were folded into the layer."""
+    imported: Any = None
+    """`quant.imported_weights.quantized_weight.QuantizedWeight` that a float constant was dequantized from."""
     int4: bool = False
     """True if a constant of an ONNX model holds 4-bit integers."""
 

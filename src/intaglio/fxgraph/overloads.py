@@ -1,6 +1,8 @@
 """Names of ATen overloads that several modules look for, as `nodes.operator` returns them."""
 
 ADD_TARGET = "aten.add.Tensor"
+DEQUANTIZE_GROUPS_TARGET = "intaglio.dequantize_groups.default"
+"""Dequantizes a weight whose scales belong to groups of inputs; see `quant.imported_weights.group_operator`."""
 CONV2D_TARGET = "aten.conv2d.default"
 EMBEDDING_TARGET = "aten.embedding.default"
 LINEAR_TARGET = "aten.linear.default"

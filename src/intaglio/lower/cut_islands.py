@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from operator import getitem
@@ -142,11 +143,26 @@ def _decompose_grouped_linear(graph: fx.Graph, node: fx.Node, copies: Mapping[fx
     return graph.call_function(aten.cat.default, (parts,))
 
 
+def _decompose_groups(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Write `group_operator.dequantize_groups`."""
+    aten, (quantized, steps, group) = torch.ops.aten, node.args
+    shape = [fixed_size(node, axis) for axis in range(len(known_type(node).shape))]
+    real = graph.call_function(aten._to_copy.default, (copies[quantized],), {"dtype": torch.float32})
+    real = graph.call_function(aten.reshape.default, (real, [shape[0], -1]))
+    for index in range(fixed_size(steps, 0)):
+        part = graph.call_function(aten.select.int, (copies[steps], 0, index))
+        part = graph.call_function(aten.repeat_interleave.self_int, (part, group, 1))
+        part = graph.call_function(aten.slice.Tensor, (part, 1, 0, math.prod(shape[1:])))
+        real = graph.call_function(aten.add.Tensor if index else aten.mul.Tensor, (real, part))
+    return graph.call_function(aten.reshape.default, (real, shape))
+
+
 ISLAND_DECOMPOSITIONS: Mapping[str, Callable[[fx.Graph, fx.Node, Mapping[fx.Node, fx.Node]], fx.Node]] = {
     "quantize_per_tensor.default": _decompose_quantize,
     "dequantize_per_tensor.default": _decompose_dequantize,
     "dequantize_per_channel.default": _decompose_dequantize,
     "grouped_linear.default": _decompose_grouped_linear,
+    "dequantize_groups.default": _decompose_groups,
 }
 """Functions that replace these operators, by operator name without the namespace.
 

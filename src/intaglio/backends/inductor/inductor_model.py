@@ -34,6 +34,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import Expression, Signature, evaluate, symbol, symbols_of
 from intaglio.output_paths import check_file, replace_file_by
 from intaglio.quant.annotate.per_token import decompositions
+from intaglio.quant.imported_weights.group_operator import group_decompositions
 from intaglio.quant.qdq.convert import Reference
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 from intaglio.torch_private import FakeTensorMode, pytree
@@ -129,7 +130,7 @@ class InductorModel(nn.Module):
         mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
         axes = self._free_axes() if free else [()] * len(inputs)
         fakes = [_fake(mode, index, *pair) for index, pair in enumerate(zip(inputs, axes, strict=True))]
-        own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **decompositions()}
+        own, table = fx.GraphModule(graph, copy.deepcopy(graph.graph)), {**select_decomp_table(), **_decompositions()}
         for product in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             table.pop(product, None)  # would decompose small layers with one row before patterns match them
         logger.info("%s: TorchInductor compiles for %s", self.model_info.name, [list(fake.shape) for fake in fakes])
@@ -176,7 +177,7 @@ class InductorModel(nn.Module):
         with torch.no_grad():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=axes)
         with configured_inductor() as made:
-            exported = exported.run_decompositions(decompositions())
+            exported = exported.run_decompositions(_decompositions())
             replace_file_by(
                 path, lambda draft: torch._inductor.aoti_compile_and_package(exported, package_path=str(draft))
             )
@@ -193,7 +194,7 @@ class InductorModel(nn.Module):
                 remedy="compile with the native backend and save the model with model.save",
             )
         opaque = [node for node in self._graphs[frozenset()].graph.nodes if operator(node).startswith("intaglio.")]
-        for node in (node for node in opaque if node.target not in decompositions()):
+        for node in (node for node in opaque if node.target not in _decompositions()):
             where = origin(node)
             raise UnsupportedError(
                 where.path,
@@ -317,6 +318,11 @@ def _free_sizes(signature: Signature, tensors: Sequence[torch.Tensor]) -> dict[s
         for dim, size in zip(entry.type.shape, tensor.shape, strict=True):
             found.update((name, size) for name in symbols_of(dim) if dim == symbol(name))
     return found
+
+
+def _decompositions() -> dict[Any, Any]:
+    """Return the decompositions of intaglio's own operators."""
+    return {**decompositions(), **group_decompositions()}
 
 
 def _notes() -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.embedding_tables import table_operands
 from intaglio.quant.annotate.per_token import DEQUANTIZE_ROWS_TARGET, QUANTIZE_ROWS_TARGET, dynamic_operands
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
+from intaglio.quant.imported_weights.group_operator import dequantize_groups, grouped_weight
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_CHANNEL, QUANTIZE_CHANNEL
 from intaglio.runtime.saved.bit_packing import pack, unpack_bits
 from intaglio.torch_private import quantized_decomposed
@@ -238,6 +239,30 @@ def legalize_int4_linear(module: fx.GraphModule, node: fx.Node) -> None:
     replace_node(node, made)
 
 
+def legalize_grouped_weight(module: fx.GraphModule, node: fx.Node) -> None:
+    """Rewrite an imported weight with scales for groups of inputs.
+
+    DequantizeLinear dequantizes integers of 4 bits in whole groups. Other integers, and offsets, become arithmetic,
+    because DequantizeLinear rounds its zero points to integers.
+    """
+    if (grouped := grouped_weight(node)) is None:
+        return
+    quantized, steps, group = grouped
+    stored, values = _tensor(module, quantized), _tensor(module, steps)
+    int4 = bool((stored >= -8).all() and (stored <= 7).all()) and len(values) == 1 and stored.shape[1] % group == 0
+    layers = [user for user in node.users if operator(user) == LINEAR_TARGET and user.args[1] is node]
+    if not int4 or len(layers) < len(node.users):
+        node.target = dequantize_groups
+        return
+    name, path = f"{quantized.target}_int4", constant_path(quantized, str(quantized.target))
+    held = constant(module, name, stored.numpy().T, path)
+    update_info(held, int4=True)
+    scales = constant(module, f"{name}_scale", values[0].numpy().T, f"{path}:scale")
+    for layer in layers:
+        x, _, *bias = layer.args
+        replace_node(layer, call_before(layer, known_type(layer), groupwise_linear, x, held, scales, group, *bias))
+
+
 def groupwise_linear(
     x: torch.Tensor, quantized: torch.Tensor, scales: torch.Tensor, group: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -341,6 +366,7 @@ ONNX_PASSES: tuple[Callable[[fx.GraphModule, fx.Node], Any], ...] = (
     legalize_sort,
     gather_quantized_embedding,
     legalize_recurrent,
+    legalize_grouped_weight,
     legalize_int4_linear,  # before `legalize_matrix_linear`, which rewrites the remaining linear layers
     legalize_matrix_linear,
     cast_zero_points,  # last: the other passes create operators with zero points

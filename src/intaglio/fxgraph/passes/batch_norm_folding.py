@@ -207,6 +207,7 @@ def _replace(module: fx.GraphModule, anchor: fx.Node, weight: torch.Tensor, bias
     path = constant_path(anchor.args[1])
     with module.graph.inserting_before(anchor):
         nodes = [constant_node(module, name, p) for name, p in zip(known[key], (path, _bias_path(path)), strict=True)]
+    update_info(nodes[0], imported=info(anchor.args[1]).imported)
     rest = list(anchor.args[3:])
     anchor.args = (anchor.args[0], *nodes, *rest)
     anchor.kwargs = {k: v for k, v in anchor.kwargs.items() if k != "bias"}

@@ -11,13 +11,15 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operator, record_of
+from intaglio.fxgraph.overloads import DEQUANTIZE_GROUPS_TARGET
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.signature import TORCH_DTYPES
 
 PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")
 """Matches paths of parametrizations: ``conv.parametrizations.weight.original0`` belongs to ``conv.weight``."""
 
-DEQUANTIZE_TARGETS = "quantized_decomposed.dequantize"
+DEQUANTIZE_TARGETS = ("quantized_decomposed.dequantize", DEQUANTIZE_GROUPS_TARGET)
+"""Beginnings of the names of operators that dequantize."""
 
 
 FILLED_WITH = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from intaglio.fxgraph.float_forms import has_float_form
-from intaglio.fxgraph.node_info import info, origin, size_in_example, tensor_type
+from intaglio.fxgraph.node_info import fixed_size, info, origin, size_in_example, tensor_type
 from intaglio.fxgraph.nodes import activations, arguments, call_of, is_constant, operands, operator, record_of
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType
@@ -25,6 +25,7 @@ from intaglio.quant.annotate.recurrent_sites import (
 )
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Skip
+from intaglio.quant.imported_weights.group_operator import grouped_weight
 from intaglio.quant.recipes.choices import ActivationMode, ResidualType
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import is_host
@@ -49,6 +50,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     kind = tensor_type(node)
     if kind is None or kind.dtype is not DType.F32:
         return "its result is not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
+    if imported := _imported_weight(node, record):
+        return f"weight-only quantization ({imported}, as imported): activations stay in float"
     if not setting.quantize:
         return "the recipe leaves it in float"
     if setting.activations in ROW_MODES and (reason := dynamic_refusal(record, setting)) is not None:
@@ -73,6 +76,14 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         if any(info(value).zero_points is not None for value in values):
             return "it reads an image, whose channels have a scale and a zero point each"
     return record.check(call_of(node, record))
+
+
+def _imported_weight(node: fx.Node, record: OpDef) -> str | None:
+    """Return the kind of weight that a layer has if another tool quantized it and it is computed with in float32."""
+    weight = None if record.roles.weight is None else operands(node)[record.roles.weight]
+    if weight is None or (grouped := grouped_weight(weight)) is None:
+        return None
+    return "s8" if fixed_size(grouped[1], 2) == 1 else f"s8 in groups of {grouped[2]}"
 
 
 def divisor_refusal(node: fx.Node, module: fx.GraphModule) -> str | None:
@@ -150,8 +161,8 @@ def _counts(node: fx.Node) -> bool:
         return False
     if is_added_cast(node):
         return False
-    if operator(node).startswith("quantized_decomposed."):  # The node is part of the model's own quantization.
-        return False
+    if operator(node).startswith("quantized_decomposed.") or grouped_weight(node):
+        return False  # The node is part of the model's own quantization.
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
 
 

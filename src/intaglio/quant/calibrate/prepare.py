@@ -29,6 +29,8 @@ from intaglio.quant.calibrate.custom_observer import insert_custom_observers
 from intaglio.quant.calibrate.observer import Observer, ObserverState, insert_observers
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.correct.corrections import Equalization
+from intaglio.quant.imported_weights.choose_weights import choose_imported_weights, with_imported_activations
+from intaglio.quant.imported_weights.group_operator import grouped_weight
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.choices import Role
@@ -137,6 +139,7 @@ def annotate(captured: Captured, quantizer: Quantizer | Annotator | None = None)
     expect(captured, Captured, "annotate")
     quantizer = Quantizer.of(quantizer)
     module = copy_graph(captured.module)
+    choose_imported_weights(module, quantizer, captured.classes)
     run_passes(module, quantizer, PTQ_PASSES)
     quantizer = _resolve_options(quantizer, module)
     declare_images(module, captured.signature, quantizer, captured.classes)
@@ -184,14 +187,10 @@ def prepare_with_passes(
 
 def _is_wanted(annotations: Annotations) -> bool:
     """Return whether anything in the annotated graph is quantized."""
-    wanted = (
-        annotations.regions
-        or annotations.weight_only
-        or annotations.edges
-        or annotations.outputs
-        or annotations.custom_observers
-    )
-    return bool(wanted) or not all(table.reason for table in annotations.tables)
+    own = annotations
+    wanted = own.regions or own.weight_only or own.edges or own.outputs or own.custom_observers
+    imported = any(map(grouped_weight, own.module.graph.nodes))
+    return bool(wanted) or imported or not all(table.reason for table in own.tables)
 
 
 def _prepared(
@@ -209,6 +208,7 @@ def _prepared(
         )
         for loop in (node.target for node in loops_of(module))
     }
+    choose_imported_weights(module, quantizer, captured.classes)
     steps = run_passes(module, quantizer, passes)
     quantizer = _resolve_options(quantizer, module)
     notes = declare_images(module, captured.signature, quantizer, captured.classes)
@@ -282,7 +282,8 @@ def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """Return the quantizer with all open options of its recipe decided for this graph."""
     records = (record_of(node) for node in module.graph.nodes)
     attention = any(record is not None and record.is_attention for record in records)
-    return replace(quantizer, recipe=quantizer.recipe.with_defaults(attention))
+    decided = quantizer.recipe.with_defaults(attention)
+    return replace(quantizer, recipe=with_imported_activations(decided, quantizer.recipe, module))
 
 
 def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:

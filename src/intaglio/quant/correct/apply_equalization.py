@@ -29,6 +29,7 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare, with_float_concatenations
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
+from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
 from intaglio.quant.recipes.choices import Role
 
 
@@ -205,12 +206,13 @@ def is_affine_layer_norm(region: Region) -> bool:
 
 
 def _owns_parameters(anchor: fx.Node) -> bool:
-    """Return whether a convolution or linear layer is the only reader of its constant weight and bias."""
+    """Return whether a convolution or linear layer is the only reader of its constant weight and bias, which another
+    tool has not quantized."""
     if known_record(anchor).name not in ("conv2d", "linear"):
         return False
     _, weight, bias = layer_operands(anchor)
     constants = [weight] if bias is None else [weight, bias]
-    return all(is_constant(c) and len(c.users) == 1 for c in constants)
+    return all(is_constant(c) and len(c.users) == 1 and not has_imported_integers(c) for c in constants)
 
 
 def _rectifies(node: fx.Node) -> bool:
@@ -368,7 +370,9 @@ def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Ten
     """Replace a constant operand of a node by a new constant."""
     name = f"{old.target}_equalized"
     module.register_buffer(name, values.float())
-    user.replace_input_with(old, constant_node(module, name, constant_path(old, name)))
+    made = constant_node(module, name, constant_path(old, name))
+    update_info(made, imported=info(old).imported)
+    user.replace_input_with(old, made)
 
 
 def _scale_shortcut(

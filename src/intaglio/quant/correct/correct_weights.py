@@ -14,7 +14,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import known_type
+from intaglio.fxgraph.node_info import info, known_type
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
@@ -37,6 +37,7 @@ from intaglio.quant.correct.rounding_fit import (
 )
 from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
 from intaglio.quant.correct.weight_rounding import loss, nearest
+from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
@@ -84,13 +85,16 @@ def correct(
     visible = tuple(visible_tokens(prepared.signature, leaves) for leaves in calls)
     corrector = _WeightCorrector(evaluation, prepared.signature, visible, units, group)
     regions = iter(evaluation)
-    corrected = any(_is_corrected(annotations, region) for region in annotations.regions)
+    corrected = any(
+        _is_corrected(annotations, region) or _is_measured(annotations, region) for region in annotations.regions
+    )
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
             corrector.correct_region(region)
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
-    return Corrections(final, corrector.weights, biases, tuple(corrector.steps()), (prepared, ranges), qparams, scales)
+    source, steps = (prepared, ranges), tuple(corrector.steps())
+    return Corrections(final, corrector.weights, biases, steps, source, qparams, scales, corrector.imported_noise)
 
 
 @dataclass
@@ -106,6 +110,7 @@ class _WeightCorrector:
         weights: weight site -> rounded weight.
         quantized_weights: weight site -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
+        imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
     """
 
     evaluation: LayerwiseEvaluation
@@ -116,6 +121,7 @@ class _WeightCorrector:
     weights: dict[str, RoundedWeight] = field(default_factory=dict)
     quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    imported_noise: dict[str, float] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -127,10 +133,12 @@ class _WeightCorrector:
         if site.name in self.weights:
             q = self.weights[site.name].qparams
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
-        if site.record.floating:
+        if site.record.floating or kept_weight(region, weight_node) is not None:
             return
         if not _is_corrected(annotations, region):
             self._set_weight(weight_node, grid, grid.nearest(weight))
+            if _is_measured(annotations, region):
+                self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
             return
         found = self._moments(region, x)
         halves = self._halves(region, x, found) if may_overfit(found) else ()
@@ -145,6 +153,8 @@ class _WeightCorrector:
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, quantized_now)
+        if _is_measured(annotations, region):
+            self._measure_imported(region, site, grid, quantized_now, found)
         if setting.bias != BiasCorrection.NONE:
             self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, found, halves)
 
@@ -177,6 +187,17 @@ class _WeightCorrector:
         """Return the moments of each half of the samples, which together have the moments ``found``."""
         half = self._moments(region, x, halve=True)
         return half, rest_of(found, half)
+
+    def _measure_imported(
+        self, region: Region, site: Site, grid: WeightGrid, quantized: np.ndarray, found: Moments
+    ) -> None:
+        """Store the ratio of noise to signal in the results of an imported weight that is rounded again."""
+        weight, _ = parameters_of(self.evaluation.annotations.module, region)
+        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        signal = loss(torch.zeros_like(rows), rows, step, found.matrix).sum().item()
+        if signal > 0:
+            noise = loss(by_group(region, quantized), rows, step, found.matrix).sum().item()
+            self.imported_noise[site.name] = noise / signal
 
     def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, quantized: Any, found: Moments) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
@@ -280,10 +301,22 @@ def _annotations_with_biases(prepared: Prepared) -> Annotations:
     return annotated_with_biases(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
 
 
+def _is_measured(annotations: Annotations, region: Region) -> bool:
+    """Return whether a region has an imported weight that is rounded again and whose cost data measures."""
+    if region.record.roles.weight is None or region.dynamic:
+        return False
+    weight = layer_operands(region.anchor).weight
+    if info(weight).imported is None or kept_weight(region, weight) is not None:
+        return False
+    return not moments_refusal(region, operand_site(annotations, region))
+
+
 def _is_corrected(annotations: Annotations, region: Region) -> bool:
     """Return whether data decides how the weight of a region is rounded, or its bias."""
     setting = region.setting
     if region.record.roles.weight is None or region.dynamic:
+        return False
+    if kept_weight(region, layer_operands(region.anchor).weight) is not None:
         return False
     if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
         return False

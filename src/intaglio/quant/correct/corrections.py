@@ -85,6 +85,8 @@ class Corrections:
         source: the prepared model and the ranges that were corrected.
         activations: parameters of the activation sites, computed from ``source``.
         weight_scales: weight site and groups -> scales computed from its values, before they are fitted to a bias.
+        imported_noise: weight site -> ratio of noise to signal in the results of its layer, for imported weights that
+            are rounded again.
     """
 
     annotations: Annotations
@@ -94,6 +96,7 @@ class Corrections:
     source: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
     activations: Mapping[str, QParams] = field(default_factory=dict, repr=False)
     weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    imported_noise: Mapping[str, float] = field(default_factory=dict, repr=False)
 
     @check_arguments
     def activations_for(self, prepared: Any, ranges: Any) -> dict[str, QParams] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from intaglio.fusion.table import FUNCTION
-from intaglio.fxgraph.node_info import constant_path, inherit_info, known_type, origin
+from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import (
     call_of,
     constant_node,
@@ -26,6 +26,7 @@ from intaglio.fxgraph.nodes import (
 )
 from intaglio.ir import TensorType
 from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
 from intaglio.quant.recipes.choices import ResidualType, Role
 
 
@@ -87,7 +88,8 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     channels = known_type(value).shape[-1]
     if record.is_linear_layer and user is region.anchor and operands(user)[0] is value:
         weight = layer_operands(user).weight
-        return [user if is_constant(weight) and len(weight.users) == 1 else None]
+        own = is_constant(weight) and len(weight.users) == 1 and not has_imported_integers(weight)
+        return [user if own else None]
     kept = record.moves_data and len(region.nodes) == 1 and known_type(user).shape[-1] == channels
     if not kept or not _keeps_channels(user):
         return [None]
@@ -132,6 +134,8 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
             name = f"{weight.target}_smoothed"
             module.register_buffer(name, (getattr(module, str(weight.target)).double() * divisor).float())
             path = constant_path(weight, name)
-            nodes[reader.name].replace_input_with(weight, constant_node(module, name, path))
+            made = constant_node(module, name, path)
+            update_info(made, imported=info(weight).imported)
+            nodes[reader.name].replace_input_with(weight, made)
     module.graph.eliminate_dead_code()
     module.recompile()

@@ -24,6 +24,13 @@ from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, RoundedWeight
+from intaglio.quant.imported_weights.kept_integers import (
+    fitting_integers,
+    imported_integers,
+    rounded_again,
+    rounding_note,
+    use_channel_scales,
+)
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import OWN_PARAMETERS, Parameters
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
@@ -106,10 +113,10 @@ def convert(
             remedy="compute them for this model: correct(prepared, ranges, data)",
         )
     remarks: list[str] = []
-    qparams = _chosen_qparams(prepared, ranges, corrections, remarks)
+    qparams, kept = _chosen_qparams(prepared, ranges, corrections, remarks)
     remarks += rounding_costs(annotations, qparams, _statistics(prepared, ranges))
     module = copy_graph(annotations.module)
-    Rewriter(module, annotations, qparams, corrections).run()
+    _rewrite(module, qparams, corrections, kept, remarks)
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
     signature, computed = quantize_buffers(module, prepared.signature, held, qparams)
     remarks += computed
@@ -117,9 +124,9 @@ def convert(
         module, annotations.custom_observers, prepared.module, prepared.observer_state.observed_edges
     )
     dequantize = quantized_decomposed().dequantize_per_channel.default
-    if stored := store_weights(module, annotations.weight_only, dequantize):
-        remarks += stored
-        module.graph.eliminate_dead_code()
+    use_channel_scales(module, dequantize)
+    remarks += store_weights(module, annotations.weight_only, dequantize)
+    module.graph.eliminate_dead_code()
     drop_unused_constants(module)
     replace_loop_bodies(module, {name: body.module for name, body in bodies.items()})
     keep_regions(module.graph)
@@ -136,10 +143,28 @@ def convert(
     return Reference(module, signature, qparams, prepared.annotations, parameters, model_info, prepared.passes, bodies)
 
 
+def _rewrite(
+    module: fx.GraphModule,
+    qparams: Mapping[str, QParams],
+    corrections: Corrections,
+    kept: Mapping[str, RoundedWeight],
+    remarks: list[str],
+) -> None:
+    """Insert quantize and dequantize operators and integer constants. Weights are the imported integers `kept`, those
+    of corrections, or rounded to nearest."""
+    chosen = replace(corrections, weights={**corrections.weights, **kept})
+    rewriter = Rewriter(module, corrections.annotations, qparams, chosen)
+    rewriter.run()
+    again = rounded_again(corrections.annotations, kept)
+    rounded = {site: rewriter.dequantized(site) for site in again}
+    remarks += rounding_note(again, rounded, corrections.imported_noise)
+
+
 def _chosen_qparams(
     prepared: Prepared, ranges: Ranges | Parameters | None, corrections: Corrections, remarks: list[str]
-) -> dict[str, QParams]:
-    """Return the parameters of every site, from `ranges`, callbacks or its weight; append adjustments to `remarks`."""
+) -> tuple[dict[str, QParams], dict[str, RoundedWeight]]:
+    """Return the parameters of every site, from `ranges`, callbacks or its weight, and the imported integers that are
+    kept, by site; append adjustments to `remarks`."""
     annotations, given = corrections.annotations, dict[str, QParams]()
     if isinstance(ranges, Parameters):
         given |= ranges.checked(annotations.sites, annotations.leaders)
@@ -147,11 +172,14 @@ def _chosen_qparams(
     else:
         given |= chosen_by_callbacks(annotations, ranges)
         qparams = corrections.activations_for(prepared, ranges) or activation_qparams(prepared, ranges)
+    imported = imported_integers(annotations)
+    given |= {site: weight.qparams for site, weight in imported.items()}
     scales = dict(corrections.weight_scales)
     qparams.update(weight_qparams(annotations, qparams, remarks, given, corrections.weights, scales))
     layers = [region.anchor for region in annotations.regions if region.record.recurrent]
     qparams.update(recurrent_qparams(annotations.module, annotations.by_value, layers, given))
-    return qparams
+    kept = fitting_integers(imported, qparams, remarks)
+    return qparams | {site: weight.qparams for site, weight in kept.items()}, kept
 
 
 def _statistics(prepared: Prepared, ranges: Ranges | Parameters | None) -> Mapping[str, Statistics]:

@@ -94,6 +94,15 @@ class Rewriter:
         self.graph.lint()
         self.module.recompile()
 
+    def dequantized(self, site: str) -> np.ndarray:
+        """Return the values of a quantized weight, f32, with one scale or one for each output channel."""
+        values, q = getattr(self.module, str(self.integers[site].target)), self.qparams[site]
+        scales = torch.tensor(q.scales, dtype=torch.float32)
+        if q.axis is not None:
+            scales = scales.reshape([-1 if axis == q.axis else 1 for axis in range(values.dim())])
+        found: np.ndarray = (values.to(torch.float32) * scales).numpy()
+        return found
+
     def _readers(self) -> dict[str, list[fx.Node]]:
         """Return by value name the nodes that read it quantized: those inside regions and those an annotator chose."""
         readers: dict[str, list[fx.Node]] = {}

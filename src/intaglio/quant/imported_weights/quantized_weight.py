@@ -1,0 +1,117 @@
+"""`QuantizedWeight`: a weight that another tool quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import fx
+
+from intaglio.argument_checks import check_arguments, check_fields
+from intaglio.errors import InputError
+from intaglio.fxgraph.node_info import info
+from intaglio.numerics import MIN_SCALE
+from intaglio.quant.imported_weights.group_operator import dequantize_groups
+from intaglio.quant.recipes.choices import ActivationMode
+
+
+@check_fields
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A quantized weight: ``float32(q) * scale + offset``, computed in float32 in this order.
+
+    Attributes:
+        quantized: int8[N, ...], one row for each output channel.
+        steps: float32[1, N, G], the scales of the groups, or float32[2, N, G], scales and offsets.
+        group: number of neighbouring weights of an output channel that share a scale. The last group of a channel may
+            be smaller.
+        activations: how the activations of the layer were meant to be computed: "float" (weight-only), "token"
+            (quantized at run time) or "static" (calibrated).
+    """
+
+    quantized: torch.Tensor
+    steps: torch.Tensor
+    group: int
+    activations: str = ActivationMode.FLOAT
+
+    def __post_init__(self) -> None:
+        quantized, steps, group = self.quantized, self.steps, self.group
+        problem = None
+        if quantized.dtype is not torch.int8 or quantized.dim() < 2:
+            problem = f"quantized is {_type(quantized)}; it must be int8 with at least two axes"
+        elif type(group) is not int or group < 1:
+            problem = f"group is {group!r}; it must be a positive number of weights"
+        elif self.activations not in ("float", "token", "static"):
+            problem = f"activations = {self.activations!r}; allowed are 'float', 'token' and 'static'"
+        else:
+            outputs, inputs = len(quantized), quantized[0].numel() if len(quantized) else 0
+            wanted = (outputs, -(-inputs // group))
+            if steps.dtype is not torch.float32 or steps.dim() != 3 or steps.shape[1:] != wanted:
+                problem = f"steps is {_type(steps)}; it must be float32 of shape [1 or 2, {wanted[0]}, {wanted[1]}]"
+            elif len(steps) not in (1, 2) or not bool(steps.isfinite().all()):
+                problem = "steps must be finite scales, and perhaps offsets"
+        if problem is not None:
+            raise InputError("QuantizedWeight", None, problem)
+
+    @staticmethod
+    @check_arguments
+    def of(
+        quantized: torch.Tensor,
+        scales: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        activations: str = ActivationMode.FLOAT,
+        group: int | None = None,
+    ) -> QuantizedWeight:
+        """Return a weight with scales of any floating-point type, and one group per channel if all groups are equal.
+
+        Args:
+            quantized: int8[N, ...].
+            scales: [N, G], or one scale, or one for each channel.
+            offsets: like ``scales`` (default: none).
+            activations: see the attribute.
+            group: number of weights in a group (default: all of a channel divided by G).
+        """
+        if quantized.dim() < 2 or not quantized.numel():
+            raise InputError("QuantizedWeight", None, f"quantized is {_type(quantized)}, which is no weight of a layer")
+        outputs, inputs = len(quantized), quantized[0].numel()
+        given = [scales] if offsets is None else [scales, offsets]
+        parts = [part.to(torch.float32).reshape(-1, part.shape[-1] if part.dim() > 1 else 1) for part in given]
+        steps = torch.stack([part.expand(outputs, -1) for part in parts])
+        if bool((steps == steps[:, :, :1]).all()):
+            steps, group = steps[:, :, :1], inputs
+        return QuantizedWeight(quantized, steps.contiguous(), group or inputs // steps.shape[2], activations)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the float32 weight."""
+        return dequantize_groups(self.quantized, self.steps, self.group)
+
+    @property
+    def int8_refusal(self) -> str | None:
+        """Return why int8 products cannot take the integers as they are, or ``None`` if they can."""
+        return int8_refusal(self.steps)
+
+    def __repr__(self) -> str:
+        kind = f"s8{list(self.quantized.shape)}, groups of {self.group}"
+        return f"QuantizedWeight({kind}{', with offsets' if len(self.steps) > 1 else ''})"
+
+
+def int8_refusal(steps: torch.Tensor) -> str | None:
+    """Return why int8 products cannot take integers with these steps, or ``None`` if they can."""
+    if steps.shape[2] > 1:
+        return "its scales belong to groups of inputs"
+    if len(steps) > 1 and bool(steps[1].any()):
+        return "it has offsets"
+    if not bool((steps[0] >= np.float32(MIN_SCALE)).all()):
+        return "it has a scale that is not positive"
+    return None
+
+
+def has_imported_integers(constant: fx.Node) -> bool:
+    """Return whether a float constant was dequantized from integers that int8 products take as they are."""
+    imported: QuantizedWeight | None = info(constant).imported
+    return imported is not None and imported.int8_refusal is None
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
