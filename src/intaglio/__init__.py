@@ -20,6 +20,7 @@ __all__ = [
     "compare",
     "eager",
     "errors",
+    "from_checkpoint",
     "load",
     "load_into",
     "patterns",
@@ -29,7 +30,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from intaglio import annotation, calibration, eager, patterns, stages
-    from intaglio.api import autotune, quantize
+    from intaglio.api import autotune, from_checkpoint, quantize
     from intaglio.backends.native_backend import CompileOptions
     from intaglio.build import load
     from intaglio.parts import PartlyQuantizedModel, load_into
@@ -48,6 +49,7 @@ else:
         "Setting": "intaglio.quant.recipes.settings",
         "autotune": "intaglio.api",
         "compare": "intaglio.tune",
+        "from_checkpoint": "intaglio.api",
         "load": "intaglio.build",
         "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
@@ -64,8 +66,10 @@ else:
             "correct",
             "equalize",
             "from_qdq",
+            "imported_recipe",
             "plan",
             "prepare",
+            "read_checkpoint",
             "requantize",
             "with_weights",
         }

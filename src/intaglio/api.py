@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intaglio.argument_checks import check_arguments_except
+from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import CaptureError, InputError
 from intaglio.integrations import ExportExample, integration_for
@@ -21,6 +21,7 @@ from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import check_selectors, quantizer_for_part
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
+from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.recipe import Recipe, Selectors
 from intaglio.runtime import QuantizedModel, copied_inputs
@@ -200,6 +201,57 @@ def _quantized(
     quantized.kept_attributes = KeptAttributes.of(model)
     logger.info("%r\n%s", quantized, quantized.coverage)
     return quantized
+
+
+@check_arguments
+@log_once()
+def from_checkpoint(
+    path: str | Path,
+    data: Any = None,
+    *,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None = None,
+    model_class: type[nn.Module] | None = None,
+    samples: int | None = None,
+    progress: bool | None = None,
+    options: CompileOptions | None = None,
+) -> Any:
+    """Compile a model of ``transformers`` whose weights another tool quantized.
+
+    The model is built from the configuration beside the weights; nothing is downloaded or unpickled. Weights stay as
+    they are, and run as `intaglio.stages.imported_recipe` says: as int8 products if their activations were quantized
+    too, else in float32.
+
+    Args:
+        path: a folder of compressed-tensors, with config.json and safetensors files.
+        data: batches, as for `quantize`. Without them, a model whose activations are calibrated is refused.
+        recipe: what is quantized instead, as for `quantize`. Weights that do not fit it are rounded again.
+        model_class: class of the model, if it is not part of ``transformers``.
+        samples: as in `quantize`.
+        progress: as in `quantize`.
+        options: as in `quantize`.
+
+    Returns:
+        What `quantize` returns for the model: with ``generate`` and a key-value cache if the model generates.
+
+    Raises:
+        UnsupportedError: the format is not read; the error names the format, and the tensor or layer.
+        ArtifactError: a file is missing, damaged or malformed.
+        InputError: data is needed and not given.
+
+    Examples:
+        >>> model = intaglio.from_checkpoint("Llama-3.2-1B-Instruct-quantized.w8a8")
+        >>> tokens = model.generate(ids, max_new_tokens=20)
+    """
+    from intaglio.integrations.transformers.checkpoint_models import example_batch, model_from_checkpoint
+
+    model = model_from_checkpoint(path, model_class)
+    chosen = imported_recipe(model) if recipe is None else Recipe.given(recipe)
+    if data is None and chosen.calibrates:
+        problem = "the activations of its layers are calibrated, which needs data"
+        remedy = "pass data: from_checkpoint(path, batches), or recipe='int8_dynamic'"
+        raise InputError("from_checkpoint", None, problem, remedy=remedy)
+    batches = [example_batch(model)] if data is None else data
+    return quantize(model, batches, recipe=chosen, samples=samples, progress=progress, options=options)
 
 
 @check_arguments_except("model")

@@ -24,6 +24,7 @@ from intaglio.backends.onnx.onnx_backend import OnnxOptions
 from intaglio.backends.onnx.onnx_export import OnnxFile
 from intaglio.backends.protocol import backend_named, compile_with, options_for
 from intaglio.build.planned import Planned
+from intaglio.checkpoints import Checkpoint, read_checkpoint
 from intaglio.errors import InputError
 from intaglio.lower import Lowered, Requantizer, requantize
 from intaglio.quant.annotate.node_annotations import Annotator
@@ -36,6 +37,7 @@ from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.corrections import Corrections
 from intaglio.quant.correct.equalize import equalize
 from intaglio.quant.frontends.from_qdq import from_qdq as from_captured
+from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight
 from intaglio.quant.imported_weights.weight_modules import with_weights
 from intaglio.quant.qat import PreparedQat, calibrate_qat, convert_qat, prepare_qat
@@ -54,6 +56,7 @@ __all__ = [
     "Annotations",
     "COptions",
     "Captured",
+    "Checkpoint",
     "CompileOptions",
     "Corrections",
     "Coverage",
@@ -78,8 +81,10 @@ __all__ = [
     "correct",
     "equalize",
     "from_qdq",
+    "imported_recipe",
     "plan",
     "prepare",
+    "read_checkpoint",
     "requantize",
     "with_weights",
 ]

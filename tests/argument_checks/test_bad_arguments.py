@@ -245,6 +245,9 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
         "stages.equalize": (stages.equalize, {"prepared": prepared, "data": DATA}),
         "stages.convert": (stages.convert, {"prepared": prepared, "ranges": stage["ranges"]}),
         "stages.with_weights": (stages.with_weights, {"model": model, "weights": {"0": QUANTIZED_WEIGHT}}),
+        "stages.imported_recipe": (stages.imported_recipe, {"model": model}),
+        "stages.read_checkpoint": (stages.read_checkpoint, {"path": "checkpoint"}),
+        "from_checkpoint": (intaglio.from_checkpoint, {"path": "checkpoint", "data": DATA, "recipe": None}),
         "QuantizedWeight": (stages.QuantizedWeight, {"quantized": INTEGERS, "steps": torch.ones(1, 4, 1), "group": 4}),
         "QuantizedWeight.of": (
             stages.QuantizedWeight.of,

@@ -65,6 +65,12 @@ FOLLOWED_ELSEWHERE = {
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
     "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",
     "call the model with {}": "integrations/test_quantized_generators.py",
+    "pass data: from_checkpoint(path, batches)": "checkpoints/test_folders.py",
+    "get the file again: it is damaged": "checkpoints/test_folders.py",
+    "if you trust it, write a safetensors file": "checkpoints/test_folders.py",
+    "pass a folder with config.json and safetensors files": "checkpoints/test_folders.py",
+    "quantize the float model: intaglio.quantize(model, data)": "checkpoints/test_folders.py",
+    "check that config.json and the tensors belong together": "checkpoints/test_folders.py",
     "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }

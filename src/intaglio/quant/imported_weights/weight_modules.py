@@ -12,7 +12,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import InputError
 from intaglio.quant.imported_weights.group_operator import dequantize_groups_operator
-from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight
+from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight, int8_refusal
 from intaglio.tracing.already_quantized import refuse_quantized
 
 QUANTIZED_BUFFER, STEPS_BUFFER = "weight_quantized", "weight_steps"
@@ -26,17 +26,24 @@ class HoldsQuantizedWeight(nn.Module):
         weight_quantized: int8[N, ...].
         weight_steps: float32[1 or 2, N, G].
         weight_group: number of weights that share a step.
+        weight_activations: how activations were meant to be computed; see `QuantizedWeight`.
     """
 
     weight_quantized: torch.Tensor
     weight_steps: torch.Tensor
     weight_group: int
+    weight_activations: str
 
     @property
     def weight(self) -> torch.Tensor:
         """Return the float32 weight."""
         found: torch.Tensor = dequantize_groups_operator()(self.weight_quantized, self.weight_steps, self.weight_group)
         return found
+
+    @property
+    def int8_refusal(self) -> str | None:
+        """Return why int8 products cannot take the integers as they are, or ``None`` if they can."""
+        return int8_refusal(self.weight_steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind = next(base for base in type(self).__mro__ if base is not type(self) and base is not HoldsQuantizedWeight)
@@ -68,7 +75,7 @@ def _empty_module(kind: type[nn.Module]) -> nn.Module:
     return own.__new__(own)
 
 
-@check_arguments_except("model")
+@check_arguments_except("model", "weights")  # a check of their values would read those of a checkpoint twice
 def with_weights(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> nn.Module:
     """Return a copy of a model with weights that another tool quantized.
 
@@ -91,6 +98,8 @@ def with_weights(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> nn
         >>> int8 = intaglio.quantize(model, batches)
     """
     refuse_quantized(model)
+    if not isinstance(weights, Mapping):
+        raise InputError("with_weights", None, f"weights is a {type(weights).__name__}, not a mapping by module path")
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied: nn.Module = copy.deepcopy(model, shared)
     for path in weights:
@@ -100,11 +109,15 @@ def with_weights(model: nn.Module, weights: Mapping[str, QuantizedWeight]) -> nn
 
 def set_weight(model: nn.Module, path: str, weight: QuantizedWeight) -> None:
     """Replace the weight of a module of a model in place by a quantized one; see `with_weights`."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    module = modules.get(path)
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        module = None
     own = None if module is None else dict(module.named_parameters(recurse=False)).get("weight")
     problem = None
-    if module is None:
+    if not isinstance(weight, QuantizedWeight):
+        problem = f"its value is a {type(weight).__name__}, not a QuantizedWeight"
+    elif module is None:
         problem = "the model has no module with this path"
     elif isinstance(module, HoldsQuantizedWeight):
         problem = "its weight is quantized already"
@@ -120,5 +133,5 @@ def set_weight(model: nn.Module, path: str, weight: QuantizedWeight) -> None:
     del module.weight
     module.register_buffer(QUANTIZED_BUFFER, weight.quantized)
     module.register_buffer(STEPS_BUFFER, weight.steps)
-    module.weight_group = weight.group
+    vars(module).update(weight_group=weight.group, weight_activations=weight.activations)
     module.__class__ = _class_with_quantized_weight(type(module))

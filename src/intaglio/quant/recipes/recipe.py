@@ -17,6 +17,7 @@ from intaglio.errors import SelectorError, did_you_mean
 from intaglio.ir import Origin
 from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.choices import ActivationMode
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
 from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
 
@@ -111,6 +112,15 @@ class Recipe:
     def leaves_float(self) -> bool:
         """Return whether any setting leaves operators in float."""
         return any(setting.quantize is False for setting in (self.default, *(s for _, s in self.entries)))
+
+    @property
+    def calibrates(self) -> bool:
+        """Return whether some setting quantizes with calibrated activations. An entry for "*" replaces the default."""
+        base = self.default
+        for selector, setting in self.entries:
+            base = setting.with_defaults(base) if selector == "*" else base
+        every = [base, *(setting.with_defaults(base) for selector, setting in self.entries if selector != "*")]
+        return any(one.quantize is not False and one.activations in (None, ActivationMode.STATIC) for one in every)
 
     def without_skips(self) -> Recipe:
         """Return a copy in which no setting leaves operators in float."""
