@@ -222,7 +222,7 @@ def from_checkpoint(
     too, else in float32.
 
     Args:
-        path: a folder of compressed-tensors, with config.json and safetensors files.
+        path: a folder of compressed-tensors, GPTQ or AWQ, with config.json and safetensors files.
         data: batches, as for `quantize`. Without them, a model whose activations are calibrated is refused.
         recipe: what is quantized instead, as for `quantize`. Weights that do not fit it are rounded again.
         model_class: class of the model, if it is not part of ``transformers``.

@@ -213,3 +213,112 @@ def compressed_int8(scale_type: Any = torch.bfloat16, static: bool = False) -> W
         return Stored(tensors, meant(quantized, scales, zeros, weight.shape[1]))
 
     return write
+
+
+# ---- GPTQ
+
+
+def gptq_settings(bits: int, group: int, **others: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "checkpoint_format": "gptq", **others}
+
+
+def gptq_words(
+    bits: int,
+    group: int,
+    symmetric: bool = True,
+    *,
+    missing: int = 1,
+    in_order: bool = True,
+    with_places: bool = True,
+    scale_type: Any = torch.float16,
+) -> Writer:
+    """Integers packed along the inputs, zero points along the outputs.
+
+    Args:
+        bits: number of bits.
+        group: inputs of a group; 0 for one group.
+        symmetric: whether all zero points are in the middle.
+        missing: what is subtracted from each zero point, as a subtraction of whole words.
+        in_order: whether the inputs of a group are neighbours.
+        with_places: whether the group of each input is stored.
+        scale_type: type of the scales.
+    """
+
+    def write(weight: np.ndarray) -> Stored:
+        inputs = weight.shape[1]
+        own = group or inputs
+        order = np.arange(inputs) if in_order else np.random.default_rng(inputs).permutation(inputs)
+        quantized, scales, zeros = rounded(weight[:, order], bits, own, symmetric, scale_type)
+        places, values, exact = (
+            np.empty(inputs, np.int32),
+            np.empty_like(quantized),
+            np.empty(weight.shape, np.float32),
+        )
+        places[order], values[:, order] = np.arange(inputs) // own, quantized
+        exact[:, order] = meant(quantized, scales, zeros, own)
+        each = sum(missing << shift for shift in range(0, 32, bits))
+        words = words_of(zeros.T, bits).numpy().view(np.uint32) - np.uint32(each)
+        tensors = {
+            "qweight": words_of(values, bits).T,
+            "qzeros": torch.from_numpy(words.view(np.int32)),
+            "scales": torch.from_numpy(scales.T.copy()).to(scale_type),
+        }
+        if with_places:
+            tensors["g_idx"] = torch.from_numpy(places)
+        return Stored(tensors, exact)
+
+    return write
+
+
+# ---- AWQ
+
+STORED_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Output of each field of a word, from the lowest bits, in the layout of matrix products."""
+
+
+def awq_settings(group: int, version: str, **others: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group or -1,
+        "zero_point": True,
+        "version": version,
+        **others,
+    }
+
+
+def awq_gemm(group: int) -> Writer:
+    """Words with eight outputs of one input each."""
+
+    def words(values: np.ndarray) -> torch.Tensor:
+        eights = values.T.reshape(values.shape[1], -1, 8)[..., STORED_OUTPUTS]
+        return words_of(eights.reshape(values.shape[1], -1), 4)
+
+    def write(weight: np.ndarray) -> Stored:
+        own = group or weight.shape[1]
+        quantized, scales, zeros = rounded(weight, 4, own, False, torch.float16)
+        tensors = {
+            "qweight": words(quantized),
+            "qzeros": words(zeros),
+            "scales": torch.from_numpy(scales.T.copy()).to(torch.float16),
+        }
+        return Stored(tensors, meant(quantized, scales, zeros, own))
+
+    return write
+
+
+def awq_gemv(group: int) -> Writer:
+    """Words with eight inputs of one output each; zero points and scales are padded to whole words."""
+
+    def write(weight: np.ndarray) -> Stored:
+        own = group or weight.shape[1]
+        quantized, scales, zeros = rounded(weight, 4, own, False, torch.float16)
+        padding = ((0, 0), (0, -zeros.shape[1] % 8))
+        tensors = {
+            "qweight": words_of(quantized, 4),
+            "qzeros": words_of(np.pad(zeros, padding), 4),
+            "scales": torch.from_numpy(np.pad(scales, padding)).to(torch.float16),
+        }
+        return Stored(tensors, meant(quantized, scales, zeros, own))
+
+    return write

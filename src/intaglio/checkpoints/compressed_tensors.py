@@ -17,7 +17,7 @@ from intaglio.checkpoints.tensor_folder import FLOAT_TYPES, QUANTIZE_FLOAT, Tens
 from intaglio.errors import MALFORMED, ArtifactError, UnsupportedError
 from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight
 
-METHOD = "compressed-tensors"
+COMPRESSED_METHOD = "compressed-tensors"
 INTEGER_FORMATS = ("int-quantized", "naive-quantized")
 READ_FORMATS = (*INTEGER_FORMATS, "pack-quantized", "mixed-precision")
 WEIGHT_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")

@@ -33,6 +33,7 @@ def zero_centered(
     scales: torch.Tensor,
     group: int,
     activations: str = "float",
+    order: torch.Tensor | None = None,
 ) -> QuantizedWeight:
     """Return the weight ``scale * (q - zero)`` of unsigned integers with zero points.
 
@@ -45,14 +46,15 @@ def zero_centered(
         scales: [N, G], of any floating-point type.
         group: number of inputs in a group.
         activations: see `QuantizedWeight`.
+        order: see `QuantizedWeight`.
     """
     spread = np.repeat(zeros, group, axis=1)[:, : quantized.shape[1]]
     centered = quantized.astype(np.int16) - spread
     if centered.min(initial=0) >= -128 and centered.max(initial=0) <= 127:
-        return QuantizedWeight.of(torch.from_numpy(centered.astype(np.int8)), scales, None, activations, group)
+        return QuantizedWeight.of(torch.from_numpy(centered.astype(np.int8)), scales, None, activations, group, order)
     signed = torch.from_numpy((quantized ^ np.uint8(128)).view(np.int8))
     offsets = (128 - torch.from_numpy(zeros.astype(np.float32))) * scales.to(torch.float32)
-    return QuantizedWeight.of(signed, scales, offsets, activations, group)
+    return QuantizedWeight.of(signed, scales, offsets, activations, group, order)
 
 
 def check_tensor(where: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from intaglio.argument_checks import check_arguments
-from intaglio.checkpoints import compressed_tensors
+from intaglio.checkpoints.awq import AWQ_METHOD, awq_layers
 from intaglio.checkpoints.checkpoint import Checkpoint, Layers, LazyMapping
+from intaglio.checkpoints.compressed_tensors import COMPRESSED_METHOD, compressed_layers
+from intaglio.checkpoints.gptq import GPTQ_METHOD, gptq_layers
 from intaglio.checkpoints.tensor_folder import (
     CONFIG_NAME,
     DAMAGED,
@@ -24,7 +26,9 @@ from intaglio.errors import ArtifactError, UnsupportedError
 from intaglio.output_paths import expanded
 
 FORMATS: Mapping[str, Callable[[TensorFolder, Mapping[str, Any]], Layers]] = {
-    compressed_tensors.METHOD: compressed_tensors.compressed_layers,
+    COMPRESSED_METHOD: compressed_layers,
+    GPTQ_METHOD: gptq_layers,
+    AWQ_METHOD: awq_layers,
 }
 """Functions that find the quantized layers of a folder, by ``quant_method`` in config.json."""
 
@@ -36,7 +40,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Nothing is unpickled and no code is run. Tensors are read when they are asked for.
 
     Args:
-        path: a folder with config.json and safetensors files of compressed-tensors.
+        path: a folder with config.json and safetensors files of compressed-tensors, GPTQ or AWQ.
 
     Returns:
         The checkpoint, with quantized weights by module path and all other tensors by name.

@@ -74,7 +74,8 @@ def fill_model(
             **dict(module.named_parameters(recurse=False)),
             **dict(module.named_buffers(recurse=False)),
         }:
-            unknown.append(name)
+            if not _add_bias(module, leaf, tensors[name]):
+                unknown.append(name)
             continue
         values, own = tensors[name], getattr(module, leaf)
         if own.shape != values.shape:
@@ -82,6 +83,15 @@ def fill_model(
             raise InputError(name, None, problem, remedy="use the checkpoint with the model that it belongs to")
         _set_tensor(model, shared.get(name, (name,)), values)
     return tuple(unknown)
+
+
+def _add_bias(module: nn.Module | None, leaf: str, values: torch.Tensor) -> bool:
+    """Give a layer without a bias one, unless it is 0, as some writers store it; return whether this is a bias."""
+    if leaf != "bias" or not isinstance(module, nn.Linear) or tuple(values.shape) != (module.out_features,):
+        return False
+    if bool(values.any()):
+        module.bias = nn.Parameter(values, requires_grad=False)
+    return True
 
 
 def missing_tensors(model: nn.Module) -> tuple[str, ...]:

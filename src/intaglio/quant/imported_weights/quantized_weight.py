@@ -28,12 +28,15 @@ class QuantizedWeight:
             be smaller.
         activations: how the activations of the layer were meant to be computed: "float" (weight-only), "token"
             (quantized at run time) or "static" (calibrated).
+        order: int64[K], the input that each column of ``quantized`` multiplies, for groups of inputs that are not
+            neighbours (default: the inputs in order).
     """
 
     quantized: torch.Tensor
     steps: torch.Tensor
     group: int
     activations: str = ActivationMode.FLOAT
+    order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         quantized, steps, group = self.quantized, self.steps, self.group
@@ -51,6 +54,8 @@ class QuantizedWeight:
                 problem = f"steps is {_type(steps)}; it must be float32 of shape [1 or 2, {wanted[0]}, {wanted[1]}]"
             elif len(steps) not in (1, 2) or not bool(steps.isfinite().all()):
                 problem = "steps must be finite scales, and perhaps offsets"
+            elif self.order is not None and not _is_permutation(self.order, inputs, quantized.dim()):
+                problem = f"order is {_type(self.order)}; it must be a permutation of {inputs} inputs of a linear layer"
         if problem is not None:
             raise InputError("QuantizedWeight", None, problem)
 
@@ -62,6 +67,7 @@ class QuantizedWeight:
         offsets: torch.Tensor | None = None,
         activations: str = ActivationMode.FLOAT,
         group: int | None = None,
+        order: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """Return a weight with scales of any floating-point type, and one group per channel if all groups are equal.
 
@@ -71,6 +77,7 @@ class QuantizedWeight:
             offsets: like ``scales`` (default: none).
             activations: see the attribute.
             group: number of weights in a group (default: all of a channel divided by G).
+            order: see the attribute.
         """
         if quantized.dim() < 2 or not quantized.numel():
             raise InputError("QuantizedWeight", None, f"quantized is {_type(quantized)}, which is no weight of a layer")
@@ -80,11 +87,13 @@ class QuantizedWeight:
         steps = torch.stack([part.expand(outputs, -1) for part in parts])
         if bool((steps == steps[:, :, :1]).all()):
             steps, group = steps[:, :, :1], inputs
-        return QuantizedWeight(quantized, steps.contiguous(), group or inputs // steps.shape[2], activations)
+            quantized, order = (quantized, None) if order is None else (quantized[:, torch.argsort(order)], None)
+        return QuantizedWeight(quantized, steps.contiguous(), group or inputs // steps.shape[2], activations, order)
 
     def dequantized(self) -> torch.Tensor:
-        """Return the float32 weight."""
-        return dequantize_groups(self.quantized, self.steps, self.group)
+        """Return the float32 weight, with its inputs in order."""
+        found = dequantize_groups(self.quantized, self.steps, self.group)
+        return found if self.order is None else found[:, torch.argsort(self.order)]
 
     @property
     def int8_refusal(self) -> str | None:
@@ -111,6 +120,12 @@ def has_imported_integers(constant: fx.Node) -> bool:
     """Return whether a float constant was dequantized from integers that int8 products take as they are."""
     imported: QuantizedWeight | None = info(constant).imported
     return imported is not None and imported.int8_refusal is None
+
+
+def _is_permutation(order: torch.Tensor, count: int, axes: int) -> bool:
+    if order.dtype is not torch.int64 or tuple(order.shape) != (count,) or axes != 2:
+        return False
+    return torch.equal(order.sort().values, torch.arange(count))
 
 
 def _type(tensor: torch.Tensor) -> str:

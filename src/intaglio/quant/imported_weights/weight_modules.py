@@ -27,18 +27,20 @@ class HoldsQuantizedWeight(nn.Module):
         weight_steps: float32[1 or 2, N, G].
         weight_group: number of weights that share a step.
         weight_activations: how activations were meant to be computed; see `QuantizedWeight`.
+        weight_columns: int64[K], the column of each input, or ``None`` if they are in order.
     """
 
     weight_quantized: torch.Tensor
     weight_steps: torch.Tensor
     weight_group: int
     weight_activations: str
+    weight_columns: torch.Tensor | None
 
     @property
     def weight(self) -> torch.Tensor:
         """Return the float32 weight."""
         found: torch.Tensor = dequantize_groups_operator()(self.weight_quantized, self.weight_steps, self.weight_group)
-        return found
+        return found if self.weight_columns is None else found.index_select(1, self.weight_columns)
 
     @property
     def int8_refusal(self) -> str | None:
@@ -133,5 +135,6 @@ def set_weight(model: nn.Module, path: str, weight: QuantizedWeight) -> None:
     del module.weight
     module.register_buffer(QUANTIZED_BUFFER, weight.quantized)
     module.register_buffer(STEPS_BUFFER, weight.steps)
+    module.register_buffer("weight_columns", None if weight.order is None else torch.argsort(weight.order))
     vars(module).update(weight_group=weight.group, weight_activations=weight.activations)
     module.__class__ = _class_with_quantized_weight(type(module))
