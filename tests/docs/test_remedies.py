@@ -34,7 +34,7 @@ FOLLOWED_ELSEWHERE = {
     "call the model with inputs that the float model accepts": "runtime/saved/test_forged_models.py",
     "rename the module or the input whose name has it": "test_named_files.py",
     "check the path: it must be a text file that you can read": "test_named_files.py",
-    "use a loop with a fixed number of iterations": "tracing/test_unroll_scans.py",
+    "use a loop with a fixed number of iterations": "tracing/loops/test_unroll_scans.py",
     "pass their records again: load(path, operators=[...])": "ops/test_host_operators.py",
     "return quantized values, quantize(...).astype(np.uint8)": "ops/test_host_operators.py",
     "install g++ (Debian, Ubuntu: apt install g++)": "native/test_compile_cache.py",

@@ -120,7 +120,7 @@ WITHOUT_GENERATOR: dict[str, str] = {
         "exists in the integer graph only, where conversion writes it",
     ),
     **dict.fromkeys(
-        ("quantize_rows", "dequantize_rows", "linear_f32", "grouped_linear_f32"),
+        ("quantize_rows", "dequantize_rows", "linear_f32", "grouped_linear_f32", "linear_groups_f32"),
         "exists in the integer graph only, for recipes of dynamic or weight-only quantization",
     ),
     "pixels": "exists in the integer graph only, for inputs that are declared as images",
