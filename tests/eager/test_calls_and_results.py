@@ -1,13 +1,16 @@
 """Define-by-run: objects as arguments and results, calls of strict models, tensors that a call leaves behind."""
 
 import dataclasses
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import intaglio
 from intaglio import eager
 from intaglio.errors import InputError
 from support.eager_models import integers
@@ -35,11 +38,29 @@ class Nested:
         return self.entries[0]["logits"]
 
 
+class Slotted:
+    __slots__ = ("__logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.__logits = logits
+
+    @property
+    def logits(self) -> Tensor:
+        return self.__logits
+
+
+class Asked(Nested):
+    def __call__(self) -> Tensor:
+        return self.logits
+
+
 KINDS = {
     "dataclass": Scores,
     "dataclass with slots": SlottedScores,
     "namespace": lambda y: SimpleNamespace(logits=y),
     "own class": Nested,
+    "class with slots": Slotted,
+    "object that can be called": Asked,
 }
 
 
@@ -76,6 +97,92 @@ def test_an_argument_may_be_an_object(kind):
     found = converted(model, (kind(rows()),), (kind(rows(1, 3)),), strict=True)
     assert integers(found).count("aten.linear.default") == 2
     assert 20 < sqnr(found(kind(rows())), model(kind(rows()))) < 100
+
+
+def pair(m: Any, x: Tensor) -> tuple[Tensor, Any]:
+    """Return a result, and a function that returns another one."""
+    first, second = m.b(torch.relu(m.a(x))), m.b(x)
+    return first, lambda: second
+
+
+RESULTS_TO_OPEN = {
+    "set": (lambda y: {y}, lambda found: next(iter(found))),
+    "frozenset": (lambda y: frozenset([y]), lambda found: next(iter(found))),
+    "read-only dictionary": (lambda y: MappingProxyType({"y": y}), lambda found: found["y"]),
+    "function": (lambda y: lambda: y, lambda found: found()),
+    "partial function": (lambda y: partial(torch.Tensor.clone, y), lambda found: found()),
+    "parameter": (nn.Parameter, torch.Tensor.detach),
+    "parameter list": (lambda y: nn.ParameterList([y]), lambda found: found[0].detach()),
+    "list in a namespace in a function": (
+        lambda y: partial(getattr, SimpleNamespace(found=[y]), "found"),
+        lambda f: f()[0],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS_TO_OPEN)
+def test_a_result_may_hold_tensors_anywhere(kind, caplog):
+    close, read = RESULTS_TO_OPEN[kind]
+    model = layers(lambda m, x: close(m.b(torch.relu(m.a(x)))))
+    found = converted(model, (rows(),), (rows(1),), strict=True)
+    assert integers(found).count("aten.linear.default") == 2
+    eager.assert_int8(found)
+    result = read(found(rows(1)))
+    assert type(result) is Tensor
+    assert 20 < sqnr(result, read(model(rows(1)))) < 100
+    assert sqnr(intaglio.stages.compile(eager.rewrite(found))(rows(1))[0], result) > 100
+
+
+def test_a_function_beside_another_result():
+    model = layers(pair)
+    found = converted(model, (rows(),), strict=True)
+    assert integers(found).count("aten.linear.default") == 3
+    for result, expected in zip(found(rows()), model(rows()), strict=True):
+        tensor, wanted = (value if isinstance(value, Tensor) else value() for value in (result, expected))
+        assert type(tensor) is Tensor
+        assert 20 < sqnr(tensor, wanted) < 100
+
+
+ARGUMENTS = {
+    "set": (lambda x: {x}, lambda given: next(iter(given))),
+    "function": (lambda x: lambda: x, lambda given: given()),
+    "read-only dictionary": (lambda x: MappingProxyType({"x": x}), lambda given: given["x"]),
+    "parameter list": (lambda x: nn.ParameterList([x]), lambda given: given[0]),
+    "path": (lambda x: Path("1"), lambda given: float(given.name)),
+    "data type": (lambda x: torch.float32, lambda given: given.itemsize),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_may_be_anything(kind):
+    make, read = ARGUMENTS[kind]
+    model = layers(lambda m, x, given: m.b(torch.relu(m.a(x + read(given)))))
+    found = converted(model, (rows(), make(rows())), (rows(1), make(rows(1))), strict=True)
+    assert integers(found).count("aten.linear.default") == 2
+    assert 20 < sqnr(found(rows(), make(rows())), model(rows(), make(rows()))) < 100
+
+
+def put_aside(m: Any, x: Tensor, kept: list[Tensor]) -> Any:
+    kept.append(m.b(torch.relu(m.a(x))))
+
+
+def beside(m: Any, x: Tensor, kept: list[Tensor]) -> Any:
+    h = torch.relu(m.a(x))
+    kept.append(m.b(h))
+    return h
+
+
+@pytest.mark.parametrize("body", [put_aside, beside])
+def test_layers_whose_results_a_call_leaves_behind_run_in_int8(body):
+    model = layers(body)
+    found, expected = list[Tensor](), list[Tensor]()
+    int8 = converted(model, (rows(), []), strict=True)
+    assert integers(int8).count("aten.linear.default") == 2
+    result, wanted = int8(rows(), found), model(rows(), expected)
+    assert 20 < sqnr(found[0], expected[0]) < 100
+    assert type(result) is type(wanted)
+    if result is not None:
+        assert torch.equal(intaglio.stages.compile(eager.rewrite(int8))(rows(), []), result)
 
 
 def test_a_result_may_be_an_iterator():

@@ -13,6 +13,7 @@ from intaglio.eager.call_log import Intercepted, calls
 from intaglio.eager.coverage_report import assert_int8, clipping, coverage
 from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
+from intaglio.eager.recording.replay import without_extra_results
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
@@ -197,7 +198,7 @@ def rewrite(converted: nn.Module) -> Reference:
     if segments[0].reference is None:
         raise InputError("rewrite", None, f"no operator is quantized: {segments[0].refused}")
     reference: Reference = segments[0].reference
-    return reference
+    return without_extra_results(reference) if segments[0].recording.has_extra_results else reference
 
 
 @check_arguments

@@ -26,7 +26,7 @@ from intaglio.eager.recording.recorder import MAX_UNROLLED, Recorder, source_lin
 from intaglio.eager.recording.torch_functions import METADATA_FUNCTIONS, is_uninitialized, plain_name, works_in_place
 from intaglio.eager.segments.inplace import is_private, isolate_written, update_shapes, written_tensors
 from intaglio.eager.segments.qtensor import QTensor, plain
-from intaglio.eager.segments.trace_frame import TraceFrame
+from intaglio.eager.segments.trace_frame import TraceFrame, make_plain
 from intaglio.eager.session import Session
 from intaglio.signature.tensor_checks import check_memory_of
 from intaglio.torch_private import DisableTorchFunction, DisableTorchFunctionSubclass, FeatureDropout, is_traced
@@ -300,6 +300,8 @@ class InterceptedRun(InterceptionMode):
     ) -> Any:
         """Run an operator that no recording has at this position, and record it if possible."""
         session, recorder = self.session, self.recorder
+        if recorder is None and func is torch.Tensor.detach and type(args[0]) is QTensor:
+            return make_plain(args[0]).detach()  # nn.Parameter calls it, and takes a result of the same class only
         known_float = (path, func) in session.float_operators or isinstance(func, torch.ScriptMethod)
         in_place = works_in_place(func, kwargs) if func is not None else self._is_in_place_leaf(path)
         real, options = tuple(fill(list(args), plain)), fill(kwargs, plain)

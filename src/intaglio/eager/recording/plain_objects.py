@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,14 +34,6 @@ def named_tensors(
         known[id(value)] = value
         for key, entry in _entries(value):
             yield from named_tensors(entry, f"{name}.{key}" if name else key, known)
-
-
-def object_with_tensors(value: Any) -> Any:
-    """Return an object in nested containers that pytree does not flatten but that has tensors inside, or None."""
-    for leaf in pytree.tree_leaves(value):
-        if not isinstance(leaf, torch.Tensor) and tensors_inside(leaf):
-            return leaf
-    return None
 
 
 def iterator_inside(value: Any) -> Any:
@@ -95,7 +86,8 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
 
     An attribute that is an entry too, as in the results of Transformers models, is returned once.
     """
-    own = [(str(key), entry) for key, entry in dict.items(value)] if isinstance(value, dict) else []
+    pairs = dict.items(value) if isinstance(value, dict) else value.items() if isinstance(value, READ_ONLY) else ()
+    own = [(str(key), entry) for key, entry in pairs]
     if hasattr(value, "_fields"):  # a named tuple
         own += zip(value._fields, value, strict=False)
     elif isinstance(value, (list, tuple)):
@@ -104,10 +96,12 @@ def _entries(value: Any) -> list[tuple[str, Any]]:
     return own + [(name, entry) for name, entry in _attributes(value).items() if id(entry) not in seen]
 
 
+READ_ONLY = types.MappingProxyType
+
+
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, also those of a dataclass with slots."""
+    """Return the attributes of an object, also those in slots."""
     found = dict(getattr(value, "__dict__", None) or {})
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.name not in found]
-        found.update({name: getattr(value, name) for name in names if hasattr(value, name)})
-    return found
+    with_slots = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    names = [name for kind in with_slots for name, slot in kind.items() if isinstance(slot, types.MemberDescriptorType)]
+    return found | {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -20,12 +20,16 @@ from intaglio.eager.recording.events import (
     fill,
     tensors,
 )
-from intaglio.eager.recording.plain_objects import iterator_inside, object_with_tensors, tensors_inside
+from intaglio.eager.recording.plain_objects import iterator_inside, tensors_inside
 from intaglio.eager.recording.torch_functions import is_uninitialized
 from intaglio.torch_private import pytree, storage_key
 
 MAX_UNROLLED = 64
 """Number of iterations of a source line that get their own parameters. Later ones share those of the last."""
+
+
+EXPORTED = (torch.Tensor, int, float, str, type(None))
+"""Types of arguments and results, besides containers, that `torch.export` takes."""
 
 
 @dataclass(eq=False)
@@ -40,6 +44,8 @@ class Recording:
         results: Pytree spec and leaves of the model's result if the recording ends there, otherwise of the values that
             are needed afterwards.
         free: Axes of inputs, besides the batch, in which calls with other sizes were seen.
+        has_extra_results: Whether `results` is a pair of the model's result and of values that are needed beside it,
+            because Python code reads them or the call leaves them on a module or in a list.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -48,6 +54,7 @@ class Recording:
     call: tuple[Any, Any] | None = None
     results: Any = None
     free: dict[int, set[int]] = field(default_factory=dict)
+    has_extra_results: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Store the results as nested containers, because a pytree spec is specific to one version of PyTorch."""
@@ -86,37 +93,46 @@ class Recorder:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Store the arguments of the model, for a recording that begins with the call.
 
-        Arguments with objects that `torch.export` does not take, and iterators, are not stored: the recording then
-        begins at the first operator, and tensors from the arguments are inputs like those from elsewhere.
+        Arguments of which `torch.export` does not take all are not stored: the recording then begins at the first
+        operator, and tensors from the arguments are inputs like those from elsewhere.
         """
-        if object_with_tensors((args, kwargs)) is None and iterator_inside((args, kwargs)) is None:
+        if all(isinstance(leaf, EXPORTED) for leaf in pytree.tree_leaves((args, kwargs))):
             self.recording.call = fill((args, kwargs), self._leaf)
 
     def end(self, result: Any) -> None:
         """Store the model's result, for a recording that reaches the end of the call."""
         entries, tree = pytree.tree_flatten(result)
-        if not all(isinstance(entry, (torch.Tensor, int, float, str, type(None))) for entry in entries):
+        known = {**self.slots, **dict.fromkeys(self.known, 0)}
+        plain = [isinstance(entry, EXPORTED) for entry in entries]
+        unknown = [isinstance(entry, torch.Tensor) and id(entry) not in known for entry in entries]
+        if not all(plain) or any(unknown):
+            self._keep_unread_values()
             if iterator_inside(result) is not None:
                 return  # every value that is still referenced is a result
             entries, tree = pytree.tree_flatten(tuple(tensors_inside(result)))
-        made = {**self.slots, **dict.fromkeys(self.known, 0)}
         if self.recording.call is None:
             entries, tree = pytree.tree_flatten(tuple(e for e in entries if id(e) in self.slots))
-        if all(id(entry) in made for entry in entries if isinstance(entry, torch.Tensor)):
+        if all(id(entry) in known for entry in entries if isinstance(entry, torch.Tensor)):
             self.recording.results = tree, [self._leaf(entry) for entry in entries]
 
     def close(self) -> None:
         """Finish the recording. If it has no result, its results are the values that are still referenced."""
+        made = {number for event in self.recording.events for number in event.outputs}
+        alive = dict.fromkeys(self._leaf(t) for t in self.alive if self.slots.get(id(t)) in made and _alive(t))
         if self.recording.results is None:
-            made = {number for event in self.recording.events for number in event.outputs}
-            alive = [t for t in self.alive if self.slots.get(id(t)) in made and _alive(t)]
-            entries, tree = pytree.tree_flatten(tuple(dict.fromkeys(map(self._leaf, alive))))
+            entries, tree = pytree.tree_flatten(tuple(alive))
             self.recording.results = tree, entries
+        else:  # values that the call leaves on a module or in a list, unless others are computed from them
+            unread = self._unread_values()
+            self.read_values.update({leaf: None for leaf in alive if leaf in unread})
+        for leaf in self.recording.results[1]:
+            self.read_values.pop(leaf, None)
         if self.read_values:
             tree, entries = self.recording.results
-            both = pytree.tree_unflatten(entries, tree), tuple(self.read_values)
-            entries, tree = pytree.tree_flatten(both)
-            self.recording.results = tree, entries
+            own, extra = pytree.tree_unflatten(entries, tree), tuple(self.read_values)
+            has_own = any(isinstance(entry, RecordedTensor) for entry in entries)
+            entries, tree = pytree.tree_flatten((own, extra) if has_own else extra)
+            self.recording.results, self.recording.has_extra_results = (tree, entries), has_own
 
     def make_input(self, path: str, tensor: torch.Tensor) -> None:
         """Turn a tensor of the model that is about to be written to into an input of the operators recorded so far."""
@@ -144,9 +160,13 @@ class Recorder:
         A new input comes from code that is not intercepted, such as TorchScript, which may have computed it from these
         values.
         """
+        self.read_values.update(dict.fromkeys(self._unread_values()))
+
+    def _unread_values(self) -> list[RecordedTensor]:
+        """Return the values that no operator reads."""
         read = {number for event in self.recording.events for number in event.inputs}
         made = [number for event in self.recording.events for number in event.outputs if number not in read]
-        self.read_values.update(dict.fromkeys(map(RecordedTensor, made)))
+        return list(map(RecordedTensor, made))
 
     def exclude(self, read: list[torch.Tensor], changed: torch.Tensor | None) -> Event | None:
         """Note that an operator ran which no recording can contain, and keep recording.

@@ -25,6 +25,7 @@ from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE, be
 from intaglio.ir import Origin
 from intaglio.ir.dims import Shape
 from intaglio.ir.names import sanitized
+from intaglio.quant.qdq.convert import Reference
 from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
 
@@ -254,6 +255,23 @@ def without_recorded_outputs(
     signature = dataclasses.replace(signature, outputs=own, out_tree=signature.out_tree.children()[0])
     names = {number: node.name for number, node in nodes.items() if node in left}
     return dataclasses.replace(captured, signature=signature), names, shapes
+
+
+def without_extra_results(reference: Reference) -> Reference:
+    """Return a reference that returns the result of the model only, of the pair that its recording has as results."""
+    signature, module = reference.signature, reference.module
+    tree = signature.out_tree.children()[0]
+    own, extra = signature.outputs[: tree.num_leaves], signature.outputs[tree.num_leaves :]
+    first, last = (sum(entry.value is not None for entry in entries) for entries in (own, extra))
+    graph = fx.Graph()
+    results = graph.graph_copy(module.graph, {})
+    graph.output((*results[:first], *results[first + last :]))
+    graph.eliminate_dead_code()
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return dataclasses.replace(
+        reference, module=made, signature=dataclasses.replace(signature, outputs=own, out_tree=tree)
+    )
 
 
 def _placeholders(captured: Captured, recording: Recording) -> dict[int, fx.Node]:

@@ -16,6 +16,7 @@ METADATA_QUERIES = frozenset(
         "layout",
         "ndim",
         "requires_grad",
+        "requires_grad_",
         "is_leaf",
         "grad",
         "grad_fn",
@@ -55,7 +56,7 @@ METADATA_QUERIES = frozenset(
         "promote_types",
     }
 )
-"""Names of functions and properties that do not read the contents of a tensor."""
+"""Names of functions and properties that neither read nor change the contents of a tensor."""
 METADATA_FUNCTIONS = frozenset(
     getattr(found, "__get__", found) if inspect.isdatadescriptor(found) else found
     for home in (torch.Tensor, torch)

@@ -363,3 +363,15 @@ class TraceFrame:
         if number not in self.deferred:
             self.bound[number] = plain(made)
         return plain(made)
+
+
+def make_plain(tensor: QTensor) -> torch.Tensor:
+    """Compute a deferred tensor and turn it into a plain one during a call, for everything that references it."""
+    computed, frame, slot = tensor.compute(), tensor.frame, tensor.slot
+    become_plain(tensor)
+    if type(tensor) is QTensor:  # it has weak references
+        return computed
+    if isinstance(frame, TraceFrame):
+        frame.deferred.pop(slot, None)
+        frame.bound[slot] = tensor
+    return tensor
