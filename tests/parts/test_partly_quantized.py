@@ -278,3 +278,21 @@ def test_runs_of_the_float_model_do_not_grow_with_the_number_of_parts(monkeypatc
         return Counted.runs
 
     assert runs(10**6) + 2 * len(batches()) == runs(1)
+
+
+def test_values_outside_of_their_ranges_are_reported_for_all_parts(routed, routed_data, caplog, tmp_path):
+    model = intaglio.quantize(routed, routed_data, progress=False)
+    model(routed_data[0])
+    assert not model.clipping.values
+    model(20 * routed_data[0])
+    assert {value.path.partition(".")[0] for value in model.clipping.values} >= {"backbone", "bright"}
+    assert "calibrate with data like that of this call" in caplog.text
+    model.save(tmp_path / "model.intaglio")
+    for again in (intaglio.load_into(tmp_path / "model.intaglio", Routed().eval()), copy.deepcopy(model)):
+        assert again.on_clipping == "warn"
+        again.on_clipping = "error"
+        with pytest.raises(InputError, match="are outside of the calibrated range"):
+            again(20 * routed_data[0])
+    assert model.on_clipping == "warn"
+    with pytest.raises(InputError, match="did you mean 'ignore'"):
+        model.on_clipping = "ignor"

@@ -20,6 +20,7 @@ from intaglio.parts.find_parts import FoundParts, calls_of
 from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.parts.saved_parts import write_parts
 from intaglio.runtime import Coverage, QuantizedModel
+from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.signature import clone_tensors
 from intaglio.tune import Comparison, compare
 
@@ -40,6 +41,9 @@ class PartlyQuantizedModel(nn.Module):
         super().__init__()
         self.coverage = coverage
         self.model = model
+        self._clipping = ClippingMonitor()
+        for part in self.parts.values():
+            part.share_clipping(self._clipping)
         self.eval()
 
     @property
@@ -56,6 +60,21 @@ class PartlyQuantizedModel(nn.Module):
     def assert_int8(self, macs: float = 1.0) -> None:
         """Raise `AssertionError`, with the reasons, if less than this share of multiply-accumulates runs in int8."""
         self.coverage.assert_int8(macs)
+
+    @property
+    def clipping(self) -> Clipping:
+        """Return which float values of all parts calls have had outside of their calibrated ranges, as
+        `QuantizedModel` does."""
+        return self._clipping.report()
+
+    @property
+    def on_clipping(self) -> str:
+        """Return the policy for calls with values outside of their calibrated range, as of `QuantizedModel`."""
+        return self._clipping.policy.value
+
+    @on_clipping.setter
+    def on_clipping(self, policy: str) -> None:
+        self._clipping.set_policy(policy)
 
     @check_arguments
     def text(self, stage: str) -> str:
