@@ -13,6 +13,7 @@ __all__ = [
     "PartlyQuantizedModel",
     "QuantizedModel",
     "Recipe",
+    "Report",
     "Setting",
     "annotation",
     "autotune",
@@ -25,6 +26,7 @@ __all__ = [
     "load_into",
     "patterns",
     "quantize",
+    "report",
     "stages",
 ]
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
+    from intaglio.reporting.report import Report, report
     from intaglio.runtime import QuantizedModel
     from intaglio.tune.compare_models import compare
 else:
@@ -46,6 +49,7 @@ else:
         "PartlyQuantizedModel": "intaglio.parts",
         "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",
+        "Report": "intaglio.reporting.report",
         "Setting": "intaglio.quant.recipes.settings",
         "autotune": "intaglio.api",
         "compare": "intaglio.tune",
@@ -53,6 +57,7 @@ else:
         "load": "intaglio.build",
         "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
+        "report": "intaglio.reporting.report",
     }
     """Public name -> the module that defines it. Names that are missing here are modules themselves."""
 

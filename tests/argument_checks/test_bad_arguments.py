@@ -162,6 +162,7 @@ def quick_calls(stage: Mapping[str, Any]) -> Calls:
         "eager.rewrite": (eager.rewrite, {"converted": stage["converted"]}),
         "eager.scriptable": (eager.scriptable, {"reference": stage["reference"]}),
         "load": (intaglio.load, {"path": "model.int8"}),
+        "Report.load": (intaglio.Report.load, {"path": "report.json"}),
         "load_into": (intaglio.load_into, {"path": "model.int8", "float_model": stage["model"]}),
         "PartlyQuantizedModel.assert_int8": (stage["parted"].assert_int8, {"macs": 0.0}),
         "PartlyQuantizedModel.save": (stage["parted"].save, {"path": "parted.int8"}),
@@ -234,6 +235,10 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
         "quantize": (intaglio.quantize, {"model": model, "data": DATA, **quiet}),
         "autotune": (intaglio.autotune, {"model": model, "data": DATA, "evaluate": lambda model: 1.0, **quiet}),
         "compare": (intaglio.compare, {"exact": model, "quantized": stage["int8"], "data": DATA}),
+        "report": (
+            intaglio.report,
+            {"float_model": model, "model": stage["int8"], "data": DATA, "samples": 4, "calls": 1, "tries": 0},
+        ),
         "stages.capture": (stages.capture, {"model": model, "example_inputs": (X,)}),
         "stages.annotate": (stages.annotate, {"captured": captured}),
         "stages.prepare": (stages.prepare, {"captured": captured}),

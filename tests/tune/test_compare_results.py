@@ -10,8 +10,8 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
+from intaglio.quant.qdq.operator_names import projection_of
 from intaglio.tune.comparison import ADVICE_DB, PRINTED_ROWS, Comparison, Row
-from intaglio.tune.op_error import projection_of
 from support import nets
 from support.lowering import lowered
 from support.nets import Body

@@ -57,6 +57,7 @@ class TextStage(StrEnum):
     corrections = "corrections"
     reference = "reference"
     parameters = "parameters"
+    operators = "operators"
     integer = "integer"
     plan = "plan"
     program = "program"

@@ -52,6 +52,9 @@ class Lowered:
         hosts: Records of user-defined operators, by name.
         native: Nodes of float operators that the compiled program runs itself.
         bodies: Bodies of loops that islands run, by name. Their work is counted separately.
+        integer: Nodes of the reference that are computed on integers.
+        values: Value of the graph by node of the reference, before the passes over the graph. Values of nodes that only
+            run inside of an island are "".
     """
 
     graph: Graph
@@ -64,6 +67,8 @@ class Lowered:
     hosts: Mapping[str, OpDef] = field(default_factory=dict)
     native: frozenset[str] = frozenset()
     bodies: Mapping[str, Lowered] = field(default_factory=dict)
+    integer: frozenset[str] = frozenset()
+    values: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the text of the integer graph, followed by those of loop bodies."""

@@ -14,6 +14,7 @@ from intaglio.fxgraph.nodes import operands, operator
 from intaglio.ir import Graph, Signature
 from intaglio.ir.rewrite import run_passes
 from intaglio.lower.embedding_bags import is_embedding_bag_part
+from intaglio.lower.facts.collect_facts import LoweringResult, facts_of
 from intaglio.lower.lowered import Lowered
 from intaglio.lower.node_lowering import NodeLowering
 from intaglio.lower.stored_weights import stored_weight
@@ -63,7 +64,7 @@ def requantize(reference: Reference) -> Lowered:
     floats += _simulated_operators(reference.annotations, inside)
     simulated = {site.value: site.datatype for site in reference.annotations.sites if not site.native}
     floats += _islands_without_reason(nodes.cut, {skip.node for skip in floats}, simulated)
-    inside, floats = _counted_once(reference.module.graph, inside, floats)
+    counted, floats = _counted_once(reference.module.graph, inside, floats)
     bodies = {name: requantize(body) for name, body in reference.bodies.items()}
     for island in builder.islands.values():
         replace_loop_bodies(island.module, bodies)
@@ -74,16 +75,20 @@ def requantize(reference: Reference) -> Lowered:
         _with_types(reference.signature, graph),
         floats,
         (integer, total),
-        len(inside),
+        len(counted),
         reference.model_info,
         builder.hosts,
         native,
         bodies,
+        frozenset(inside),
+        {node.name: value for node, value in builder.values.items()},
     )
     notes = tuple(
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
-    return replace(lowered, model_info=reference.model_info.with_stage(notes, integer=lowered.text()))
+    result = LoweringResult(lowered.integer, native, floats, lowered.values)
+    texts = {"integer": lowered.text(), "operators": facts_of(reference, result).to_json()}
+    return replace(lowered, model_info=reference.model_info.with_stage(notes, **texts))
 
 
 def _check_shapes(graph: Graph, hosts: Mapping[str, OpDef]) -> None:

@@ -22,7 +22,7 @@ from intaglio.parts.saved_parts import write_parts
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.signature import clone_tensors
-from intaglio.tune import Comparison, compare
+from intaglio.tune import Comparison, ComparisonRun, run_comparison
 
 
 class PartlyQuantizedModel(nn.Module):
@@ -96,6 +96,13 @@ class PartlyQuantizedModel(nn.Module):
         Raises:
             InputError: the model does not have the parts, or fails on a call.
         """
+        return {path: run.comparison for path, run in self.part_runs(float_model, data, samples).items()}
+
+    @check_arguments
+    def part_runs(
+        self, float_model: nn.Module, data: Any, samples: int | None, statistics: bool = False
+    ) -> dict[str, ComparisonRun]:
+        """Return for each part what `run_comparison` returns: the comparison, and what is known about its graph."""
         try:
             modules = {path: float_model.get_submodule(path) for path in self.parts}
             calls = calls_of(float_model, data, None)
@@ -111,7 +118,7 @@ class PartlyQuantizedModel(nn.Module):
                 continue
             captured = capture_part(alone(modules[path], path), logs[path])
             data = [(*args, *kwargs.values()) for args, kwargs in logs[path].calls]
-            found[path] = compare(captured, part, data, samples=samples)
+            found[path] = run_comparison(captured, part, data, samples, statistics)
         return found
 
     @check_arguments

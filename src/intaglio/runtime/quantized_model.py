@@ -66,8 +66,9 @@ class QuantizedModel(ProgramModule):
 
         Args:
             stage: "captured", "sites", "reference", "integer", "plan" or "program" for the result of a stage;
-                "quantizer" for the recipe, "parameters" for the quantization parameters of activations, or
-                "corrections" for what corrections gained.
+                "quantizer" for the recipe, "parameters" for the quantization parameters of activations,
+                "operators" for what was decided about every operator, as JSON, or "corrections" for what corrections
+                gained.
 
         Raises:
             InputError: the model has no such text; the error lists those it has.

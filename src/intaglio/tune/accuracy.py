@@ -130,12 +130,18 @@ class SearchStart:
         Only values that were not quantized by themselves before are calibrated: those that used to share a kernel with
         an operator that is now in float.
         """
-        prepared = prepare(self.captured, self.quantizer_leaving(left))
-        return convert(prepared, self._with_missing(prepared))
+        return self.reference_of(self.quantizer_leaving(left))
 
-    def _with_missing(self, prepared: Prepared) -> Parameters:
+    def reference_of(self, quantizer: Quantizer, recalibrated: bool = False) -> Reference:
+        """Return the reference of another quantizer, with the same corrections and, if not ``recalibrated``, the same
+        parameters of activations where they fit."""
+        prepared, known = prepare(self.captured, quantizer), self.reference.parameters
+        if recalibrated:
+            known = replace(known, entries={name: entry for name, entry in known.entries.items() if "#" not in name})
+        return convert(prepared, self._with_missing(prepared, known))
+
+    def _with_missing(self, prepared: Prepared, known: Parameters) -> Parameters:
         """Return the parameters with calibrated entries for sites that do not have any yet."""
-        known = self.reference.parameters
         prepared = apply_equalization(prepared, known.corrected.equalization)
         sites = [
             site

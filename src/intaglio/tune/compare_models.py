@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ from intaglio.eager.recording.plain_objects import named_tensors
 from intaglio.eager.run_trace import binder_of, captured_by_number, float_copy, float_counterpart, run_traced
 from intaglio.errors import InputError, IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
+from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.nodes import is_constant
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
-from intaglio.quant.calibrate.batches import Binder, binder_for, log_once, peek
+from intaglio.quant.calibrate.batches import Binder, Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
+from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import Integers, bind, clone_tensors, dims_of
@@ -61,47 +65,93 @@ def compare(
         >>> report = intaglio.compare(model, int8, batches, samples=64)
         >>> print(report)
     """
+    if isinstance(getattr(quantized, "parts", None), Mapping) and not isinstance(quantized, GraphStage):
+        problem = "the model consists of int8 parts and Python code, and each part has a comparison of its own"
+        raise InputError("compare", None, problem, remedy="call int8.compare(model, data)")
+    return run_comparison(exact, quantized, data, samples).comparison
+
+
+@dataclass(frozen=True)
+class ComparisonRun:
+    """One pass of two models over the data.
+
+    Attributes:
+        comparison: errors of the operators and of the results.
+        graphs: the compared graphs, with the statistics of their values; none if the operators were not compared.
+        stage: the graph of the float model; ``None`` for a model of eager mode.
+        calls: arguments of all calls.
+        digest: digest of the inputs of all calls.
+    """
+
+    comparison: Comparison
+    graphs: tuple[GraphComparison, ...]
+    stage: GraphStage | None
+    calls: tuple[Call, ...]
+    digest: str
+
+
+def run_comparison(
+    exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, samples: int | None, statistics: bool = False
+) -> ComparisonRun:
+    """Compare a quantized model with its float model, as `compare` does, and keep what is known about the graphs.
+
+    Args:
+        exact: the float model, or its captured or prepared stage.
+        quantized: the quantized model or stage.
+        data: an iterable of batches, which is read once.
+        samples: number of samples after which to stop (default: all).
+        statistics: whether to count the float model's values at every operator, and to keep the calls.
+
+    Raises:
+        InputError: the two models do not belong together.
+    """
     if isinstance(exact, QuantizedModel):
         problem = "the first argument is an int8 model, and the second one is compared with it"
         raise InputError("compare", None, problem, remedy="call compare(model, int8, data), with the float model first")
     if not callable(quantized) or isinstance(quantized, type):
         problem = f"quantized takes a stage or a model, got {value_text(quantized)}"
         raise InputError("compare", None, problem, remedy="pass what quantize, convert or eager.convert returns")
-    if isinstance(getattr(quantized, "parts", None), Mapping) and not isinstance(quantized, GraphStage):
-        problem = "the model consists of int8 parts and Python code, and each part has a comparison of its own"
-        raise InputError("compare", None, problem, remedy="call int8.compare(model, data)")
     first, items = peek(data)
     compared: StageComparison | SegmentComparison
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
-        compared = SegmentComparison(exact, quantized)
+        compared = SegmentComparison(exact, quantized, statistics)
     else:
         stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
-        compared = StageComparison(stage, quantized, _reference(stage, quantized))
-    return _compared(compared, items, samples)
+        compared = StageComparison(stage, quantized, _reference(stage, quantized), statistics)
+    return _compared(compared, items, samples, statistics)
 
 
 @log_once()
-def compare_results(exact: nn.Module, quantized: QuantizedModel, data: Any, *, samples: int) -> Comparison:
-    """Compare only the results of an int8 model with those of its float model. This takes less time than `compare`.
+def compare_results(
+    exact: nn.Module | GraphStage, quantized: QuantizedModel | Reference, data: Any, *, samples: int | None
+) -> Comparison:
+    """Compare only the results of a quantized model with those of its float model. This takes less time than `compare`.
 
     Args:
-        exact: the float model.
-        quantized: the int8 model.
+        exact: the float model, or its captured stage.
+        quantized: the int8 model, or its reference.
         data: an iterable of batches.
-        samples: number of samples after which to stop.
+        samples: number of samples after which to stop (default: all).
 
     Returns:
         A comparison without rows.
     """
     first, items = peek(data)
-    return _compared(StageComparison(_captured(exact, first), quantized, None), items, samples)
+    stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
+    return _compared(StageComparison(stage, quantized, None), items, samples).comparison
 
 
-def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any], samples: int | None) -> Comparison:
-    """Run both models on all batches and return their comparison."""
+def _compared(
+    compared: StageComparison | SegmentComparison, items: Iterable[Any], samples: int | None, keep: bool = False
+) -> ComparisonRun:
+    """Run both models on all batches and return their comparison, with all calls if they are to be kept."""
     total, outcome, seen = ErrorSums(), ResultTotals(), 0
+    calls, digest = list[Call](), hashlib.sha256()
     for item in items:
         args, kwargs = compared.binder(item)
+        if keep:
+            calls.append(clone_tensors((args, kwargs)))
+            _update_digest(digest, args, kwargs)
         for index, (name, expected, found) in enumerate(compared(args, kwargs)):
             total.add(name, expected, found)
             if index == 0:
@@ -113,9 +163,19 @@ def _compared(compared: StageComparison | SegmentComparison, items: Iterable[Any
     rows = number_repeated_calls([row for comparison in compared.comparisons for row in comparison.rows()])
     rows.sort(key=lambda row: (row.alone, row.so_far))
     results = tuple(total.decibels(key) for key in total.signal)
-    return Comparison(
+    comparison = Comparison(
         tuple(rows), results, seen, compared.parted, outcome.agreement, outcome.cosine, tuple(total.signal)
     )
+    stage = compared.stage if isinstance(compared, StageComparison) else None
+    return ComparisonRun(comparison, tuple(compared.comparisons), stage, tuple(calls), digest.hexdigest())
+
+
+def _update_digest(digest: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Add the tensors of a call, with their shapes and types, to a digest."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_nested:
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+            digest.update(leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def is_batch(leaf: Any) -> bool:
@@ -132,10 +192,15 @@ class StageComparison:
 
     parted = 0
 
-    def __init__(self, stage: GraphStage, quantized: Any, reference: Reference | None) -> None:
+    def __init__(
+        self, stage: GraphStage, quantized: Any, reference: Reference | None, statistics: bool = False
+    ) -> None:
         self.stage, self.quantized, self.binder = stage, quantized, Binder.of(stage.signature)
         self.classifies = classifies(stage.annotations.module if isinstance(stage, Prepared) else stage.module)
-        self.comparisons = [] if reference is None else [GraphComparison(_float_graph(stage, reference), reference)]
+        self.comparisons = []
+        if reference is not None:
+            graph = _float_graph(stage, reference)
+            self.comparisons = [GraphComparison(graph, reference, statistics=statistics)]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Results:
         """Run one call of both models and return the tensors of their results."""
@@ -157,13 +222,14 @@ class StageComparison:
 class SegmentComparison:
     """Compares a converted model of eager mode, recording by recording."""
 
-    def __init__(self, exact: nn.Module, quantized: nn.Module) -> None:
+    def __init__(self, exact: nn.Module, quantized: nn.Module, statistics: bool = False) -> None:
         self.exact, self.quantized = float_copy(exact), quantized
         self.counterpart, self.binder, self.parted = float_counterpart(quantized), binder_of(quantized), 0
         self.by_number: dict[int, GraphComparison] = {}
         self.classifies = False
         for number, (stage, reference) in captured_by_number(quantized, self.exact).items():
-            self.by_number[number] = GraphComparison(_float_graph(stage, reference), reference, number)
+            graph = _float_graph(stage, reference)
+            self.by_number[number] = GraphComparison(graph, reference, number, statistics)
 
     @property
     def comparisons(self) -> list[GraphComparison]:
@@ -223,14 +289,20 @@ def _reference_from_texts(stage: GraphStage, quantized: Any) -> Reference | None
 
 def _with_integers(reference: Reference, constants: Mapping[str, np.ndarray]) -> Reference:
     """Return the reference with the int8 model's weights, which corrections may not have rounded to nearest."""
-    module = copy_graph(reference.module)
+    module, weights = copy_graph(reference.module), dict[str, np.ndarray]()
+    sites = {site.name for site in reference.annotations.sites if site.role == Role.WEIGHT}
+    of_constant = {node.all_input_nodes[0]: info(node).site for node in module.graph.nodes if info(node).site in sites}
+    site_of = {str(node.target): site for node, site in of_constant.items() if is_constant(node)}
     for name, tensor in buffers_of(module).items():
         found = constants.get(plain_name(name))
         if tensor is None or tensor.dtype is not torch.int8 or found is None:
             continue
         if found.dtype == np.int8 and found.shape == tensor.shape:  # the float table of tied weights has this name too
             buffers_of(module)[name] = torch.from_numpy(np.array(found))
-    return replace(reference, module=module)
+            if (site := site_of.get(name)) is not None:
+                weights[site] = np.array(found)
+    corrected = replace(reference.parameters.corrected, quantized_weights=weights)
+    return replace(reference, module=module, parameters=replace(reference.parameters, corrected=corrected))
 
 
 def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:

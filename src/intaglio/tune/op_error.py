@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -13,19 +12,17 @@ from torch import fx
 from intaglio.errors import InputError
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import name_of, operator
-from intaglio.ir import DType, QParams
+from intaglio.ir import QParams
 from intaglio.quant.annotate.sites import Shared, Site
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.float8 import float8
-from intaglio.quant.recipes.choices import Role
+from intaglio.quant.qdq.operator_names import EQUALIZED, OperatorNames
 from intaglio.torch_private import quantized_decomposed
 from intaglio.tune.comparison import RangeUse, Row
 
 NodeValues = Mapping[str, torch.Tensor]
 """Values by node name."""
-
-EQUALIZED = (torch.ops.aten.addcmul.default,)
-"""Operators that equalization inserts after inputs, or in place of additions."""
 
 
 class GraphComparison:
@@ -35,13 +32,16 @@ class GraphComparison:
     intermediate values.
     """
 
-    def __init__(self, module: fx.GraphModule, reference: Reference, recording: int = 0) -> None:
+    def __init__(
+        self, module: fx.GraphModule, reference: Reference, recording: int = 0, statistics: bool = False
+    ) -> None:
         """Match the nodes of both graphs by name.
 
         Args:
             module: the float graph.
             reference: the reference made from it.
             recording: number of the recording in eager mode.
+            statistics: whether to count the exact values of every node in `statistics`.
 
         Raises:
             InputError: a node differs, so the reference belongs to another model.
@@ -49,11 +49,10 @@ class GraphComparison:
         self.module, self.reference, self.recording = reference.annotations.module, reference, recording
         self.total = ErrorSums()
         theirs = {node.name: node for node in module.graph.nodes}
-        self.named = {node.name: node for node in self.module.graph.nodes}
-        found = [node for node in reference.module.graph.nodes if name_of(node) in self.named and _compared(node)]
-        self.nodes = {name_of(node): node for node in found}
-        self.sites = {site.value: site for site in reference.annotations.sites if site.role == Role.ACTIVATION}
+        self.names = OperatorNames(reference)
+        self.nodes, self.sites = self.names.nodes, self.names.sites
         self.uses = {name: _RangeObserver(self._quantization(name)) for name in self.nodes}
+        self.statistics = {name: Statistics() for name in self.nodes} if statistics else {}
         self.data_movement = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
         )
@@ -96,17 +95,18 @@ class GraphComparison:
                 self.total.add(f"alone {name}", exact[name], alone[name])
                 self.total.add(f"so far {name}", exact[name], so_far[name])
                 self.uses[name].add(exact[name])
+                if name in self.statistics:
+                    self.statistics[name].update(exact[name].detach().float().numpy(), torch.get_num_threads())
 
     def rows(self) -> list[Row]:
         """Return one row for every operator that ran."""
-        rows, selectors, total = [], self._selectors(), self.total
+        rows, names, total = [], self.names, self.total
         for name, node in self.nodes.items():
             if f"alone {name}" not in total.signal:
                 continue
-            if self._replaced_by_rounded_copy(name):
+            if names.is_replaced(name):
                 continue
-            path, kind, detail = self._owner(name)
-            detail = ", ".join(filter(None, (detail, self._projection(name))))
+            path, kind, detail = names.owner(name)
             decibels, cosine = (
                 tuple(measure(f"{key} {name}") for key in ("alone", "so far"))
                 for measure in (total.decibels, total.cosine)
@@ -127,103 +127,13 @@ class GraphComparison:
                     uses.low,
                     uses.high,
                     uses.range_use(),
-                    selectors.get(name, ""),
+                    names.selectors.get(name, ""),
                     self.recording,
-                    tuple(part for part in info(self.named[name]).folded if part),
+                    names.folded(name),
                     detail,
                 )
             )
         return rows
-
-    def _owner(self, name: str) -> tuple[str, str, str]:
-        """Return module path and operator of the float model that a node belongs to, and what it does beyond them.
-
-        A per-channel product that equalization inserted belongs to the value that it scales.
-        """
-        node = self.named[name]
-        if _scales_a_value(node):
-            path, kind, _ = self._owner(name_of(node.args[1]))
-            return path, kind, "smoothed" if info(node).divides_by_smoothing else ""
-        if node.op == "placeholder":
-            return name, "input", ""
-        where = origin(node)
-        if not where.operator or _packet(where.operator) == _packet(operator(node)):
-            return where.path, operator(node), ""
-        if node.target in EQUALIZED:
-            return where.path, where.operator, ""
-        return where.path, operator(node), f"part of {where.operator}"
-
-    def _projection(self, name: str) -> str:
-        """Return which projection of an `nn.MultiheadAttention` a linear operator computes, or ""."""
-        node = self.named[name]
-        weight = node.args[1] if operator(node) == "aten.linear.default" else None
-        return projection_of(str(weight.target)) if isinstance(weight, fx.Node) else ""
-
-    def _replaced_by_rounded_copy(self, name: str) -> bool:
-        """Return whether equalization scales the value before anything reads it, so that its own row says nothing."""
-        node = self.named[name]
-        readers = [user for user in node.users if info(user).dim is None]
-        return name not in self.sites and bool(readers) and all(_scales_a_value(user) for user in readers)
-
-    def _selectors(self) -> dict[str, str]:
-        """Return for every node the selector that skips its region: the path of the region's first operator if that
-        module has no submodules with operators, else the type of the operator."""
-        paths = {origin(node).path.partition("@")[0] for node in self.nodes.values() if operator(node)}
-        found = {}
-        for region in self.reference.annotations.regions:
-            where = origin(region.anchor)
-            path = ".".join(part.partition("@")[0] for part in where.path.split("."))
-            alone = path and not any(other.startswith(f"{path}.") for other in paths)
-            found.update({node.name: path if alone else f"op:{where.operator}" for node in region.computed})
-        return found
-
-
-def projection_of(weight: str) -> str:
-    """Return the projection of an `nn.MultiheadAttention` that a weight belongs to, by its name, or "".
-
-    `in_proj_weight` has the rows of query, key and value, in this order. ``in_proj_weight_64_128`` are its rows from 64
-    to 127, those of the key: as many rows come before them. Corrections append a word to the names of new weights.
-    """
-    weight = re.sub(r"(_(smoothed|equalized|fitted))+$", "", weight)
-    for end, projection in PROJECTIONS.items():
-        if weight.endswith(end):
-            return projection
-    rows = re.search(r"in_proj_weight_(\d+)_(\d+)$", weight)
-    if rows is None:
-        return ""
-    start, stop = int(rows[1]), int(rows[2])
-    part, rest = divmod(start, stop - start)
-    return "" if rest or part > 2 else ("query", "key", "value")[part]
-
-
-PROJECTIONS = {
-    "q_proj_weight": "query",
-    "k_proj_weight": "key",
-    "v_proj_weight": "value",
-    "out_proj_weight": "output projection",
-}
-"""Projections by the end of the name of a weight of `nn.MultiheadAttention`."""
-
-
-def _scales_a_value(node: fx.Node) -> bool:
-    """Return whether equalization inserted the node to multiply a value by one factor per channel."""
-    return node.target in EQUALIZED and (info(node).divides_by_smoothing or not origin(node).operator)
-
-
-def _packet(name: str) -> str:
-    """Return ``aten.relu`` for ``aten.relu_.default``: an operator without its overload and in-place mark."""
-    return ".".join(name.split(".")[:2]).rstrip("_")
-
-
-FLOATING = (DType.F16, DType.BF16, DType.F32, DType.F64)
-
-
-def _compared(node: fx.Node) -> bool:
-    """Return whether a node is an input or an operator of the model with a floating-point tensor as its value."""
-    kind = tensor_type(node)
-    is_inserted = operator(node).startswith(("quantized_decomposed.", "intaglio."))
-    known = node.op == "placeholder" or (node.op == "call_function" and not is_inserted)
-    return known and kind is not None and kind.q is None and kind.dtype in FLOATING
 
 
 def _has_run(node: fx.Node, ran: range | None, given: NodeValues) -> bool:

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from intaglio.backends.channel_zero_points import byte_inputs
 from intaglio.backends.inductor.inductor_graph import graph_for_inductor, graph_with_byte_inputs
-from intaglio.backends.inductor.inductor_report import Report, report_of
+from intaglio.backends.inductor.inductor_report import InductorReport, report_of
 from intaglio.backends.inductor.inductor_sizes import sizes_of_inputs
 from intaglio.errors import ArtifactError, BuildError, InputError, UnsupportedError
 from intaglio.fxgraph.node_info import origin
@@ -79,7 +79,7 @@ class InductorModel(nn.Module):
         self._byte_inputs = byte_inputs(self._graphs[frozenset()])
         self._programs: list[_CompiledGraph] = []
         self._by_type: dict[tuple[_Type, ...], _CompiledGraph] = {}
-        self.report: Report | None = None
+        self.report: InductorReport | None = None
         self._example: list[torch.Tensor] = []
         for index, tensor in enumerate(initial_state(self.signature)):
             self.register_buffer(f"state{index}", tensor)
@@ -149,7 +149,7 @@ class InductorModel(nn.Module):
 
     # -- public methods ------------------------------------------------------------------------------------------
 
-    def save_package(self, path: str | Path) -> Report:
+    def save_package(self, path: str | Path) -> InductorReport:
         """Compile ahead of time into a file that needs neither intaglio nor Python. Dynamic sizes stay dynamic.
 
         ``torch._inductor.aoti_load_package(path)`` in Python, or ``torch::inductor::AOTIModelPackageLoader`` in C++,

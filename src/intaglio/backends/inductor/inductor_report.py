@@ -65,7 +65,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Report:
+class InductorReport:
     """Implementation of every operator of the model in execution order, and notes about the whole program."""
 
     operators: tuple[Placed, ...]
@@ -90,7 +90,7 @@ class Report:
         return "\n".join([self.summary, *self.notes, *map(str, self.operators)])
 
 
-def report_of(graph: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> Report:
+def report_of(graph: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] = ()) -> InductorReport:
     """Return the report about a compiled graph.
 
     Args:
@@ -106,7 +106,7 @@ def report_of(graph: fx.Graph, made: Iterable[fx.Node], notes: tuple[str, ...] =
     for layer in (node for node in graph.nodes if is_int8_layer(node)):
         chain = _nodes_of_call(layer, targets)
         fused.update((node, _int8_call(targets[chain[-1].name])) for node in chain)
-    return Report(tuple(_merged_parts(_implementations(graph, targets, fused))), notes)
+    return InductorReport(tuple(_merged_parts(_implementations(graph, targets, fused))), notes)
 
 
 def _implementations(

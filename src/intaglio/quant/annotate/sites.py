@@ -131,10 +131,11 @@ class Site:
     def __str__(self) -> str:
         span = f"[{self.qmin}, {self.qmax}]" + ("" if self.axis is None else f" axis {self.axis}")
         groups = f" groups of {self.group}" if self.group else ""
-        return f"{self.name}: {self.role} {self.datatype or self.dtype} {span}{groups} {_spec(self.spec)}"
+        return f"{self.name}: {self.role} {self.datatype or self.dtype} {span}{groups} {spec_text(self.spec)}"
 
 
-def _spec(spec: Spec) -> str:
+def spec_text(spec: Spec) -> str:
+    """Return how the parameters of a site are determined."""
     if isinstance(spec, Observed):
         how = spec.method if spec.observer is None else "custom observer"
         return f"observed ({how}{', symmetric' if spec.symmetric else ''})"

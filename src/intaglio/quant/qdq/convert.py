@@ -48,6 +48,15 @@ from intaglio.tracing.loops.while_loops import replace_loop_bodies
 
 
 @dataclass(frozen=True)
+class Seen:
+    """Number and extrema of the values that calibration has seen at a site."""
+
+    count: int
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Reference(GraphStage):
     """The quantized model simulated in float, with explicit quantize and dequantize operators and integer weights.
 
@@ -63,6 +72,7 @@ class Reference(GraphStage):
         model_info: stage texts, and in `model_info.notes` the adjustments made on the way.
         passes: passes that rewrote the captured graph.
         bodies: references of loop bodies by name.
+        observed: site -> number and extrema of the values that calibration has seen, where it took place.
     """
 
     module: fx.GraphModule
@@ -73,6 +83,7 @@ class Reference(GraphStage):
     model_info: ModelInfo = field(default_factory=ModelInfo)
     passes: tuple[Pass, ...] = ()
     bodies: Mapping[str, Reference] = field(default_factory=dict)
+    observed: Mapping[str, Seen] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Reference({len(self.qparams)} sites; a simulation in float, slower than the float model)"
@@ -104,17 +115,27 @@ def convert(
         ranges = ranges.without(*left_in_float(prepared))
         corrections = corrections or given_corrections(prepared, ranges)
     corrections = corrections or Corrections(prepared.annotations)
-    annotations = corrections.annotations
-    if annotations.sites_text() != prepared.annotations.sites_text():
+    if corrections.annotations.sites_text() != prepared.annotations.sites_text():
         raise CalibrationError(
             "corrections",
             None,
             "they belong to another model",
             remedy="compute them for this model: correct(prepared, ranges, data)",
         )
-    remarks: list[str] = []
+    return _converted(prepared, ranges, corrections, bodies)
+
+
+def _converted(
+    prepared: Prepared,
+    ranges: Ranges | Parameters | None,
+    corrections: Corrections,
+    bodies: Mapping[str, Reference],
+) -> Reference:
+    """Return the reference of a model with these corrections, whose loop bodies are converted."""
+    remarks, annotations = list[str](), corrections.annotations
     qparams, kept = _chosen_qparams(prepared, ranges, corrections, remarks)
-    remarks += rounding_costs(annotations, qparams, _statistics(prepared, ranges))
+    statistics = _statistics(prepared, ranges)
+    remarks += rounding_costs(annotations, qparams, statistics)
     module = copy_graph(annotations.module)
     _rewrite(module, qparams, corrections, kept, remarks)
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
@@ -140,7 +161,17 @@ def convert(
         texts["corrections"] = report
     model_info = prepared.model_info.with_stage(tuple(remarks), **texts)
     signature = _quantized_outputs(signature, prepared, qparams) if prepared.quantizer.integers else signature
-    return Reference(module, signature, qparams, prepared.annotations, parameters, model_info, prepared.passes, bodies)
+    return Reference(
+        module,
+        signature,
+        qparams,
+        prepared.annotations,
+        parameters,
+        model_info,
+        prepared.passes,
+        bodies,
+        {name: Seen(found.count, found.low, found.high) for name, found in statistics.items() if found.count},
+    )
 
 
 def _rewrite(

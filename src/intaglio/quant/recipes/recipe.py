@@ -141,15 +141,27 @@ class Recipe:
             classes: module path -> class name.
         """
         result = self.default.with_defaults(DEFAULT)
+        for _, setting in self.entries_for(origin, classes):
+            result = setting.with_defaults(result)
+        return result
+
+    @check_arguments_except("classes")
+    def entries_for(self, origin: Origin, classes: Mapping[str, str]) -> list[tuple[str, Setting]]:
+        """Return the entries that apply to one operator, the weakest first.
+
+        Args:
+            origin: path and operator.
+            classes: module path -> class name.
+        """
+        found = []
         for level in PREFIXES:
             hits = [
-                (depth, index, setting)
+                (depth, index, selector, setting)
                 for index, (selector, setting) in enumerate(self.entries)
                 if prefix_of(selector) == level and (depth := matches(selector, origin, classes)) is not None
             ]
-            for _, _, setting in sorted(hits, key=lambda hit: hit[:2]):
-                result = setting.with_defaults(result)
-        return result
+            found += [(selector, setting) for _, _, selector, setting in sorted(hits, key=lambda hit: hit[:2])]
+        return found
 
     @check_arguments_except("classes")
     def check(self, origins: Iterable[Origin], classes: Mapping[str, str]) -> None:

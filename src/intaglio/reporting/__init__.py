@@ -1,0 +1,1 @@
+"""Reports of quantized models: what they cost in accuracy and time, operator by operator."""

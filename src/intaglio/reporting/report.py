@@ -1,0 +1,122 @@
+"""`report`: a page that shows what a quantized model costs in accuracy and time, operator by operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields
+from intaglio.errors import InputError
+from intaglio.output_paths import read_text, write_text
+from intaglio.quant.calibrate.batches import log_once
+from intaglio.reporting.collect import Settings, collect
+from intaglio.reporting.report_data import ReportData
+from intaglio.reporting.report_json import report_dict, report_from_json, report_json
+
+
+@check_fields
+@dataclass(frozen=True)
+class Report:
+    """A report of a quantized model. Its page is one file that needs no other and opens in any browser.
+
+    Attributes:
+        data: everything that the page shows.
+        other: the content of an earlier report, or of one about another model, to show beside it.
+    """
+
+    data: ReportData
+    other: ReportData | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content as a dictionary for JSON (docs/reference/formats.md, "Report")."""
+        return report_dict(self.data)
+
+    def to_json(self) -> str:
+        """Return the content as JSON text, which `load` reads."""
+        return report_json(self.data)
+
+    @check_arguments
+    def save_json(self, path: str | Path) -> None:
+        """Write the content to a JSON file.
+
+        Raises:
+            ArtifactError: the file cannot be written.
+        """
+        write_text(path, self.to_json())
+
+    @staticmethod
+    @check_arguments
+    def load(path: str | Path) -> Report:
+        """Return the report of a JSON file.
+
+        Raises:
+            ArtifactError: the file is not a report, or has another version.
+        """
+        return Report(report_from_json(read_text(path)))
+
+    @check_arguments
+    def beside(self, other: Report) -> Report:
+        """Return the report with another one shown beside it: of another model, or of the same one before a change."""
+        return Report(self.data, other.data)
+
+    def __repr__(self) -> str:
+        operators = sum(len(graph.operators) for graph in self.data.graphs)
+        beside = f", beside {self.other.name}" if self.other is not None else ""
+        return f"Report({self.data.name}: {operators} operators{beside})"
+
+
+@check_arguments_except("model", "float_model")
+@log_once()
+def report(
+    float_model: nn.Module | None,
+    model: Any,
+    data: Any = None,
+    *,
+    samples: int | None = 64,
+    calls: int = 20,
+    tries: int = 3,
+    against: Any = None,
+) -> Report:
+    """Measure what a quantized model costs in accuracy and time, operator by operator, for a page to look at.
+
+    One pass over the data compares both models and counts the values of every operator. Then the program is timed on
+    the first sample, and changes that may make the model more accurate are tried on the same samples.
+
+    Args:
+        float_model: the float model that was quantized, or ``None`` for a report without errors.
+        model: the quantized model: what `quantize`, `load` or `eager.convert` returned.
+        data: an iterable of batches as for `compare`, or ``None`` for a report without errors.
+        samples: number of samples to compare (``None``: all).
+        calls: number of timed calls; 0 measures no times.
+        tries: number of operators that are left in float one at a time to see what it gains; 0 tries no changes.
+        against: another quantized form of the same model, a `Report`, or the path of a report's JSON file, to show
+            beside this one.
+
+    Returns:
+        The report. Its ``data`` holds the numbers of `compare`, `QuantizedModel.profile` and ``model.coverage``.
+
+    Raises:
+        InputError: the model is not a quantized one, or does not belong to the float model.
+
+    Examples:
+        >>> found = intaglio.report(model, int8, batches)
+        >>> found.save("report.html")
+    """
+    if samples is not None and samples < 1:
+        raise InputError("report", None, f"samples = {samples}; it must be at least 1", remedy="leave samples out")
+    if calls < 0 or tries < 0:
+        problem = f"calls = {calls} and tries = {tries}; they must not be negative"
+        raise InputError("report", None, problem, remedy="pass 0 to leave out times or tries")
+    settings = Settings(samples, calls, tries)
+    if against is None or isinstance(against, Report):
+        other = against
+    elif isinstance(against, (str, Path)):
+        other = Report.load(against)
+    else:
+        batches = data if data is None or hasattr(data, "__len__") else list(data)
+        data, other = batches, Report(collect(float_model, against, batches, Settings(samples, calls, 0)))
+    found = Report(collect(float_model, model, data, settings))
+    return found if other is None else found.beside(other)

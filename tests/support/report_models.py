@@ -1,0 +1,104 @@
+"""Small quantized models of every kind, made once, and their reports."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import eager
+from support import nets
+from support.partial_models import Routed
+
+
+@dataclass(frozen=True)
+class Case:
+    """A float model, its quantized form, and batches."""
+
+    exact: nn.Module
+    quantized: Any
+    batches: list[Any]
+
+    def report(self, **options: Any) -> intaglio.Report:
+        return intaglio.report(self.exact, self.quantized, self.batches, **{"calls": 2, "tries": 0, **options})
+
+
+class Islands(nn.Module):
+    """Two convolutions with an operator between them that only PyTorch computes, and one that a program computes in
+    float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.cumsum(self.first(x), 2)
+        return self.head(torch.erf(self.second(x)).mean((2, 3)))
+
+
+class Branching(nn.Module):
+    """Adds or multiplies, by the values of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x + 1) if x.mean() > 10 else self.second(x)
+
+
+def pictures(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(4, 3, 12, 12, generator=generator) for _ in range(2)]
+
+
+def vectors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, 16, generator=generator) for _ in range(2)]
+
+
+def spoiled() -> nn.Module:
+    """A residual network whose first feature is always zero, and has weights in `blocks.0.conv1` so large that all
+    others vanish in their scale: harmless in float."""
+    model = nets.randomize(nets.Residual())
+    with torch.no_grad():
+        model.stem[1].weight[0], model.stem[1].bias[0] = 0, -1
+        model.blocks[0].conv1[0].weight[:, 0] = 300
+    return model
+
+
+def case_of(exact: nn.Module, batches: list[Any], **options: Any) -> Case:
+    return Case(exact, intaglio.quantize(exact, batches, progress=False, **options), batches)
+
+
+@cache
+def residual() -> Case:
+    return case_of(nets.randomize(nets.Residual()), pictures())
+
+
+@cache
+def islands() -> Case:
+    return case_of(nets.randomize(Islands()), pictures())
+
+
+@cache
+def parts() -> Case:
+    return case_of(nets.randomize(Routed()), pictures())
+
+
+@cache
+def define_by_run() -> Case:
+    exact, batches = nets.randomize(Branching()), vectors()
+    prepared = eager.prepare(exact, batches[0])
+    for batch in batches:
+        prepared(batch)
+    return Case(exact, eager.convert(prepared), batches)
+
+
+@cache
+def residual_report() -> intaglio.Report:
+    return residual().report(tries=2)
