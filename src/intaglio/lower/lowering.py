@@ -86,7 +86,8 @@ def requantize(reference: Reference) -> Lowered:
     notes = tuple(
         f"the loop {name} runs in Python; its body is a program of its own, which is counted once" for name in bodies
     )
-    result = LoweringResult(lowered.integer, native, floats, lowered.values)
+    computed = frozenset(name for op in graph.ops for name in op.outputs)
+    result = LoweringResult(lowered.integer, native, floats, lowered.values, computed)
     texts = {"integer": lowered.text(), "operators": facts_of(reference, result).to_json()}
     return replace(lowered, model_info=reference.model_info.with_stage(notes, **texts))
 

@@ -152,18 +152,21 @@ def _assigned(facts: ModelFacts, plan: Plan, stored: Mapping[str, int]) -> tuple
             readers.setdefault(source, []).append(one.node)
     computed = {name for op in plan.graph.ops for name in op.outputs}
     found: dict[str, int] = {}
+    behind: dict[str, int] = {}  # where what a node computes is stored, for nodes before it that store nothing
     views = set[str]()
     for one in reversed(facts.operators):
         if one.precision == Precision.INPUT:
             continue
-        if one.value in stored:
-            found[one.node] = stored[one.value]
-        elif one.value in computed:
+        step = stored.get(one.value)
+        if step is None and one.value in computed:
             views.add(one.node)
-        else:
-            step = next((found[reader] for reader in readers.get(one.node, ()) if reader in found), None)
-            if step is not None:
-                found[one.node] = step
+            if (root := plan.root(one.value)) in stored:
+                behind[one.node] = stored[root]
+            continue
+        if step is None:
+            step = next((behind[reader] for reader in readers.get(one.node, ()) if reader in behind), None)
+        if step is not None:
+            found[one.node] = behind[one.node] = step
     return found, frozenset(views)
 
 

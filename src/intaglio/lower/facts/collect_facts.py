@@ -31,12 +31,14 @@ class LoweringResult:
         native: names of nodes that the program computes in float32.
         skipped: operators that stay in float, with reasons.
         values: value of the integer graph by name of the node.
+        computed: values that operators of the final integer graph compute.
     """
 
     integer: frozenset[str]
     native: frozenset[str]
     skipped: tuple[Skip, ...]
     values: Mapping[str, str]
+    computed: frozenset[str]
 
 
 def facts_of(reference: Reference, lowering: LoweringResult) -> ModelFacts:
@@ -86,7 +88,7 @@ class _Collector:
             reason="" if node.name in lowering.integer else self.reasons.get(name, self.reasons.get(node.name, "")),
             fusion=region.name if region is not None else (mark.fusion if mark is not None else ""),
             region=index if region is not None else (mark.index if mark is not None else -1),
-            value=lowering.values.get(node.name, ""),
+            value=self._value(node),
             site=site.name if site is not None else "",
             inputs=self._inputs(region),
             weight=self._weight(name, region),
@@ -99,6 +101,12 @@ class _Collector:
         if node.name in self.lowering.integer:
             return Precision.INT8
         return Precision.FLOAT32 if node.name in self.lowering.native else Precision.PYTORCH
+
+    def _value(self, node: fx.Node) -> str:
+        """Return the value that the integer graph has for a node: itself, or quantized."""
+        quantized = [user for user in node.users if operator(user).startswith("quantized_decomposed.quantize")]
+        found = (self.lowering.values.get(one.name, "") for one in (node, *quantized))
+        return next((value for value in found if value in self.lowering.computed), "")
 
     def _reads(self, node: fx.Node) -> tuple[str, ...]:
         """Return the shown nodes whose values a node reads, through nodes that are not shown."""
