@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
-    from intaglio.reporting.report import Report, report
+    from intaglio.reporting.make_report import Report, report
     from intaglio.runtime import QuantizedModel
     from intaglio.tune.compare_models import compare
 else:
@@ -49,7 +49,7 @@ else:
         "PartlyQuantizedModel": "intaglio.parts",
         "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",
-        "Report": "intaglio.reporting.report",
+        "Report": "intaglio.reporting.make_report",
         "Setting": "intaglio.quant.recipes.settings",
         "autotune": "intaglio.api",
         "compare": "intaglio.tune",
@@ -57,7 +57,7 @@ else:
         "load": "intaglio.build",
         "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
-        "report": "intaglio.reporting.report",
+        "report": "intaglio.reporting.make_report",
     }
     """Public name -> the module that defines it. Names that are missing here are modules themselves."""
 

@@ -199,6 +199,8 @@ def test_arguments_that_make_no_report_are_errors_whose_remedies_work():
     assert "pass what quantize, load or eager.convert returns" in str(raised.value)
     with pytest.raises(InputError, match="leave samples out"):
         case.report(samples=0)
-    with pytest.raises(InputError, match="pass 0 to leave out times or tries"):
+    with pytest.raises(InputError, match="pass 0 to measure no times"):
         case.report(calls=-1)
-    assert case.report(calls=0).data.graphs[0].profile is None
+    with pytest.raises(InputError, match="pass 0 to try no changes"):
+        case.report(tries=-1)
+    assert case.report(calls=0, tries=0).data.graphs[0].profile is None

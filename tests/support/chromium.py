@@ -1,5 +1,6 @@
 """A small client of the DevTools protocol: opens pages in a headless Chromium and returns what happened in them."""
 
+import base64
 import fcntl
 import json
 import os
@@ -87,11 +88,33 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
         self.events.clear()
         self.wait_for_load(self.call("Page.navigate", url=address)["loaderId"])
-        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        visit = Visit(answer["result"].get("value"))
+        visit = Visit(self.evaluate(script))
         for event in self.events:
             self.note(event.get("method"), event.get("params", {}), visit)
         return visit
+
+    def evaluate(self, script: str) -> Any:
+        """Run a script in the page and return its value, which a promise may give."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """Press and release a key, a letter or a named one such as "Enter"."""
+        text = key if len(key) == 1 else {"Enter": "\r"}.get(key, "")
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def prefer(self, scheme: str) -> None:
+        """Let pages think that the user prefers the colour scheme "light" or "dark"."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def picture(self, width: int, height: int, scale: float = 1) -> bytes:
+        """Return the page in a window of this size as a PNG."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+        )
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def note(self, method: str | None, params: dict[str, Any], visit: Visit) -> None:
         if method == "Network.requestWillBeSent":

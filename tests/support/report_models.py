@@ -1,6 +1,6 @@
 """Small quantized models of every kind, made once, and their reports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,9 @@ import intaglio
 from intaglio import eager
 from support import nets
 from support.partial_models import Routed
+
+NASTY = '</script><img src=x onerror="alert(1)">{{ 7 * 7 }}&amp;\'"'
+"""A name of a module that would run code, end an element, or be a template, if it were not escaped."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,25 @@ def define_by_run() -> Case:
 @cache
 def residual_report() -> intaglio.Report:
     return residual().report(tries=2)
+
+
+def nasty_report() -> intaglio.Report:
+    """A report in which every text is a nasty one."""
+    data = residual_report().data
+    (graph,) = data.graphs
+    operators = tuple(
+        replace(
+            one,
+            name=f"{index} {NASTY}",
+            fused=(NASTY,) if one.fused else (),
+            counted_with="",
+            facts=replace(one.facts, path=NASTY, operator=NASTY, source=NASTY, reason=NASTY, selector=NASTY),
+        )
+        for index, one in enumerate(graph.operators)
+    )
+    tried = tuple(replace(one, title=NASTY, python=NASTY, command=NASTY) for one in data.suggestions)
+    run = replace(data.run, recipe=NASTY, corrections=(NASTY,), cpu=NASTY, versions={NASTY: NASTY})
+    graphs = (replace(graph, name=NASTY, operators=operators),)
+    coverage = replace(data.coverage, notes=(NASTY,))
+    changed = replace(data, name=NASTY, graphs=graphs, suggestions=tried, run=run, limits=(NASTY,), coverage=coverage)
+    return intaglio.Report(changed, changed)

@@ -18,13 +18,11 @@ from intaglio.lower import Lowered, requantize
 from intaglio.lower.facts.operator_facts import ModelFacts
 from intaglio.parts import PartlyQuantizedModel
 from intaglio.reporting.operators import OperatorSteps, graph_report, steps_of
-from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData, Suggestion
+from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
 from intaglio.reporting.run_record import run_record
-from intaglio.reporting.suggestions import suggestions
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.profile import Profile
 from intaglio.signature import bind
-from intaglio.tracing import Captured
 from intaglio.tune import ComparisonRun, first_sample, random_sample, run_comparison
 from intaglio.tune.schedule_search import unflatten_call
 
@@ -36,12 +34,34 @@ class Settings:
     Attributes:
         samples: number of samples to compare; ``None`` for all.
         calls: number of timed calls; 0 measures no times.
-        tries: number of operators to try in float one at a time; 0 tries no changes.
+
+    Raises:
+        InputError: a number is too small.
     """
 
     samples: int | None = 64
     calls: int = 20
-    tries: int = 3
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 1:
+            problem = f"samples = {self.samples}; it must be at least 1"
+            raise InputError("report", None, problem, remedy="leave samples out")
+        if self.calls < 0:
+            problem = f"calls = {self.calls}; it must not be negative"
+            raise InputError("report", None, problem, remedy="pass 0 to measure no times")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """The content of a report, and the comparisons that it was made of.
+
+    Attributes:
+        data: the content.
+        runs: the comparison of each graph that was compared, by name of the graph.
+    """
+
+    data: ReportData
+    runs: Mapping[str, ComparisonRun] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,7 +75,7 @@ class _Collected:
     isa: str = ""
 
 
-def collect(float_model: nn.Module | None, model: Any, data: Any, settings: Settings) -> ReportData:
+def collect(float_model: nn.Module | None, model: Any, data: Any, settings: Settings) -> Collection:
     """Return the content of the report of a quantized model.
 
     Args:
@@ -84,7 +104,7 @@ def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     return iter(model.named_modules()) if isinstance(model, nn.Module) else iter(())
 
 
-def _of_program(float_model: nn.Module | None, model: QuantizedModel, data: Any, settings: Settings) -> ReportData:
+def _of_program(float_model: nn.Module | None, model: QuantizedModel, data: Any, settings: Settings) -> Collection:
     """Return the content for a model that is one program."""
     found, run = _Collected(), None
     with _unchanged_state(model):
@@ -97,11 +117,8 @@ def _of_program(float_model: nn.Module | None, model: QuantizedModel, data: Any,
         _add_program(found, "", model, run, settings, own=False)
         for name, loop in model.loops.items():
             _add_program(found, name, loop.body, None, replace(settings, calls=0), own=False)
-    tried: tuple[Suggestion, ...] = ()
-    if run is not None and run.graphs and isinstance(run.stage, Captured):
-        tried = suggestions(run.stage, run.graphs[0].reference, run.comparison, run.calls, settings.tries)
     made = _report(model.model_info.name, ModelKind.WHOLE, model.coverage, run, found)
-    return replace(made, suggestions=tried)
+    return Collection(made, {"": run} if run is not None else {})
 
 
 def _add_program(
@@ -147,7 +164,7 @@ def _profile(program: QuantizedModel, run: ComparisonRun | None, calls: int) -> 
         return None, error.problem.splitlines()[0]
 
 
-def _of_parts(float_model: nn.Module | None, model: PartlyQuantizedModel, data: Any, settings: Settings) -> ReportData:
+def _of_parts(float_model: nn.Module | None, model: PartlyQuantizedModel, data: Any, settings: Settings) -> Collection:
     """Return the content for a model that consists of Python code and int8 parts."""
     found, runs = _Collected(), dict[str, ComparisonRun]()
     if float_model is not None and data is not None:
@@ -162,10 +179,10 @@ def _of_parts(float_model: nn.Module | None, model: PartlyQuantizedModel, data: 
     digests = "".join(run.digest for run in runs.values())
     made = _report(type(model.model).__name__, ModelKind.PARTS, model.coverage, None, found)
     samples = max((run.comparison.samples for run in runs.values()), default=0)
-    return replace(made, run=replace(made.run, samples=samples, data=digests))
+    return Collection(replace(made, run=replace(made.run, samples=samples, data=digests)), runs)
 
 
-def _of_session(float_model: nn.Module | None, model: nn.Module, data: Any, settings: Settings) -> ReportData:
+def _of_session(float_model: nn.Module | None, model: nn.Module, data: Any, settings: Settings) -> Collection:
     """Return the content for a converted model of eager mode."""
     found, run = _Collected(limits=[NO_TIMES]), None
     if float_model is not None and data is not None:
@@ -181,7 +198,7 @@ def _of_session(float_model: nn.Module | None, model: nn.Module, data: Any, sett
         found.graphs.append(graph_report(name, facts, OperatorSteps(), own, compared.get(number)))
         found.texts.append(lowered.model_info.texts)
         found.integer.append(lowered.graph)
-    return _report(type(model).__name__, ModelKind.DEFINE_BY_RUN, eager.coverage(model), run, found)
+    return Collection(_report(type(model).__name__, ModelKind.DEFINE_BY_RUN, eager.coverage(model), run, found))
 
 
 def _recordings(model: nn.Module) -> Iterator[tuple[int, Lowered]]:
@@ -197,14 +214,14 @@ def _of_programs(
     programs: Mapping[str, QuantizedModel],
     data: Any,
     settings: Settings,
-) -> ReportData:
+) -> Collection:
     """Return the content for a model of a library that has several programs, such as one that generates text."""
     found, run = _Collected(limits=[PROGRAMS_ONLY]), None
     if float_model is not None and data is not None:
         run = _attempt(lambda: run_comparison(float_model, model, data, settings.samples), found.limits)
     for path, program in programs.items():
         _add_program(found, path, program, None, settings, own=False)
-    return _report(type(model).__name__, ModelKind.PARTS, _coverage(model, programs), run, found)
+    return Collection(_report(type(model).__name__, ModelKind.PARTS, _coverage(model, programs), run, found))
 
 
 def _coverage(model: nn.Module, programs: Mapping[str, QuantizedModel]) -> Coverage:

@@ -26,7 +26,7 @@ ROWS_KEY = "rows"
 
 def report_dict(data: ReportData) -> dict[str, Any]:
     """Return the content of a report as a dictionary for JSON, in which infinite decibels are ``None``."""
-    found = _plain(data)
+    found = json_value(data)
     for graph, entry in zip(data.graphs, found["graphs"], strict=True):
         for operator, one in zip(graph.operators, entry["operators"], strict=True):
             one["microseconds"], one["share"] = graph.microseconds(operator), graph.share(operator)
@@ -61,23 +61,24 @@ def report_from_json(text: str) -> ReportData:
 WRITE_AGAIN = "write it again with this version: report.save_json(path)"
 
 
-def _plain(value: Any) -> Any:
-    """Return a value made of dataclasses, tuples and mappings as JSON."""
+def json_value(value: Any) -> Any:
+    """Return a value made of dataclasses, tuples and mappings as JSON, in which infinite numbers are ``None`` or
+    `NO_SIGNAL`."""
     if isinstance(value, Comparison):
         return {**_fields(value, but=(ROWS_KEY,)), "verdict": value.verdict}
     if is_dataclass(value) and not isinstance(value, type):
         return _fields(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): json_value(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(one) for one in value]
+        return [json_value(one) for one in value]
     if isinstance(value, float) and not math.isfinite(value):
         return NO_SIGNAL if value == -math.inf else None
     return str(value) if isinstance(value, Enum) else value
 
 
 def _fields(record: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {one.name: _plain(getattr(record, one.name)) for one in fields(record) if one.name not in but}
+    return {one.name: json_value(getattr(record, one.name)) for one in fields(record) if one.name not in but}
 
 
 @cache

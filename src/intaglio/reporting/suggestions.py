@@ -11,19 +11,23 @@ from torch import fx
 
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.nodes import record_of
+from intaglio.lower.facts.operator_facts import OperatorFacts
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.calibrate.batches import Call
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.recipes.quantizer import Quantizer
+from intaglio.quant.recipes.settings import Setting
 from intaglio.reporting.report_data import Suggestion
 from intaglio.tracing import Captured
-from intaglio.tune import Comparison, SearchStart, compare_results
+from intaglio.tune import Comparison, ComparisonRun, SearchStart, compare_results
 
 logger = logging.getLogger("intaglio")
 
 LARGE = 0.5
 """Share of the multiply-accumulates that linear layers have in a model for which scales by token are tried."""
+OTHER_METHODS = ("minmax", "mse", "percentile:99.99", "kl")
+"""Range methods that are tried for one operator."""
 
 
 @dataclass(frozen=True)
@@ -35,55 +39,106 @@ class Change:
         python: arguments of `intaglio.quantize`.
         command: options of ``intaglio quantize``.
         quantizer: the changed quantizer.
-        recalibrated: whether the ranges of activations change too.
+        corrected: whether the corrections of the model still fit.
     """
 
     title: str
     python: str
     command: str
     quantizer: Quantizer
-    recalibrated: bool = False
+    corrected: bool = True
 
 
-def suggestions(
-    captured: Captured, reference: Reference, comparison: Comparison, calls: Sequence[Call], count: int
-) -> tuple[Suggestion, ...]:
-    """Return changes with the error of the result that each leaves, the one with the largest gain first.
+class Trials:
+    """Tries changes of a quantized model on the samples on which it was compared.
 
-    Args:
-        captured: the captured float model.
-        reference: the reference of the int8 model.
-        comparison: the comparison of both over the calls.
-        calls: the calls to measure on.
-        count: number of operators to leave in float, one at a time; 0 tries nothing.
+    Attributes:
+        start: the model as it is.
+        comparison: its errors.
+        now: the errors of the results of its reference, which changes are measured with.
     """
-    text = reference.model_info.texts.get("quantizer")
-    if text is None or not comparison.rows or not comparison.results or not count:
-        return ()
-    batches = [_batch(call) for call in calls]
-    start = SearchStart(captured, Quantizer.from_toml(text), reference, batches)
-    now = compare_results(captured, reference, batches, samples=None)
-    found = [_tried(start, change, now) for change in changes(start, comparison, count)]
-    return tuple(sorted(found, key=lambda one: (bool(one.failure), -one.gain)))
+
+    def __init__(self, start: SearchStart, comparison: Comparison) -> None:
+        self.start, self.comparison = start, comparison
+        self.now = compare_results(start.captured, start.reference, start.batches, samples=None)
+
+    @staticmethod
+    def of(run: ComparisonRun | None) -> Trials | None:
+        """Return the trials for a comparison, or ``None`` if the model's reference is not known."""
+        if run is None or not run.graphs or not isinstance(run.stage, Captured):
+            return None
+        text = run.graphs[0].reference.model_info.texts.get("quantizer")
+        if text is None or not run.comparison.rows or not run.comparison.results:
+            return None
+        batches = [_batch(call) for call in run.calls]
+        start = SearchStart(run.stage, Quantizer.from_toml(text), run.graphs[0].reference, batches)
+        return Trials(start, run.comparison)
+
+    def tried(self, change: Change) -> Suggestion:
+        """Return a change with the error of the result that it leaves."""
+        made = Suggestion(change.title, change.python, change.command, self.now.results[0], 0.0, self.now.agreement)
+        try:
+            reference = self.start.reference_of(change.quantizer, change.corrected)
+            then = compare_results(self.start.captured, reference, self.start.batches, samples=None)
+        except IntaglioError as error:
+            logger.info("report: %s cannot be tried: %s", change.title, error.problem)
+            return replace(made, failure=error.problem.splitlines()[0])
+        return replace(made, after=then.results[0], agreement_after=then.agreement, macs=_share_in_int8(reference))
+
+    def for_model(self, count: int) -> tuple[Suggestion, ...]:
+        """Return changes of the whole model, the one with the largest gain first.
+
+        Args:
+            count: number of the worst operators to leave in float, one at a time; 0 tries nothing.
+        """
+        found = map(self.tried, model_changes(self.start, self.comparison, count) if count else ())
+        return tuple(sorted(found, key=lambda one: (bool(one.failure), -one.gain)))
+
+    def for_operator(self, facts: OperatorFacts) -> tuple[Suggestion, ...]:
+        """Return changes of the kernel of one operator."""
+        return tuple(map(self.tried, operator_changes(self.start, facts)))
 
 
-def changes(start: SearchStart, comparison: Comparison, count: int) -> Iterator[Change]:
-    """Yield the changes to try: the worst operators in float, alone and together, 16-bit residual sums, another range
-    method, and a scale for each token."""
+def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Iterator[Change]:
+    """Yield changes of a whole model: the worst operators in float, alone and together, 16-bit residual sums, another
+    range method, and a scale for each token."""
     worst, quantizer = comparison.skip_list(count), start.quantizer
     for selector in worst:
         yield _skip([selector], f"Leave {selector} in float", start)
-    if len(worst) > 1:
+    if 1 < len(worst) < len({row.skip for row in comparison.rows if row.skip}):
         yield _skip(worst, f"Leave these {len(worst)} in float together", start)
     default, regions = quantizer.recipe.default, start.reference.annotations.regions
     if default.shortcut != 16 and any(_in_16_bits(region).adds_shortcut for region in regions):
         yield _setting("Residual sums in 16 bits", quantizer, "accurate", shortcut=16)
     other = "minmax" if default.method != "minmax" else "mse"
-    method = _setting(f"Choose all ranges with the method {other}", quantizer, "", method=other)
-    yield replace(method, recalibrated=True)
+    yield _setting(f"Choose all ranges with the method {other}", quantizer, "", method=other)
     if _share_of_linear(start.reference) > LARGE and default.activations == "static":
         title = "A scale for each token, computed while the model runs"
-        yield _setting(title, quantizer, "int8_dynamic", activations="token")
+        yield replace(_setting(title, quantizer, "int8_dynamic", activations="token"), corrected=False)
+
+
+def operator_changes(start: SearchStart, facts: OperatorFacts) -> Iterator[Change]:
+    """Yield changes of the kernel of an operator: in float, with a 16-bit shortcut, with each other range method."""
+    names = {facts.node}
+    region = next((one for one in start.reference.annotations.regions if names & _nodes(one)), None)
+    if region is None or not facts.selector:
+        return
+    yield _skip([facts.selector], "In float", start)
+    if region.setting.shortcut != 16 and _in_16_bits(region).adds_shortcut:
+        yield _entry("Its residual sum in 16 bits", start.quantizer, facts.selector, shortcut=16)
+    for method in OTHER_METHODS:
+        if method != region.setting.method:
+            yield _entry(f"Ranges by the method {method}", start.quantizer, facts.selector, method=method)
+
+
+def _nodes(region: Region) -> set[str]:
+    return {node.name for node in region.computed}
+
+
+def _entry(title: str, quantizer: Quantizer, selector: str, **fields: Any) -> Change:
+    """Return the change of one entry of the recipe."""
+    recipe = replace(quantizer.recipe, entries=(*quantizer.recipe.entries, (selector, Setting(**fields))))
+    return Change(title, f"recipe={{{selector!r}: {fields!r}}}", "", replace(quantizer, recipe=recipe))
 
 
 def _skip(selectors: Sequence[str], title: str, start: SearchStart) -> Change:
@@ -118,18 +173,6 @@ def _is_linear(node: fx.Node) -> bool:
     """Return whether an operator is a linear layer."""
     record = record_of(node)
     return record is not None and record.multiplies_weight and not record.convolves
-
-
-def _tried(start: SearchStart, change: Change, now: Comparison) -> Suggestion:
-    """Return a change with the errors that it leaves."""
-    made = Suggestion(change.title, change.python, change.command, now.results[0], 0.0, now.agreement)
-    try:
-        reference = start.reference_of(change.quantizer, change.recalibrated)
-        then = compare_results(start.captured, reference, start.batches, samples=None)
-    except IntaglioError as error:
-        logger.info("report: %s cannot be tried: %s", change.title, error.problem)
-        return replace(made, failure=error.problem.splitlines()[0])
-    return replace(made, after=then.results[0], agreement_after=then.agreement, macs=_share_in_int8(reference))
 
 
 def _share_in_int8(reference: Reference) -> float:

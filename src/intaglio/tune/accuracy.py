@@ -19,6 +19,7 @@ from intaglio.lower import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared, prepare
 from intaglio.quant.correct.apply_equalization import apply_equalization
+from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams
@@ -132,13 +133,16 @@ class SearchStart:
         """
         return self.reference_of(self.quantizer_leaving(left))
 
-    def reference_of(self, quantizer: Quantizer, recalibrated: bool = False) -> Reference:
-        """Return the reference of another quantizer, with the same corrections and, if not ``recalibrated``, the same
-        parameters of activations where they fit."""
+    def reference_of(self, quantizer: Quantizer, corrected: bool = True) -> Reference:
+        """Return the reference of another quantizer, with the same corrections if ``corrected``, and the same
+        parameters of sites that do not change."""
         prepared, known = prepare(self.captured, quantizer), self.reference.parameters
-        if recalibrated:
-            known = replace(known, entries={name: entry for name, entry in known.entries.items() if "#" not in name})
-        return convert(prepared, self._with_missing(prepared, known))
+        if not corrected:
+            known = replace(known, entries={}, corrected=Corrected())
+        before = {site.name: site.spec for site in self.reference.annotations.sites}
+        changed = {site.name for site in prepared.annotations.sites if before.get(site.name) not in (None, site.spec)}
+        kept = {name: entry for name, entry in known.entries.items() if name not in changed}
+        return convert(prepared, self._with_missing(prepared, replace(known, entries=kept)))
 
     def _with_missing(self, prepared: Prepared, known: Parameters) -> Parameters:
         """Return the parameters with calibrated entries for sites that do not have any yet."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields
 from intaglio.errors import InputError
-from intaglio.output_paths import read_text, write_text
+from intaglio.output_paths import check_file, read_text, write_text
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Settings, collect
+from intaglio.reporting.pages.page import page_of
 from intaglio.reporting.report_data import ReportData
 from intaglio.reporting.report_json import report_dict, report_from_json, report_json
+from intaglio.reporting.suggestions import Trials
 
 
 @check_fields
@@ -37,6 +39,25 @@ class Report:
     def to_json(self) -> str:
         """Return the content as JSON text, which `load` reads."""
         return report_json(self.data)
+
+    def html(self) -> str:
+        """Return the page as HTML. It makes no requests, and names of modules are escaped.
+
+        Raises:
+            InputError: jinja2 is not installed.
+        """
+        return page_of(self.data, self.other)
+
+    @check_arguments
+    def save(self, path: str | Path) -> None:
+        """Write the page to an HTML file.
+
+        Raises:
+            ArtifactError: the file cannot be written.
+            InputError: jinja2 is not installed.
+        """
+        check_file(path)
+        write_text(path, self.html())
 
     @check_arguments
     def save_json(self, path: str | Path) -> None:
@@ -105,18 +126,19 @@ def report(
         >>> found = intaglio.report(model, int8, batches)
         >>> found.save("report.html")
     """
-    if samples is not None and samples < 1:
-        raise InputError("report", None, f"samples = {samples}; it must be at least 1", remedy="leave samples out")
-    if calls < 0 or tries < 0:
-        problem = f"calls = {calls} and tries = {tries}; they must not be negative"
-        raise InputError("report", None, problem, remedy="pass 0 to leave out times or tries")
-    settings = Settings(samples, calls, tries)
+    if tries < 0:
+        problem = f"tries = {tries}; it must not be negative"
+        raise InputError("report", None, problem, remedy="pass 0 to try no changes")
+    settings = Settings(samples, calls)
     if against is None or isinstance(against, Report):
         other = against
     elif isinstance(against, (str, Path)):
         other = Report.load(against)
     else:
         batches = data if data is None or hasattr(data, "__len__") else list(data)
-        data, other = batches, Report(collect(float_model, against, batches, Settings(samples, calls, 0)))
-    found = Report(collect(float_model, model, data, settings))
+        data, other = batches, Report(collect(float_model, against, batches, settings).data)
+    collection = collect(float_model, model, data, settings)
+    trials = Trials.of(collection.runs.get("")) if tries else None
+    tried = trials.for_model(tries) if trials is not None else ()
+    found = Report(replace(collection.data, suggestions=tried))
     return found if other is None else found.beside(other)
