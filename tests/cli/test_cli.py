@@ -125,7 +125,7 @@ def test_help_does_not_wait_for_torch(words):
 
 def test_every_command_has_help(run):
     text = ok(run("--help"))
-    for command in ("demo", "doctor", "quantize", "inspect", "bench"):
+    for command in ("demo", "doctor", "quantize", "inspect", "compare", "report", "bench"):
         assert command in text
         assert "--json" in ok(run(command, "--help"))
 
@@ -311,6 +311,32 @@ def test_compare_names_the_worst_operators_of_a_saved_file(run):
     assert found["samples"] == 8
     assert {row["path"] for row in found["rows"]} >= {"layer1.0", "layer2", "head"}
     assert set(found["skip"]) <= {"layer1.0", "layer2", "head", "op:aten.mean.dim"}
+
+
+def test_report_writes_a_page_and_a_summary(run, folder):
+    ok(run(*QUANTIZE))
+    words = ("report", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--calls", "2")
+    text = ok(run(*words, "--tries", "1"))
+    assert "<!DOCTYPE html>" in (folder / "report.html").read_text(encoding="utf-8")
+    assert "verdict: " in text
+    assert "best change that was tried: " in text
+    assert "report.html" in text
+    found = parsed(run(*words, "--tries", "0", "--samples", "4", "--json"))
+    assert found["version"] == 1
+    assert found["comparison"]["samples"] == 4
+    (folder / "before.json").write_text(json.dumps(found))
+    assert ok(run(*words, "--tries", "0", "--against", "before.json", "--out", "both.html", "--quiet")) == ""
+    assert "So far there" in (folder / "both.html").read_text(encoding="utf-8")
+
+
+def test_report_without_data_says_what_is_missing(run, folder):
+    ok(run(*QUANTIZE))
+    text = ok(run("report", "net.intaglio", "--calls", "0"))
+    assert "note: errors were not measured" in text
+    assert run("report", "net.intaglio", "--float", f"{MODULE}:net")[0] == 2
+    code, _, err = run("report", "net.intaglio", "--out", "nowhere/report.html")
+    assert code == 1
+    assert "choose a file in an existing folder" in err
 
 
 def test_quantize_prints_coverage_and_size(run):

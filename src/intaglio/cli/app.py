@@ -200,6 +200,40 @@ def compare(
 
 
 @app.command()
+def report(
+    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    float_model: Annotated[
+        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
+    ] = None,
+    data: Data = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="HTML file to write. Default: report.html, none with --json.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A saved model, or the JSON of a report, to show beside it."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples to compare.")] = 64,
+    calls: Annotated[int, typer.Option(min=0, help="Number of timed calls; 0 measures no times.")] = 20,
+    tries: Annotated[
+        int, typer.Option(min=0, help="Number of the worst operators to try in float; 0 tries no changes.")
+    ] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a page that shows what a saved model costs in accuracy and time, operator by operator."""
+    import intaglio.cli.report as command
+    from intaglio.cli.show import show
+
+    page = out if out is not None or json else Path("report.html")
+    with _stdout_kept_for_json(json):
+        request = command.ReportRequest(target, float_model, data, page, against, samples, calls, tries)
+        found, summary = command.run(request)
+    if json or not quiet:
+        show(found.to_dict() if json else summary, json, command.render)
+
+
+@app.command()
 def bench(
     target: Target,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,

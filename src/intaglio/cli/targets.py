@@ -85,6 +85,18 @@ def batches(text: str) -> Any:
     )
 
 
+def check_float_and_data(float_model: str | None, data: str | None) -> None:
+    """Raise an error that names the missing option if only one of ``--float`` and ``--data`` is given."""
+    if (float_model is None) != (data is None):
+        problem = "errors need both the float model and data"
+        raise typer.BadParameter(problem, param_hint="--data" if data is None else "--float")
+
+
+def report_or_model(path: Path) -> Any:
+    """Return the report of a JSON file, or the saved model of another file."""
+    return intaglio.Report.load(path) if path.suffix == ".json" else intaglio.load(path)
+
+
 def example(text: str) -> Any:
     """Return the arguments of one call: a tuple, a tensor, or the result of a function."""
     found = imported_object(text, "--example")
