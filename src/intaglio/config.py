@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from intaglio.errors import InputError
-from intaglio.number_text import MEGA
+from intaglio.formatting.number_text import MEGA
 
 VERSION = "0.1.0"
 """Version of this package, which saved models record."""

@@ -14,10 +14,10 @@ from rich.console import RenderableType
 from intaglio import config
 from intaglio.cli.show import Result, name_value_table, table
 from intaglio.errors import BuildError
+from intaglio.formatting.number_text import size_text
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
-from intaglio.number_text import size_text
 
 BUSY = 0.15
 """Share of processor time used by other processes above which measurements mean little."""

@@ -23,8 +23,8 @@ from intaglio.cli.show import (
     name_value_table,
     table,
 )
+from intaglio.formatting.number_text import count_text
 from intaglio.fxgraph.node_info import origin
-from intaglio.number_text import count_text
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.recipes.quantizer import Quantizer

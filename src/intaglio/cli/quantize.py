@@ -19,7 +19,7 @@ from intaglio import stages
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result
 from intaglio.errors import ArtifactError
-from intaglio.number_text import size_text
+from intaglio.formatting.number_text import size_text
 from intaglio.tune import compare_results
 
 ACCURACY_SAMPLES = 64

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 import intaglio
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_result, name_value_table
-from intaglio.number_text import size_text
+from intaglio.formatting.number_text import size_text
 from intaglio.output_paths import check_file
 from intaglio.reporting.number_formats import gain_text, microseconds
 

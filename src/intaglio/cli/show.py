@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from intaglio.number_text import count_text, size_text
+from intaglio.formatting.number_text import count_text, size_text
 from intaglio.runtime.reports.coverage import NO_MACS
 
 PLAIN_WIDTH = 120

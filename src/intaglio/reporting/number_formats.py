@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from intaglio.number_text import count_text
+from intaglio.formatting.number_text import count_text
 
 
 def decibels(value: float | None, unit: str = " dB") -> str:

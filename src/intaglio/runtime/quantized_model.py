@@ -15,9 +15,9 @@ import torch
 from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError, did_you_mean
+from intaglio.formatting.number_text import size_text
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
-from intaglio.number_text import size_text
 from intaglio.output_paths import check_file
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from intaglio.formatting.number_text import size_text
 from intaglio.lower.facts.operator_facts import Precision
-from intaglio.number_text import size_text
 from intaglio.reporting.number_formats import decibels, gain_text, macs_text, microseconds, percent
 from intaglio.reporting.pages.colours import error_class, time_class, worst_class
 from intaglio.reporting.pages.layout import Kernel, NetworkPicture, picture_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
-from intaglio.number_text import count_text, size_text
+from intaglio.formatting.number_text import count_text, size_text
 
 SHOWN_ISLANDS = 3
 """Number of operators that are named for each reason."""

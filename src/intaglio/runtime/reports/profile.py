@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from intaglio.formatting.number_text import count_text
 from intaglio.ir import Program, evaluate
-from intaglio.number_text import count_text
 
 MAX_LINE_LENGTH = 120
 """Maximum length of a printed line; longer lines are cut."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from intaglio.number_text import count_text, size_text
+from intaglio.formatting.number_text import count_text, size_text
 from intaglio.runtime.reports.coverage import Coverage, FloatPart
 
 
