@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from intaglio.lower.facts.operator_facts import Precision, SiteFacts
+from intaglio.lower.facts.operator_facts import IMPORTED, Precision, SiteFacts
 from intaglio.reporting.number_formats import decibels, macs_text, microseconds, number, percent
 from intaglio.reporting.report_data import GraphReport, OperatorReport
 
@@ -22,6 +22,7 @@ METHOD_MEANINGS = {
 """Meanings of the range methods, by name."""
 ROUNDING_MEANINGS = {
     "nearest": "to the nearest quantized value",
+    IMPORTED: "not by intaglio: the integers are those of the imported checkpoint",
     "gptq": "by GPTQ, so that the result of the operator changes least on calibration data",
     "adaround": "by AdaRound, so that the result of the operator changes least on calibration data",
 }

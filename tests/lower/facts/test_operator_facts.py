@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import intaglio
+from intaglio import stages
 from intaglio.errors import ArtifactError
 from intaglio.lower.facts.operator_facts import ModelFacts, Precision
 from support import report_models
@@ -40,6 +42,18 @@ def test_a_site_says_where_its_scale_comes_from(facts):
     shared = facts.site("#0/view.0")
     assert shared.leader == "pool#0/adaptive_avg_pool2d.0"
     assert shared.scale == facts.site(shared.leader).scale
+
+
+def test_weights_of_another_tool_are_named():
+    batches = report_models.vectors()
+    integers = torch.randint(-127, 128, (16, 16), dtype=torch.int8)
+    weight = stages.QuantizedWeight.of(integers, torch.full((16,), 0.001))
+    exact = stages.with_weights(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), {"0": weight})
+    prepared = stages.prepare(stages.capture(exact, batches[0]))
+    reference = stages.convert(prepared, stages.calibrate(prepared, batches, progress=False))
+    lowered = stages.requantize(reference)
+    found = ModelFacts.from_json(lowered.model_info.texts["operators"])
+    assert [found.site(name).rounding for name in ("0.weight", "1.weight")] == ["imported", "nearest"]
 
 
 def test_the_entries_of_the_recipe_that_apply_are_named():

@@ -11,10 +11,11 @@ from torch import fx
 from intaglio.fxgraph.node_info import graph_info, info, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, name_of, operator
 from intaglio.ir import QParams
-from intaglio.lower.facts.operator_facts import ModelFacts, OperatorFacts, Precision, SiteFacts
+from intaglio.lower.facts.operator_facts import IMPORTED, ModelFacts, OperatorFacts, Precision, SiteFacts
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Observed, Site, Skip, spec_text
+from intaglio.quant.imported_weights.kept_integers import imported_integers
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.operator_names import OperatorNames
 from intaglio.quant.recipes.choices import Role, Rounding
@@ -64,6 +65,7 @@ class _Collector:
         text = reference.model_info.texts.get("quantizer", "")
         self.recipe = Quantizer.from_toml(text).recipe if text else OPEN_RECIPE
         module_types = graph_info(reference.annotations.module).module_types
+        self.imported = imported_integers(reference.annotations)
         self.classes = {path: kind.rpartition(".")[2] for path, kind in module_types.items()}
 
     def operator(self, name: str) -> OperatorFacts:
@@ -172,6 +174,9 @@ class _Collector:
 
     def _rounding(self, site: Site) -> str:
         """Return the method that rounded a weight."""
+        kept = self.imported.get(site.name)
+        if kept is not None and self.reference.qparams.get(site.name) == kept.qparams:
+            return IMPORTED
         if site.name not in self.reference.parameters.corrected.quantized_weights:
             return Rounding.NEAREST.value
         found = (

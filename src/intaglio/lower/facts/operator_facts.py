@@ -11,6 +11,10 @@ from typing import Any
 from intaglio.errors import MALFORMED, ArtifactError
 
 
+IMPORTED = "imported"
+"""Rounding of weights whose integers another tool chose."""
+
+
 class Precision(StrEnum):
     """Types in which an operator runs, and who runs it."""
 
