@@ -21,6 +21,7 @@ __all__ = [
     "compare",
     "eager",
     "errors",
+    "explain",
     "from_checkpoint",
     "load",
     "load_into",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
     from intaglio.quant.recipes.settings import Setting
+    from intaglio.reporting.explanation import explain
     from intaglio.reporting.make_report import Report, report
     from intaglio.runtime import QuantizedModel
     from intaglio.tune.compare_models import compare
@@ -53,6 +55,7 @@ else:
         "Setting": "intaglio.quant.recipes.settings",
         "autotune": "intaglio.api",
         "compare": "intaglio.tune",
+        "explain": "intaglio.reporting.explanation",
         "from_checkpoint": "intaglio.api",
         "load": "intaglio.build",
         "load_into": "intaglio.parts",

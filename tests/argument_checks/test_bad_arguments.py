@@ -239,6 +239,10 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
             intaglio.report,
             {"float_model": model, "model": stage["int8"], "data": DATA, "samples": 4, "calls": 1, "tries": 0},
         ),
+        "explain": (
+            intaglio.explain,
+            {"model": stage["int8"], "where": "0", "float_model": model, "data": DATA, "samples": 4, "calls": 1},
+        ),
         "stages.capture": (stages.capture, {"model": model, "example_inputs": (X,)}),
         "stages.annotate": (stages.annotate, {"captured": captured}),
         "stages.prepare": (stages.prepare, {"captured": captured}),

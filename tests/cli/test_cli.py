@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_help_does_not_wait_for_torch(words):
 
 def test_every_command_has_help(run):
     text = ok(run("--help"))
-    for command in ("demo", "doctor", "quantize", "inspect", "compare", "report", "bench"):
+    for command in ("demo", "doctor", "quantize", "inspect", "compare", "report", "explain", "bench"):
         assert command in text
         assert "--json" in ok(run(command, "--help"))
 
@@ -337,6 +338,24 @@ def test_report_without_data_says_what_is_missing(run, folder):
     code, _, err = run("report", "net.intaglio", "--out", "nowhere/report.html")
     assert code == 1
     assert "choose a file in an existing folder" in err
+
+
+def test_explain_prints_what_the_explanation_says(run, folder):
+    ok(run(*QUANTIZE))
+    text = ok(run("explain", "net.intaglio", "layer2", "--calls", "0"))
+    assert re.search(r"^  Module +layer2$", text, re.MULTILINE)
+    assert "note: errors were not measured" in text
+    words = ("net.intaglio", "layer2", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--calls", "0")
+    found = parsed(run("explain", *words, "--json"))
+    (one,) = found["operators"]
+    assert "Own error" in [fact["label"] for fact in one["facts"]]
+    assert one["changes"][0]["python"] == "skip=['layer2']"
+    (folder / "report.json").write_text(ok(run("report", "net.intaglio", "--calls", "0", "--json")))
+    assert ok(run("explain", "report.json", "layer2")) == text
+    assert run("explain", "net.intaglio", "layer2", "--data", f"{MODULE}:batches")[0] == 2
+    code, _, err = run("explain", "net.intaglio", "layer3")
+    assert code == 1
+    assert "nearest: " in err
 
 
 def test_quantize_prints_coverage_and_size(run):

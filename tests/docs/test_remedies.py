@@ -61,6 +61,8 @@ FOLLOWED_ELSEWHERE = {
     "pass 0 to measure no times": "reporting/test_collected_numbers.py",
     "pass 0 to try no changes": "reporting/test_collected_numbers.py",
     "write it again with this version: report.save_json(path)": "reporting/test_report_json.py",
+    "nearest: {}": "reporting/test_explanation.py",
+    "print model.text('operators') for all names": "reporting/test_explanation.py",
     "pass the float model that was quantized": "parts/test_partly_quantized.py",
     "pass a float model of the class and sizes that was quantized": "parts/test_partly_quantized.py",
     "call intaglio.load(path)": "parts/test_partly_quantized.py",

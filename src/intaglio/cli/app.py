@@ -234,6 +234,33 @@ def report(
 
 
 @app.command()
+def explain(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model, or a report's JSON."),
+    ],
+    where: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Path of a module, operator (aten.relu), or line (net.py:12)."),
+    ],
+    float_model: Annotated[
+        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
+    ] = None,
+    data: Data = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples to compare.")] = 64,
+    calls: Annotated[int, typer.Option(min=0, help="Number of timed calls; 0 measures no times.")] = 20,
+    json: Json = False,
+) -> None:
+    """Show why an operator of a saved model is in int8 or float, what it costs, and what would change."""
+    import intaglio.cli.explain as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        found = command.run(command.ExplainRequest(target, where, float_model, data, samples, calls))
+    show(found.to_dict() if json else {}, json, lambda _: [str(found)])
+
+
+@app.command()
 def bench(
     target: Target,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,

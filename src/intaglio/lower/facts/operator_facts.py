@@ -10,7 +10,6 @@ from typing import Any
 
 from intaglio.errors import MALFORMED, ArtifactError
 
-
 IMPORTED = "imported"
 """Rounding of weights whose integers another tool chose."""
 
