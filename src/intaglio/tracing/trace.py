@@ -47,7 +47,9 @@ def trace(
         model_copy = frozen_copy(model, train)
         with global_hooks_for(set(model_copy.modules()).__contains__):
             captured = _trace_copy(model_copy, args, kwargs, dynamic_shapes, train, free)
-            return _with_padding(captured, model_copy, args, kwargs)
+    with global_hooks_for(set(model_copy.modules()).__contains__):
+        # outside of torch.device, which keeps encoders from skipping padding
+        return _with_padding(captured, model_copy, args, kwargs)
 
 
 def _trace_copy(
