@@ -14,7 +14,7 @@ from torch.export import Dim
 import intaglio
 from intaglio import stages
 from intaglio.errors import CaptureError, IntaglioError
-from intaglio.tracing import unroll_scans
+from intaglio.tracing.loops import unroll_scans
 from support import nets
 from support.nets import Body
 
