@@ -351,7 +351,7 @@ def coverage_of(lowered: Lowered) -> Coverage:
         integer,
         total,
         operators,
-        operators + len(floats) + len(loops),
+        operators + sum(not skip.is_added for skip in lowered.skipped),
         len(lowered.islands),
         floats,
         lowered.model_info.bytes,

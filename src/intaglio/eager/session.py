@@ -255,7 +255,8 @@ class Session:
             reasons = "; ".join(dict.fromkeys(s.error.problem if s.error else str(s.refused) for s in self.segments))
             problem = "nothing in it can be quantized" if self.segments else "no operator was recorded"
             text = reasons if reasons.startswith(problem) else ": ".join(filter(None, (problem, reasons)))
-            raise UnsupportedError("model", None, text, remedy=NOTHING_QUANTIZED)
+            remedies = [s.error.remedy for s in self.segments if isinstance(s.error, CaptureError) and s.error.remedy]
+            raise UnsupportedError("model", None, text, remedy=remedies[0] if remedies else NOTHING_QUANTIZED)
 
     def index_operators(self, segment: Segment) -> None:
         """Index the operators of a segment by path and function."""

@@ -167,7 +167,13 @@ def _islands_without_reason(
     """
     computing = [[node for node in nodes if operator(node)] for nodes in islands]
     silent = [nodes[0] for nodes in computing if nodes and not named.intersection(node.name for node in nodes)]
-    return tuple(Skip(node.name, _reason_of(node, simulated), origin(node)) for node in silent)
+    return tuple(_cast(n) if is_added_cast(n) else Skip(n.name, _reason_of(n, simulated), origin(n)) for n in silent)
+
+
+def _cast(node: fx.Node) -> Skip:
+    """Return the entry for a cast that capture added, which begins an island."""
+    reason = "the program computes in float32, and PyTorch casts values of another type"
+    return Skip(node.name, reason, replace(origin(node), operator=operator(node)), is_added=True)
 
 
 def _reason_of(node: fx.Node, simulated: Mapping[str, str]) -> str:

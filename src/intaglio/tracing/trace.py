@@ -122,6 +122,9 @@ def _with_padding(captured: Captured, model_copy: nn.Module, args: tuple[Any, ..
     return replace(captured, model_info=captured.model_info.with_stage((PADDING_SKIPPED,))) if differs else captured
 
 
+PASS_REAL = "pass torch.view_as_real(tensor), and call torch.view_as_complex in forward"
+
+
 def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     values = pytree.tree_leaves((args, dict(kwargs)), is_leaf=_is_packed)
     if any(map(_is_packed, values)):
@@ -130,6 +133,9 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for index, leaf in enumerate(pytree.tree_leaves((args, dict(kwargs)))):
         if isinstance(leaf, torch.Tensor) and (problem := unsupported_reason(leaf)) is not None:
             raise CaptureError(f"example input {index}", None, problem, remedy=TO_DENSE_ON_CPU)
+        if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+            problem = f"its data type is {leaf.dtype}; int8 models take real numbers"
+            raise CaptureError(f"example input {index}", None, problem, remedy=PASS_REAL)
     check_memory_of((args, dict(kwargs)), "example inputs")
 
 

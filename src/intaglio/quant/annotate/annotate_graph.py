@@ -30,7 +30,7 @@ from intaglio.quant.annotate.find_regions import (
 from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
-from intaglio.quant.annotate.refusals import divisor_refusal, refusal, skipped
+from intaglio.quant.annotate.refusals import divisor_refusal, reasons_beside, refusal, skipped
 from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
@@ -86,13 +86,14 @@ def annotate_graph(
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
+    beside = reasons_beside(found, regions, reasons)
     returned, has_form = _returned_quantized(graph, quantizer)[1], partial(has_float_form, module=module)
     if floats := float_results(regions, returned, has_form, concatenations):
         found = find_regions(graph, settings, reasons, matches, floats=floats)
         regions = leave_float(quantized_regions(found), floats, reasons, concatenations)
     write_regions(graph, regions)
     tables = find_embedding_tables(settings)
-    skips = skipped(regions, tables, reasons)
+    skips = skipped(regions, tables, {node: reason or beside.get(node) for node, reason in reasons.items()})
     weight_only = find_weight_only(regions, settings)
     decided = Annotations(
         module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only, concatenations=concatenations

@@ -32,6 +32,10 @@ from intaglio.quant.recipes.user_patterns import is_host
 from intaglio.tracing.loops.while_loops import WhileLoop
 
 FLOAT_ACTIVATIONS = "the recipe leaves activations in float"
+FLOAT_BETWEEN_PRODUCTS = "the recipe leaves operators between matrix products in float"
+READS_INPUT = "it reads a float input or buffer of the model"
+READS_FLOAT = "it reads the result of a float operator"
+OTHER_NUMBERS = "its result is complex, or has another type that no kernel computes with"
 
 
 def refusal(node: fx.Node, setting: Setting) -> str | None:
@@ -48,6 +52,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     if record.recurrent and setting.quantize:
         return recurrent_refusal(node, setting)
     kind = tensor_type(node)
+    if kind is not None and kind.dtype is DType.OTHER:
+        return OTHER_NUMBERS
     if kind is None or kind.dtype is not DType.F32:
         return "its result is not a float32 tensor" + ("" if kind is None else f" but {kind.dtype}")
     if imported := _imported_weight(node, record):
@@ -63,7 +69,7 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         )
     behind = record.anchor or record.shares_qparams or _may_follow_product(node, record)
     if setting.residual == ResidualType.FLOAT and not behind:
-        return "the recipe leaves operators between matrix products in float"
+        return FLOAT_BETWEEN_PRODUCTS
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "one of its operands is a constant"
@@ -119,6 +125,36 @@ def _may_follow_product(node: fx.Node, record: OpDef) -> bool:
     return record.computes_on_accumulator or (scaled and record.multiplies_by_scalar)
 
 
+def reasons_beside(
+    found: Iterable[Region], quantized: Iterable[Region], reasons: Mapping[fx.Node, str | None]
+) -> dict[fx.Node, str]:
+    """Return why operators that can be quantized stay in float: their operands or their readers do.
+
+    Args:
+        found: all regions that could be quantized.
+        quantized: those that are.
+        reasons: the reasons known so far.
+    """
+    quantized = list(quantized)
+    rounded = {region.root for region in quantized if not region.returns_float}
+    inside = {node for region in quantized for node in region.computed}
+    found = list(found)
+    matched = {node for region in found for node in region.nodes}
+    beside = {
+        node: FLOAT_BETWEEN_PRODUCTS for node, reason in reasons.items() if reason is None and node not in matched
+    }
+    for region in found:
+        reads = [value for value in region.activations() if value not in rounded]
+        if region.shares_qparams and region.setting.residual == ResidualType.FLOAT:
+            reason = FLOAT_BETWEEN_PRODUCTS
+        elif reads:
+            reason = READS_INPUT if reads[0].op == "placeholder" else READS_FLOAT
+        else:
+            continue
+        beside.update({node: reason for node in region.nodes if node not in inside and reasons[node] is None})
+    return beside
+
+
 def skipped(
     regions: Iterable[Region], tables: Iterable[EmbeddingTable], reasons: Mapping[fx.Node, str | None]
 ) -> tuple[Skip, ...]:
@@ -150,7 +186,7 @@ def _macs(node: fx.Node) -> Dim:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Return whether a float operator is reported: it computes a floating-point tensor.
+    """Return whether a float operator is reported: it computes a tensor of floating-point or complex numbers.
 
     All-zero initial states of LSTMs and GRUs are not reported.
     """
@@ -163,7 +199,7 @@ def _counts(node: fx.Node) -> bool:
         return False
     if operator(node).startswith("quantized_decomposed.") or grouped_weight(node):
         return False  # The node is part of the model's own quantization.
-    return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16)
+    return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16, DType.OTHER)
 
 
 def is_added_cast(node: fx.Node) -> bool:

@@ -150,12 +150,21 @@ def spec_text(spec: Spec) -> str:
 
 @dataclass(frozen=True)
 class Skip:
-    """An operator that stays in float, with the reason."""
+    """An operator that stays in float, with the reason.
+
+    Attributes:
+        node: name of the operator in the graph.
+        reason: why it stays in float.
+        origin: its module and source line.
+        macs: its multiply-accumulates.
+        is_added: whether capture added it, so that it does not count as an operator of the model.
+    """
 
     node: str
     reason: str
     origin: Origin
     macs: int = 0
+    is_added: bool = False
 
     def __str__(self) -> str:
         where = self.origin.path or "model"
