@@ -17,6 +17,7 @@ import intaglio
 from intaglio import build, eager, patterns, stages
 from intaglio.cli import bench
 from intaglio.config import cache_limit_bytes
+from intaglio.eager.recording.recorder import Recorder
 from intaglio.errors import IntaglioError
 from intaglio.native import cpu
 from intaglio.output_paths import check_folder
@@ -376,7 +377,19 @@ def each_form_of(reference: stages.Reference) -> None:
     torch.export.export(reference.as_module(), (X,))
 
 
+def with_a_defect(model: nn.Module) -> nn.Module:
+    """Prepare a model while recording is broken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "record", lambda *_: None)
+        return eager.prepare(model, X)
+
+
 FAST = [
+    Case(
+        "report this defect of intaglio with the traceback, and try intaglio.quantize(model, data)",
+        lambda _: with_a_defect(linears()),
+        lambda _: intaglio.quantize(linears(), [X], progress=False),
+    ),
     Case(
         "pass a copy of one of them: tensor.clone()",
         lambda _: writing()((x := X.clone()), x),

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from intaglio import eager, stages
+from intaglio.eager.recording.recorder import Recorder
 from intaglio.errors import CaptureError, InputError
 from intaglio.quant.recipes.settings import UNSET
+from support.nets import Body
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -85,6 +87,32 @@ def test_example_inputs_that_the_model_fails_on_are_an_error_of_preparation(exam
     with pytest.raises(CaptureError, match="the float model fails on the example inputs") as raised:
         eager.prepare(float_model(), example)
     assert raised.value.__cause__ is not None
+
+
+def test_a_defect_is_not_blamed_on_the_model(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(Recorder, "record", fails)
+    with pytest.raises(CaptureError, match="the float model runs, but recording it fails: RuntimeError: a defect"):
+        eager.prepare(float_model(), X)
+
+
+@torch.library.custom_op("intaglio_tests::once", mutates_args=())
+def once(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, in the first call only."""
+    assert not CALLS
+    CALLS.append(1)
+    return x.clone()
+
+
+CALLS: list[int] = []
+
+
+def test_a_recording_that_fails_is_not_blamed_on_the_model(caplog):
+    model = Body(lambda m, x: m.linear(once(x)), linear=nn.Linear(4, 4)).eval()
+    segment = eager.session_of(eager.prepare(model, X)).segments[0]
+    assert "its operators cannot be run again: AssertionError" in segment.refused
 
 
 def test_recipes_of_eager_are_those_of_quantize():

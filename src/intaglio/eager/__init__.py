@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
@@ -14,12 +15,13 @@ from intaglio.eager.coverage_report import assert_int8, clipping, coverage
 from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
 from intaglio.eager.recording.replay import without_extra_results
+from intaglio.eager.run_trace import float_copy
 from intaglio.eager.seen_operators import QTensorInfo, SeenOpInfo
 from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session, restoring_state
 from intaglio.eager.torchscript import scriptable
-from intaglio.errors import CalibrationError, CaptureError, InputError
+from intaglio.errors import CalibrationError, CaptureError, InputError, IntaglioError
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -75,7 +77,7 @@ def prepare(
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session, as_children)
     with restoring_state(prepared):
-        _run_example(prepared, args, example_kwargs or {})
+        _run_example(prepared, model, args, example_kwargs or {})
     for segment in session.segments:
         segment.clear_statistics()
     session.runs = 0
@@ -86,14 +88,38 @@ UNFIT_INPUTS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Errors of Python and PyTorch for inputs that a model cannot take. Exceptions of other classes are the model's own."""
 
 
-def _run_example(prepared: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Run the example call; raise `CaptureError` if the model fails as models do for inputs that they cannot take."""
+def _run_example(prepared: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run the example call.
+
+    Raises:
+        CaptureError: The model fails as models do for inputs that they cannot take, or it runs and recording it fails.
+    """
     try:
         prepared(*args, **kwargs)
-    except UNFIT_INPUTS as error:
+    except IntaglioError:
+        raise
+    except Exception as error:
+        if _runs(model, args, kwargs):
+            problem = f"the float model runs, but recording it fails: {type(error).__name__}: {error}"
+            raise CaptureError(type(model).__name__, None, problem, remedy=REPORT_DEFECT) from error
+        if not isinstance(error, UNFIT_INPUTS):
+            raise
         problem = f"the float model fails on the example inputs: {type(error).__name__}: {error}"
         remedy = "check that model(*example_inputs, **example_kwargs) runs"
         raise CaptureError("example_inputs", None, problem, remedy=remedy) from error
+
+
+REPORT_DEFECT = "report this defect of intaglio with the traceback, and try intaglio.quantize(model, data)"
+
+
+def _runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy of a float model takes these arguments."""
+    try:
+        with torch.no_grad():
+            float_copy(model)(*args, **kwargs)
+    except Exception:
+        return False
+    return True
 
 
 @check_arguments_except("prepared")

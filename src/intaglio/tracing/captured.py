@@ -13,12 +13,16 @@ import torch
 from torch import fx, nn
 
 from intaglio.argument_checks import value_text
-from intaglio.errors import ArtifactError, InputError
+from intaglio.errors import ArtifactError, CaptureError, InputError
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import ModelInfo, Signature
 from intaglio.signature import bind, dims_of, initial_state, unflatten_result, update_inputs, updated_state
 from intaglio.torch_private import is_traced, without_global_hooks
+
+
+class ExampleError(CaptureError):
+    """The model itself fails on its example, with the error that is the cause."""
 
 
 class GraphStage:

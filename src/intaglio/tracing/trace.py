@@ -24,7 +24,7 @@ from intaglio.tracing.capture_check import (
     free_symbols,
     larger_example,
 )
-from intaglio.tracing.captured import Captured
+from intaglio.tracing.captured import Captured, ExampleError
 from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
@@ -181,7 +181,7 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             result = model_copy(*args, **kwargs)
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
-        raise CaptureError(
+        raise ExampleError(
             type(model_copy).__name__,
             None,
             f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",

@@ -20,6 +20,7 @@ from intaglio.eager.model_copies import runs_global_hooks
 from intaglio.eager.recording.events import Event, ModelTensor, RecordedTensor, SizeExpression, leaves, model_tensor
 from intaglio.eager.recording.recorder import Recording
 from intaglio.eager.recording.torch_functions import out_of_place, plain_name
+from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import known_type, origin, update_info
 from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE, before_cast
 from intaglio.ir import Origin
@@ -28,6 +29,7 @@ from intaglio.ir.names import sanitized
 from intaglio.quant.qdq.convert import Reference
 from intaglio.torch_private import global_hooks_for, pytree
 from intaglio.tracing import CAPTURE_PASSES, Captured, capture, run
+from intaglio.tracing.captured import ExampleError
 
 
 def replay(recording: Recording, model: nn.Module) -> Captured:
@@ -54,6 +56,9 @@ def replay(recording: Recording, model: nn.Module) -> Captured:
     try:
         with global_hooks_for(runs_global_hooks):
             captured = capture(replayed, args, example_kwargs=kwargs, free=_free_leaves(recording))
+    except ExampleError as error:
+        problem = f"its operators cannot be run again: {type(error.__cause__).__name__}: {error.__cause__}"
+        raise CaptureError(type(model).__name__, None, problem) from error.__cause__
     finally:
         linecache.cache.pop(file, None)
     _name_origins(captured.module, recording.events, file)
