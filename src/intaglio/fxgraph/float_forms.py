@@ -89,6 +89,13 @@ def has_float_form(node: fx.Node, module: fx.GraphModule) -> bool:
     return body is not None and all(primitive(op).elementwise for op in body.ops)
 
 
+def has_program_form(node: fx.Node, module: fx.GraphModule) -> bool:
+    """Return whether a program computes an operator between floats, with sums over axes and in pools too."""
+    return (
+        data_movement_of(node) is not None or float_call(node, module) is not None or float_kernel_of(node) is not None
+    )
+
+
 def _body_of(loop: FloatLoop, call: FloatCall) -> Body | None:
     """Return the primitives of a call, or None if the sizes of its operands are not provably equal.
 

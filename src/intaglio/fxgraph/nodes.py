@@ -92,6 +92,12 @@ def known_record(node: fx.Node) -> OpDef:
     return record
 
 
+def is_anchor(node: fx.Node) -> bool:
+    """Return whether a node is a convolution, linear layer, product, attention or recurrent layer."""
+    record = record_of(node)
+    return record is not None and record.anchor
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return every argument by its schema name, defaults included."""
     schema = schema_of(node.target).arguments

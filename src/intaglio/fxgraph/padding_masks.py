@@ -5,11 +5,13 @@ Calibration and corrections leave out padding, because its values change no resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
+from intaglio.fxgraph.node_info import known_type
 from intaglio.ir import Dim, DType, Shape, Signature
 
 ATTENTION_MASK, KEY_PADDING_MASK = "attention_mask", "key_padding_mask"
@@ -72,6 +74,15 @@ def padded_axes(shape: Shape, signature: Signature) -> PaddedAxes | None:
         if len(axes[0]) == len(axes[1]) == 1 and axes[0] != axes[1]:
             return PaddedAxes(name, axes[0][0], axes[1][0])
     return None
+
+
+def padded_axes_of(
+    module: fx.GraphModule, names: Collection[str], signature: Signature
+) -> dict[str, PaddedAxes | None]:
+    """Return the axes along which a padding mask applies for each of some values of a graph, by node name."""
+    return {
+        node.name: padded_axes(known_type(node).shape, signature) for node in module.graph.nodes if node.name in names
+    }
 
 
 def _product(a: Dim, b: Dim) -> Dim:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
@@ -35,40 +35,15 @@ def is_uneven(operands: Sequence[Extrema]) -> bool:
     return min(high - low for low, high in seen) * numerics.QUANT_STEPS < FEWEST_VALUES * joint
 
 
-def connected_values(graph: fx.Graph, concatenations: Collection[str]) -> frozenset[fx.Node]:
-    """Return the values that are computed for some concatenations, or from them.
-
-    They reach from the convolutions, linear layers and products in front, whose results are among them, to those
-    behind. They do not depend on what a recipe leaves in float.
-
-    Args:
-        graph: the graph.
-        concatenations: node names of concatenations.
-    """
-    found: set[fx.Node] = set()
-    for node in graph.nodes if concatenations else ():
-        follows = node.op == "call_function" and not _is_anchor(node) and found.intersection(node.all_input_nodes)
-        if node.name in concatenations or follows:
-            found.add(node)
-    for node in reversed(graph.nodes):
-        if node in found and not _is_anchor(node):
-            found.update(node.all_input_nodes)
-    return frozenset(found)
-
-
-def _is_anchor(node: fx.Node) -> bool:
-    record = record_of(node)
-    return record is not None and record.anchor
-
-
 def notes_on_concatenations(found: Mapping[fx.Node, Sequence[Extrema]]) -> tuple[str, ...]:
     """Return a note for each concatenation that stays in float because of the ranges of its operands."""
     return tuple(
-        f"{origin(node).path or 'model'} ({origin(node).operator}): ranges of {_listed(operands)} are too different "
-        "for one scale, so the concatenation and what belongs to it stay in float"
+        f"{origin(node).path or 'model'} ({origin(node).operator}): ranges of {listed_ranges(operands)} are too "
+        "different for one scale, so the concatenation and what belongs to it stay in float"
         for node, operands in found.items()
     )
 
 
-def _listed(operands: Iterable[Extrema]) -> str:
+def listed_ranges(operands: Iterable[Extrema]) -> str:
+    """Return ranges as text, each of them once."""
     return " and ".join(dict.fromkeys(f"{low:.3g} to {high:.3g}" for low, high in operands))

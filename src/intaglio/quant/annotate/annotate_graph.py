@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
-from intaglio.fxgraph.float_forms import has_float_form
+from intaglio.fxgraph.float_forms import has_float_form, has_program_form
 from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import known_record, operator
 from intaglio.fxgraph.passes.identities import COPIES
@@ -23,17 +23,16 @@ from intaglio.quant.annotate.find_regions import (
     find_regions,
     find_shortcuts,
     first_last_reasons,
-    float_results,
-    leave_float,
     quantized_regions,
 )
 from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
 from intaglio.quant.annotate.refusals import divisor_refusal, reasons_beside, refusal, skipped
-from intaglio.quant.annotate.regions import Annotations, Region, mark_operators
+from intaglio.quant.annotate.regions import NO_DATA, Annotations, DataFloats, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
+from intaglio.quant.precision.float_results import FloatForms, float_results, leave_float
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
 from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
@@ -47,7 +46,7 @@ def annotate_graph(
     module: fx.GraphModule,
     quantizer: Quantizer,
     classes: Mapping[str, str],
-    concatenations: frozenset[str] = frozenset(),
+    data_floats: DataFloats = NO_DATA,
 ) -> Annotations:
     """Annotate a graph that the passes of post-training quantization have rewritten.
 
@@ -55,8 +54,7 @@ def annotate_graph(
         module: the graph. Annotators may insert ``alias`` nodes into it.
         quantizer: recipe, patterns, annotator and other options.
         classes: module path -> class name, for the selectors of the recipe.
-        concatenations: node names of concatenations that stay in float because of the ranges of their operands. An
-            annotator decides about them itself.
+        data_floats: values that stay in float because of the calibration data. An annotator decides about them itself.
     """
     recipe, graph = quantizer.recipe, module.graph
     name_operators(graph, quantizer.operators)
@@ -87,16 +85,16 @@ def annotate_graph(
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
     beside = reasons_beside(found, regions, reasons)
-    returned, has_form = _returned_quantized(graph, quantizer)[1], partial(has_float_form, module=module)
-    if floats := float_results(regions, returned, has_form, concatenations):
+    returned = _returned_quantized(graph, quantizer)[1]
+    if floats := float_results(regions, returned, _float_forms(module), data_floats):
         found = find_regions(graph, settings, reasons, matches, floats=floats)
-        regions = leave_float(quantized_regions(found), floats, reasons, concatenations)
+        regions = leave_float(quantized_regions(found), floats, reasons, data_floats)
     write_regions(graph, regions)
     tables = find_embedding_tables(settings)
     skips = skipped(regions, tables, {node: reason or beside.get(node) for node, reason in reasons.items()})
     weight_only = find_weight_only(regions, settings)
     decided = Annotations(
-        module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only, concatenations=concatenations
+        module, (), regions, skips, {}, tuple(rejected), tables, weight_only=weight_only, data_floats=data_floats
     )
     return _with_sites(decided, quantizer, classes)
 
@@ -108,8 +106,12 @@ def quantized_concatenations(annotations: Annotations, quantizer: Quantizer) -> 
         return {}
     module = annotations.module
     returned = _returned_quantized(module.graph, quantizer)[1]
-    floats = float_results(annotations.regions, returned, partial(has_float_form, module=module), found)
+    floats = float_results(annotations.regions, returned, _float_forms(module), DataFloats(frozenset(found)))
     return {name: region for name, region in found.items() if region.root in floats}
+
+
+def _float_forms(module: fx.GraphModule) -> FloatForms:
+    return FloatForms(partial(has_float_form, module=module), partial(has_program_form, module=module))
 
 
 def reannotate_graph(

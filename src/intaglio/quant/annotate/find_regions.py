@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -10,13 +10,12 @@ from torch import fx
 from intaglio.fusion.fusion_record import Fusion, match_rows
 from intaglio.fusion.table import GRAPH_FUSIONS
 from intaglio.fxgraph.fx_graph_view import FxGraphView
-from intaglio.fxgraph.node_info import info, update_info
+from intaglio.fxgraph.node_info import update_info
 from intaglio.fxgraph.nodes import activations, known_record
-from intaglio.fxgraph.uneven_concatenations import connected_values
 from intaglio.ir import DType
 from intaglio.quant.annotate.node_annotations import ResolvedAnnotations
 from intaglio.quant.annotate.regions import Region
-from intaglio.quant.recipes.choices import FloatResults, FunctionForm, ResidualType
+from intaglio.quant.recipes.choices import FunctionForm, ResidualType
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.settings import Setting
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, composite_match
@@ -27,108 +26,6 @@ def quantized_regions(found: Iterable[Region]) -> tuple[Region, ...]:
     regions = list(found)
     active = _propagate_quantization(regions)
     return tuple(region for region in regions if region in active)
-
-
-def float_results(
-    regions: Sequence[Region],
-    returned: Collection[fx.Node],
-    has_float_form: Callable[[fx.Node], bool],
-    concatenations: Collection[str] = (),
-) -> frozenset[fx.Node]:
-    """Return the results of quantized regions that their readers of floats get without rounding to 256 values.
-
-    These are the results that only such readers have, and those behind convolutions, linear layers and products that
-    are results of the model too: their kernel stores floats and quantized values.
-
-    The values that a region reads are not rounded for it either if its result is not, except for the operands of a
-    convolution, linear layer or product. So whole chains of operators in front of a result of the model stay in float.
-    An operator that only selects or clamps values that are rounded anyway remains quantized.
-
-    Args:
-        regions: the quantized regions, in execution order.
-        returned: values that leave the model quantized.
-        has_float_form: tells whether a program computes an operator element by element in float32.
-        concatenations: node names of concatenations whose operands have ranges too different for one scale. They stay
-            in float with what is connected to them, whatever the recipe says about results.
-    """
-    wanted, found, rounded = set(returned), set[fx.Node](), set[fx.Node]()
-    connected = connected_values(regions[0].root.graph, concatenations) if regions else frozenset()
-    makers = {region.root: region for region in regions}
-    wide = {value for value, reason in find_shortcuts(regions).items() if reason is None}
-    for region in (region for region in reversed(regions) if not region.dynamic):
-        product = region.record.accumulates
-        twice = bool(region.returning_float().float_tail) if product else _follows_layer(region, makers)
-        twice = twice and region.root not in {*wide, *returned}
-        twice = twice and any(user.op == "output" for user in region.root.users)
-        is_float = region.root not in wanted or twice
-        chosen = region.root in connected or region.setting.results == FloatResults.FLOAT
-        if not (is_float and chosen and _can_return_float(region, has_float_form)):
-            wanted.update(region.activations())
-            rounded.add(region.root)
-            continue
-        if product:
-            wanted.update(region.returning_float().activations())
-        if not product or region.returning_float().float_tail:
-            found.add(region.root)
-    for region in regions:
-        if region.root.name in concatenations:
-            continue
-        if region.root in found and region.shares_qparams and rounded.issuperset(region.activations()):
-            found.remove(region.root)
-            rounded.add(region.root)
-    return frozenset(found)
-
-
-def _follows_layer(region: Region, makers: Mapping[fx.Node, Region]) -> bool:
-    """Return whether a region is a function that the kernel of the layer in front of it can compute."""
-    if len(region.nodes) > 1 or region.record.precise is None:
-        return False
-    (value,) = region.activations()
-    maker = makers.get(value)
-    return maker is not None and len(maker.nodes) == 1 and maker.record.multiplies_weight and len(value.users) == 1
-
-
-def _can_return_float(region: Region, has_float_form: Callable[[fx.Node], bool]) -> bool:
-    """Return whether no pattern wants a region quantized, and a program computes its operators in float32.
-
-    The anchor of the region is an exception: its accumulator is dequantized.
-    """
-    pattern = region.pattern
-    if pattern is not None and pattern.quantize_always:
-        return False
-    if info(region.root).composite is not None or (region.record.anchor and not region.record.accumulates):
-        return False
-    return all(has_float_form(node) for node in region.nodes[region.record.accumulates :])
-
-
-def leave_float(
-    regions: Iterable[Region],
-    floats: Collection[fx.Node],
-    reasons: dict[fx.Node, str | None],
-    concatenations: Collection[str] = (),
-) -> tuple[Region, ...]:
-    """Return the regions whose results are quantized, and those that return the accumulator of a product as floats.
-
-    The other regions with a result in `floats` get the reason why they stay in float: the recipe, or `concatenations`
-    whose operands have ranges too different for one scale.
-    """
-    kept = []
-    for region in regions:
-        if region.root not in floats:
-            kept.append(region)
-        elif region.record.accumulates:
-            kept.append(region.returning_float())
-        elif region.root.name in concatenations:
-            reasons.update(dict.fromkeys(region.nodes, DIFFERENT_RANGES))
-        else:
-            by_recipe = region.setting.results == FloatResults.FLOAT
-            reasons.update(dict.fromkeys(region.nodes, ONLY_READ_AS_FLOATS if by_recipe else BESIDE_DIFFERENT_RANGES))
-    return tuple(kept)
-
-
-ONLY_READ_AS_FLOATS = 'results = "float" leaves what is only read as floats in float'
-DIFFERENT_RANGES = "its operands have ranges too different for one scale"
-BESIDE_DIFFERENT_RANGES = "it belongs to a concatenation whose operands have ranges too different for one scale"
 
 
 def first_last_reasons(graph: fx.Graph, regions: Iterable[Region], quantizer: Quantizer) -> dict[fx.Node, str]:

@@ -169,6 +169,23 @@ class Region(Chain):
 
 
 @dataclass(frozen=True)
+class DataFloats:
+    """Node names of values that stay in float for readers of floats because of the calibration data.
+
+    Attributes:
+        concatenations: concatenations whose operands have ranges too different for one scale.
+        coarse: values that their quantized values represent too coarsely, with signal to noise in decibels.
+    """
+
+    concatenations: frozenset[str] = frozenset()
+    coarse: Mapping[str, float] = field(default_factory=dict)
+
+
+NO_DATA = DataFloats()
+"""Nothing stays in float because of data."""
+
+
+@dataclass(frozen=True)
 class Annotations:
     """All decisions of annotation about one graph.
 
@@ -186,7 +203,7 @@ class Annotations:
         custom_observers: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own
             quantize nodes.
         weight_only: weight-only layers by name, with their settings.
-        concatenations: node names of concatenations that stay in float because of the ranges of their operands.
+        data_floats: values that stay in float because of the calibration data.
     """
 
     module: fx.GraphModule
@@ -201,7 +218,7 @@ class Annotations:
     buffers: Mapping[str, str] = field(default_factory=dict)
     custom_observers: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
     weight_only: Mapping[str, Setting] = field(default_factory=dict)
-    concatenations: frozenset[str] = frozenset()
+    data_floats: DataFloats = NO_DATA
 
     @property
     def by_value(self) -> dict[tuple[str, Role], Site]:

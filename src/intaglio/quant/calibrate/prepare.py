@@ -16,11 +16,9 @@ from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.fxgraph.padding_masks import padding_masks, visible_tokens
-from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, notes_on_concatenations
 from intaglio.ir import ModelInfo, Origin, Signature
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
 from intaglio.quant.annotate.embedding_tables import table_notes
-from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.image_inputs import declare_images
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.annotate.regions import Annotations
@@ -288,10 +286,10 @@ def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
 
 def reannotate(prepared: Prepared, module: fx.GraphModule) -> Annotations:
     """Return the annotations of a rewritten module by the same recipe, with the specs that sites have now."""
-    return _with_specs(prepared, reannotate_graph(prepared.annotations, module, prepared.quantizer, prepared.classes))
+    return with_specs(prepared, reannotate_graph(prepared.annotations, module, prepared.quantizer, prepared.classes))
 
 
-def _with_specs(prepared: Prepared, found: Annotations) -> Annotations:
+def with_specs(prepared: Prepared, found: Annotations) -> Annotations:
     """Return annotations with the specs that sites have in a prepared model."""
     known = {site.name: site for site in prepared.annotations.sites}
     sites = tuple(
@@ -315,28 +313,7 @@ def annotate_everything(prepared: Prepared) -> Annotations:
         return prepared.annotations
     everything = replace(quantizer, recipe=quantizer.recipe.without_skips(), skip_first=False, skip_last=False)
     own = prepared.annotations
-    return annotate_graph(copy_graph(own.module), everything, prepared.classes, own.concatenations)
-
-
-def with_float_concatenations(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]) -> Prepared:
-    """Return the model with some concatenations in float, and with what belongs to them.
-
-    Args:
-        prepared: the prepared model.
-        found: site name of a concatenation -> extrema of its operands.
-    """
-    graph = prepared.annotations.module.graph
-    names = ValueNames(graph)
-    nodes = {node: names.of(node) for node in graph.nodes if is_concatenation(node)} if found else {}
-    chosen = {node: found[name] for node, name in nodes.items() if name in found}
-    if not chosen:
-        return prepared
-    module = copy_graph(prepared.annotations.module)
-    concatenations = frozenset(node.name for node in chosen)
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, concatenations)
-    model_info = prepared.model_info.with_stage(notes_on_concatenations(chosen))
-    own = replace(prepared, annotations=_with_specs(prepared, annotations), model_info=model_info)
-    return reprepare(own, copy_graph(module))
+    return annotate_graph(copy_graph(own.module), everything, prepared.classes, own.data_floats)
 
 
 def reprepare(prepared: Prepared, module: fx.GraphModule) -> Prepared:

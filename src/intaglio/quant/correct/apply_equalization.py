@@ -26,10 +26,11 @@ from intaglio.fxgraph.nodes import (
 from intaglio.fxgraph.passes.batch_norm_folding import insert_affine
 from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare, with_float_concatenations
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.correct.smoothquant import smooth, smoothable
 from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
+from intaglio.quant.precision.apply_decisions import with_data_floats, with_split_layers
 from intaglio.quant.recipes.choices import Role
 
 
@@ -45,7 +46,7 @@ def apply_equalization(
     depend on what the recipe leaves in float.
 
     Args:
-        prepared: a model without another equalization. With ``precomputed``, its concatenations are in float already.
+        prepared: a model without another equalization. With ``precomputed``, its decisions by data are applied.
         found: the equalization.
         report: what it gains, for the text "corrections" of the stage.
         precomputed: the results of `with_input_equalization` and `annotate_everything`, if the caller has them already.
@@ -60,7 +61,8 @@ def apply_equalization(
             "equalization", None, "the model is already equalized", remedy="start again from prepare(captured)"
         )
     if precomputed is None:
-        prepared = with_float_concatenations(prepared, found.concatenations)
+        prepared = with_split_layers(prepared, found.splits)
+        prepared = with_data_floats(prepared, found.concatenations, found.coarse)
     current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
         return _with_report(current, found, report)

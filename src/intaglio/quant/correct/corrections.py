@@ -37,14 +37,19 @@ class Equalization:
         factors: site -> divisors of the channels of its value.
         concatenations: site of a concatenation in float, whose operands have ranges too different for one scale -> the
             extrema of the operands.
+        splits: site of a concatenation whose readers are split for the same reason -> the extrema of the operands.
+        coarse: site of a value that stays in float for readers of floats -> the signal-to-noise ratio in decibels that
+            its rounding would leave to what is computed from it.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     concatenations: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    splits: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    coarse: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.inputs or self.factors or self.concatenations)
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,10 +148,9 @@ class Corrected:
         sections: dict[str, dict[str, Any]] = {
             "inputs": inputs,
             "factors": {name: _hexadecimal(values) for name, values in self.equalization.factors.items()},
-            "concatenations": {
-                name: [_hexadecimal(ends) for ends in operands]
-                for name, operands in self.equalization.concatenations.items()
-            },
+            "concatenations": _ranges_to_text(self.equalization.concatenations),
+            "splits": _ranges_to_text(self.equalization.splits),
+            "coarse": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.coarse.items()},
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -162,16 +166,22 @@ class Corrected:
             for name, entry in sections.get("inputs", {}).items()
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
-        concatenations = {
-            name: tuple((low, high) for low, high in map(_floats, operands))
-            for name, operands in sections.get("concatenations", {}).items()
-        }
+        joined, splits = (_ranges_of_text(sections.get(key, {})) for key in ("concatenations", "splits"))
+        coarse = {name: _floats([ratio])[0] for name, ratio in sections.get("coarse", {}).items()}
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors, concatenations), quantized, biases)
+        return Corrected(Equalization(inputs, factors, joined, splits, coarse), quantized, biases)
 
 
-SECTIONS = ("inputs", "factors", "concatenations", "levels", "biases")
+SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "levels", "biases")
+
+
+def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:
+    return {name: [_hexadecimal(ends) for ends in operands] for name, operands in found.items()}
+
+
+def _ranges_of_text(entries: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ...]]:
+    return {name: tuple((low, high) for low, high in map(_floats, operands)) for name, operands in entries.items()}
 
 
 def _hexadecimal(values: Any) -> list[str]:

@@ -7,8 +7,7 @@ weight, the factor of an addition), so the float model computes the same functio
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,22 +16,18 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import fixed_size, known_type
+from intaglio.fxgraph.node_info import fixed_size
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import (
-    PaddedAxes,
     VisibleTokens,
-    padded_axes,
+    padded_axes_of,
     visible_channels,
     visible_groups,
     visible_tokens,
 )
-from intaglio.fxgraph.uneven_concatenations import Extrema, is_uneven
 from intaglio.ir import Signature
-from intaglio.quant.annotate.annotate_graph import quantized_concatenations
-from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, with_float_concatenations
+from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.apply_equalization import (
     apply_equalization,
     has_single_factors,
@@ -41,11 +36,13 @@ from intaglio.quant.correct.apply_equalization import (
     with_input_equalization,
 )
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
-from intaglio.quant.correct.corrections import CorrectionStep, Equalization
+from intaglio.quant.correct.corrections import CorrectionStep
 from intaglio.quant.correct.layerwise_eval import decibels
 from intaglio.quant.correct.per_channel_inputs import quantize_inputs_per_channel
 from intaglio.quant.correct.smooth_factors import SampledRows, Smoothing, smoothing
 from intaglio.quant.correct.smoothquant import smoothable
+from intaglio.quant.precision.decide_by_data import decide_by_data
+from intaglio.quant.precision.measure_rounding import ValueRecorder
 from intaglio.tracing.captured import expect
 
 FLOOR = 0.1
@@ -62,7 +59,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     (`smooth_factors.smoothing`). For other values between weights, the factor of each channel is its largest magnitude
     relative to that of all channels, to the power of the setting's ``equalize`` (Nagel et al. 2019, extended to
     additions). Concatenations that only readers of floats follow stay in float if their joint scale would leave fewer
-    than 16 quantized values to one operand, as it does to scores beside boxes in pixels.
+    than 16 quantized values to one operand, as it does to scores beside boxes in pixels. So do values whose rounding
+    would leave less than 20 dB of what readers of floats compute from them, such as the logarithm of a rounded score.
 
     Args:
         prepared: the prepared model.
@@ -79,10 +77,9 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
-    uneven = uneven_concatenations(prepared, calls, group)
-    prepared = with_float_concatenations(prepared, uneven)
+    prepared, decided = decide_by_data(prepared, calls, group)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
-    found = Equalization(inputs, concatenations=uneven)
+    found = replace(decided, inputs=inputs)
     current = with_input_equalization(prepared, found)
     module = current.annotations.module
     every, here = annotate_everything(current), {site.name for site in current.annotations.sites}
@@ -117,60 +114,6 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     return apply_equalization(prepared, replace(found, factors=by_site), report, (current, every))
 
 
-def uneven_concatenations(prepared: Prepared, calls: Calls, group: Group) -> dict[str, tuple[Extrema, ...]]:
-    """Return the concatenations whose joint scale would leave too few quantized values to one operand.
-
-    Args:
-        prepared: the prepared model.
-        calls: the tensors of each call on this rank.
-        group: the ranks.
-
-    Returns:
-        Site of a concatenation that could stay in float -> the extrema of its operands over the data of all ranks.
-    """
-    regions = quantized_concatenations(prepared.annotations, prepared.quantizer).values()
-    if not regions:
-        return {}
-    module = prepared.annotations.module
-    own: dict[str, Extrema] = {}
-
-    def see(name: str, value: torch.Tensor) -> None:
-        finite = value[value.isfinite()]
-        if finite.numel():
-            own[name] = _joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
-
-    def run() -> None:
-        operands = {value.name for region in regions for value in region.activations()}
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            for leaves in calls:
-                _ValueRecorder(module, operands, see).run(*leaves)
-
-    group.run_on_all_ranks(run)
-    seen, names = group.gather(own), ValueNames(module.graph)
-    found = {}
-    for region in regions:
-        values = [[one.get(value.name, NO_VALUES) for one in seen] for value in region.activations()]
-        extrema = tuple(map(_joined, values))
-        if is_uneven(extrema):
-            found[names.of(region.root)] = extrema
-    return found
-
-
-NO_VALUES = (math.inf, -math.inf)
-"""Extrema of no values."""
-
-
-def _joined(extrema: Sequence[Extrema]) -> Extrema:
-    """Return the extrema of several sets of values together."""
-    return min(low for low, _ in extrema), max(high for _, high in extrema)
-
-
-def _padded_axes(module: fx.GraphModule, names: Iterable[str], signature: Signature) -> dict[str, PaddedAxes | None]:
-    """Return for each value the axes along which a padding mask applies."""
-    nodes = {node.name: node for node in module.graph.nodes}
-    return {name: padded_axes(known_type(nodes[name]).shape, signature) for name in names}
-
-
 def _largest(
     module: fx.GraphModule,
     signature: Signature,
@@ -184,7 +127,7 @@ def _largest(
     """
     nodes = {node.name: node for node in module.graph.nodes}
     found = {name: torch.zeros(fixed_size(nodes[name], axis)) for name, axis in axes.items()}
-    padded = _padded_axes(module, axes, signature)
+    padded = padded_axes_of(module, axes, signature)
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -195,7 +138,7 @@ def _largest(
                     channels = visible_channels(value.abs(), axes[name], padded[name], visible)
                     found[name] = torch.maximum(found[name], channels.amax(1))
 
-                _ValueRecorder(module, axes, see).run(*leaves)
+                ValueRecorder(module, axes, see).run(*leaves)
 
     group.run_on_all_ranks(run)
     if group.size == 1 or not found:
@@ -222,7 +165,7 @@ def _smoothings(
         return {}
     own: dict[str, list[SampledRows]] = {}
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
-    padded = _padded_axes(module, readers, signature)
+    padded = padded_axes_of(module, readers, signature)
     each = max(group.gather(max(sizes, default=1)))  # Samples are numbered in steps of the largest batch.
 
     def run() -> None:
@@ -236,7 +179,7 @@ def _smoothings(
                         own.setdefault(name, []).append(SampledRows.of(tokens, first))
                         first += len(tokens)
 
-                _ValueRecorder(module, readers, see).run(*leaves)
+                ValueRecorder(module, readers, see).run(*leaves)
 
     group.run_on_all_ranks(run)
     found = {}
@@ -247,20 +190,6 @@ def _smoothings(
         if result is not None:
             found[name] = result
     return found
-
-
-class _ValueRecorder(fx.Interpreter):
-    """Runs a graph and calls ``see`` with the values of some nodes."""
-
-    def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
-        super().__init__(module)
-        self.names, self.see = frozenset(names), see
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.name in self.names:
-            self.see(n.name, value)
-        return value
 
 
 def _snr_before_and_after(
@@ -280,7 +209,7 @@ def _snr_before_and_after(
         after.append((_rounded(value / divisor) * divisor - value).square().sum().item())
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        _ValueRecorder(module, factors, see).run(*leaves)
+        ValueRecorder(module, factors, see).run(*leaves)
     shares = [[n / s for n, s in zip(noise, signal, strict=True) if s > 0] for noise in (before, after)]
     means = [decibels(len(share), sum(share)) for share in shares]
     return (CorrectionStep("equalize", f"{len(factors)} values, mean over them", *means),)

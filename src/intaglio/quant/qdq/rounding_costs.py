@@ -12,6 +12,7 @@ from intaglio.ir import DType, QParams
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.range_methods import rounding_decibels
 from intaglio.quant.calibrate.tensor_statistics import Statistics
+from intaglio.quant.precision.coarse_values import listed_ratios
 from intaglio.quant.recipes.choices import FloatResults, Role
 
 
@@ -25,7 +26,7 @@ def rounding_costs(
         qparams: parameters of its sites.
         statistics: statistics of calibration by site; values without are left out.
     """
-    found: dict[str, list[float]] = {}
+    found: list[tuple[str, float]] = []
     for region in annotations.regions:
         site = annotations.by_value.get((region.root.name, Role.ACTIVATION))
         if site is None or region.unrounded or region.setting.results != FloatResults.FLOAT:
@@ -35,11 +36,10 @@ def rounding_costs(
             continue
         if site.value not in annotations.outputs and _has_float_reader(region.root, annotations):
             name = origin(region.root).operator or operator(region.root)
-            found.setdefault(name, []).append(rounding_decibels(seen, qparams[site.name]))
+            found.append((name, rounding_decibels(seen, qparams[site.name])))
     if not found:
         return ()
-    costs = ", ".join(f"{name} ({_span(values)})" for name, values in sorted(found.items()))
-    return (f"rounded to 256 values although floats are read, with signal to noise of: {costs}",)
+    return (f"rounded to 256 values although floats are read, with signal to noise of: {listed_ratios(found)}",)
 
 
 def _has_float_reader(value: fx.Node, annotations: Annotations) -> bool:
@@ -47,9 +47,3 @@ def _has_float_reader(value: fx.Node, annotations: Annotations) -> bool:
     quantized = {node for region in annotations.regions if not region.dynamic for node in region.nodes}
     readers = [user for user in value.users if info(user).dim is None and not is_constant(user)]
     return any(user not in quantized for user in readers)
-
-
-def _span(values: list[float]) -> str:
-    """Return decibels as text: one number, or how many there are with the lowest and the highest."""
-    low, high = min(values), max(values)
-    return f"{low:.1f} dB" if len(values) == 1 else f"{len(values)} x {low:.1f} to {high:.1f} dB"

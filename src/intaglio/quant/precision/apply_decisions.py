@@ -1,0 +1,76 @@
+"""Apply what the calibration data decides: values in float, and layers that are split."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.uneven_concatenations import Extrema, notes_on_concatenations
+from intaglio.quant.annotate.annotate_graph import annotate_graph
+from intaglio.quant.annotate.find_sites import ValueNames
+from intaglio.quant.annotate.regions import DataFloats
+from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
+from intaglio.quant.precision.coarse_values import notes_on_coarse_values
+from intaglio.quant.precision.split_layers import notes_on_split_layers, split_layers, split_readers
+
+
+def with_data_floats(
+    prepared: Prepared, concatenations: Mapping[str, Sequence[Extrema]], coarse: Mapping[str, float]
+) -> Prepared:
+    """Return the model with what its data leaves in float, besides what stays in float already.
+
+    Args:
+        prepared: the prepared model.
+        concatenations: site name of a concatenation -> extrema of its operands.
+        coarse: site name of a value that quantized values represent too coarsely -> signal to noise in decibels.
+    """
+    before = prepared.annotations
+    named = _nodes_of_sites(before.module.graph, {*concatenations, *coarse})
+    uneven = {node: concatenations[name] for name, node in named.items() if name in concatenations}
+    lossy = {node: coarse[name] for name, node in named.items() if name in coarse}
+    if not named:
+        return prepared
+    module, old = copy_graph(before.module), before.data_floats
+    floats = DataFloats(
+        old.concatenations.union(node.name for node in uneven),
+        {**old.coarse, **{node.name: ratio for node, ratio in lossy.items()}},
+    )
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, floats)
+    model_info = prepared.model_info.with_stage((*notes_on_concatenations(uneven), *notes_on_coarse_values(lossy)))
+    own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
+    return reprepare(own, copy_graph(module))
+
+
+def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]) -> Prepared:
+    """Return the model with the layers split that read some concatenations.
+
+    Args:
+        prepared: the prepared model.
+        found: site name of a concatenation -> extrema of its operands.
+    """
+    before = prepared.annotations
+    named = _nodes_of_sites(before.module.graph, found)
+    if not named:
+        return prepared
+    uneven = {node: found[name] for name, node in named.items()}
+    layers = [layer for node in uneven for layer in split_readers(node, before)]
+    module = copy_graph(before.module)
+    copies = {node.name: node for node in module.graph.nodes}
+    split_layers(module, {copies[node.name]: ends for node, ends in uneven.items()}, [copies[n.name] for n in layers])
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, before.data_floats)
+    model_info = prepared.model_info.with_stage(tuple(notes_on_split_layers(layers, uneven)))
+    own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
+    return reprepare(own, copy_graph(module))
+
+
+def _nodes_of_sites(graph: fx.Graph, sites: Collection[str]) -> dict[str, fx.Node]:
+    """Return the operators whose results have these sites, by site name and in execution order."""
+    if not sites:
+        return {}
+    names = ValueNames(graph)
+    found = {names.of(node): node for node in graph.nodes if node.op == "call_function" and info(node).dim is None}
+    return {name: node for name, node in found.items() if name in sites}

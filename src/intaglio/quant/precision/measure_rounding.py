@@ -1,0 +1,232 @@
+"""Measurement of what quantized values lose, with calls of the float model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from intaglio import numerics
+from intaglio.fxgraph.nodes import known_operands
+from intaglio.fxgraph.padding_masks import (
+    PaddedAxes,
+    VisibleTokens,
+    padded_axes_of,
+    visible_groups,
+    visible_tokens,
+)
+from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, is_uneven
+from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.correct.calibration_cache import Calls
+from intaglio.quant.precision.coarse_values import MeasuredValue, measured_values
+
+LEAST_DECIBELS = 20.0
+"""Signal-to-noise ratio that the rounding of a value must leave to what is computed from it in front of the next layers
+and products. Less means that noise has more than 1 % of the power; values without outliers have 35 dB and more."""
+MEASURED_SAMPLES = 32
+"""Number of samples with which rounding is measured."""
+NO_VALUES = (math.inf, -math.inf)
+"""Extrema of no values."""
+
+
+class ValueRecorder(fx.Interpreter):
+    """Runs a graph and calls ``see`` with the values of some nodes."""
+
+    def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
+        super().__init__(module)
+        self.names, self.see = frozenset(names), see
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        value = super().run_node(n)
+        if n.name in self.names:
+            self.see(n.name, value)
+        return value
+
+
+def uneven_concatenations(prepared: Prepared, calls: Calls, group: Group) -> dict[fx.Node, tuple[Extrema, ...]]:
+    """Return the quantized concatenations whose joint scale leaves too few quantized values to one operand.
+
+    Args:
+        prepared: the prepared model.
+        calls: the tensors of each call on this rank.
+        group: the ranks.
+
+    Returns:
+        Concatenation -> the extrema of its operands in the first samples of all ranks.
+    """
+    regions = [region for region in prepared.annotations.regions if is_concatenation(region.anchor)]
+    operands = {value.name for region in regions for value in region.activations()}
+    seen = _extrema(prepared, operands, _first_samples(calls, group), group) if operands else {}
+    extrema = {r.root: tuple(seen.get(value.name, NO_VALUES) for value in known_operands(r.root)) for r in regions}
+    return {node: ends for node, ends in extrema.items() if is_uneven(ends)}
+
+
+def _extrema(prepared: Prepared, names: Collection[str], calls: Calls, group: Group) -> dict[str, Extrema]:
+    """Return the smallest and largest finite values of some nodes over the data of all ranks without padding."""
+    own: dict[str, Extrema] = {}
+    module, signature = prepared.annotations.module, prepared.signature
+    padded = padded_axes_of(module, names, signature)
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for leaves in calls:
+                visible = visible_tokens(signature, leaves)
+
+                def see(name: str, value: torch.Tensor, visible: VisibleTokens = visible) -> None:
+                    for tokens in visible_groups(value, padded[name], visible):
+                        finite = tokens[tokens.isfinite()]
+                        if finite.numel():
+                            own[name] = _joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
+
+                ValueRecorder(module, names, see).run(*leaves)
+
+    group.run_on_all_ranks(run)
+    seen = group.gather(own)
+    return {name: _joined([one.get(name, NO_VALUES) for one in seen]) for name in {key for one in seen for key in one}}
+
+
+def _joined(extrema: Sequence[Extrema]) -> Extrema:
+    """Return the extrema of several sets of values together."""
+    return min(low for low, _ in extrema), max(high for _, high in extrema)
+
+
+@dataclass
+class _Power:
+    """Powers of a signal and of its noise, one number for each call."""
+
+    signal: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+
+    def decibels(self) -> float:
+        """Return the ratio in decibels: at least 0, and infinite without noise. Sums do not depend on their order."""
+        signal, noise = math.fsum(self.signal), math.fsum(self.noise)
+        if not signal or not noise:
+            return math.inf
+        return round(max(10 * math.log10(signal / noise), 0.0), 1) if math.isfinite(noise) else 0.0
+
+
+def coarse_values(prepared: Prepared, calls: Calls, group: Group) -> dict[str, float]:
+    """Return the values whose rounding leaves too little of what is computed from them in float.
+
+    Each value is rounded alone, with the range that it has in some calls together with the values that share its scale.
+
+    Args:
+        prepared: the prepared model.
+        calls: the tensors of each call on this rank.
+        group: the ranks.
+
+    Returns:
+        Site of a value -> the lowest signal-to-noise ratio behind it, in decibels.
+    """
+    annotations = prepared.annotations
+    measured = [] if prepared.quantizer.annotator is not None else measured_values(annotations)
+    if not measured:
+        return {}
+    some, module, signature = _first_samples(calls, group), annotations.module, prepared.signature
+    sharing: dict[str, list[str]] = {}
+    for site in annotations.sites:
+        sharing.setdefault(annotations.leaders[site.name], []).append(site.value)
+    groups = {value: sharing[annotations.leaders[value.site.name]] for value in measured}
+    seen = _extrema(prepared, {name for names in groups.values() for name in names}, some, group)
+    ranges = {value: _joined([seen.get(name, NO_VALUES) for name in names]) for value, names in groups.items()}
+    measured = [value for value in measured if ranges[value][0] < ranges[value][1]]
+    powers = {(value, end): _Power() for value in measured for end in value.ends}
+    padded = padded_axes_of(module, {end.name for _, end in powers}, signature)
+
+    def run() -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for leaves in some:
+                visible = partial(_visible_values, padded, visible_tokens(signature, leaves))
+                _RoundingRun(module, {value: ranges[value] for value in measured}, powers, visible).run(*leaves)
+
+    group.run_on_all_ranks(run)
+    found: dict[str, float] = {}
+    for (value, _), parts in zip(powers, zip(*group.gather(list(powers.values())), strict=True), strict=True):
+        joined = _Power([x for part in parts for x in part.signal], [x for part in parts for x in part.noise])
+        found[value.site.name] = min(found.get(value.site.name, math.inf), joined.decibels())
+    return {name: ratio for name, ratio in found.items() if ratio < LEAST_DECIBELS}
+
+
+def _first_samples(calls: Calls, group: Group) -> Calls:
+    """Return this rank's calls among the first ones of all ranks with `MEASURED_SAMPLES` samples."""
+    sizes = group.gather([max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls])
+    total, kept = 0, 0
+    for place in range(max(map(len, sizes))):
+        for rank, own in enumerate(sizes):
+            if place < len(own) and total < MEASURED_SAMPLES:
+                total += own[place]
+                kept += rank == group.rank
+    return calls[:kept]
+
+
+class _RoundingRun(fx.Interpreter):
+    """Runs a graph, and what follows each measured value once more with that value rounded."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        ranges: Mapping[MeasuredValue, Extrema],
+        powers: Mapping[tuple[MeasuredValue, fx.Node], _Power],
+        visible: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(module)
+        self.ranges, self.powers, self.visible = ranges, powers, visible
+        self.starts = {value.node: value for value in ranges}
+        self.behind: dict[fx.Node, list[MeasuredValue]] = {}
+        for value in ranges:
+            for node in value.followers:
+                self.behind.setdefault(node, []).append(value)
+        self.rounded: dict[fx.Node, dict[MeasuredValue, Any]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, exactly and with each rounded value in front of it."""
+        exact = super().run_node(n)
+        made = {}
+        for value in self.behind.get(n, ()):
+            env = {node: self.rounded.get(node, {}).get(value, self.env[node]) for node in n.all_input_nodes}
+            args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+            made[value] = self.call_function(n.target, args, kwargs)
+        if n in self.starts:
+            value = self.starts[n]
+            made[value] = rounded(exact, self.ranges[value], value.site)
+        for value, result in made.items():
+            if (value, n) in self.powers:
+                _add_power(self.powers[value, n], self.visible(n.name, exact), self.visible(n.name, result))
+        self.rounded[n] = made
+        for node in self.user_to_last_uses.get(n, ()):
+            self.rounded.pop(node, None)
+        return exact
+
+
+def _visible_values(
+    padded: Mapping[str, PaddedAxes | None], visible: VisibleTokens, name: str, value: torch.Tensor
+) -> torch.Tensor:
+    """Return the values of a node that no padding mask hides."""
+    return torch.cat([group.flatten() for group in visible_groups(value, padded[name], visible)])
+
+
+def rounded(value: torch.Tensor, extrema: Extrema, site: Site) -> torch.Tensor:
+    """Return a value as the quantized values of a site over a range give it back."""
+    low, high = extrema
+    if isinstance(site.spec, Observed) and site.spec.symmetric:
+        high = max(high, -low)
+        low = -high
+    scale, zero = numerics.affine_qparams(low, high, site.qmin, site.qmax)
+    return numerics.round_clamp(value / scale, site.qmin - zero, site.qmax - zero) * scale
+
+
+def _add_power(power: _Power, exact: torch.Tensor, result: torch.Tensor) -> None:
+    """Add the signal and the noise of one call, where the exact result is finite."""
+    known = exact.isfinite()
+    signal = exact[known].double()
+    noise = (result[known].double() - signal).square().sum().item()
+    power.signal.append(signal.square().sum().item())
+    power.noise.append(math.inf if math.isnan(noise) else noise)
