@@ -29,7 +29,7 @@ from intaglio.quant.annotate.find_sites import find_sites
 from intaglio.quant.annotate.from_annotator import annotations_from_annotator, run_annotator
 from intaglio.quant.annotate.int8_buffers import buffer_names, check_buffer_sites, selected_buffers
 from intaglio.quant.annotate.refusals import divisor_refusal, reasons_beside, refusal, skipped
-from intaglio.quant.annotate.regions import NO_DATA, Annotations, DataFloats, Region, mark_operators
+from intaglio.quant.annotate.regions import NO_DATA_FLOATS, Annotations, DataFloats, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.precision.float_results import FloatForms, float_results, leave_float
@@ -46,7 +46,7 @@ def annotate_graph(
     module: fx.GraphModule,
     quantizer: Quantizer,
     classes: Mapping[str, str],
-    data_floats: DataFloats = NO_DATA,
+    data_floats: DataFloats = NO_DATA_FLOATS,
 ) -> Annotations:
     """Annotate a graph that the passes of post-training quantization have rewritten.
 

@@ -181,7 +181,7 @@ class DataFloats:
     coarse: Mapping[str, float] = field(default_factory=dict)
 
 
-NO_DATA = DataFloats()
+NO_DATA_FLOATS = DataFloats()
 """Nothing stays in float because of data."""
 
 
@@ -218,7 +218,7 @@ class Annotations:
     buffers: Mapping[str, str] = field(default_factory=dict)
     custom_observers: Mapping[tuple[str, str | None], Callable[[], Any]] = field(default_factory=dict)
     weight_only: Mapping[str, Setting] = field(default_factory=dict)
-    data_floats: DataFloats = NO_DATA
+    data_floats: DataFloats = NO_DATA_FLOATS
 
     @property
     def by_value(self) -> dict[tuple[str, Role], Site]:

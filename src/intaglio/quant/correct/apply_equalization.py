@@ -35,10 +35,7 @@ from intaglio.quant.recipes.choices import Role
 
 
 def apply_equalization(
-    prepared: Prepared,
-    found: Equalization,
-    report: str = "",
-    precomputed: tuple[Prepared, Annotations] | None = None,
+    prepared: Prepared, found: Equalization, report: str = "", precomputed: tuple[Prepared, Annotations] | None = None
 ) -> Prepared:
     """Return the prepared model with an equalization applied, and with new observers.
 
