@@ -152,7 +152,7 @@ def reasons_beside(
         else:
             continue
         beside.update({node: reason for node in region.nodes if node not in inside and reasons[node] is None})
-    return beside
+    return {node: reason for node, reason in beside.items() if not _is_batch_norm(node)}
 
 
 def skipped(
@@ -210,8 +210,13 @@ def is_added_cast(node: fx.Node) -> bool:
     return not where.operator or (where.operator != operator(node) and where == origin(node.args[0]))
 
 
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Return whether a node computes a part of a batch norm of the model."""
+    return "batch_norm" in origin(node).operator
+
+
 def _skip(node: fx.Node, reason: str | None) -> Skip:
-    default = UNFOLDED_NORM if "batch_norm" in origin(node).operator else "no operator next to it is quantized"
+    default = UNFOLDED_NORM if _is_batch_norm(node) else "no operator next to it is quantized"
     return Skip(node.name, reason or default, origin(node), macs(node))
 
 
