@@ -93,7 +93,11 @@ def test_the_network_is_used_with_the_keyboard(browser, pages):
     browser.press("Enter")
     assert browser.evaluate("document.activeElement.textContent") == "stem.0 + stem.1 (aten.conv2d.default)"
     assert browser.evaluate("!document.querySelector('#detail').hidden")
-    assert browser.evaluate("document.querySelectorAll('#detail svg[role=img]').length") == 2
+    pictures = browser.evaluate("[...document.querySelectorAll('#detail svg[role=img]')].map(e => e.ariaLabel)")
+    assert "it is not quantized here" in pictures[0]
+    assert "; range 0 to " in pictures[1]  # of the ReLU in the same kernel
+    assert pictures[2].startswith("8 output channels, each channel")
+    assert len(pictures) == 3
     browser.press("Escape")
     assert browser.evaluate("document.querySelector('#detail').hidden")
     assert browser.evaluate(focused).startswith("stem.0")
