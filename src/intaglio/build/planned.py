@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from intaglio.formatting.html_text import element, folded_text
 from intaglio.lower import Lowered
 from intaglio.plan import Plan
 
@@ -31,3 +32,7 @@ class Planned:
 
     def __repr__(self) -> str:
         return f"Planned({len(self.plan.steps)} steps for {self.isa})"
+
+    def _repr_html_(self) -> str:
+        """Return the plan for notebooks, at a click."""
+        return element("p", repr(self)) + folded_text("Plan", self.text())

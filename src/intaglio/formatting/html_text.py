@@ -34,4 +34,12 @@ def folded_text(summary: str, text: str) -> str:
     return f"<details>{element('summary', summary)}{element('pre', text)}</details>"
 
 
+def shortened(rows: Sequence[Sequence[object]], name: str) -> tuple[Sequence[Sequence[object]], str]:
+    """Return the rows of a long table that notebooks show, and a sentence about the others, such as "7 more sites"."""
+    rest = len(rows) - MOST_ROWS
+    return rows[:MOST_ROWS], f"{rest} more {name}" if rest > 0 else ""
+
+
+MOST_ROWS = 50
+"""Largest number of rows of a table in a notebook."""
 LEFT, RIGHT = ' style="text-align:left"', ' style="text-align:right"'

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from intaglio.argument_checks import check_arguments
+from intaglio.formatting.html_text import element, folded_text, html_table, shortened
 from intaglio.ir import Dim, DType, External, Graph, ModelInfo, Op, Signature, evaluate, graph_text
 from intaglio.ops import OPS, OpDef, interpret
 from intaglio.plan import plan_graph
@@ -37,7 +38,7 @@ class Island:
     loops: Mapping[str, tuple[int, fx.GraphModule]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lowered:
     """Result of `requantize`. It can be printed, and `__call__` runs it with the NumPy interpreter.
 
@@ -69,6 +70,17 @@ class Lowered:
     bodies: Mapping[str, Lowered] = field(default_factory=dict)
     integer: frozenset[str] = frozenset()
     values: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        islands = f"{len(self.islands)} float island{'s' * (len(self.islands) != 1)}"
+        return f"Lowered({self.model_info.name}: {self.operators} operators on integers, {islands})"
+
+    def _repr_html_(self) -> str:
+        """Return the operators that stay in float, and the integer graph at a click, for notebooks."""
+        places = [(skip.origin.path or "model", skip.origin.operator, skip.reason) for skip in self.skipped]
+        rows, more = shortened(places, "operators")
+        table = html_table(("stays in float", "operator", "reason"), rows, text=3) if rows else ""
+        return element("p", repr(self)) + table + element("p", more) * bool(more) + folded_text("Graph", self.text())
 
     def text(self) -> str:
         """Return the text of the integer graph, followed by those of loop bodies."""

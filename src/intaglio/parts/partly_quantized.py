@@ -13,6 +13,7 @@ from torch import nn
 from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
+from intaglio.formatting.html_text import element
 from intaglio.output_paths import check_file
 from intaglio.parts.call_recorder import recorded_calls
 from intaglio.parts.capture_part import capture_part
@@ -154,6 +155,10 @@ class PartlyQuantizedModel(nn.Module):
     def __repr__(self) -> str:
         parts = ", ".join(self.parts)
         return f"PartlyQuantizedModel({type(self.model).__name__}: {self.coverage.macs_text} in int8, in {parts})"
+
+    def _repr_html_(self) -> str:
+        """Return the parts and the coverage for notebooks."""
+        return element("p", repr(self)) + self.coverage._repr_html_()
 
 
 FLOAT_MODEL_AND_BATCHES = "pass the float model that was quantized, and batches as quantize takes them"

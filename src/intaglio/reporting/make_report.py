@@ -10,10 +10,13 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields
 from intaglio.errors import InputError
+from intaglio.formatting.html_text import definition_list, element, html_table
 from intaglio.output_paths import check_file, read_text, write_text
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Settings, collect
+from intaglio.reporting.number_formats import gain_text
 from intaglio.reporting.pages.page import page_of
+from intaglio.reporting.pages.view import cards
 from intaglio.reporting.report_data import ReportData
 from intaglio.reporting.report_json import report_dict, report_from_json, report_json
 from intaglio.reporting.suggestions import Trials
@@ -82,6 +85,14 @@ class Report:
     def beside(self, other: Report) -> Report:
         """Return the report with another one shown beside it: of another model, or of the same one before a change."""
         return Report(self.data, other.data)
+
+    def _repr_html_(self) -> str:
+        """Return the key figures and the changes that were tried, for notebooks. `save` writes the whole page."""
+        figures = [(card.label, ", ".join(filter(None, (card.value, card.note)))) for card in cards(self.data, None)]
+        tried = [(one.title, one.python, one.failure or gain_text(one.gain)) for one in self.data.suggestions]
+        changes = html_table(("change", "to paste", "gain"), tried, text=2) if tried else ""
+        limits = "".join(element("p", limit) for limit in self.data.limits)
+        return element("p", repr(self)) + definition_list(figures) + changes + limits
 
     def __repr__(self) -> str:
         operators = sum(len(graph.operators) for graph in self.data.graphs)

@@ -15,6 +15,7 @@ import torch
 from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError, did_you_mean
+from intaglio.formatting.html_text import element
 from intaglio.formatting.number_text import size_text
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
@@ -383,6 +384,10 @@ class QuantizedModel(ProgramModule):
             f"QuantizedModel({self.model_info.name}: {work} in int8, {count} float island{'s' * (count != 1)}, "
             f"{callbacks}{sizes}, {self.artifact.program.isa}{others})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return sizes and coverage for notebooks."""
+        return element("p", repr(self)) + self.coverage._repr_html_()
 
 
 def _int8_rates(isa: str, threads: int) -> list[float]:

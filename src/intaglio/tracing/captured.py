@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from intaglio.argument_checks import value_text
 from intaglio.errors import ArtifactError, CaptureError, InputError
+from intaglio.formatting.html_text import definition_list, element, folded_text
 from intaglio.fxgraph.node_info import origin, tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import ModelInfo, Signature
@@ -78,6 +79,25 @@ class GraphStage:
         """Return the graph as text with one line per node: name, operator, operands, type and module path."""
         return fx_text(self.module.graph)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model_info.name}: {self._contents()})"
+
+    def _contents(self) -> str:
+        """Return the content of the stage in a few words."""
+        operators = sum(node.op == "call_function" for node in self.module.graph.nodes)
+        return f"{operators} operators, inputs {', '.join(entry.name for entry in self.signature.inputs) or 'none'}"
+
+    def _repr_html_(self) -> str:
+        """Return the stage for notebooks: inputs, notes, and the texts at a click."""
+        inputs = [(f"Input {entry.name}", str(entry.type)) for entry in self.signature.inputs]
+        facts = definition_list([*inputs, *(("Note", note) for note in self.notes)])
+        texts = {"Graph": self.text(), **self._other_texts()}
+        return element("p", repr(self)) + facts + "".join(folded_text(name, text) for name, text in texts.items())
+
+    def _other_texts(self) -> Mapping[str, str]:
+        """Return texts for notebooks beside that of the graph, by name."""
+        return {}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         fields = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return type(self)(**{name: copy.deepcopy(value, memo) for name, value in fields.items()})
@@ -109,7 +129,7 @@ class _StageModule(nn.Module):
             return unflatten_result(self.signature, results, symbols)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Captured(GraphStage):
     """A functional ATen graph with dynamic dimensions that computes what the captured model does.
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import InputError
+from intaglio.formatting.html_text import element, html_table
 from intaglio.tune.verdict import verdict
 
 if TYPE_CHECKING:
@@ -84,6 +85,14 @@ class Row:
         """Return the source line, or "" if it is a line of an installed package and the row has a module."""
         installed = "-packages/" in self.source
         return "" if installed and self.path else self.source
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the name and `TABLE_COLUMNS` as text."""
+        noise = (_decibels(self.alone).strip(), _decibels(self.so_far).strip(), f"{self.so_far_cosine:.5f}")
+        cut = f"{100 * self.use.below:.2f} + {100 * self.use.above:.2f} %" if self.use else ""
+        name = self.name + (f"\n{self.line}" if self.line else "")
+        return (name, *noise, f"{self.low:.3g} … {self.high:.3g}", cut, _used(self.use)[1].strip())
 
     def __str__(self) -> str:
         cut, in_use = _used(self.use)
@@ -165,6 +174,20 @@ class Comparison:
         """Return the decibels alone of the worst operator that a selector leaves in float."""
         return min(row.alone for row in self.skipped_by(selector))
 
+    def __repr__(self) -> str:
+        result = f"{_decibels(self.results[0]).strip()} over {self.samples} samples" if self.results else "no results"
+        worst = f", the worst {self.worst.name}: {_decibels(self.worst.alone).strip()}" if self.rows else ""
+        return f"Comparison({result}, {len(self.rows)} operators{worst})"
+
+    def _repr_html_(self) -> str:
+        """Return the result, the worst operators, what to skip, and the verdict, for notebooks."""
+        rows = [row.cells for row in self.listed[:PRINTED_ROWS]]
+        table = (
+            html_table(("operator", *TABLE_COLUMNS), rows, self._heading()) if rows else element("p", self._heading())
+        )
+        end = ([] if self.rows else [NEEDS_REFERENCE]) + self._unlisted() + self.advice() + [self._verdict_line()]
+        return table + "".join(element("p", line) for line in end)
+
     def __str__(self) -> str:
         """Format one line for the result, one for each operator, the worst first, then what to skip, and the
         verdict."""
@@ -210,14 +233,10 @@ class Comparison:
         caption = "\n".join([*end, *self._unlisted(), *self.advice(), self._verdict_line()])
         table = Table(title=self._heading(), title_justify="left", caption=Text(caption), caption_justify="left")
         table.add_column("operator", overflow="fold")
-        for name in ("alone", "so far", "cosine", "values", "clipped", "in use"):
+        for name in TABLE_COLUMNS:
             table.add_column(name, justify="right")
         for row in self.listed[:PRINTED_ROWS]:
-            noise = (_decibels(row.alone).strip(), _decibels(row.so_far).strip(), f"{row.so_far_cosine:.5f}")
-            cut = f"{100 * row.use.below:.2f} + {100 * row.use.above:.2f} %" if row.use else ""
-            name = row.name + (f"\n{row.line}" if row.line else "")
-            cells = (name, *noise, f"{row.low:.3g} … {row.high:.3g}", cut, _used(row.use)[1])
-            table.add_row(*map(Text, cells))
+            table.add_row(*map(Text, row.cells))
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,6 +258,8 @@ class Comparison:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+TABLE_COLUMNS = ("alone", "so far", "cosine", "values", "clipped", "in use")
+"""Columns of tables beside the name."""
 PRINTED_ROWS = 25
 """Largest number of operators in texts and tables; those with the largest errors of their own come first."""
 ADVICE_DB = 10

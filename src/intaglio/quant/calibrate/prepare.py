@@ -42,7 +42,7 @@ from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.loops.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Prepared(GraphStage):
     """A model that computes the float results and observes its values.
 
@@ -95,6 +95,16 @@ class Prepared(GraphStage):
         copied = super().__deepcopy__(memo)
         replace_loop_bodies(copied.module, {name: body.module for name, body in copied.bodies.items()})
         return copied
+
+    def _contents(self) -> str:
+        annotations, batches = self.annotations, self.observer_state.batch
+        count = len(annotations.skipped)
+        left = f", {count} operator{'s stay' if count > 1 else ' stays'} in float" if count else ""
+        return f"{len(self.observers)} sites with observers, {batches} batches seen{left}"
+
+    def _other_texts(self) -> Mapping[str, str]:
+        skipped = "\n".join(map(str, self.annotations.skipped))
+        return {"Sites": self.annotations.sites_text()} | ({"Operators in float": skipped} if skipped else {})
 
     @property
     def fingerprint(self) -> str:

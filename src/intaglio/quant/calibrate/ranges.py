@@ -11,6 +11,7 @@ from typing import Any
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.ir import QParams
 from intaglio.output_paths import read_text, write_text
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
@@ -95,6 +96,16 @@ class Ranges:
     seen: Mapping[int, SeenBatch] = field(default_factory=dict)
     findings: tuple[Finding, ...] = field(default=(), compare=False)
     parameters: Mapping[str, QParams] | None = None
+
+    def __repr__(self) -> str:
+        return f"Ranges({len(self.statistics)} sites, {self.batches} batches, {self.samples} samples)"
+
+    def _repr_html_(self) -> str:
+        """Return the smallest and largest values by site for notebooks."""
+        found = self.statistics.items()
+        rows, more = shortened([(name, f"{s.low:.4g}", f"{s.high:.4g}", f"{s.count:,}") for name, s in found], "sites")
+        table = html_table(("site", "smallest", "largest", "values"), rows, repr(self))
+        return table + "".join(element("p", text) for text in (more, *map(str, self.findings)) if text)
 
     @check_arguments
     def merge(self, other: Ranges) -> Ranges:

@@ -97,6 +97,9 @@ class Parameters:
     entries: Mapping[str, Parameter]
     corrected: Corrected = field(default_factory=Corrected)
 
+    def __repr__(self) -> str:
+        return f"Parameters({len(self.entries)} sites)"
+
     @staticmethod
     @check_arguments
     def of(

@@ -14,6 +14,7 @@ from typing import Any
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import SelectorError, did_you_mean
+from intaglio.formatting.html_text import element, folded_text
 from intaglio.ir import Origin
 from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
@@ -25,6 +26,8 @@ Selectors = str | Iterable[str]
 PARAMETERS = "parameters"
 CORRECTED = "corrected"
 """Names of the TOML tables that are not settings."""
+SHOWN_ENTRIES = 3
+"""Number of entries that a `repr` shows."""
 
 
 @check_fields
@@ -190,6 +193,19 @@ class Recipe:
             if any(matches(selector, origin, classes) is not None for origin in origins)
         ]
         return replace(self, entries=tuple(entries))
+
+    def __repr__(self) -> str:
+        parts = [f"{selector!r}: {setting}" for selector, setting in self.entries[:SHOWN_ENTRIES]]
+        parts += [f"{len(self.entries) - SHOWN_ENTRIES} more"] * (len(self.entries) > SHOWN_ENTRIES)
+        parts += [f"default: {self.default}"] * (self.default != UNSET)
+        if self.parameters is not None:
+            parts.append(f"parameters of {len(self.parameters.entries)} sites")
+        return f"Recipe({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Return the settings for notebooks, and the parameters at a click."""
+        settings = element("p", repr(self)) + element("pre", self.with_parameters(None).to_toml())
+        return settings + (folded_text("With parameters", self.to_toml()) if self.parameters is not None else "")
 
     def to_toml(self) -> str:
         """Return TOML text that `from_toml` reads back to an equal recipe."""

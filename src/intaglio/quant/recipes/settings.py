@@ -106,6 +106,10 @@ class Setting:
                 remedy="leave one of them out",
             )
 
+    def __repr__(self) -> str:
+        given = {key: str(value) if isinstance(value, str) else value for key, value in vars(self).items()}
+        return f"Setting({', '.join(f'{key}={value!r}' for key, value in given.items() if value is not None)})"
+
     @property
     def activation(self) -> Datatype:
         """Return the datatype of activations; with ``bits=7`` u8 becomes u7."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
+from intaglio.formatting.html_text import definition_list, html_table, shortened
 from intaglio.formatting.number_text import count_text, size_text
 
 SHOWN_ISLANDS = 3
@@ -116,11 +118,29 @@ class Coverage:
         """Return the share of multiply-accumulates in int8 as text."""
         return f"{100 * self.macs:.1f} % of {count_text(self.macs_total)} MACs" if self.macs_total else "no MACs"
 
+    @property
+    def _shares(self) -> str:
+        operators = f"{self.operators_int8} of {self.operators_total} operators in int8"
+        return f"{self.macs_text} and {operators}" if self.macs_total else operators
+
+    def __repr__(self) -> str:
+        return f"Coverage({self._shares}, {self.islands} float island{'s' * (self.islands != 1)})"
+
+    def _repr_html_(self) -> str:
+        """Return the shares, and the float operators by reason, for notebooks."""
+        facts = [
+            ("In int8", self._shares),
+            ("Parameters", f"{size_text(self.bytes_after)} instead of {size_text(self.bytes_before)}"),
+            ("Float islands", self.islands),
+            *(("Note", note) for note in self.notes),
+        ]
+        kinds = {"in float islands": self.floats, "in the program, in float": self.loops, "in Python": self.hosts}
+        return definition_list(facts) + "".join(_html_of(kind, parts) for kind, parts in kinds.items() if parts)
+
     def __str__(self) -> str:
         """Format the shares, then the float operators grouped by reason, those with the most multiply-accumulates
         first."""
-        operators = f"{self.operators_int8} of {self.operators_total} operators in int8"
-        lines = [f"{self.macs_text} and {operators}"] if self.macs_total else [operators, NO_MACS]
+        lines = [self._shares] if self.macs_total else [self._shares, NO_MACS]
         lines += [
             f"parameters take {size_text(self.bytes_after)} instead of {size_text(self.bytes_before)}",
             f"{self.islands} float island{'s' * (self.islands != 1)}" + (":" if self.floats else ""),
@@ -136,19 +156,32 @@ class Coverage:
         return "\n".join([*lines, *[f"note: {note}" for note in self.notes]])
 
 
-def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
-    """Return one line for each operator and reason, those with the most multiply-accumulates first."""
+def _groups(found: tuple[FloatPart, ...]) -> Iterator[tuple[str, str, str, int, int]]:
+    """Yield operator, reason, places, number and multiply-accumulates of the operators that share a reason, those with
+    the most multiply-accumulates first."""
     groups: dict[tuple[str, str], list[FloatPart]] = {}
     for part in found:
         groups.setdefault((part.operator, part.reason), []).append(part)
-    ordered = sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1]))
-    lines = []
-    for (operator, reason), parts in ordered:
+    for (operator, reason), parts in sorted(groups.items(), key=lambda group: -sum(part.macs for part in group[1])):
         places = ", ".join(dict.fromkeys(part.location for part in parts[:SHOWN_ISLANDS])) + ", ..." * (
             len(parts) > SHOWN_ISLANDS
         )
-        work = sum(part.macs for part in parts)
-        count = f" x {len(parts)}" if len(parts) > 1 else ""
+        yield operator, reason, places, len(parts), sum(part.macs for part in parts)
+
+
+def _reasons(found: tuple[FloatPart, ...]) -> list[str]:
+    """Return one line for each operator and reason."""
+    lines = []
+    for operator, reason, places, number, work in _groups(found):
+        count = f" x {number}" if number > 1 else ""
         share = f" [{count_text(work)} MACs]" if work else ""
         lines.append(f"  {operator}{count}: {reason}{share} ({places})")
     return lines
+
+
+def _html_of(kind: str, found: tuple[FloatPart, ...]) -> str:
+    """Return a table with one row for each operator and reason."""
+    rows = [(*words, number, count_text(work)) for *words, number, work in _groups(found)]
+    shown, more = shortened(rows, "reasons")
+    columns = ("operator", "reason", "where", "number", "MACs")
+    return html_table(columns, shown, "; ".join(filter(None, (f"Operators {kind}", more))), text=3)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.formatting.number_text import count_text
 from intaglio.ir import Program, evaluate
 
@@ -114,6 +115,22 @@ class Profile:
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per part, for `pandas.DataFrame` and similar."""
         return [{**asdict(part), "gmacs": part.gmacs} for part in self.parts]
+
+    def __repr__(self) -> str:
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return f"Profile({len(self.parts)} steps, {self.call_microseconds:.1f} us per call on {threads}, {self.isa})"
+
+    def _repr_html_(self) -> str:
+        """Return the parts for notebooks, slowest first."""
+        total, rows = max(self.microseconds, 1e-9), []
+        for part in self.worst():
+            share, rate = f"{100 * part.microseconds / total:.1f} %", f"{part.gmacs:.1f}" if part.macs else ""
+            limit = "" if part.of_limit is None else f"{100 * part.of_limit:.0f} %"
+            kernel = "float island" if part.island else part.kernel
+            rows.append((part.name, part.kinds, kernel, f"{part.microseconds:.1f}", share, rate, limit))
+        shown, more = shortened(rows, "steps")
+        table = html_table(("step", "operators", "kernel", "µs", "share", "GMAC/s", "of peak"), shown, text=3)
+        return "".join(element("p", line) for line in self._head()) + table + element("p", more) * bool(more)
 
     def __str__(self) -> str:
         """Format a heading, then the parts, slowest first: microseconds, share of the total, 10⁹ multiply-accumulates

@@ -1,0 +1,185 @@
+"""What functions return has a short text of one line, and HTML for notebooks in which all text is escaped."""
+
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from torch import nn
+
+import intaglio
+from intaglio import stages
+from intaglio.runtime.reports.coverage import FloatPart
+from support import report_models
+from support.report_models import NASTY
+
+LONGEST = 200
+"""Length of a line that is read at a glance."""
+VOID = {"br", "img"}
+
+
+class Page(HTMLParser):
+    """Elements and text of HTML; every element is closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@cache
+def values() -> dict[str, Any]:
+    """A value of each kind, of one small network."""
+    case = report_models.residual()
+    captured = stages.capture(case.exact, case.batches[0])
+    prepared = stages.prepare(captured, stages.Quantizer(recipe=intaglio.Recipe.of({"fc": None})))
+    ranges = stages.calibrate(prepared, case.batches, progress=False)
+    reference = stages.convert(prepared, ranges)
+    lowered = stages.requantize(reference)
+    tuned = intaglio.autotune(case.exact, case.batches, evaluate=lambda model: 1.0, progress=False)
+    return {
+        "Captured": captured,
+        "Prepared": prepared,
+        "Ranges": ranges,
+        "Reference": reference,
+        "Lowered": lowered,
+        "Planned": stages.plan(lowered),
+        "Parameters": reference.parameters,
+        "QuantizedModel": case.quantized,
+        "Coverage": case.quantized.coverage,
+        "PartlyQuantizedModel": report_models.parts().quantized,
+        "Comparison": intaglio.compare(case.exact, case.quantized, case.batches),
+        "Profile": case.quantized.profile(case.batches[0], calls=1),
+        "Recipe": tuned.recipe,
+        "Setting": intaglio.Setting(method="minmax", bits=7),
+        "Tuned": tuned,
+        "Report": report_models.residual_report(),
+    }
+
+
+STAGES = ("Captured", "Prepared", "Ranges", "Reference", "Lowered", "Planned", "Parameters")
+MODELS = ("QuantizedModel", "Coverage", "PartlyQuantizedModel", "Recipe", "Setting")
+NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "Tuned", "Report")
+WITHOUT_HTML = ("Parameters", "Setting")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repr_is_one_short_line(name):
+    text = repr(values()[name])
+    assert text.startswith(f"{name}(")
+    assert text.endswith(")")
+    assert len(text) <= LONGEST
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_HTML])
+def test_html_is_complete_and_begins_with_what_the_repr_says(name):
+    value = values()[name]
+    page = Page(value._repr_html_())
+    assert "script" not in page.tags
+    assert {"table", "details", "pre"} & set(page.tags)
+    if name not in ("Coverage", "Comparison", "Profile", "Tuned"):
+        assert repr(value) in page.text
+
+
+def test_reprs_hold_the_numbers_of_their_values():
+    found = values()
+    assert repr(found["Ranges"]) == f"Ranges({len(found['Ranges'].statistics)} sites, 2 batches, 8 samples)"
+    assert repr(found["Prepared"]).startswith("Prepared(Residual: ")
+    assert "1 operators stay in float" not in repr(found["Prepared"])
+    assert "1 operator stays in float" in repr(found["Prepared"])
+    assert repr(found["Setting"]) == "Setting(method='minmax', bits=7)"
+    assert repr(intaglio.Recipe()) == "Recipe()"
+    recipe = intaglio.Recipe.of({f"layer{index}": None for index in range(5)}, intaglio.Setting(shortcut=16))
+    shown = ", ".join(f"'layer{index}': Setting(quantize=False)" for index in range(3))
+    assert repr(recipe) == f"Recipe({shown}, 2 more, default: Setting(shortcut=16))"
+    coverage = found["Coverage"]
+    operators = f"{coverage.operators_int8} of {coverage.operators_total} operators in int8"
+    assert repr(coverage) == f"Coverage({coverage.macs_text} and {operators}, 0 float islands)"
+    comparison = found["Comparison"]
+    assert repr(comparison).startswith(f"Comparison({comparison.results[0]:.1f} dB over 8 samples, 17 operators")
+    assert comparison.worst.name in repr(comparison)
+
+
+def test_html_tables_have_the_numbers_of_their_values():
+    found = values()
+    comparison = Page(found["Comparison"]._repr_html_())
+    assert comparison.tags.count("tr") == len(found["Comparison"].listed) + 1
+    assert found["Comparison"].verdict in comparison.text
+    for row in found["Comparison"].listed:
+        assert f"{row.name}" in comparison.text
+    profile = Page(found["Profile"]._repr_html_())
+    assert all(f"{part.microseconds:.1f}" in profile.text for part in found["Profile"].parts)
+    ranges = Page(found["Ranges"]._repr_html_())
+    for name, statistics in found["Ranges"].statistics.items():
+        assert f"{name}{statistics.low:.4g}{statistics.high:.4g}{statistics.count:,}" in ranges.text
+    lowered = Page(found["Lowered"]._repr_html_())
+    assert "fcaten.linear.defaultthe recipe leaves it in float" in lowered.text
+    assert found["Lowered"].text() in lowered.text
+    assert found["Prepared"].annotations.sites_text() in Page(found["Prepared"]._repr_html_()).text
+
+
+def test_operators_in_float_are_listed_by_reason():
+    coverage = report_models.islands().quantized.coverage
+    text = Page(coverage._repr_html_()).text
+    for part in (*coverage.floats, *coverage.loops):
+        assert f"{part.operator}{part.reason}" in text
+
+
+def test_long_tables_are_cut():
+    coverage = values()["Coverage"]
+    many = tuple(FloatPart("a", f"aten.op{index}", "no kernel") for index in range(60))
+    page = Page(replace(coverage, floats=many)._repr_html_())
+    assert page.text.count("no kernel") == 50
+    assert "10 more reasons" in page.text
+
+
+def test_names_in_html_are_text():
+    found = values()
+    part = FloatPart(NASTY, NASTY, NASTY)
+    coverage = replace(found["Coverage"], floats=(part,), loops=(part,), hosts=(part,), notes=(NASTY,))
+    row = replace(found["Comparison"].rows[0], path=NASTY, operator=NASTY, source=NASTY, skip=NASTY)
+    step = replace(found["Profile"].parts[0], name=NASTY, kinds=NASTY, kernel=NASTY)
+    trial = replace(found["Tuned"].chosen, left=(NASTY,))
+    statistics = next(iter(found["Ranges"].statistics.values()))
+    info = replace(found["Captured"].model_info, name=NASTY, notes=(NASTY,))
+    nasty = (
+        coverage,
+        replace(found["Comparison"], rows=(row,)),
+        replace(found["Profile"], parts=(step,)),
+        replace(found["Tuned"], trials=(trial,), chosen=trial),
+        replace(found["Ranges"], statistics={NASTY: statistics}),
+        intaglio.Recipe.of({"fc": None}).with_selection(skip=[NASTY]),
+        *(replace(found[name], model_info=info) for name in ("Captured", "Prepared", "Reference", "Lowered")),
+        report_models.nasty_report(),
+    )
+    for value in nasty:
+        page = Page(value._repr_html_())
+        assert not {"img", "script"} & set(page.tags)
+        assert "onerror" in page.text
+
+
+def test_a_model_without_matrix_products_has_html():
+    class Sum(nn.Module):
+        def forward(self, x):
+            return x.relu() + 1
+
+    captured = stages.capture(Sum(), report_models.vectors()[0])
+    assert "inputs x" in repr(captured)
+    assert Page(captured._repr_html_()).text
