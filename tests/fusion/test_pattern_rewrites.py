@@ -11,6 +11,7 @@ from intaglio import stages
 from intaglio.errors import UnsupportedError
 from intaglio.patterns import OpDef, QuantizerPattern, Roles, builtin, const, op, wildcard
 from support import nets
+from support.lowering import sqnr
 from support.nets import Body
 
 DATA = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -164,3 +165,67 @@ def test_errors_name_pattern_and_module(rewrite, problem):
 def test_training_refuses_callbacks():
     with pytest.raises(UnsupportedError, match="pattern 'mine': quantization-aware training cannot train"):
         stages.prepare_qat(stages.capture(net().train(), DATA[0], train=True), with_rewrite(to_gelu))
+
+
+QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
+PER_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
+LINEAR = op("linear", wildcard("x"), const("w"), const("b"))
+
+
+def rounded(post, value, scale):
+    how = (scale, 128, 0, 255, torch.uint8)
+    return post.call(DEQUANTIZE, post.call(QUANTIZE, value, *how), *how)
+
+
+def quantized_linear(pre, post, node_map):
+    """Build a linear layer with scales of its own: 0.05 for its operand, and one per channel of its weight."""
+    weight = post.value(node_map["w"])
+    scales = weight.abs().amax(1) / 127
+    integers = post.constant("integers", torch.round(weight / scales[:, None]).to(torch.int8))
+    zeros = post.constant("zeros", torch.zeros(len(scales), dtype=torch.int64))
+    weight = post.call(PER_CHANNEL, integers, post.constant("scales", scales), zeros, 0, -127, 127, torch.int8)
+    return post.call("aten.linear.default", rounded(post, node_map["x"], 0.05), weight, node_map["b"])
+
+
+def quantized_relu(pre, post, node_map):
+    return rounded(post, post.call("aten.relu.default", rounded(post, node_map["x"], 0.05)), 0.05)
+
+
+def relu_net():
+    return net(lambda m, x: m.c(torch.relu(m.b(torch.relu(m.a(x))))))
+
+
+@pytest.mark.case("document T2")
+@pytest.mark.parametrize("others", [[], builtin()], ids=["alone", "beside built-in patterns"])
+@pytest.mark.parametrize("options", [{}, {"dynamic_shapes": {}}], ids=["free batch", "fixed batch"])
+@pytest.mark.parametrize(
+    ("rewrite", "pattern"),
+    [(quantized_linear, LINEAR), (quantized_relu, op("aten.relu.default", wildcard("x")))],
+    ids=["linear", "relu"],
+)
+def test_a_match_may_become_quantized_operators(rewrite, pattern, others, options, tmp_path):
+    quantizer = stages.Quantizer(patterns=[*others, QuantizerPattern("mine", pattern, rewrite=rewrite)])
+    model, data = relu_net(), DATA[0]
+    _, reference, lowered, int8 = stages_of(model, quantizer, **options)
+    assert "scale=0.05, zp=128" in int8.text("integer")
+    assert torch.equal(int8(data), lowered(data))
+    torch.testing.assert_close(int8(data), reference(data))
+    assert sqnr(int8(data), model(data)) > 20
+    if others or rewrite is quantized_linear:
+        assert int8.coverage.operators_int8 == int8.coverage.operators_total == 5
+        assert int8.coverage.macs_int8 == int8.coverage.macs_total
+        assert int8.coverage.islands == 0
+    assert any(f"mine x {3 if rewrite is quantized_linear else 2}" in note for note in int8.coverage.notes)
+    int8.save(tmp_path / "model.intaglio")
+    assert torch.equal(intaglio.load(tmp_path / "model.intaglio")(data), int8(data))
+
+
+def test_one_quantized_match_leaves_the_others_to_calibration():
+    def rewrite(pre, post, node_map):
+        return quantized_linear(pre, post, node_map) if post.value(node_map["w"]).shape == (3, 8) else None
+
+    _, _, lowered, int8 = stages_of(relu_net(), with_rewrite(rewrite, LINEAR))
+    assert int8.coverage.operators_int8 == int8.coverage.operators_total == 5
+    assert torch.equal(int8(DATA[0]), lowered(DATA[0]))
+    assert int8.coverage.notes[-1].startswith("patterns: anchor_clamp x 2, mine x 1")

@@ -13,7 +13,7 @@ from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info,
 from intaglio.ir import Dim, DType, Shape, TensorType, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
-from intaglio.torch_private import pytree, schema_of, size_expression
+from intaglio.torch_private import pytree, quantized_decomposed, schema_of, size_expression
 
 if TYPE_CHECKING:
     import sympy  # the import takes a third of a second
@@ -67,7 +67,8 @@ def operator(node: fx.Node) -> str:
 def overload_of(name: str) -> Any:
     """Return the operator with a name such as ``aten.conv2d.default``."""
     library, packet, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, library), packet), overload)
+    home = quantized_decomposed() if library == "quantized_decomposed" else getattr(torch.ops, library)
+    return getattr(getattr(home, packet), overload)
 
 
 def record_of(node: fx.Node) -> OpDef | None:

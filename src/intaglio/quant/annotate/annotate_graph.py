@@ -34,6 +34,7 @@ from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.precision.float_results import FloatForms, float_results, leave_float
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
+from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
@@ -204,8 +205,12 @@ def _apply_patterns(
 
 
 def match_notes(annotations: Annotations) -> tuple[str, ...]:
-    """Return a line for reports that counts the regions of each pattern; an empty tuple without patterns."""
+    """Return a line for reports that counts the regions of each pattern, and the matches that its callback replaced by
+    quantized operators; an empty tuple without patterns."""
     counts = Counter(region.pattern.name for region in annotations.regions if region.pattern is not None)
+    replaced = {info(node).rewritten_by for node in annotations.module.graph.nodes if quantizes(node)}
+    replaced -= {info(node).rewritten_by for region in annotations.regions for node in region.nodes}
+    counts.update(group[0] for group in replaced if group is not None)
     rejected = len(annotations.rejected)
     if not counts and not rejected:
         return ()

@@ -35,6 +35,7 @@ FLOAT_ACTIVATIONS = "the recipe leaves activations in float"
 FLOAT_BETWEEN_PRODUCTS = "the recipe leaves operators between matrix products in float"
 READS_INPUT = "it reads a float input or buffer of the model"
 READS_FLOAT = "it reads the result of a float operator"
+QUANTIZED_ALREADY = "the model, or the callback of a pattern, has quantized its weight"
 OTHER_NUMBERS = "its result is complex, or has another type that no kernel computes with"
 
 
@@ -70,6 +71,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
     behind = record.anchor or record.shares_qparams or _may_follow_product(node, record)
     if setting.residual == ResidualType.FLOAT and not behind:
         return FLOAT_BETWEEN_PRODUCTS
+    if record.roles.weight is not None and _is_dequantized(operands(node)[record.roles.weight]):
+        return QUANTIZED_ALREADY
     values = activations(node)
     if any(value is not None and is_constant(value) for value in values):
         return "one of its operands is a constant"
@@ -90,6 +93,10 @@ def _imported_weight(node: fx.Node, record: OpDef) -> str | None:
     if weight is None or (grouped := grouped_weight(weight)) is None:
         return None
     return "s8" if fixed_size(grouped[1], 2) == 1 else f"s8 in groups of {grouped[2]}"
+
+
+def _is_dequantized(value: fx.Node | None) -> bool:
+    return value is not None and operator(value).startswith("quantized_decomposed.dequantize")
 
 
 def divisor_refusal(node: fx.Node, module: fx.GraphModule) -> str | None:

@@ -13,7 +13,7 @@ from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
-from intaglio.fxgraph.node_info import origin
+from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import operator, record_of
 from intaglio.fxgraph.padding_masks import padding_masks, visible_tokens
 from intaglio.ir import ModelInfo, Origin, Signature
@@ -177,7 +177,10 @@ def prepare_with_passes(
         annotations = prepared.annotations
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
-        if any(map(quantizes, module.graph.nodes)):
+        quantizing = [node for node in module.graph.nodes if quantizes(node)]
+        if any(info(node).rewritten_by is not None for node in quantizing):
+            return prepared
+        if quantizing:
             raise UnsupportedError(
                 "model",
                 None,

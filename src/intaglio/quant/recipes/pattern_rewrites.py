@@ -84,6 +84,8 @@ class ReplacementBuilder:
         if not isinstance(result, torch.Tensor):
             raise self._error(f"{overload} does not return one tensor")
         shape = tuple(result.shape)
+        if overload.startswith("quantized_decomposed."):  # its result has the shape of what it rounds
+            return TensorType(known_type(node.args[0]).shape, DTYPES.get(result.dtype, DType.OTHER))
         kinds = [tensor_type(value) for value in tensor_nodes((node.args, node.kwargs))]
         if any(kind is None or not all(isinstance(size, int) for size in kind.shape) for kind in kinds):
             record = record_of(node)
