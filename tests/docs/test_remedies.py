@@ -377,6 +377,12 @@ def each_form_of(reference: stages.Reference) -> None:
     torch.export.export(reference.as_module(), (X,))
 
 
+def cyclic() -> list[Any]:
+    found: list[Any] = [X]
+    found.append(found)
+    return found
+
+
 def with_a_defect(model: nn.Module) -> nn.Module:
     """Prepare a model while recording is broken."""
     with pytest.MonkeyPatch.context() as patch:
@@ -385,6 +391,11 @@ def with_a_defect(model: nn.Module) -> nn.Module:
 
 
 FAST = [
+    Case(
+        "nest lists and dictionaries less deeply, and none in itself",
+        lambda _: stages.capture(linears(), (cyclic(),)),
+        lambda _: stages.capture(linears(), (X,)),
+    ),
     Case(
         "report this defect of intaglio with the traceback, and try intaglio.quantize(model, data)",
         lambda _: with_a_defect(linears()),

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from intaglio import eager, stages
 from intaglio.eager.recording.recorder import Recorder
@@ -40,6 +41,7 @@ TOOLS: dict[str, Callable[[nn.Module], object]] = {
     "strict torch.export": lambda model: torch.export.export(model, (X,), strict=True),
     "torch.jit.script": torch.jit.script,
     "torch.compile": lambda model: torch.compile(model, backend="eager")(X),
+    "make_fx with symbolic sizes": lambda model: make_fx(model, tracing_mode="symbolic")(X),
     "torch.compile of a parent": lambda model: torch.compile(nn.Sequential(model), backend="eager")(X),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from intaglio.argument_checks.annotation_checks import ANYTHING, Expected, expected, got_text
+from intaglio.argument_checks.nesting import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import InputError, did_you_mean
 
 Parameters = ParamSpec("Parameters")
@@ -54,7 +55,11 @@ def _checked(function: Callable[Parameters, Result], unchecked: frozenset[str]) 
     @functools.wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         checks(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RecursionError:
+            checks.check_nesting(args, kwargs)
+            raise
 
     checked.checks_arguments = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     return checked
@@ -118,6 +123,13 @@ class _ArgumentChecks:
                 raise self._unknown(name)
             if not allowed[known].allows(value):
                 raise self._error(known, name, value)
+
+    def check_nesting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `InputError` for an argument with a list or dictionary that contains itself."""
+        names = (*self.positional, *(f"argument {index}" for index in range(len(self.positional), len(args))))
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if (problem := nesting_problem(value)) is not None:
+                raise InputError(self.name, None, f"{name}: {problem}", remedy=WITHOUT_CYCLES) from None
 
     def _error(self, parameter: str, name: str, value: Any) -> InputError:
         allowed = self.allowed[parameter]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from intaglio.eager.interception import InterceptionMode, without_interception
+from intaglio.eager.recording.call_structure import nesting_checked
 from intaglio.eager.recording.events import (
     Event,
     RecordedSize,
@@ -67,14 +68,17 @@ def call_intercepted(
         with DisableTorchFunction():
             outer.compute_referenced()
     elif not is_traced():
-        check_memory_of((args, kwargs))
+        with nesting_checked((args, kwargs), "arguments"):
+            check_memory_of((args, kwargs))
     current.run = run
     counts = session.all_or_nothing() if session.is_recording else contextlib.nullcontext()
     try:
         with counts, torch.no_grad(), torch.autocast("cpu", enabled=False), run:
-            run.begin(args, kwargs)
+            with nesting_checked((args, kwargs), "arguments"):
+                run.begin(args, kwargs)
             result = forward(*args, **kwargs)
-            result = run.end(result)
+            with nesting_checked(result, "result"):
+                result = run.end(result)
             for frame in list(run.frames):
                 frame.release_tensors()
             if run.frame is not None:

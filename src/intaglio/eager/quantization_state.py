@@ -12,6 +12,7 @@ from torch import nn
 from intaglio.eager.intercepted_run import call_intercepted, current
 from intaglio.eager.model_copies import Attachment, ids_prepared_separately
 from intaglio.eager.recording.module_kinds import CONTAINERS, ModuleKind, kind_of
+from intaglio.eager.recording.plain_objects import tensors_inside
 from intaglio.eager.seen_operators import SeenOpInfo, SeenRecording
 from intaglio.eager.session import Session
 from intaglio.eager.state_dict_hooks import STATE_KEY, LoadHook, SaveHook
@@ -19,7 +20,7 @@ from intaglio.errors import CaptureError, InputError
 from intaglio.ir import QParams
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.custom_op import refuse_call
-from intaglio.torch_private import load_state_dict_pre_hooks, state_dict_hooks, submodules_of
+from intaglio.torch_private import is_traced, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
 
 
 class AutoQuantizationState(nn.Module, Attachment):
@@ -95,12 +96,21 @@ MAKE_A_GRAPH = (
 )
 
 
+SYMBOLIC_SIZES = "a prepared or converted model is plain Python, which make_fx cannot record with symbolic sizes"
+
+
 def refuse_tracing() -> None:
     """Raise `InputError` while torch.export or torch.compile traces a call."""
     if torch.compiler.is_exporting():
         refuse_call(PLAIN_PYTHON, MAKE_A_GRAPH)
     if torch.compiler.is_compiling():
         raise InputError("call", None, PLAIN_PYTHON, remedy=MAKE_A_GRAPH)
+
+
+def refuse_symbolic_sizes(arguments: Any) -> None:
+    """Raise `InputError` while make_fx traces a call with symbolic sizes."""
+    if is_traced() and any(isinstance(size, torch.SymInt) for x in tensors_inside(arguments) for size in x.shape):
+        raise InputError("call", None, SYMBOLIC_SIZES, remedy=MAKE_A_GRAPH)
 
 
 class ScriptingRefusal(Attachment):
@@ -133,6 +143,7 @@ class InterceptedCall(Attachment):
         refuse_tracing()
         run = current.run
         if run is None or run.session is not self.session:
+            refuse_symbolic_sizes((args, kwargs))
             return call_intercepted(self.session, self.path, self._forward, args, kwargs)
         outer = run.path
         run.path = self.path
@@ -156,6 +167,7 @@ class LeafCall(InterceptedCall):
         """Run the module as one operator; a call from outside starts an intercepted run."""
         run = current.run
         if run is None or run.session is not self.session:
+            refuse_symbolic_sizes((args, kwargs))
             return call_intercepted(self.session, self.path, self, args, kwargs)
         return run.run_leaf(self.module, self.path, args, kwargs)
 

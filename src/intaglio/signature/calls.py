@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from intaglio import numerics
+from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import InputError
 from intaglio.ir import Dim, DType, Expression, QParams, Signature, evaluate, solve, symbols_of
 from intaglio.signature.tensor_checks import (
@@ -49,9 +50,12 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     Raises:
         InputError: the nesting differs from the captured call, or a leaf that is not a tensor has another value.
     """
-    leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
-    if tree != signature.in_tree:
-        leaves = _rearranged(signature, args, kwargs)
+    try:
+        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
+        if tree != signature.in_tree:
+            leaves = _rearranged(signature, args, kwargs)
+    except RecursionError as error:
+        raise _badly_nested(error, (args, kwargs)) from None
     for leaf, value in signature.fixed.items():
         same = leaves[leaf] is value or (type(leaves[leaf]) is type(value) and leaves[leaf] == value)
         if not same:
@@ -63,6 +67,12 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             )
     tensors = [leaves[entry.leaf] for entry in signature.inputs]
     return tensors
+
+
+def _badly_nested(error: RecursionError, arguments: Any) -> Exception:
+    """Return the error for arguments with a list or dictionary that contains itself, or the given one for others."""
+    problem = nesting_problem(arguments)
+    return error if problem is None else InputError("arguments", None, problem, remedy=WITHOUT_CYCLES)
 
 
 def _rearranged(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -234,10 +244,13 @@ def clone_tensors(value: Any) -> Any:
     """Return nested arguments with a copy of every tensor, for a model that may write into its inputs.
 
     Raises:
-        InputError: a tensor is not in memory.
+        InputError: a tensor is not in memory, or a container contains itself.
     """
-    check_memory_of(value)
-    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+    try:
+        check_memory_of(value)
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+    except RecursionError as error:
+        raise _badly_nested(error, value) from None
 
 
 def update_inputs(

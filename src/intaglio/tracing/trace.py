@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim as TorchDim
 from torch.nn.utils.rnn import PackedSequence
 
+from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import CaptureError
 from intaglio.signature import clone_tensors, plain_mapping
 from intaglio.signature.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
@@ -187,6 +188,8 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
             f"the float model fails on the example inputs ({', '.join(kinds)}): {error}",
             remedy=_example_remedy(model_copy, (*args, *kwargs.values())),
         ) from error
+    if (problem := nesting_problem(result)) is not None:
+        raise CaptureError(type(model_copy).__name__, None, f"its result: {problem}", remedy=WITHOUT_CYCLES)
     return result, contents.changed()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.eager.recording.plain_objects import tensors_inside
+from intaglio.errors import InputError
 from intaglio.torch_private import pytree
 
 
@@ -70,3 +73,14 @@ def _leaf_words(value: Any) -> str:
         return repr(value)
     count = len(tensors_inside(value))
     return type(value).__name__ + (f" with {count} tensor{'s' * (count != 1)}" if count else "")
+
+
+@contextlib.contextmanager
+def nesting_checked(value: Any, where: str) -> Iterator[None]:
+    """Raise `InputError` if a value that is flattened inside the ``with`` contains itself."""
+    try:
+        yield
+    except RecursionError:
+        if (problem := nesting_problem(value)) is None:
+            raise
+        raise InputError(where, None, problem, remedy=WITHOUT_CYCLES) from None
