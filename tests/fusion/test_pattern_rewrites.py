@@ -196,7 +196,6 @@ def relu_net():
     return net(lambda m, x: m.c(torch.relu(m.b(torch.relu(m.a(x))))))
 
 
-@pytest.mark.case("document T2")
 @pytest.mark.parametrize("others", [[], builtin()], ids=["alone", "beside built-in patterns"])
 @pytest.mark.parametrize("options", [{}, {"dynamic_shapes": {}}], ids=["free batch", "fixed batch"])
 @pytest.mark.parametrize(
