@@ -32,6 +32,15 @@ def rotated(h):
     return weighed + pairs.transpose(1, 2).transpose(2, 1).imag.repeat(1, 1, 2)
 
 
+def written(h):
+    """Every third row is changed in place, from the third on and from the first on, and some columns."""
+    rows = h.clone()
+    rows[:, 2::3] = rows[:, 2::3].sigmoid()
+    rows[:, 0::3] = rows[:, 0::3] * 2 + h[:, :4]
+    rows[..., 1:-1:2] = rows[..., 1:-1:2].abs()
+    return rows
+
+
 BODIES = {
     "products of five axes": lambda h: parts(h, 2, 3, 2, 4, 2) @ parts(h, 2, 3, 2, 2, 4),
     "products of six axes": lambda h: parts(h, 2, 3, 4, 2, 2) @ parts(h, 2, 3, 4, 2, 2),
@@ -44,6 +53,7 @@ BODIES = {
     "clamps by wider tensors": lambda h: torch.clamp(h.mean(1, True), h.amin(1, True), h),
     "clamps by tensors": lambda h: h.clamp(min=h[:, :1], max=h.amax(-1, True)) + torch.clamp(h, max=h[:, 3:4]),
     "complex numbers": rotated,
+    "writes into every second or third element": written,
     "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),
     "fold with strides": lambda h: F.fold(parts(h.flatten(1)[:, :54], 9, 6), (5, 4), 3, padding=1, stride=2),
     "fold with pixels behind the last window": lambda h: F.fold(parts(h, 24, 4)[:, :8], 5, 2, stride=2),

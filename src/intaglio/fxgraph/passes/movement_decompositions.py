@@ -181,11 +181,18 @@ def decompose_copy(module: fx.GraphModule) -> int:
 
 
 def decompose_slice_scatter(module: fx.GraphModule) -> int:
-    """Replace a write into a slice of static bounds by a concatenation of what is kept and what is written."""
+    """Replace a write into a slice of static bounds by a concatenation of what is kept and what is written.
+
+    If the slice leaves elements out, the concatenation is brought into the order of the result by a constant index.
+    """
     hits = 0
     for node in list(module.graph.nodes):
         if _overwrites_all(node):
             replace_node(node, node.args[1])
+            hits += 1
+            continue
+        if (order := _order_of_written(node)) is not None:
+            replace_node(node, _in_order(module, node, order))
             hits += 1
             continue
         found = _written_slice(node)
@@ -212,6 +219,34 @@ def _overwrites_all(node: fx.Node) -> bool:
     given = arguments(node)
     whole = given["start"] in (None, 0) and given["step"] == 1
     return whole and tensor_type(given["src"]) == tensor_type(node) is not None
+
+
+def _order_of_written(node: fx.Node) -> list[int] | None:
+    """Return where a tensor and what a node writes into every second, third, ... element of it, joined, have the
+    elements of the result; ``None`` for other operators."""
+    if operator(node) != "aten.slice_scatter.default" or arguments(node)["step"] == 1:
+        return None
+    given, shape = arguments(node), known_type(node).shape
+    axis = given["dim"] % len(shape)
+    bounds = (given["start"], given["end"])
+    if not isinstance(shape[axis], int) or not all(bound is None or isinstance(bound, int) for bound in bounds):
+        return None
+    order = list(range(shape[axis]))
+    written = range(*slice(*bounds, given["step"]).indices(len(order)))
+    for place, position in enumerate(written):
+        order[position] = len(order) + place
+    return order if known_type(given["src"]).shape[axis] == len(written) else None
+
+
+def _in_order(module: fx.GraphModule, node: fx.Node, order: list[int]) -> fx.Node:
+    """Insert a concatenation of a tensor and what is written into it, in the order of the result."""
+    given, shape = arguments(node), known_type(node).shape
+    axis = given["dim"] % len(shape)
+    length = len(order) + known_type(given["src"]).shape[axis]
+    joined = (*shape[:axis], length, *shape[axis + 1 :])
+    both = _call(node, joined, aten.cat.default, [given["self"], given["src"]], axis)
+    name = add_constant(module, f"{node.name}_order", torch.tensor(order))
+    return _call(node, shape, aten.index_select.default, both, axis, constant_node(module, name, name))
 
 
 def _written_slice(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
