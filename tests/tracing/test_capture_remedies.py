@@ -260,3 +260,55 @@ def test_sizes_that_are_no_multiples_of_free_sizes_are_refused():
     assert fixed(torch.randn(3, 3, 8, 8)).shape == (3, 3, 12, 12)
     whole = stages.capture(Enlarged(2.0).eval(), x, dynamic_shapes={"x": free})
     assert whole(torch.randn(3, 3, 9, 7)).shape == (3, 3, 18, 14)
+
+
+class Trainer(nn.Module):
+    """A network with a method that trains it, as the class YOLO of Ultralytics has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x)
+
+    def train(self, data=None, **options):
+        raise AssertionError("a training begins")
+
+
+ENTRIES = {
+    "quantize": lambda model: intaglio.quantize(model, [X], progress=False),
+    "capture": lambda model: stages.capture(model, X),
+    "eager": lambda model: intaglio.eager.prepare(model, X),
+    "autotune": lambda model: intaglio.autotune(model, [X], evaluate=lambda m: 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_training_begins(name):
+    with pytest.raises(CaptureError, match=r"train\(data=None, \*\*options\), does not set the mode") as raised:
+        ENTRIES[name](Trainer())
+    assert raised.value.remedy == "pass the network in it, such as model.network, and put the result in its place"
+
+
+def test_the_quantized_network_takes_the_place_of_the_float_network():
+    model, exact = Trainer(), Trainer()
+    exact.network = model.network
+    model.network = intaglio.quantize(model.network, [X], progress=False)
+    assert (model(X) - exact(X)).abs().max() < 0.1
+
+
+class OwnWeight(nn.Linear):
+    def train(self, data):
+        raise AssertionError("a training begins")
+
+
+class Renamed(OwnWeight):
+    train, fit = nn.Linear.train, OwnWeight.train
+
+
+def test_a_layer_with_another_train_method_is_captured_under_another_name_of_it():
+    with pytest.raises(CaptureError) as raised:
+        stages.capture(OwnWeight(4, 4), X)
+    assert raised.value.remedy == "give the method another name"
+    stages.capture(Renamed(4, 4), X)

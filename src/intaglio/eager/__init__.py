@@ -26,6 +26,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
+from intaglio.tracing.already_quantized import refuse_other_train
 
 __all__ = [
     "AutoQuantizationState",
@@ -71,6 +72,7 @@ def prepare(
             `named_modules` and the printed model show it. Containers such as `nn.Sequential` keep theirs as an
             attribute, because code that iterates over one would take it for a layer.
     """
+    refuse_other_train(model)
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     prepared = copy_without_attachments(model).eval()
     quantizer = Quantizer(Recipe.given(recipe))

@@ -1,7 +1,8 @@
-"""Detection of models that are already quantized or prepared, with errors that name the right call."""
+"""Detection of models that are already quantized or prepared, or no models, with errors that name the right call."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -40,6 +41,28 @@ QUANTIZED_MODULES = {
 """Problem and remedy by prefix of the qualified class name, first match; ``None``: the module can be traced."""
 
 
+def refuse_other_train(model: nn.Module) -> None:
+    """Raise a `CaptureError` if the method ``train`` of a model does something else than that of `nn.Module`.
+
+    That of the class ``YOLO`` of Ultralytics trains the model, and `nn.Module.eval` calls it.
+    """
+    signature = inspect.signature(model.train)
+    first = next(iter(signature.parameters.values()), None)
+    if first is not None and (
+        first.name == "mode" or first.kind is first.VAR_POSITIONAL or isinstance(first.default, bool)
+    ):
+        return
+    inside = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    raise CaptureError(
+        type(model).__name__,
+        None,
+        f"its method, train{signature}, does not set the mode of layers as that of nn.Module does",
+        remedy=f"pass the network in it, such as model.{inside[0]}, and put the result in its place"
+        if inside
+        else "give the method another name",
+    )
+
+
 def refuse_quantized(model: Any) -> None:
     """Raise a `CaptureError` if a model is not a float nn.Module or contains a quantized part."""
     if not isinstance(model, nn.Module):
@@ -49,6 +72,7 @@ def refuse_quantized(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         problem = "the model is TorchScript, which torch.export cannot trace"
         raise CaptureError(type(model).__name__, None, problem, remedy="quantize the nn.Module that it was made from")
+    refuse_other_train(model)
     for path, module in model.named_modules():
         where, kind = path or "model", type(module)
         if hasattr(module, "_auto_quant_state"):
