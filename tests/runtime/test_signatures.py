@@ -324,7 +324,10 @@ BATCHES = {
         torch.nested.nested_tensor([X[0], X[1]]),
         "example input 0: it is a nested tensor; the model takes dense",
     ),
-    "complex": (X.to(torch.complex64), "the float model fails on the example inputs"),
+    "complex": (
+        X.to(torch.complex64),
+        "example input 0: its data type is torch.complex64; int8 models take real numbers",
+    ),
     "integers": (X.long(), "the float model fails on the example inputs"),
     "labels only": (torch.arange(4), "the float model fails on the example inputs"),
 }

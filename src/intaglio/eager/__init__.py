@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from intaglio import errors
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.eager.call_log import Intercepted, calls
 from intaglio.eager.coverage_report import assert_int8, clipping, coverage
@@ -21,7 +22,7 @@ from intaglio.eager.segments.fused_operators import fused_groups
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session, restoring_state
 from intaglio.eager.torchscript import scriptable
-from intaglio.errors import CalibrationError, CaptureError, InputError, IntaglioError
+from intaglio.errors import CalibrationError, CaptureError, InputError
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.quantizer import Quantizer
@@ -98,7 +99,7 @@ def _run_example(prepared: nn.Module, model: nn.Module, args: tuple[Any, ...], k
     """
     try:
         prepared(*args, **kwargs)
-    except IntaglioError:
+    except errors.IntaglioError:
         raise
     except Exception as error:
         if _runs(model, args, kwargs):

@@ -173,7 +173,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
     for item in _with_progress(items, _length(data), progress):
         args, kwargs = binder(item)
-        index, size = observer_state.batch, size or batch_size(args, kwargs)
+        index = observer_state.batch
         if samples is not None and group.size > 1 and (index - first) * size >= samples:
             break
         try:
@@ -189,7 +189,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
             raise CalibrationError(
                 where, error.operator, error.problem, remedy=error.remedy, source=error.source
             ) from None
-        seen[index] = found
+        seen[index], size = found, size or found.samples
         count += found.samples
         if samples is not None and group.size == 1 and count >= samples:
             break
