@@ -108,6 +108,7 @@ def test_key_figures_are_those_of_the_model(elements, html):
 
 def test_every_change_has_its_measured_error_and_a_line_to_paste(elements):
     data = report_models.residual_report().data
+    assert "are those of the reference model" in "".join(elements.texts("p"))
     copied = {attributes["data-copy"] for _, attributes, _ in elements.found if "data-copy" in attributes}
     for one in data.suggestions:
         assert one.python in copied
