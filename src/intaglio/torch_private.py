@@ -46,6 +46,7 @@ __all__ = [
     "global_hooks_for",
     "grouped_mm",
     "int8_matmul",
+    "is_composite",
     "is_in_jit_trace",
     "is_traced",
     "load_state_dict_pre_hooks",
@@ -357,10 +358,15 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
         return program.run_decompositions({})
 
 
+def is_composite(target: OpOverload) -> bool:
+    """Return whether PyTorch implements an operator by calls of others. Without it, aliases keep their own names."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+
+
 def decomposition_of(target: OpOverload) -> Callable[..., Any] | None:
     """Return a function that computes an operator by other operators, from PyTorch itself. Without it, operators that
     PyTorch implements as another one (`torch.multiply`) stay in float."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+    if is_composite(target):
         return target.decompose
     found: Callable[..., Any] | None = decomposition_table.get(target)
     return found

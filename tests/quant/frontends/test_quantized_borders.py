@@ -129,3 +129,66 @@ def test_an_input_with_other_readers_is_dequantized_by_arithmetic():
     x, model = inputs()[0], Both()
     program = stages.compile(stages.from_qdq(stages.capture(model, x)))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(program(x), model(x), strict=True))
+
+
+SCALES = torch.rand(3, generator=torch.Generator().manual_seed(5)) * 0.1 + 0.01
+ZEROS = {torch.uint8: torch.tensor([0, 100, 255]), torch.int8: torch.tensor([-128, 3, 127])}
+BOUNDS = {torch.uint8: (0, 255), torch.int8: (-128, 127)}
+
+
+def of_channels(dtype: torch.dtype, low: int | None = None) -> tuple:
+    """Return the arguments of a quantize or dequantize with a scale and a zero point for each channel."""
+    first, last = BOUNDS[dtype]
+    return SCALES, ZEROS[dtype].clamp(min=first if low is None else low), 1, first if low is None else low, last, dtype
+
+
+PER_CHANNEL = {
+    "to float": lambda q, x, how: torch.relu(OPS.dequantize_per_channel(q, *how)),
+    "from float": lambda q, x, how: OPS.quantize_per_channel(torch.relu(x), *how),
+    "between integers": lambda q, x, how: OPS.quantize_per_channel(
+        torch.sigmoid(OPS.dequantize_per_channel(q, *how)), *how
+    ),
+    "dequantize": lambda q, x, how: OPS.dequantize_per_channel(q, *how),
+    "quantize": lambda q, x, how: OPS.quantize_per_channel(x, *how),
+    "inside": lambda q, x, how: torch.relu(OPS.dequantize_per_channel(OPS.quantize_per_channel(x, *how), *how)),
+    "returned and read": lambda q, x, how: (
+        y := OPS.quantize_per_channel(x, *how),
+        OPS.dequantize_per_channel(y, *how) * 2,
+    ),
+    "narrow": lambda q, x, how: OPS.quantize_per_channel(x, *of_channels(how[-1], BOUNDS[how[-1]][0] + 1)),
+    "two scales": lambda q, x, how: (
+        OPS.dequantize_per_channel(q, *how),
+        OPS.dequantize_per_tensor(q, 0.1, 3, *BOUNDS[how[-1]], how[-1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("case", PER_CHANNEL)
+def test_a_scale_per_channel_at_the_border_needs_no_island(case, dtype, tmp_path):
+    class Border(nn.Module):
+        def forward(self, q, x):
+            return PER_CHANNEL[case](q, x, of_channels(dtype)), q[:, :, 0, 0].numel()
+
+    given = inputs()[dtype is torch.int8], inputs()[2]
+    if case in ("from float", "quantize", "inside", "returned and read", "narrow"):
+        given = given[0].float(), given[1]  # it is not read
+    lowered = stages.requantize(stages.from_qdq(stages.capture(Border(), given)))
+    program = stages.compile(lowered)
+    assert not program.coverage.islands
+    program.save(tmp_path / "border.intaglio")
+    loaded = intaglio.load(tmp_path / "border.intaglio")
+    for batch in (4, 7):
+        q, x = (inputs(batch)[dtype is torch.int8], inputs(batch)[2])
+        call = (q.to(given[0].dtype), x)
+        wanted = torch.utils._pytree.tree_leaves(Border()(*call))
+        found, interpreted, again = (
+            torch.utils._pytree.tree_leaves(form(*call)) for form in (program, lowered, loaded)
+        )
+        for ours, same, kept, theirs in zip(found, interpreted, again, wanted, strict=True):
+            if not isinstance(theirs, Tensor):
+                continue
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, same)
+            assert torch.equal(ours, kept)
+            assert torch.equal(ours, theirs)

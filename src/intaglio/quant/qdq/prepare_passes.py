@@ -66,11 +66,10 @@ from intaglio.fxgraph.passes.sorting import (
 from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
-    convert_qdq_to_u8,
-    decompose_unsupported_rhs,
     split_shared_qdq,
 )
 from intaglio.quant.qdq.qdq_propagation import propagate_qdq
+from intaglio.quant.qdq.qdq_to_u8 import convert_qdq_to_u8, decompose_unsupported_rhs
 
 QDQ_PASSES: tuple[Pass, ...] = (
     canonicalize_qdq,  # first: all others read only the canonical form that it writes
