@@ -17,8 +17,8 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import UnsupportedError
 from intaglio.fxgraph.graph_passes import copy_graph, run
+from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, QDQ_PASSES
-from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32
 from support.nets import Body, randomize
 from support.slow_params import slow_params, slow_params_except
 

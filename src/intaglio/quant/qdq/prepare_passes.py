@@ -63,13 +63,13 @@ from intaglio.fxgraph.passes.sorting import (
     index_put_to_scatter,
     scatter_value_to_tensor,
 )
-from intaglio.quant.qdq.qdq_constants import convert_biases_to_i32, legalize_constants
+from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32, legalize_constants
+from intaglio.quant.qdq.imported.qdq_propagation import propagate_qdq
+from intaglio.quant.qdq.imported.qdq_to_u8 import convert_qdq_to_u8, decompose_unsupported_rhs
 from intaglio.quant.qdq.qdq_normalize import (
     canonicalize_qdq,
     split_shared_qdq,
 )
-from intaglio.quant.qdq.qdq_propagation import propagate_qdq
-from intaglio.quant.qdq.qdq_to_u8 import convert_qdq_to_u8, decompose_unsupported_rhs
 
 QDQ_PASSES: tuple[Pass, ...] = (
     canonicalize_qdq,  # first: all others read only the canonical form that it writes
