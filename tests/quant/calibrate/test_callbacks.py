@@ -21,6 +21,7 @@ from intaglio.ir import QParams
 from intaglio.patterns import builtin
 from intaglio.stages import Quantizer, Ranges
 from support import nets
+from support.lowering import sqnr
 from support.nets import Body
 
 DRAW = torch.Generator().manual_seed(2)
@@ -446,3 +447,49 @@ def test_a_zero_point_that_a_symmetric_site_cannot_have_is_an_error():
         attention_calibrated_by((0.05, 100))
     assert caught.value.remedy == "return a pair of scale and zero point 128, or a range"
     attention_calibrated_by((0.05, 128))
+
+
+class OwnData(CalibrationCallback):
+    """Brings its own inputs, as callbacks that hold a data set do."""
+
+    def calibrate(self, info):
+        assert info.dataset_manager is None
+        assert info.batches == 0
+        own = info.values_for(DATA[0])
+        values = zip((*info.sites.inputs, info.sites.output), (*own.quantized_inputs(), *own.unquantized_outputs()))
+        return {name: (float(v.min().clamp(max=0)), float(v.max())) for name, v in values if name is not None}
+
+
+@pytest.mark.parametrize(
+    "callback", [GlobalCalibrationCallback(0.05, 128, 0.01), OwnData()], ids=["global", "own data"]
+)
+def test_callbacks_that_need_no_data_calibrate_without_it(callback):
+    model = two_convs()
+    made = prepared(callback, model)
+    ranges = Calibrator(made).calibrate()
+    assert (ranges.batches, ranges.samples) == (0, 0)
+    int8 = stages.compile(stages.requantize(stages.convert(made, ranges)))
+    assert int8.coverage.macs == 1
+    assert sqnr(int8(DATA[0]), model(DATA[0])) > 15
+    assert set(Ranges.from_json(ranges.to_json()).parameters) == set(ranges.parameters)
+
+
+def test_sites_that_no_callback_decides_without_data_are_an_error():
+    for callback in (None, CalibrationOfOutputs()):
+        with pytest.raises(
+            CalibrationError, match=r"there is no data, and no callback decides \d of \d sites: #0/input"
+        ):
+            Calibrator(prepared(callback)).calibrate()
+
+
+class CalibrationOfOutputs(CalibrationCallback):
+    def calibrate(self, info):
+        return {} if info.sites.output is None else {info.sites.output: (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("callback", [AverageMaxCalibrationCallback(), KLDivergenceCalibrationCallback(), Watching(
+    lambda info: info.unquantized_inputs(0)
+)], ids=["average", "kl", "reads batch 0"])  # fmt: skip
+def test_callbacks_that_read_batches_say_so_without_data(callback):
+    with pytest.raises(IntaglioError, match=r"reads batches, but there is no data|there is no batch 0; 0 are cached"):
+        Calibrator(prepared(callback)).calibrate()

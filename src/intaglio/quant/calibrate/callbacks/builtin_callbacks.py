@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from intaglio.argument_checks import check_arguments, check_fields
-from intaglio.errors import InputError
+from intaglio.errors import CalibrationError, InputError
 from intaglio.quant.calibrate.callbacks.calibration_info import CalibrationInfo
 from intaglio.quant.calibrate.callbacks.callback_calibration import CalibrationCallback
 from intaglio.quant.calibrate.callbacks.given_parameters import Given
@@ -55,6 +55,7 @@ class AverageMaxCalibrationCallback(CalibrationCallback):
     @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
         """Return the means of the extrema for activations and the scales of the weight."""
+        _check_batches(self, info)
         names, extrema = (*info.sites.inputs, info.sites.output), []
         for batch in range(info.batches):
             values = (*info.unquantized_inputs(batch), *info.unquantized_outputs(batch)[:1])  # an LSTM has states too
@@ -79,7 +80,15 @@ class KLDivergenceCalibrationCallback(CalibrationCallback):
     @check_arguments
     def calibrate(self, info: CalibrationInfo) -> Mapping[str, Given]:
         """Return the parameters of least divergence for activations and the scales of the weight."""
+        _check_batches(self, info)
         return {**info.qparams_by("kl"), **_weight_scales(info, self.per_channel)}
+
+
+def _check_batches(callback: CalibrationCallback, info: CalibrationInfo) -> None:
+    """Raise `CalibrationError` for a calibration without data."""
+    if not info.batches:
+        problem = "the callback reads batches, but there is no data"
+        raise CalibrationError(type(callback).__name__, None, problem, remedy="pass an iterable of batches")
 
 
 def _weight_scales(info: CalibrationInfo, per_channel: bool) -> dict[str, Given]:

@@ -70,9 +70,10 @@ class CalibrationInfo:
         return {name: self._evaluation.qparams[name] for name in self.sites if name in self._evaluation.qparams}
 
     @property
-    def dataset_manager(self) -> DatasetManager:
-        """Return the batches of the calibration, with all that they hold besides inputs, such as labels."""
-        return DatasetManager(list(self._run.items))
+    def dataset_manager(self) -> DatasetManager | None:
+        """Return the batches of the calibration, with all that they hold besides inputs, such as labels; ``None`` for a
+        calibration without data."""
+        return DatasetManager(list(self._run.items)) if self._run.items else None
 
     @check_arguments
     def values_for(self, batch: Any) -> CalibrationInfo:

@@ -25,6 +25,7 @@ from intaglio.quant.calibrate.callbacks.calibration_info import (
 from intaglio.quant.calibrate.callbacks.given_parameters import Given, given_parameters, parameters_by_site
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import activation_qparams
 from intaglio.quant.recipes.choices import Role
@@ -56,17 +57,24 @@ class CalibrationCallback:
 class Calibrator:
     """Runs the callback of each pattern for its regions, in execution order; other sites use their setting's method.
 
-    This is the interface of pattern frameworks to `intaglio.stages.calibrate`, which takes the same arguments.
+    This is the interface of pattern frameworks to `intaglio.stages.calibrate`, which takes the same arguments. Without
+    data, the callbacks must decide all sites.
     """
 
     @check_arguments_except("prepared")
-    def __init__(self, prepared: Prepared, data: Any, *, cache: int = CACHE, **options: Any) -> None:
+    def __init__(self, prepared: Prepared, data: Any = None, *, cache: int = CACHE, **options: Any) -> None:
         expect(prepared, Prepared, "Calibrator")
         self.prepared, self.data, self.cache, self.options = prepared, data, cache, options
 
     def calibrate(self) -> Ranges:
-        """Return statistics of every site, and the parameters that callbacks chose."""
+        """Return statistics of every site, and the parameters that callbacks chose.
+
+        Raises:
+            CalibrationError: there is no data, and no callback decides some site.
+        """
         asked = [region for region in self.prepared.annotations.regions if _callback(region) is not None]
+        if self.data is None:
+            return self._without_data()
         if not asked:
             return calibrate(self.prepared, self.data, **self.options)
         if callable(self.data) and not isinstance(self.data, torch.Tensor) and not hasattr(self.data, "__iter__"):
@@ -79,6 +87,32 @@ class Calibrator:
         binder = Binder.of(self.prepared.signature)
         batches = list(_batches_until(peek(self.data)[1], binder, self.options.get("samples")))
         ranges = calibrate(self.prepared, batches, **self.options)
+        plain = activation_qparams(self.prepared, ranges)
+        return replace(ranges, parameters=self._chosen(ranges, plain, batches))
+
+    def _without_data(self) -> Ranges:
+        """Return the parameters that callbacks choose without batches, for all sites."""
+        prepared = self.prepared
+        ranges = Ranges({name: Statistics() for name in prepared.observers}, graph=prepared.fingerprint)
+        chosen = self._chosen(ranges, {}, [])
+        own = {name for name, observer in prepared.observers.items() if observer.custom_qparams() is not None}
+        if missing := [name for name in prepared.observers if name not in {*chosen, *own}]:
+            names = ", ".join(missing[:5])
+            problem = (
+                f"there is no data, and no callback decides {len(missing)} of {len(prepared.observers)} sites: {names}"
+            )
+            raise CalibrationError("data", None, problem, remedy=DATA_OR_CALLBACKS)
+        return replace(ranges, parameters=chosen)
+
+    def _chosen(self, ranges: Ranges, plain: Mapping[str, QParams], batches: Sequence[Any]) -> dict[str, QParams]:
+        """Return the parameters that callbacks choose.
+
+        Args:
+            ranges: statistics of all sites.
+            plain: the parameters by the method of the settings; empty without data.
+            batches: the data.
+        """
+        binder = Binder.of(self.prepared.signature)
 
         def leaves(batch: Any) -> Sequence[Any]:
             found = bind(self.prepared.signature, *binder(batch))
@@ -89,7 +123,12 @@ class Calibrator:
             return activation_qparams(self.prepared.with_method(method), ranges)
 
         run = CalibrationRun(batches, leaves, functools.cache(qparams_by))
-        return replace(ranges, parameters=_CallbackRunner(self.prepared, ranges, run, self.cache).run())
+        return _CallbackRunner(self.prepared, plain, run, self.cache).run()
+
+
+DATA_OR_CALLBACKS = (
+    "pass an iterable of batches, or give all patterns a callback that needs none, such as GlobalCalibrationCallback"
+)
 
 
 def _batches_until(items: Iterator[Any], binder: Binder, samples: int | None) -> Iterator[Any]:
@@ -114,13 +153,14 @@ class _CallbackRunner:
     ``given`` holds the chosen parameters by the leading site of each sharing group.
     """
 
-    def __init__(self, prepared: Prepared, ranges: Ranges, calibration: CalibrationRun, cache: int) -> None:
-        self.prepared, self.ranges, self.annotations = prepared, ranges, prepared.annotations
+    def __init__(
+        self, prepared: Prepared, plain: Mapping[str, QParams], calibration: CalibrationRun, cache: int
+    ) -> None:
+        self.annotations = prepared.annotations
         self.calibration = calibration
         calls = [calibration.leaves(item) for item in calibration.items]
         self.sites = {site.name: site for site in self.annotations.sites}
         self.given: dict[str, QParams] = {}
-        plain = activation_qparams(prepared, ranges)
         open_until: dict[str, int] = {}
         for index, region in enumerate(self.annotations.regions):
             if _callback(region) is not None:
