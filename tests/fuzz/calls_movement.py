@@ -181,6 +181,14 @@ def cumsum(b: Builder) -> str:
     )
 
 
+def integer_sum(b: Builder) -> str:
+    x = b.value((2, 3, 4))
+    axes = b.rng.sample(range(1, len(b.shape(x))), 1) if b.chance(0.7) else [-1, 1][: len(b.shape(x)) - 1]
+    counted = b.pick(f"({x} > 0)", f"({x} * 3).long()", f"({x} * 3).int()")
+    found = b.emit(f"{counted}.sum({axes}, keepdim=True)")
+    return b.emit(f"{x} * {found}.float()")
+
+
 def extremum(b: Builder) -> str:
     x = b.value((2, 3, 4))
     axis = b.rng.randrange(1, len(b.shape(x)))

@@ -78,6 +78,7 @@ GENERATORS: dict[str, Generator] = {
     "gather_elements": movement.gather,
     "scatter": movement.scatter,
     "cumsum": movement.cumsum,
+    "integer_sum": movement.integer_sum,
     "extremum": movement.extremum,
     "argsort": movement.argsort,
     **dict.fromkeys(("shift_left", "shift_right"), movement.integers),

@@ -149,6 +149,7 @@ OPERATORS = {
         ((x > y).int() * (y > 0).int() + 1).long(),
         -(x * 9).long().sign() << 3,
         (x * 99).long() // 7 + (y * 99).long().div(-4, rounding_mode="floor"),
+        (x * 99).long().div(7, rounding_mode="trunc") + (y * 99).long().div(-4, rounding_mode="trunc"),
     ),
 }
 

@@ -15,6 +15,7 @@ from intaglio.codegen.emitters.emit_direct import (
     emit_extremum,
     emit_gather_elements,
     emit_index,
+    emit_integer_sum,
     emit_scatter,
 )
 from intaglio.codegen.emitters.emit_dynamic_quant import emit_quantize_rows
@@ -79,6 +80,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
     "index": emit_index,
     "gather_elements": emit_gather_elements,
     "cumsum": emit_cumsum,
+    "integer_sum": emit_integer_sum,
     "extremum": emit_extremum,
     "argsort": emit_argsort,
     "scatter": emit_scatter,

@@ -51,6 +51,12 @@ BODIES = {
         ids(h).cumsum(0, dtype=torch.int64),
     ),
     "an inverse permutation": permutation,
+    "sums of integers": lambda h: (
+        (h * 3).long().sum(1),
+        (h * 3).long().int().sum((0, -1), keepdim=True),
+        (h > 0).sum(-1, dtype=torch.int32).long(),
+        (h > 0).sum().reshape(1),
+    ),
     "numbers at indices": lambda h: (
         torch.zeros_like(h).scatter(1, h.argmax(1, keepdim=True), 1.0),
         h.scatter(-1, h.topk(2).indices, float("-inf")),

@@ -57,6 +57,13 @@ def emit_cumsum(code: Code, partition: Partition, context: Context) -> None:
     code(f"cumulative_sums<{ELEMENT[given]}, {ELEMENT[made]}, {ADDEND[made]}>(&l, thread, threads);")
 
 
+def emit_integer_sum(code: Code, partition: Partition, context: Context) -> None:
+    """Print the sums along an axis."""
+    op, types = partition.anchor, context.graph.types
+    _lines(code, partition, context, types[op.inputs[0]].shape, keeps=op.attrs["keepdim"])
+    code(f"sums_of_integers<{ELEMENT[types[op.inputs[0]].dtype]}>(&l, thread, threads);")
+
+
 def emit_extremum(code: Code, partition: Partition, context: Context) -> None:
     """Print the search for the largest or smallest elements along an axis."""
     op, types = partition.anchor, context.graph.types

@@ -1,4 +1,4 @@
-"""Sorts, counts and writes at indices as operators that programs compute: argsort, gather and scatter.
+"""Sorts, counts, sums of integers and writes at indices as operators that programs compute.
 
 Routers of experts select the best experts of each token with `topk`, sort the tokens by expert, and count them.
 """
@@ -26,6 +26,7 @@ aten = torch.ops.aten
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.argsort.default")
 STABLE_SORT = "aten.argsort.stable"
 SORTED_TYPES = (DType.F32, DType.I64, DType.I32, DType.BOOL)
+INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 MAX_COUNTED = 2048
 """Largest number of integers that a histogram counts; PyTorch's puts all of them into the right bins up to there."""
 TYPES_OF_NUMBERS = {DType.F32: float, DType.I64: int}
@@ -113,6 +114,36 @@ def _counts_integers(node: fx.Node) -> bool:
 
 def _sums_integers(user: fx.Node) -> bool:
     return operator(user) == "aten.cumsum.default" and arguments(user)["dtype"] in (torch.int32, torch.int64)
+
+
+def sums_of_integers(module: fx.GraphModule) -> int:
+    """Replace sums of integers and booleans by one sum after the other along each of the axes.
+
+    The operator is nansum: programs compute `aten.sum` with floats.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) in INTEGER_SUMS and _adds_integers(node)]
+    for node in hits:
+        given, value = arguments(node), node.args[0]
+        shape, keeps = known_type(value).shape, bool(given.get("keepdim"))
+        axes = given.get("dim") or range(len(shape))
+        if known_type(value).dtype is DType.I32:
+            wide = TensorType(shape, DType.I64)
+            value = call_before(node, wide, aten._to_copy.default, value, dtype=torch.int64)
+        for axis in sorted((axis % len(shape) for axis in axes), reverse=True):
+            shape = (*shape[:axis], *((1,) if keeps else ()), *shape[axis + 1 :])
+            value = call_before(node, TensorType(shape, DType.I64), aten.nansum.default, value, [axis], keeps)
+        if known_type(node).dtype is DType.I32:
+            value = call_before(node, known_type(node), aten._to_copy.default, value, dtype=torch.int32)
+        replace_node(node, value)
+    return len(hits)
+
+
+def _adds_integers(node: fx.Node) -> bool:
+    """Return whether integers or booleans of a tensor with axes are added, to integers."""
+    kind, result = tensor_type(node.args[0]), known_type(node).dtype
+    if kind is None or not kind.shape or result not in (DType.I64, DType.I32):
+        return False
+    return kind.dtype in (DType.I64, DType.I32, DType.BOOL)
 
 
 def scatter_value_to_tensor(module: fx.GraphModule) -> int:

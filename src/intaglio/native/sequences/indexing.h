@@ -127,6 +127,16 @@ static inline void cumulative_sums(const struct Lines* l, int thread, int thread
     });
 }
 
+// Write the sum of each line; it wraps around.
+template <typename From>
+static inline void sums_of_integers(const struct Lines* l, int thread, int threads) {
+    for_each_line<From, int64_t>(l, thread, threads, [l](const From* from, int64_t* to) {
+        uint64_t sum = 0;
+        for (int64_t i = 0; i < l->size; ++i) sum += (uint64_t)from[i * l->from_step];
+        *to = (int64_t)sum;
+    });
+}
+
 // Write the first place of the largest or smallest element; a NaN precedes all others.
 template <typename From>
 static inline void places_of_extrema(const struct Lines* l, int largest, int thread, int threads) {

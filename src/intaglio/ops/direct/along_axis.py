@@ -1,4 +1,4 @@
-"""Cumulative sums, places of extrema, and the order of elements along an axis."""
+"""Sums, cumulative sums, places of extrema, and the order of elements along an axis."""
 
 from __future__ import annotations
 
@@ -37,16 +37,35 @@ def check_cumsum(op: Op, graph: Graph) -> None:
         raise ValueError(f"cumsum of {x} cannot make {y}")
 
 
+def bind_sum(call: Call) -> Attrs:
+    """Return the axis, and whether it stays with one element."""
+    (axis,) = call.arguments["dim"]
+    return {"axis": int(axis) % len(call.shape()), "keepdim": bool(call.arguments.get("keepdim"))}
+
+
+def shape_without_axis(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
+    """Return the shape without the axis, or with one element along it."""
+    (shape,), axis = shapes, attrs["axis"]
+    return (*shape[:axis], *((1,) if attrs["keepdim"] else ()), *shape[axis + 1 :])
+
+
+def sum_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
+    """Return the sums of integers or booleans along an axis, with wrap-around."""
+    return np.asarray(np.sum(args[0], op.attrs["axis"], np.int64, keepdims=op.attrs["keepdim"]))
+
+
+def require_summed_axis(call: Call) -> str | None:
+    """Return why a sum stays in PyTorch: it is along one axis."""
+    axes = call.arguments.get("dim")
+    if not isinstance(axes, (list, tuple)) or len(axes) != 1:
+        return "the sum is along several axes; the kernel adds along one"
+    return require_summable(call)
+
+
 def bind_extremum(call: Call) -> Attrs:
     """Return the axis, whether it stays with one element, and whether the largest element is looked for."""
     axis = int(call.arguments["dim"]) % max(len(call.shape()), 1)
     return {"axis": axis, "keepdim": bool(call.arguments.get("keepdim")), "largest": "argmax" in call.target}
-
-
-def extremum_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
-    """Return the shape without the axis, or with one element along it."""
-    (shape,), axis = shapes, attrs["axis"]
-    return (*shape[:axis], *((1,) if attrs["keepdim"] else ()), *shape[axis + 1 :])
 
 
 def extremum_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
@@ -62,8 +81,8 @@ def require_one_axis(call: Call) -> str | None:
     return require_summable(call)
 
 
-def check_extremum(op: Op, graph: Graph) -> None:
-    """Raise `ValueError` unless an axis of the operand is searched."""
+def check_operand_axis(op: Op, graph: Graph) -> None:
+    """Raise `ValueError` unless the attribute ``axis`` is an axis of the operand."""
     check_axis(op, graph.types[op.inputs[0]].shape)
 
 
@@ -130,16 +149,29 @@ CUMSUM = OpDef(
     emit="cumsum",
     kernel="indexing",
 )
+INTEGER_SUM = OpDef(
+    name="integer_sum",
+    targets=("aten.nansum.default",),  # loops compute aten.sum, of floats; no integer is NaN
+    direct=True,
+    bind=bind_sum,
+    check=require_summed_axis,
+    infer=shape_without_axis,
+    reference=sum_reference,
+    types=TypeRule(((I64, BOOL),), (I64,)),
+    validate=check_operand_axis,
+    emit="integer_sum",
+    kernel="indexing",
+)
 EXTREMUM = OpDef(
     name="extremum",
     targets=("aten.argmax.default", "aten.argmin.default"),
     direct=True,
     bind=bind_extremum,
     check=require_one_axis,
-    infer=extremum_shape,
+    infer=shape_without_axis,
     reference=extremum_reference,
     types=TypeRule((COMPARED_TYPES,), (I64,)),
-    validate=check_extremum,
+    validate=check_operand_axis,
     needs=some_elements,
     emit="extremum",
     kernel="indexing",
@@ -158,4 +190,4 @@ ARGSORT = OpDef(
     emit="argsort",
     kernel="indexing",
 )
-ALONG_AXIS_OPS = (CUMSUM, EXTREMUM, ARGSORT)
+ALONG_AXIS_OPS = (CUMSUM, INTEGER_SUM, EXTREMUM, ARGSORT)

@@ -48,21 +48,28 @@ def reversed_sub(body: Body, call: FloatCall, v: Values) -> str:
 
 
 def divide(body: Body, call: FloatCall, v: Values) -> str:
-    """Write a quotient, which integers round down."""
-    return body("floor_divide" if _rounds_down(call) else "div", v["self"], v["other"])
+    """Write a quotient; one of integers is rounded down, or toward zero."""
+    rounding, x, other = _rounding(call), v["self"], v["other"]
+    if rounding == "trunc":
+        steps = abs(other)  # -7 / 3 is rounded up: (-7 + 2) / 3 is rounded down to the same
+        found = body("floor_divide", body("where", body("lt", x, 0), body("add", x, steps - 1), x), steps)
+        return found if other > 0 else body("mul", found, -1)
+    return body("floor_divide" if rounding else "div", x, other)
 
 
-def _rounds_down(call: FloatCall) -> bool:
-    return call.target.startswith("aten.floor_divide.") or call.arguments.get("rounding_mode") == "floor"
+def _rounding(call: FloatCall) -> str | None:
+    """Return the rounding mode of a division."""
+    mode: str | None = call.arguments.get("rounding_mode")
+    return "floor" if call.target.startswith("aten.floor_divide.") else mode
 
 
 def require_exact_division(call: FloatCall) -> str | None:
     """Return why a division is refused: its result must not be rounded, but for integers divided by a number."""
-    if _rounds_down(call):
-        other = call.arguments["other"]
-        whole = call.result.dtype is I64 and type(other) is int and other != 0
-        return None if whole else "only integers divided by a number other than 0 are rounded down"
-    return "division with rounding_mode is not supported" if call.arguments.get("rounding_mode") else None
+    if _rounding(call) is None:
+        return None
+    other = call.arguments["other"]
+    whole = call.result.dtype is I64 and type(other) is int and 0 < abs(other) < 2**63
+    return None if whole else "only integers divided by a number other than 0 are rounded"
 
 
 def power(body: Body, call: FloatCall, v: Values) -> str:

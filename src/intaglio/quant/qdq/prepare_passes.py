@@ -62,6 +62,7 @@ from intaglio.fxgraph.passes.sorting import (
     counts_of_integers,
     index_put_to_scatter,
     scatter_value_to_tensor,
+    sums_of_integers,
 )
 from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.imported.qdq_propagation import propagate_qdq
@@ -107,6 +108,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     counts_of_integers,  # before sums of counts, which read integers after it
     index_put_to_scatter,  # after sorts, whose places are the indices of an inverse permutation
     scatter_value_to_tensor,
+    sums_of_integers,
     type_as_to_cast,
     cast_before_cumsum,
     widen_integers,  # after casts are explicit
