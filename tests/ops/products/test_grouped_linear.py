@@ -157,11 +157,30 @@ class Experts(nn.Module):
         return self.last(y[back].reshape(x.shape[0], 2, -1).sum(1))
 
 
+class SplitExperts(Experts):
+    """Layers of experts that split the rows at the counts of them, as in JetMoE."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, expert = self.router(x).softmax(-1).topk(2)
+        chosen = torch.zeros(x.shape[0], len(self.up)).scatter(1, expert, 1)
+        sizes = chosen.long().sum(0).tolist()
+        order = torch.sort(expert.flatten(), stable=True).indices
+        token = order.div(2, rounding_mode="trunc")
+        gate, value = multiplied(x[token], self.up, sizes).chunk(2, -1)
+        y = multiplied(F.silu(gate) * value, self.down, sizes) * gates.flatten()[order][:, None]
+        return self.last(torch.zeros(x.shape[0], self.down.shape[1]).index_add(0, token, y))
+
+
+def multiplied(x: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+    """The rows of each group times its weight."""
+    return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(sizes), weights, strict=True)])
+
+
 X = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
 
 
-def experts(**sizes: int) -> Experts:
-    model = Experts(**sizes)
+def experts(kind: type[Experts] = Experts, **sizes: int) -> Experts:
+    model = kind(**sizes)
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
@@ -196,6 +215,22 @@ def test_experts_run_in_int8_without_an_island(isa, subtests, tmp_path):
                             assert_same_bits([run(batch)], [lowered(batch)])
             assert sqnr(program(X), reference(X)) > 40
             assert sqnr(program(X), model(X)) > (10 if name == "4 bits" else 20)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_rows_that_are_split_at_their_counts_are_experts_too(train):
+    model, recipe = experts(SplitExperts), Recipe.named("transformer")
+    captured = stages.capture(model, (X,), train=train)
+    prepared = stages.prepare(captured, stages.Quantizer(recipe=recipe), qat=train)
+    prepared(X)
+    lowered = stages.requantize(stages.convert(prepared))
+    whole = quantized(experts(), X, recipe=recipe)[1]
+    assert not lowered.islands
+    assert lowered.macs == whole.macs
+    assert kinds(lowered).count("grouped_linear") == 2
+    assert sqnr(lowered(X), experts()(X)) > 20
+    for batch in (X, X[:1], -X[:5]):
+        assert sqnr(lowered(batch), whole(batch)) > 30
 
 
 def test_the_interpreter_agrees_with_the_reference_operator_by_operator():

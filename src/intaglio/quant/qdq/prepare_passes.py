@@ -43,7 +43,7 @@ from intaglio.fxgraph.passes.element_types.widen_integers import (
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
-from intaglio.fxgraph.passes.grouped_products import constant_grouped_mm_to_linear
+from intaglio.fxgraph.passes.grouped_products import constant_grouped_mm_to_linear, split_products_to_grouped
 from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
@@ -90,6 +90,7 @@ CONSTANT_PASSES: tuple[Pass, ...] = (
     constant_matmul_to_linear,  # needs constant matrices
     constant_bmm_to_convolution,  # after products with one matrix have become layers
     constant_grouped_mm_to_linear,
+    split_products_to_grouped,
     expand_filled,  # after folding: only tensors of a free size are left
     lift_slices,  # after folding, which already replaces operators on whole constants
     merge_batch_axes,  # before attention, whose matcher takes four axes
