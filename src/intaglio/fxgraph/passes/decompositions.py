@@ -21,6 +21,7 @@ from intaglio.fxgraph.nodes import (
     reshape_before,
 )
 from intaglio.ir import DType, Shape, TensorType, evaluate, numel
+from intaglio.ops.images.resize import RESIZE_OPS
 from intaglio.ops.loop_ops.primitives import broadcast
 from intaglio.ops.movement.shape import END
 from intaglio.ops.opdef import numbers
@@ -31,6 +32,8 @@ EXTREMA = {
     "aten.min.dim": (aten.amin.default, aten.argmin.default),
 }
 """Operators that compute the values and the places of extrema along an axis."""
+RESIZES = tuple(target for record in RESIZE_OPS for target in record.targets)
+"""Operators that resize each channel of each image alone."""
 
 
 def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
@@ -240,6 +243,26 @@ def clamp_by_tensors(module: fx.GraphModule) -> int:
                 value = _call(node, shape, target, value, bound)
         replace_node(node, value)
     return len(hits)
+
+
+def channels_to_images(module: fx.GraphModule) -> int:
+    """Resize one image with a free number of channels as that many images with one channel.
+
+    Detectors resize the masks of all images of a batch in this way.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) in RESIZES and _has_free_channels(node.args[0])]
+    for node in hits:
+        (one, many, *sizes), value = known_type(node.args[0]).shape, node.args[0]
+        value = _call(node, (many, one, *sizes), aten.transpose.int, value, 0, 1)
+        kind = TensorType((many, one, *known_type(node).shape[2:]), known_type(node).dtype)
+        value = call_before(node, kind, node.target, value, *node.args[1:], **node.kwargs)
+        replace_node(node, _call(node, known_type(node).shape, aten.transpose.int, value, 0, 1))
+    return len(hits)
+
+
+def _has_free_channels(value: fx.Node) -> bool:
+    shape = known_type(value).shape
+    return shape[0] == 1 and not isinstance(shape[1], int)
 
 
 def decompose_fold(module: fx.GraphModule) -> int:

@@ -21,6 +21,7 @@ from intaglio.fxgraph.passes.canonicalize_matmul import (
 from intaglio.fxgraph.passes.constant_arithmetic import channel_constants_to_affine, scalar_constants_to_numbers
 from intaglio.fxgraph.passes.constant_folding import fold_constants
 from intaglio.fxgraph.passes.decompositions import (
+    channels_to_images,
     clamp_by_tensors,
     decompose_fold,
     decompose_glu,
@@ -118,6 +119,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     batch_norm_to_affine,  # after folding: only batch norms that no layer absorbed
     split_extrema,
     clamp_by_tensors,
+    channels_to_images,
     pads_of_max_pools,  # before anything looks for values to quantize
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
