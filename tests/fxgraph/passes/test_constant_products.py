@@ -12,6 +12,8 @@ X = torch.randn(5, 6, 4, 8, generator=DRAW)
 BODIES = {
     "the last operand": lambda m, x: torch.einsum("bhwc,hkc->bhwk", x, m.constant[:, :, :8]),
     "the first operand": lambda m, x: torch.bmm(m.constant[:, :4].transpose(1, 2), x.permute(1, 2, 0, 3).flatten(2)),
+    "one matrix for all": lambda m, x: m.constant[0, :, :6] @ x.reshape(x.shape[0], 4, 6, 8),
+    "one matrix in front of another": lambda m, x: m.constant[1, :, :8].mm(x.flatten(0, 2).t()),
     "attention with relative positions": lambda m, x: torch.einsum("bhwc,hkc->hkbw", x.relu(), m.constant[:, :, :8]),
 }
 

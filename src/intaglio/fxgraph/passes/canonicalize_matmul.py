@@ -65,6 +65,35 @@ def constant_matmul_to_linear(module: fx.GraphModule) -> int:
     return count
 
 
+def constant_first_to_linear(module: fx.GraphModule) -> int:
+    """Replace products whose first operand is a constant matrix by a linear layer between two transposes."""
+    hits = [node for node in module.graph.nodes if _begins_with_matrix(node)]
+    for node in hits:
+        matrix, x = node.args[:2]
+        (depth, columns), rows = known_type(x).shape[-2:], known_type(matrix).shape[-2]
+        outer, kind = known_type(x).shape[:-2], known_type(node).dtype
+        name = f"{matrix.target}_rows"
+        if not hasattr(module, name):
+            values = getattr(module, str(matrix.target))
+            module.register_buffer(name, values.reshape(values.shape[-2:]).contiguous())
+        weight = constant_node(module, name, constant_path(matrix, name))
+        x = call_before(node, TensorType((*outer, columns, depth), kind), aten.transpose.int, x, -2, -1)
+        x = call_before(node, TensorType((*outer, columns, rows), kind), aten.linear.default, x, weight)
+        replace_node(node, call_before(node, known_type(node), aten.transpose.int, x, -2, -1))
+    return len(hits)
+
+
+def _begins_with_matrix(node: fx.Node) -> bool:
+    """Return whether a node multiplies one constant matrix by a computed one of float32, or by each of a batch."""
+    if operator(node) not in ("aten.mm.default", "aten.bmm.default", "aten.matmul.default"):
+        return False
+    matrix, x = node.args[:2]
+    if not is_constant(matrix) or is_constant(x) or known_type(x).dtype is not DType.F32:
+        return False
+    shape, rank = known_type(matrix).shape, len(known_type(x).shape)
+    return 2 <= len(shape) <= rank and all(size == 1 for size in shape[:-2])
+
+
 def constant_bmm_to_convolution(module: fx.GraphModule) -> int:
     """Replace batched products with constant matrices by a convolution with one group for each matrix.
 

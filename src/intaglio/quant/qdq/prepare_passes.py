@@ -14,6 +14,7 @@ from intaglio.fxgraph.passes.batch_norm_folding import (
 from intaglio.fxgraph.passes.canonicalize_matmul import (
     bmm_to_matmul,
     constant_bmm_to_convolution,
+    constant_first_to_linear,
     constant_matmul_to_linear,
     merge_batch_axes,
     split_linear_by_slices,
@@ -89,6 +90,7 @@ CONSTANT_PASSES: tuple[Pass, ...] = (
     fold_constants,  # first: the passes below must see a computed weight as a constant
     fuse_gelu,  # before numbers and overloads change
     constant_matmul_to_linear,  # needs constant matrices
+    constant_first_to_linear,
     constant_bmm_to_convolution,  # after products with one matrix have become layers
     constant_grouped_mm_to_linear,
     split_products_to_grouped,
