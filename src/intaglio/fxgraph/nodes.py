@@ -196,6 +196,17 @@ def size_of(before: fx.Node, dim: Dim) -> int | fx.Node | None:
     return None
 
 
+def size_along(before: fx.Node, value: fx.Node, axis: int) -> int | fx.Node:
+    """Return the size of an axis: a number, or a node in front of `before` that computes it."""
+    dim = known_type(value).shape[axis]
+    if isinstance(dim, int):
+        return dim
+    with before.graph.inserting_before(before):
+        size = before.graph.call_function(torch.ops.aten.sym_size.int, (value, axis))
+    inherit_info(size, before, dim=dim)
+    return size
+
+
 def is_constant(node: fx.Node) -> bool:
     """Return whether a node is a constant of the module."""
     return node.op == "get_attr"

@@ -57,6 +57,10 @@ BODIES = {
     "resized masks of all images": lambda h: (
         F.interpolate(h[None], size=(5, 3))[0][:, :, :1] + F.interpolate(h[None], (5, 4), mode="bilinear")[0, ..., 1:2]
     ),
+    "padding with other numbers": lambda h: (
+        F.pad(h, (1, 2, 3, 0), value=1.5) * F.pad(h > 0, (0, 3, 0, 3), value=True)
+        + F.pad(h.argmax(-1), (3, 0), value=-2)[..., None]
+    ),
     "fold": lambda h: F.fold(h.transpose(1, 2)[:, :, :4].reshape(h.shape[0], 8, 4), (3, 3), (2, 2)),
     "fold with strides": lambda h: F.fold(parts(h.flatten(1)[:, :54], 9, 6), (5, 4), 3, padding=1, stride=2),
     "fold with pixels behind the last window": lambda h: F.fold(parts(h, 24, 4)[:, :8], 5, 2, stride=2),
@@ -142,6 +146,23 @@ class Grid(nn.Module):
         first, second = torch.meshgrid(rows, columns, indexing=self.indexing)
         depth = torch.meshgrid(rows, columns, torch.arange(2.0), indexing=self.indexing)[2]
         return y, first - second, depth + first[..., None]
+
+
+@pytest.mark.parametrize("recipe", ["default", "transformer"])
+def test_padding_with_a_large_number_of_a_free_size_keeps_the_range_of_values(recipe):
+    def body(m, x):
+        y = F.pad(m.a(x), (2, 1), value=-1e4)
+        return m.b(y.sigmoid()[..., 2:-1]), F.pad(x.argmax(-1), (0, 1, 3, 0), value=-1)
+
+    model = randomize(Body(body, a=nn.Conv1d(2, 8, 3), b=nn.Conv1d(8, 3, 1)))
+    x = torch.randn(4, 2, 17, generator=DRAW)
+    shapes = (({0: Dim.AUTO, 2: Dim.AUTO},),)
+    found = intaglio.quantize(model, [x], dynamic_shapes=shapes, recipe=recipe, progress=False)
+    assert not found.coverage.islands
+    for batch in (x, x[..., :9]):
+        (ours, places), (exact, wanted) = found(batch), model(batch)
+        assert torch.equal(places, wanted)
+        assert (ours - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
 @pytest.mark.parametrize("indexing", ["ij", "xy"])

@@ -19,6 +19,7 @@ from intaglio.fxgraph.nodes import (
     operator,
     replace_node,
     reshape_before,
+    size_along,
 )
 from intaglio.ir import DType, Shape, TensorType, evaluate, numel
 from intaglio.ops.images.resize import RESIZE_OPS
@@ -51,9 +52,9 @@ def decompose_group_norm(module: fx.GraphModule) -> int:
     for node in hits:
         given, shape = _group_arguments(node), known_type(node).shape
         rows = (shape[0], given["num_groups"], shape[1] // given["num_groups"] * numel(shape[2:]))
-        sizes = [_size(node, node.args[0], axis) for axis in range(len(shape))]
+        sizes = [size_along(node, node.args[0], axis) for axis in range(len(shape))]
         x = _call(node, rows, aten.reshape.default, node.args[0], [sizes[0], rows[1], -1])
-        x = _call(node, rows, aten.layer_norm.default, x, [_size(node, x, 2)], None, None, given["eps"])
+        x = _call(node, rows, aten.layer_norm.default, x, [size_along(node, x, 2)], None, None, given["eps"])
         x = _call(node, shape, aten.reshape.default, x, sizes)
         for target, value in ((aten.mul.Tensor, given["weight"]), (aten.add.Tensor, given["bias"])):
             if value is not None:
@@ -64,17 +65,6 @@ def decompose_group_norm(module: fx.GraphModule) -> int:
                 x = _call(node, shape, target, x, constant_node(module, name, constant_path(value, name)))
         replace_node(node, x)
     return len(hits)
-
-
-def _size(before: fx.Node, value: fx.Node, axis: int) -> int | fx.Node:
-    """Return the size of an axis: a number, or a node in front of `before` that computes it."""
-    dim = known_type(value).shape[axis]
-    if isinstance(dim, int):
-        return dim
-    with before.graph.inserting_before(before):
-        size = before.graph.call_function(aten.sym_size.int, (value, axis))
-    inherit_info(size, before, dim=dim)
-    return size
 
 
 GROUP_NORMS = ("aten.group_norm.default", "aten.instance_norm.default")
@@ -104,9 +94,9 @@ def decompose_meshgrid(module: fx.GraphModule) -> int:
             axes = list(range(len(vectors)))
             axes[:2] = axes[1::-1] if swaps else axes[:2]  # axis of each vector in the grid
             ones = [1] * len(vectors)
-            ones[axes[place]] = _size(user, vectors[place], 0)
+            ones[axes[place]] = size_along(user, vectors[place], 0)
             shape = tuple(known_type(vectors[place]).shape[0] if n == axes[place] else 1 for n in range(len(vectors)))
-            sizes = [_size(user, vectors[axes[n]], 0) for n in range(len(vectors))]
+            sizes = [size_along(user, vectors[axes[n]], 0) for n in range(len(vectors))]
             x = _call(user, shape, aten.reshape.default, vectors[place], ones)
             replace_node(user, _call(user, known_type(user).shape, aten.expand.default, x, sizes))
         module.graph.erase_node(node)

@@ -9,10 +9,20 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.node_info import info, known_type, tensor_type
-from intaglio.fxgraph.nodes import arguments, call_before, constant_node, operator, replace_node, resolve_dims, size_of
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    operator,
+    replace_node,
+    resolve_dims,
+    size_along,
+    size_of,
+)
 from intaglio.fxgraph.passes.constant_folding import fill_value, is_recurrent_state
+from intaglio.fxgraph.passes.identities import PADS
 from intaglio.fxgraph.unique_names import add_constant
-from intaglio.ir import Dim, Shape, TensorType
+from intaglio.ir import Dim, DType, Shape, TensorType
 from intaglio.signature import TORCH_DTYPES
 
 aten = torch.ops.aten
@@ -72,6 +82,54 @@ def decompose_expand(module: fx.GraphModule) -> int:
         replace_node(node, _call(node, known_type(node).shape, aten.expand.default, value, sizes))
         hits += 1
     return hits
+
+
+def decompose_padding(module: fx.GraphModule) -> int:
+    """Pad with 0, and write the number that padding has instead over it.
+
+    Quantized values can be padded with 0 at every scale. The number is written between floats, so that it has no
+    influence on the range of the values.
+    """
+    hits = [node for node in module.graph.nodes if _pads_with_number(node)]
+    for node in hits:
+        given, value, kind = arguments(node), node.args[0], known_type(node)
+        padded = _call(node, kind.shape, aten.constant_pad_nd.default, value, given["pad"])
+        inside = _data_among_padding(module, node)
+        if kind.dtype is DType.BOOL:
+            outside = call_before(node, known_type(inside), aten.logical_not.default, inside)
+            found = _call(node, kind.shape, aten.logical_or.default, padded, outside)
+        else:
+            number = int(given["value"]) if kind.dtype is DType.I64 else float(given["value"])
+            found = _call(node, kind.shape, aten.where.ScalarOther, inside, padded, number)
+        replace_node(node, found)
+    return len(hits)
+
+
+def _data_among_padding(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """Insert a condition in front of a padding that is true for data, and has one place along axes without padding."""
+    value, pads, whole = node.args[0], arguments(node)["pad"], known_type(node).shape
+    first = len(whole) - len(pads) // 2
+    ones: Shape = tuple(1 if axis < first else size for axis, size in enumerate(known_type(value).shape))
+    fixed = [size for size in ones if isinstance(size, int)]
+    if len(fixed) == len(ones):
+        inside = aten.constant_pad_nd.default(torch.ones(fixed, dtype=torch.bool), pads)
+        return constant_node(module, add_constant(module, "inside", inside), node.name)
+    one = constant_node(module, add_constant(module, "one", torch.ones([1] * len(ones), dtype=torch.bool)), node.name)
+    sizes = [1 if axis < first else size_along(node, value, axis) for axis in range(len(ones))]
+    data = call_before(node, TensorType(ones, DType.BOOL), aten.expand.default, one, sizes)
+    made = TensorType((*ones[:first], *whole[first:]), DType.BOOL)
+    return call_before(node, made, aten.constant_pad_nd.default, data, pads)
+
+
+def _pads_with_number(node: fx.Node) -> bool:
+    """Return whether a node pads a tensor of floats, integers or booleans with a number other than 0."""
+    if operator(node) not in PADS:
+        return False
+    given = arguments(node)
+    plain = isinstance(given.get("value"), (int, float)) and given["value"] != 0
+    fixed = all(isinstance(amount, int) and amount >= 0 for amount in given["pad"])
+    known = known_type(node).dtype in (DType.F32, DType.I64, DType.BOOL)
+    return plain and fixed and known and given.get("mode", "constant") == "constant"
 
 
 def decompose_repeat(module: fx.GraphModule) -> int:

@@ -51,6 +51,7 @@ from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
     decompose_expand,
+    decompose_padding,
     decompose_repeat,
     decompose_repeat_interleave,
     decompose_roll,
@@ -123,6 +124,7 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     clamp_by_tensors,
     channels_to_images,
     pads_of_max_pools,  # before anything looks for values to quantize
+    decompose_padding,
     decompose_fold,
     decompose_group_norm,  # before `channel_constants_to_affine`, which takes the per-channel factors it leaves
     channel_constants_to_affine,
