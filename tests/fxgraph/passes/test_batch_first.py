@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.nn import functional as F
 
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import tensor_type, update_info
@@ -12,8 +13,10 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.passes.batch_first import keep_batch_first
 from intaglio.ir import DType, Origin, TensorType, symbols_of
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES
+from intaglio.quant.recipes.recipe import Recipe
 from intaglio.tracing import capture, run
-from support.nets import Body
+from support.lowering import quantized, sqnr
+from support.nets import Body, randomize
 from support.slow_params import slow_params
 
 ATEN = torch.ops.aten
@@ -92,6 +95,30 @@ LEFT = {
 @pytest.mark.parametrize("name", LEFT)
 def test_transposes_that_keep_the_batch_first_or_are_not_undone_stay(name):
     assert passed(linears(LEFT[name]), X)[1] == 0
+
+
+class Windows(nn.Module):
+    """Attention within windows of an image, as in Twins: queries of all windows are [n, windows, heads, pixels, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.last = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = x.reshape(x.shape[0], 2, 3, 2, 3, 8).transpose(2, 3)
+        qkv = self.qkv(windows).reshape(x.shape[0], 4, 9, 3, 2, 4).permute(3, 0, 1, 4, 2, 5)
+        y = F.scaled_dot_product_attention(*qkv.unbind(0)).transpose(2, 3)
+        return self.last(y.reshape(x.shape[0], 2, 2, 3, 3, 8).transpose(2, 3).reshape(x.shape))
+
+
+def test_neighbouring_axes_are_merged_where_a_permutation_has_too_many():
+    x = torch.randn(3, 6, 6, 8, generator=torch.Generator().manual_seed(3))
+    model = randomize(Windows())
+    reference, lowered = quantized(model, x, recipe=Recipe.named("transformer"))
+    assert not lowered.islands
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(lowered(batch), reference(batch), rtol=1e-4, atol=1e-4)
+        assert sqnr(lowered(batch), model(batch)) > 30
 
 
 class Drawn:

@@ -14,6 +14,7 @@ from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_nod
 from intaglio.fxgraph.overloads import LINEAR_TARGET, SLICE_TARGET
 from intaglio.ir import Dim, Shape, TensorType, evaluate
 from intaglio.ir.dims import divide
+from intaglio.ops.movement.shape import MAX_AXES
 
 aten = torch.ops.aten
 RESHAPES = (
@@ -206,10 +207,26 @@ def _shortest_movement(
     permutation = [there.index(factor) for factor in wanted]
     if permutation == sorted(permutation):
         return steps if tuple(current) == shape else [*steps, (aten.reshape.default, shape, ())]
-    if tuple(current) != (split := tuple(factor.count for factor in there)):
+    runs = _runs(permutation)
+    in_order = sorted(runs)
+    if tuple(current) != (split := tuple(_product([there[place] for place in run]) for run in in_order)):
         steps.append((aten.reshape.default, split, ()))
-    steps.append((aten.permute.default, tuple(factor.count for factor in wanted), (permutation,)))
+    order = [in_order.index(run) for run in runs]
+    steps.append((aten.permute.default, tuple(split[place] for place in order), (order,)))
     return steps if steps[-1][1] == shape else [*steps, (aten.reshape.default, shape, ())]
+
+
+def _runs(permutation: Sequence[int]) -> list[list[int]]:
+    """Return the axes of a permutation; neighbours that stay neighbours are one axis if there are too many."""
+    if len(permutation) <= MAX_AXES:
+        return [[place] for place in permutation]
+    runs: list[list[int]] = []
+    for place in permutation:
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
 
 
 def _insert_movement(
