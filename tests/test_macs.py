@@ -8,6 +8,7 @@ import intaglio
 from intaglio.fxgraph.grouped_operator import grouped_linear
 from intaglio.fxgraph.nodes import overload_of
 from intaglio.ops import BY_NAME, BY_TARGET
+from intaglio.ops.products.recurrent import RECURRENT_OPS
 from support.lowering import quantized as lowered_of
 from support.nets import Body, randomize
 
@@ -63,10 +64,10 @@ NOT_CALLED = {
     "aten.convolution_overrideable.default": "has no kernel on a CPU; counted as aten.convolution",
     "aten._int_mm.default": "takes bytes; counted as aten.mm",
     "aten._scaled_grouped_mm.default": "has no kernel on this CPU; counted as aten._grouped_mm",
-    "aten.lstm.input": "counted with its weights, see test_recurrent.py",
-    "aten.lstm_cell.default": "counted with its weights, see test_recurrent.py",
-    "aten.gru.input": "counted with its weights, see test_recurrent.py",
-    "aten.gru_cell.default": "counted with its weights, see test_recurrent.py",
+    **dict.fromkeys(
+        (target for record in RECURRENT_OPS for target in record.targets),
+        "counted with its weights, see test_recurrent.py",
+    ),
     "transformers.grouped_mm_fallback.default": "of another package; counted as aten._grouped_mm",
 }
 
@@ -115,7 +116,7 @@ def test_recurrent_layers_count_both_weights_of_every_step(kind, gates):
 
 MATRIX = torch.randn(5, 16, generator=torch.Generator().manual_seed(3))
 PRODUCTS = {
-    "rnn": (nn.RNN(16, 64), lambda m, y: m.of(y[:, None])[0], 64 * (16 + 64), 0),
+    "rnn": (nn.RNN(16, 64), lambda m, y: m.of(y[:, None])[0], 64 * (16 + 64), 64 * (16 + 64)),
     "rnn_cell": (nn.RNNCell(16, 64), lambda m, y: m.of(y), 64 * (16 + 64), 64 * (16 + 64)),
     "tensordot": (None, lambda m, y: torch.tensordot(y, MATRIX, ([1], [1])), 80, 80),
     "multi_dot": (None, lambda m, y: torch.linalg.multi_dot([y, MATRIX.T, MATRIX]), 960, 960),

@@ -315,8 +315,6 @@ DECOMPOSED_COMPOSITES = (
     torch.ops.aten.tensordot.default,
     torch.ops.aten.linalg_multi_dot.default,
     torch.ops.aten.chain_matmul.default,
-    torch.ops.aten.rnn_tanh_cell.default,
-    torch.ops.aten.rnn_relu_cell.default,
 )
 """Operators that PyTorch would preserve, and that are decomposed: they become products of matrices and linear layers,
 which have an integer form."""

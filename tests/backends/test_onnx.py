@@ -339,11 +339,11 @@ def test_exported_models_of_other_data_types_match_the_reference(setting, tmp_pa
     ("layer", "recipe"),
     [
         *slow_params(
-            *((nn.GRU, DYNAMIC), (nn.LSTM, Recipe()), (nn.GRU, Recipe()), (nn.LSTM, DYNAMIC)),
+            *((nn.GRU, DYNAMIC), (nn.LSTM, Recipe()), (nn.GRU, Recipe()), (nn.LSTM, DYNAMIC), (nn.RNN, Recipe())),
             reason="other layers and recipes, whose hidden states are not rounded either",
         ),
     ],
-    ids=["dynamic-GRU", "static-LSTM", "static-GRU", "dynamic-LSTM"],
+    ids=["dynamic-GRU", "static-LSTM", "static-GRU", "dynamic-LSTM", "static-RNN"],
 )
 def test_recurrent_layers_run_in_float_on_integer_weights(layer, recipe, tmp_path):
     """Hidden states are not rounded there, which the note says."""

@@ -84,13 +84,25 @@ def attention(b: Builder) -> str:
     return b.emit(f"{b.part(f'nn.Linear({heads * depth}, {width})')}({joined})") if b.chance(0.7) else joined
 
 
+RECURRENT_MODULES = {
+    "lstm": ("LSTM", ""),
+    "gru": ("GRU", ""),
+    "rnn_tanh": ("RNN", ""),
+    "rnn_relu": ("RNN", ", nonlinearity='relu'"),
+}
+"""Class, without "Cell", and further options of a layer, by its record."""
+
+
 def recurrent(kind: str) -> Generator:
+    module, extra = RECURRENT_MODULES[kind]
+
     def generate(b: Builder) -> str:
         first = b.chance(0.7)
         x = b.value((3,)) if first else b.input(shape=(b.size(1, 5), BATCH, b.size(1, 20)), free=(1,))
         hidden, layers, both = b.size(1, 20), b.pick(1, 1, 2), b.chance(0.3)
         options = f"batch_first={first}, bidirectional={both}"
-        layer = b.part(f"nn.{kind.upper()}({b.shape(x)[-1]}, {hidden}, {layers}, {b.chance(0.8)}, {options})")
+        sizes = f"{b.shape(x)[-1]}, {hidden}, {layers}"
+        layer = b.part(f"nn.{module}({sizes}, bias={b.chance(0.8)}, {options}{extra})")
         state = ""
         if b.chance(0.3):
             shape = (layers * (1 + both), BATCH, hidden)
@@ -103,10 +115,12 @@ def recurrent(kind: str) -> Generator:
 
 
 def recurrent_cell(kind: str) -> Generator:
+    module, extra = RECURRENT_MODULES[kind]
+
     def generate(b: Builder) -> str:
         x = b.value((2,))
         hidden = b.size(1, 20)
-        layer = b.part(f"nn.{kind.upper()}Cell({b.shape(x)[-1]}, {hidden})")
+        layer = b.part(f"nn.{module}Cell({b.shape(x)[-1]}, {hidden}{extra})")
         index = "[0]" if kind == "lstm" else ""
         state = ""
         if b.chance(0.4):

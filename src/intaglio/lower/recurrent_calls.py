@@ -1,4 +1,4 @@
-"""Lower LSTM and GRU."""
+"""Lower LSTM, GRU and plain RNN."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from intaglio.fxgraph.node_info import fixed_size, known_type, origin
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, TensorType
 from intaglio.lower.graph_builder import GraphBuilder
-from intaglio.ops.products.lstm_gru import result_shapes
+from intaglio.ops.products.recurrent import result_shapes
 from intaglio.quant.annotate.recurrent_sites import RECURRENT_CALL
 
 
 def is_recurrent_part(node: fx.Node) -> bool:
-    """Return whether a node is an LSTM or GRU, or takes one of its results."""
+    """Return whether a node is a recurrent layer, or takes one of its results."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return operator(node) == RECURRENT_CALL or (source is not None and operator(source) == RECURRENT_CALL)
 
 
 def lower_recurrent(builder: GraphBuilder, node: fx.Node) -> None:
-    """Lower an LSTM or GRU to one operator. Its getitem nodes refer to the results."""
+    """Lower a recurrent layer to one operator. Its getitem nodes refer to the results."""
     if operator(node) != RECURRENT_CALL:
         source, index = node.args
         builder.values[node] = builder.items[source][index]

@@ -299,7 +299,7 @@ class OpDef:
 
     @property
     def recurrent(self) -> bool:
-        """Return whether it is recurrent: an LSTM or GRU."""
+        """Return whether it is recurrent: an LSTM, GRU or plain RNN."""
         return self.kernel == "recurrent"
 
     @property

@@ -22,7 +22,7 @@ from intaglio.ops.images import float_images, pool, resize
 from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
 from intaglio.ops.opdef import OpDef
-from intaglio.ops.products import attention, conv, float_products, grouped_linear, linear_f32, lstm_gru
+from intaglio.ops.products import attention, conv, float_products, grouped_linear, linear_f32, recurrent
 
 
 def index(*groups: Iterable[OpDef]) -> tuple[Mapping[str, OpDef], Mapping[str, OpDef]]:
@@ -59,7 +59,7 @@ BY_NAME, BY_TARGET = index(
     loop.LOOP_OPS,
     attention.ATTENTION_OPS,
     dynamic_quant.DYNAMIC_QUANT_OPS,
-    lstm_gru.RECURRENT_OPS,
+    recurrent.RECURRENT_OPS,
     embedding.EMBEDDING_OPS,
     indexing.INDEXING_OPS,
     along_axis.ALONG_AXIS_OPS,

@@ -78,7 +78,7 @@ class ActivationTiles:
 
 @dataclass(frozen=True)
 class RecurrentTiles:
-    """Tiles of both products in every layer and direction of an LSTM or GRU."""
+    """Tiles of both products in every layer and direction of a recurrent layer."""
 
     schedule: Schedule
 

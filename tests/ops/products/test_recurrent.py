@@ -1,7 +1,8 @@
-"""LSTM and GRU: law against torch, kernels against the law, flags, states, refusals, files."""
+"""LSTM, GRU and plain RNN: law against torch, kernels against the law, flags, states, refusals, files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType, Op, QParams, TensorType, symbol
 from intaglio.ops import check_graph
 from intaglio.ops.dynamic_quant import per_token_qparams, quantize_dynamic
-from intaglio.ops.products.lstm_gru import RECURRENT, recurrent_reference, states
+from intaglio.ops.products.recurrent import GATE_COUNT, RECURRENT, recurrent_reference, states
 from intaglio.quant.calibrate.prepare import prepare
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
@@ -35,8 +36,18 @@ from support.slow_params import slow_params_except
 
 DYNAMIC = Recipe.named("int8_dynamic")
 RECIPES = {"static": None, "dynamic": DYNAMIC}
-MODULES = {"lstm": nn.LSTM, "gru": nn.GRU}
-CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
+MODULES = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
+}
+CELLS = {
+    "lstm": nn.LSTMCell,
+    "gru": nn.GRUCell,
+    "rnn_tanh": nn.RNNCell,
+    "rnn_relu": partial(nn.RNNCell, nonlinearity="relu"),
+}
 FLAGS: Mapping[str, dict[str, Any]] = {
     "one layer": {},
     "batch first": {"batch_first": True},
@@ -70,7 +81,7 @@ def everywhere(lowered, *batches: tuple[torch.Tensor, ...], isas: Sequence[str] 
 
 def constants(draw: np.random.Generator, kind: str, inputs: int, hidden: int, layers: int, directions: int):
     """Operands of all places: weights of float, and as quantized values with their scales."""
-    gates = {"lstm": 4, "gru": 3}[kind] * hidden
+    gates = GATE_COUNT[kind] * hidden
     found, real = [], []
     for place in range(layers * directions):
         width = inputs if place < directions else directions * hidden
@@ -112,7 +123,7 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
     found = recurrent_reference(Op(kind, (), ("y",), attrs), arrays, [kind_of_x], kind_of_x)
     exact = (q_values.astype(np.float64) - q.zero) * (scales if rows else 0.02)
     first = [torch.from_numpy((s if start else 0 * s).astype(np.float64)) for s in given]
-    call = torch.ops.aten.lstm.input if kind == "lstm" else torch.ops.aten.gru.input
+    call = getattr(torch.ops.aten, kind).input
     expected = call(
         torch.from_numpy(exact),
         first if kind == "lstm" else first[0],
@@ -125,7 +136,8 @@ def test_a_recurrent_layer_matches_torch_except_for_rounded_states(
         batch_first,
     )
     for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b.numpy(), atol=0.05 * (1 + start))
+        largest = max(1, b.abs().max()) if kind == "rnn_relu" else 1  # the others are at most 1, or as the state was
+        np.testing.assert_allclose(a, b.numpy(), atol=0.05 * (1 + start) * largest)
 
 
 def test_the_comparison_with_torch_detects_swapped_gates():

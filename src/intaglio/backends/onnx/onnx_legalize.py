@@ -157,8 +157,7 @@ def dequantized_table(quantized: torch.Tensor, scales: torch.Tensor, zeros: torc
 
 
 def legalize_recurrent(module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace the quantized LSTM or GRU by PyTorch's own on dequantized values, because ONNX has no quantized recurrent
-    layers."""
+    """Replace a quantized recurrent layer by PyTorch's own on dequantized values; ONNX has no quantized ones."""
     if operator(node) == RECURRENT_CALL:
         node.target = float_recurrent
 
@@ -176,7 +175,7 @@ def float_recurrent(
     batch_first: bool,
     cell: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute an LSTM or GRU like `ops.products.lstm_gru.recurrent_reference`, except that hidden states are not
+    """Compute a recurrent layer like `ops.products.recurrent.recurrent_reference`, except that hidden states are not
     rounded."""
     if scales is not None:
         x = dequantize_tokens(quantized, scales)
@@ -196,7 +195,7 @@ def float_recurrent(
     if kind == "lstm":
         y, *finals = torch.ops.aten.lstm.input(x, given, parameters, *fixed)
     else:
-        y, *finals = torch.ops.aten.gru.input(x, given[0], parameters, *fixed)
+        y, *finals = getattr(torch.ops.aten, kind).input(x, given[0], parameters, *fixed)
     return tuple(state[0] for state in finals) if cell else (y, *finals)
 
 

@@ -1,4 +1,4 @@
-"""Print LSTM and GRU steps: a `struct Recurrent`, with two GEMMs for every layer and direction."""
+"""Print the steps of LSTM, GRU and plain RNN: a `struct Recurrent`, with two GEMMs for every layer and direction."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from intaglio.codegen.weight_packing import pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op, Schedule
 from intaglio.kernels import TileSpec
-from intaglio.ops.products.lstm_gru import PER_DIRECTION, states
+from intaglio.ops.products.recurrent import PER_DIRECTION
 from intaglio.plan.kernel_records import RecurrentTiles
 from intaglio.plan.plan_records import Partition
 
 
 def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
-    """Print an LSTM or GRU: fill a `struct Recurrent` and run it."""
+    """Print a recurrent layer: fill a `struct Recurrent` and run it."""
     op, types = partition.anchor, context.graph.types
     attrs, x, rows = op.attrs, op.inputs[0], op.attrs["rows"]
     places = attrs["layers"] * attrs["directions"]
@@ -27,10 +27,11 @@ def emit_recurrent(code: Code, partition: Partition, context: Context) -> None:
     if attrs["batch_first"]:
         steps, batch = batch, steps
     row_t, row_b = (1, steps) if attrs["batch_first"] else (batch, 1)
-    hidden = types[op.inputs[first + 1]].shape[1]
+    gates, hidden = types[op.inputs[first + 1]].shape
     context.include("sequences/recurrent.h", "sequences/rows.h")
     code("struct Recurrent q = {};")
-    code(f"q.lstm = {int(states(op.kind) == 2)}, q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
+    code(f"q.kind = RECURRENT_{op.kind.upper()}, q.gates = {gates};")
+    code(f"q.layers = {attrs['layers']}, q.directions = {attrs['directions']};")
     code(f"q.steps = {context.dim(steps)}, q.batch = {context.dim(batch)};")
     code(f"q.inputs = {shape[-1]}, q.hidden = {hidden};")
     code(f"q.row_t = {context.dim(row_t)}, q.row_b = {context.dim(row_b)};")

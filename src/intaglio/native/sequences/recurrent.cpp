@@ -1,4 +1,4 @@
-// LSTM and GRU, see recurrent.h.
+// LSTM, GRU and plain RNN, see recurrent.h.
 
 #include "sequences/recurrent.h"
 
@@ -19,10 +19,9 @@ static inline uint8_t* cut(uint8_t** from, int64_t bytes) {
     return part;
 }
 
-// Divide the scratch memory, in the order of recurrent_scratch in ops/products/lstm_gru.py.
+// Divide the scratch memory, in the order of recurrent_scratch in ops/products/recurrent.py.
 static inline struct Working cut_up(const struct Recurrent* r) {
-    const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, rows = r->steps * r->batch, d = r->directions,
-                  cells = d * r->batch;
+    const int64_t gates = r->gates, rows = r->steps * r->batch, d = r->directions, cells = d * r->batch;
     uint8_t* at = r->scratch;
     struct Working w;
     w.of_x = (float*)cut(&at, d * rows * gates * 4);
@@ -55,7 +54,7 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
     for (int64_t c = 0; c < n; c += FLOATS) {
         const size_t bytes = (size_t)(n - c < FLOATS ? n - c : FLOATS) * sizeof(float);
         Reals state;
-        if (r->lstm) {
+        if (r->kind == RECURRENT_LSTM) {
             const Reals i = sigmoid_keeping_nan(reals_at(x + c) + reals_at(h + c)),
                         f = sigmoid_keeping_nan(reals_at(x + n + c) + reals_at(h + n + c));
             const Reals g = tanh_keeping_nan(reals_at(x + 2 * n + c) + reals_at(h + 2 * n + c));
@@ -63,11 +62,14 @@ static inline void step_row(const struct Recurrent* r, const float* x, const flo
             const Reals next = f * reals_at(cell + c) + i * g;
             memcpy(cell + c, &next, bytes);
             state = o * tanh_keeping_nan(next);
-        } else {
+        } else if (r->kind == RECURRENT_GRU) {
             const Reals reset = sigmoid_keeping_nan(reals_at(x + c) + reals_at(h + c)),
                         z = sigmoid_keeping_nan(reals_at(x + n + c) + reals_at(h + n + c));
             const Reals fresh = tanh_keeping_nan(reals_at(x + 2 * n + c) + reset * reals_at(h + 2 * n + c));
             state = fresh + z * (reals_at(hidden + c) - fresh);
+        } else {
+            const Reals sum = reals_at(x + c) + reals_at(h + c);
+            state = r->kind == RECURRENT_RNN_TANH ? tanh_keeping_nan(sum) : sum < 0.0f ? Reals{} : sum;
         }
         memcpy(hidden + c, &state, bytes);
         if (y) memcpy(y + c, &state, bytes);
@@ -111,7 +113,7 @@ static inline void end_row(const struct Recurrent* r, const struct Working* w, i
 // Multiply the hidden states of `count` cells of one direction by their weights.
 static inline void multiply_states(const struct Recurrent* r, const struct Working* w, int64_t layer, int64_t first,
                                    int64_t count, int thread, int threads) {
-    const int64_t gates = (r->lstm ? 4 : 3) * r->hidden;
+    const int64_t gates = r->gates;
     struct Matmul m = r->of_h[layer * r->directions + first / r->batch];
     m.in = image(w->h_quantized + first * r->hidden, count, 1, 1, r->hidden, 0, 0);
     m.out = image((uint8_t*)(w->of_h + first * gates), count, 1, 1, gates * 4, 0, 0);
@@ -122,7 +124,7 @@ static inline void multiply_states(const struct Recurrent* r, const struct Worki
 
 // Compute one time step of a cell; the second direction begins with the last step.
 static inline void step_cell(const struct Recurrent* r, const struct Working* w, float* y, int64_t step, int64_t cell) {
-    const int64_t gates = (r->lstm ? 4 : 3) * r->hidden, n = r->hidden, d = cell / r->batch;
+    const int64_t gates = r->gates, n = r->hidden, d = cell / r->batch;
     const int64_t t = d ? r->steps - 1 - step : step, row = t * r->row_t + cell % r->batch * r->row_b;
     const float* x = w->of_x + (d * r->steps * r->batch + row) * gates;
     step_row(r, x, w->of_h + cell * gates, w->hidden + cell * n, w->cell + cell * n,
@@ -156,7 +158,7 @@ static inline void run_steps(const struct Recurrent* r, const struct Working* w,
 }
 
 LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrier, int thread, int threads) {
-    const int64_t rows = r->steps * r->batch, gates = (r->lstm ? 4 : 3) * r->hidden;
+    const int64_t rows = r->steps * r->batch, gates = r->gates;
     const struct Working w = cut_up(r);
     if (!r->batch) return;
     for (int64_t layer = 0; layer < r->layers; ++layer) {

@@ -1,7 +1,7 @@
-// LSTM and GRU, see ops/products/lstm_gru.py. The products of x are one matrix product per layer and direction; after
-// that, each time step consists of a matrix product of the hidden states, and the gates. Threads share the rows of the
-// batch and the directions, which do not wait for each other. If there are fewer of these than threads, threads share
-// the columns of the product in each time step.
+// LSTM, GRU and plain RNN, see ops/products/recurrent.py. The products of x are one matrix product per layer and
+// direction; after that, each time step consists of a matrix product of the hidden states, and the gates. Threads share
+// the rows of the batch and the directions, which do not wait for each other. If there are fewer of these than threads,
+// threads share the columns of the product in each time step.
 #pragma once
 
 #include "base/library.h"
@@ -15,9 +15,11 @@ struct States {
     int64_t layer, row, stride;
 };
 
-// A quantized LSTM (`lstm` is 1) or GRU (0) of one or more layers.
+enum { RECURRENT_LSTM, RECURRENT_GRU, RECURRENT_RNN_TANH, RECURRENT_RNN_RELU };
+
+// A quantized recurrent network of one or more layers. `gates` is the number of outputs of its products.
 struct Recurrent {
-    int64_t lstm, layers, directions, steps, batch, inputs, hidden;
+    int64_t kind, gates, layers, directions, steps, batch, inputs, hidden;
     int64_t row_t, row_b;   // rows of x and y from one time step to the next, and from one sequence to the next
     uint8_t* x;             // quantized input
     const float* x_scales;  // scale of each row of x, or of all rows if `x_alike`

@@ -42,7 +42,7 @@ def cost_of(step: Step, plan: Plan) -> Cost:
 
 
 def _recurrent_panels(op: Op, plan: Plan) -> Dim:
-    """Return the number of panels of the product in one time step of an LSTM or GRU."""
+    """Return the number of panels of the product in one time step of a recurrent layer."""
     shape, constants = plan.graph.types[op.inputs[0]].shape, plan.graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     batch = shape[0] if op.attrs["cell"] or op.attrs["batch_first"] else shape[1]

@@ -169,7 +169,7 @@ def _panel_widths(width: Dim, most: int) -> set[int]:
 
 
 def _recurrent_schedule(op: Op, graph: Graph, isa: Isa) -> Schedule:
-    """Return the schedule for all products of an LSTM or GRU, which have the same number of outputs."""
+    """Return the schedule for all products of a recurrent layer, which have the same number of outputs."""
     constants = graph.constants
     outputs = next(len(constants[name]) for name in op.inputs if name in constants and constants[name].ndim == 2)
     blocks = min(isa.blocks, -(-outputs // 16))

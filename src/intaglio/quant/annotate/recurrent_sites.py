@@ -1,4 +1,4 @@
-"""LSTM and GRU: tensors of a call, sites of its weights, and the operator that replaces it in the reference model."""
+"""Recurrent layers: tensors of a call, sites of its weights, and the operator that replaces it in the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from intaglio.fxgraph.node_info import copy_info, inherit_info, known_type, orig
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, known_record, operator, record_of
 from intaglio.ir import Dim, DType, Op, QParams, TensorType
 from intaglio.ops.dynamic_quant import per_token_qparams
-from intaglio.ops.products.lstm_gru import bind_recurrent, macs_of_weights, recurrent_reference, result_shapes
+from intaglio.ops.products.recurrent import bind_recurrent, macs_of_weights, recurrent_reference, result_shapes
 from intaglio.quant.annotate.per_token import dynamic_operands
 from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
@@ -46,7 +46,7 @@ class RecurrentTensors:
 
 
 def is_recurrent(node: fx.Node) -> bool:
-    """Return whether a node is a call of an LSTM or GRU, or of one cell."""
+    """Return whether a node is a call of a recurrent layer, or of one cell."""
     record = record_of(node)
     return record is not None and record.recurrent
 
@@ -77,7 +77,7 @@ def _states(given: Any) -> tuple[fx.Node, ...]:
 
 
 def recurrent_refusal(node: fx.Node, setting: Setting) -> str | None:
-    """Return why an LSTM or GRU stays in float; ``None`` if it can be quantized."""
+    """Return why a recurrent layer stays in float; ``None`` if it can be quantized."""
     given, record = arguments(node), known_record(node)
     attrs = bind_recurrent(call_of(node, record))
     if "params" in given:
@@ -213,7 +213,7 @@ def _recurrent(
     batch_first: bool,
     cell: bool,
 ) -> list[torch.Tensor]:
-    """Run `ops.products.lstm_gru.recurrent_reference` on tensors."""
+    """Run `ops.products.recurrent.recurrent_reference` on tensors."""
     rows = scales is not None
     attrs = {"layers": layers, "directions": directions, "batch_first": batch_first, "cell": cell, "rows": rows}
     q = per_token_qparams("") if rows else QParams((scale,), (zero_point,), 0, 255)

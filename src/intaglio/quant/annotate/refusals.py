@@ -195,7 +195,7 @@ def _macs(node: fx.Node) -> Dim:
 def _counts(node: fx.Node) -> bool:
     """Return whether a float operator is reported: it computes a tensor of floating-point or complex numbers.
 
-    All-zero initial states of LSTMs and GRUs are not reported.
+    All-zero initial states of recurrent layers are not reported.
     """
     kind = tensor_type(node)
     if operator(node) in ZERO_STATE_TARGETS and node.users and all(map(has_recurrent_weights, node.users)):

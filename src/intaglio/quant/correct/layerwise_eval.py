@@ -99,7 +99,7 @@ class LayerwiseEvaluation:
         return [self._require_float_track().get(value.name, batch) for value in region.activations()]
 
     def unquantized_outputs(self, region: Region, batch: int) -> list[torch.Tensor]:
-        """Return the outputs of the region in the float model; those of LSTMs and GRUs are several."""
+        """Return the outputs of the region in the float model; those of recurrent layers are several."""
         return _tensors(self._run(region, self._read_float(batch), float_track=True))
 
     def quantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:

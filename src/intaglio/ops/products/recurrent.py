@@ -1,9 +1,9 @@
-"""LSTM and GRU: products in int8, gates in float32, hidden states requantized in every time step.
+"""LSTM, GRU and plain RNN: products in int8, gates in float32, hidden states requantized in every time step.
 
 One operator is a call of the whole layer stack. Its operands are the quantized x (followed by the scales of its tokens
 if these are dynamic), then six per layer and direction: weights s8[G, I] and s8[G, H], their scales, and both biases
-f32[G], with G = 4 H (input, forget, cell, output) or 3 H (reset, update, new); then initial states, if given. Results
-are y, the last hidden states and, for an LSTM, the last cell states; a cell does not return y.
+f32[G], with G = 4 H (input, forget, cell, output), 3 H (reset, update, new) or H; then initial states, if given.
+Results are y, the last hidden states and, for an LSTM, the last cell states; a cell does not return y.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from intaglio.ops.dynamic_quant import computes_row_scales, per_token_qparams, q
 from intaglio.ops.opdef import Call, Layout, OpDef, first_reason, rank, require_float_operands
 from intaglio.ops.products.scratch_memory import CACHE_LINE, ceil_div
 
-GATE_COUNT = {"lstm": 4, "gru": 3}
+GATE_COUNT = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 PER_DIRECTION = 6
 """Number of operands per layer and direction."""
 
@@ -65,7 +65,18 @@ def gru_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple
     return (n + z * (state[0] - n),)
 
 
-CELL_STEPS = {"lstm": lstm_step, "gru": gru_step}
+def rnn_tanh_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Return the next hidden state of a plain RNN (Elman 1990): ``h = tanh(x + h)``, all f32[B, H]."""
+    return (apply_keeping_nan(x + h, numerics.tanh_f32),)
+
+
+def rnn_relu_step(x: np.ndarray, h: np.ndarray, state: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Return the next hidden state of a plain RNN with ReLU: ``h = relu(x + h)``, all f32[B, H]."""
+    total = x + h
+    return (np.where(total < 0, np.float32(0), total),)
+
+
+CELL_STEPS = {"lstm": lstm_step, "gru": gru_step, "rnn_tanh": rnn_tanh_step, "rnn_relu": rnn_relu_step}
 
 
 def product(
@@ -89,7 +100,7 @@ def run_direction(
     The hidden state is dynamically quantized per token for the next step.
 
     Args:
-        kind: "lstm" or "gru".
+        kind: name of the layer in `CELL_STEPS`.
         of_x: Products of x with the input weights, f32[T, B, G].
         d: Operands of the direction.
         state: Initial states f32[B, H].
@@ -144,7 +155,7 @@ def recurrent_reference(
 
 
 def states(kind: str) -> int:
-    """Return the number of states: 1 for a GRU, 2 for an LSTM."""
+    """Return the number of states: 2 for an LSTM, 1 for the others."""
     return 2 if kind == "lstm" else 1
 
 
@@ -297,7 +308,5 @@ def _record(kind: str, targets: tuple[str, ...]) -> OpDef:
     )
 
 
-LSTM = _record("lstm", ("aten.lstm.input", "aten.lstm_cell.default"))
-GRU = _record("gru", ("aten.gru.input", "aten.gru_cell.default"))
-RECURRENT_OPS = (LSTM, GRU)
+RECURRENT_OPS = tuple(_record(kind, (f"aten.{kind}.input", f"aten.{kind}_cell.default")) for kind in CELL_STEPS)
 RECURRENT = tuple(record.name for record in RECURRENT_OPS)
