@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
 
 from intaglio.errors import CaptureError
-from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type
-from intaglio.ir import Dim, DType, Shape, TensorType, symbol
+from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type, update_info
+from intaglio.ir import Dim, DType, Shape, TensorType, substitute, symbol
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, quantized_decomposed, schema_of, size_expression
@@ -205,6 +206,16 @@ def size_along(before: fx.Node, value: fx.Node, axis: int) -> int | fx.Node:
         size = before.graph.call_function(torch.ops.aten.sym_size.int, (value, axis))
     inherit_info(size, before, dim=dim)
     return size
+
+
+def replace_symbols(module: fx.GraphModule, sizes: Mapping[str, Dim]) -> None:
+    """Replace symbols in the types and sizes of all nodes by dimensions that they are known to be."""
+    for node in module.graph.nodes:
+        kind, own = tensor_type(node), info(node).dim
+        if kind is not None:
+            update_info(node, type=replace(kind, shape=tuple(substitute(dim, sizes) for dim in kind.shape)))
+        if own is not None:
+            update_info(node, dim=substitute(own, sizes))
 
 
 def is_constant(node: fx.Node) -> bool:

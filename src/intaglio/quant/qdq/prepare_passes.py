@@ -45,8 +45,17 @@ from intaglio.fxgraph.passes.element_types.widen_integers import (
 )
 from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_attention
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
-from intaglio.fxgraph.passes.grouped_products import constant_grouped_mm_to_linear, split_products_to_grouped
 from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
+from intaglio.fxgraph.passes.indices.grouped_products import constant_grouped_mm_to_linear, split_products_to_grouped
+from intaglio.fxgraph.passes.indices.selected_rows import keep_unselected_rows
+from intaglio.fxgraph.passes.indices.sorting import (
+    canonicalize_sorts,
+    counts_of_integers,
+    index_put_to_scatter,
+    scatter_value_to_tensor,
+    scatter_without_self,
+    sums_of_integers,
+)
 from intaglio.fxgraph.passes.lift_slices import lift_slices
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
@@ -59,13 +68,6 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_unfold,
     decompose_windows,
     expand_filled,
-)
-from intaglio.fxgraph.passes.sorting import (
-    canonicalize_sorts,
-    counts_of_integers,
-    index_put_to_scatter,
-    scatter_value_to_tensor,
-    sums_of_integers,
 )
 from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.imported.qdq_propagation import propagate_qdq
@@ -88,7 +90,9 @@ QDQ_PASSES: tuple[Pass, ...] = (
 """Passes for models that already contain quantize and dequantize operators; they change nothing in a float model."""
 
 CONSTANT_PASSES: tuple[Pass, ...] = (
-    fold_constants,  # first: the passes below must see a computed weight as a constant
+    keep_unselected_rows,  # before folding, which creates tensors of sizes that are known by then
+    scatter_without_self,
+    fold_constants,  # the passes below must see a computed weight as a constant
     fuse_gelu,  # before numbers and overloads change
     constant_matmul_to_linear,  # needs constant matrices
     constant_first_to_linear,

@@ -10,7 +10,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import inherit_info, known_type, tensor_type, update_info
 from intaglio.fxgraph.nodes import arguments, call_before, operator, replace_node, resolve_dims, tensor_nodes
-from intaglio.ir import DType, TensorType
+from intaglio.ir import DType, TensorType, symbols_of
 from intaglio.signature import DTYPES, TORCH_DTYPES
 
 aten = torch.ops.aten
@@ -79,9 +79,13 @@ def _casts_first(node: fx.Node) -> bool:
 def sizes_to_tensors(module: fx.GraphModule) -> int:
     """Replace a size that arithmetic or a comparison reads, such as the length of a cache, by a tensor of one element.
 
-    Decoders compute positions in that way. Loops combine tensors with numbers and with tensors, but not with sizes.
+    Decoders compute positions in that way. Loops combine tensors with numbers and with tensors, but not with sizes. A
+    size that depends on values is computed by the island that computes the value.
     """
+    inputs = [known_type(node).shape for node in module.graph.nodes if node.op == "placeholder" and tensor_type(node)]
+    known = {name for shape in inputs for dim in shape for name in symbols_of(dim)}
     hits = [node for node in module.graph.nodes if _combines_size(node)]
+    hits = [node for node in hits if symbols_of(resolve_dims(node.args[1])) <= known]
     for node in hits:
         value, size = node.args
         dtype = known_type(value).dtype

@@ -5,6 +5,8 @@ Routers of experts select the best experts of each token with `topk`, sort the t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -26,6 +28,8 @@ aten = torch.ops.aten
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.topk.default", "aten.argsort.default")
 STABLE_SORT = "aten.argsort.stable"
 SORTED_TYPES = (DType.F32, DType.I64, DType.I32, DType.BOOL)
+STARTS = {"sum": 0.0, "amax": float("-inf"), "amin": float("inf")}
+"""Number that a reduction of floats begins with."""
 INTEGER_SUMS = ("aten.sum.dim_IntList", "aten.sum.default")
 MAX_COUNTED = 2048
 """Largest number of integers that a histogram counts; PyTorch's puts all of them into the right bins up to there."""
@@ -162,6 +166,30 @@ def scatter_value_to_tensor(module: fx.GraphModule) -> int:
         source = call_before(node, kind, aten.add.Tensor, source, number)
         replace_node(node, call_before(node, known_type(node), aten.scatter.src, value, axis, index, source))
     return len(hits)
+
+
+def scatter_without_self(module: fx.GraphModule) -> int:
+    """Replace reductions at indices that leave the elements out which are there before.
+
+    Those without an index stay as they are; the others are reduced from the start of their reduction.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.scatter_reduce.two" and _leaves_out(node)]
+    for node in hits:
+        given, whole = arguments(node), known_type(node)
+        value, axis, index, source, mode = (given[name] for name in ("self", "dim", "index", "src", "reduce"))
+        start = call_before(node, whole, aten.full_like.default, value, STARTS[mode])
+        found = call_before(node, whole, node.target, start, axis, index, source, mode)
+        zeros = call_before(node, whole, aten.full_like.default, value, 0.0)
+        ones = call_before(node, known_type(source), aten.full_like.default, source, 1.0)
+        met = call_before(node, whole, aten.scatter.src, zeros, axis, index, ones)
+        met = call_before(node, replace(whole, dtype=DType.BOOL), aten.ne.Scalar, met, 0.0)
+        replace_node(node, call_before(node, whole, aten.where.self, met, found, value))
+    return len(hits)
+
+
+def _leaves_out(node: fx.Node) -> bool:
+    given = arguments(node)
+    return given["include_self"] is False and given["reduce"] in STARTS and known_type(node).dtype is DType.F32
 
 
 def index_put_to_scatter(module: fx.GraphModule) -> int:

@@ -6,7 +6,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.fxgraph.passes.sorting import MAX_COUNTED
+from intaglio.fxgraph.passes.indices.sorting import MAX_COUNTED
 from support.lowering import kinds, quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import getitem
 from typing import Any
 
@@ -11,10 +10,18 @@ import torch
 from torch import fx
 
 from intaglio.fxgraph.grouped_operator import grouped_linear
-from intaglio.fxgraph.node_info import constant_path, info, known_type, tensor_type, update_info
-from intaglio.fxgraph.nodes import arguments, call_before, constant_node, is_constant, operator, replace_node
+from intaglio.fxgraph.node_info import constant_path, known_type, tensor_type
+from intaglio.fxgraph.nodes import (
+    arguments,
+    call_before,
+    constant_node,
+    is_constant,
+    operator,
+    replace_node,
+    replace_symbols,
+)
 from intaglio.fxgraph.unique_names import add_constant
-from intaglio.ir import DType, TensorType, substitute, symbol, symbols_of
+from intaglio.ir import DType, TensorType, symbol, symbols_of
 
 GROUPED_PRODUCTS = {
     "aten._grouped_mm.default": ("self", "mat2", "offs"),
@@ -149,13 +156,7 @@ def _join_sizes(module: fx.GraphModule, layers: Sequence[fx.Node]) -> bool:
     name = str(first)
     if isinstance(first, int) or first != symbol(name) or name in symbols_of(rest):
         return False
-    replaced = {name: rest}
-    for node in module.graph.nodes:
-        kind, own = tensor_type(node), info(node).dim
-        if kind is not None:
-            update_info(node, type=replace(kind, shape=tuple(substitute(dim, replaced) for dim in kind.shape)))
-        if own is not None:
-            update_info(node, dim=substitute(own, replaced))
+    replace_symbols(module, {name: rest})
     return True
 
 
