@@ -456,7 +456,8 @@ class OwnData(CalibrationCallback):
         assert info.dataset_manager is None
         assert info.batches == 0
         own = info.values_for(DATA[0])
-        values = zip((*info.sites.inputs, info.sites.output), (*own.quantized_inputs(), *own.unquantized_outputs()))
+        names, found = (*info.sites.inputs, info.sites.output), (*own.quantized_inputs(), *own.unquantized_outputs())
+        values = zip(names, found, strict=True)
         return {name: (float(v.min().clamp(max=0)), float(v.max())) for name, v in values if name is not None}
 
 
