@@ -84,9 +84,19 @@ class _RoundedRecorder(_Recorder):
         if n.op != "call_function" or not isinstance(value, Tensor) or value.dtype is not torch.float32:
             return value
         if self.pair == 0:
-            return value * (1 + self.largest)
+            return value + self.largest * self._magnitude(n, value).copysign(value)
         shape = () if self.pair == 1 else value.shape
-        return value * (1 + self.largest * (2 * torch.rand(shape, generator=self.generator) - 1))
+        draw = 2 * torch.rand(shape, generator=self.generator) - 1
+        return value + self.largest * draw * self._magnitude(n, value)
+
+    def _magnitude(self, n: fx.Node, value: Tensor) -> Tensor:
+        """Return the largest number at each place of a result and of the operands that have its shape.
+
+        GELU of -6 is the product of -6 and of the rounding of 1 - 1, so its error is relative to -6.
+        """
+        sources = [self.exact[source] for source in n.all_input_nodes if source in self.exact]
+        alike = [source.abs() for source in sources if isinstance(source, Tensor) and source.shape == value.shape]
+        return functools.reduce(torch.maximum, (part.to(value.dtype) for part in alike), value.abs())
 
 
 def largest_differences(
