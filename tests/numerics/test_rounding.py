@@ -16,7 +16,8 @@ ROUNDING = frozenset({"rint", "round", "round_"})
 EXEMPT = {
     "ops": "the operator `round` itself",
     "cut_islands.py": "a node of the graph of a float island",
-    "qdq_normalize.py": "nodes of a graph that write the rule out",
+    "qdq_to_u8.py": "nodes of a graph that write the rule out",
+    "operator_aliases.py": "the operator `round` itself",
     "correct_weights.py": "sums kept in fixed point, so that they add up exactly",
     "per_channel_inputs.py": "a count of steps, and a test of whether values lie on a grid",
     "range_methods.py": "bins outside of the range are left out, not clamped",

@@ -118,7 +118,7 @@ def test_the_longest_fusion_wins_and_a_value_is_in_one_region():
         (lambda m, x: F.conv2d(m.c(x), m.k * x.mean()), "the weight is computed while the model runs"),
         (lambda m, x: F.conv2d(m.c(x), m.k, m.b * x.mean()), "the bias is computed while the model runs"),
         (lambda m, x: F.relu(m.c(x).mean((1, 2, 3))), "no int8 kernel"),
-        (lambda m, x: F.pad(m.c(x), (1, 1), value=2.0), "the padding value is 2"),
+        (lambda m, x: F.pad(m.c(x), (1, -1), value=2.0), "the padding value is 2"),
         (lambda m, x: F.pad(m.c(x), (-1, 1)), "the padding is negative"),
         (
             lambda m, x: m.c(x) + m.b.view(8, 1, 1).expand(8, 8, 8),

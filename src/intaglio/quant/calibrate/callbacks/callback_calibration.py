@@ -70,7 +70,7 @@ class Calibrator:
         """Return statistics of every site, and the parameters that callbacks chose.
 
         Raises:
-            CalibrationError: there is no data, and no callback decides some site.
+            CalibrationError: callbacks do not decide all sites, and data is missing.
         """
         asked = [region for region in self.prepared.annotations.regions if _callback(region) is not None]
         if self.data is None:
