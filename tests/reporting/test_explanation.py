@@ -8,7 +8,7 @@ import pytest
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
-from support import report_models
+from support import nets, report_models
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def test_a_line_of_the_source_code_finds_its_operators(found):
     source = graph.by_name[CONV].facts.source
     line = re.search(r"nets\.py:\d+", source)[0]
     same = [one.name for one in graph.operators if f"{line}," in one.facts.source]
-    for where in (line, f"support/{line}", source, source.partition(",")[0]):
+    file = nets.__file__
+    for where in (line, f"support/{line}", source, source.partition(",")[0], file + line.removeprefix("nets.py")):
         assert names(intaglio.explain(found, where)) == same
 
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from intaglio.errors import InputError
+from intaglio.formatting.source_paths import short_source_path
 from intaglio.reporting.report_data import GraphReport, OperatorReport, ReportData
 
 Found = tuple[GraphReport, OperatorReport]
@@ -23,7 +24,7 @@ def find_operators(data: ReportData, where: str) -> tuple[Found, ...]:
     Raises:
         InputError: no operator has the name; the error says the nearest ones.
     """
-    wanted = where.strip()
+    wanted = _as_recorded(where.strip())
     for names in KINDS:
         found = tuple(
             (graph, one) for graph in data.graphs for one in graph.operators if wanted and wanted in set(names(one))
@@ -41,6 +42,12 @@ def find_operators(data: ReportData, where: str) -> tuple[Found, ...]:
     problem = f"no operator has the name {where!r:.80}"
     remedy = f"nearest: {', '.join(near)}" if near else "print model.text('operators') for all names"
     raise InputError("explain", None, problem, remedy=remedy)
+
+
+def _as_recorded(where: str) -> str:
+    """Return a source line with the path as operators have it; other names unchanged."""
+    path, colon, line = where.rpartition(":")
+    return f"{short_source_path(path)}:{line}" if colon and path.endswith(".py") else where
 
 
 def _all(data: ReportData) -> Iterator[Found]:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError
+from intaglio.formatting.source_paths import short_source_path
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.unique_names import add_constant
@@ -78,7 +79,10 @@ def _innermost(node: fx.Node) -> tuple[str, str]:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return ``file:line, in function`` of the innermost source line outside of torch."""
+    """Return ``file:line, in function`` of the innermost source line outside of torch.
+
+    The file is a path in a library, in the working directory or in the home folder if it is in one of them.
+    """
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
     lines = [
         line for line in lines if '"<eval_with_key>' not in line
@@ -87,7 +91,7 @@ def source_of(node: fx.Node) -> str:
     if not own:
         return ""
     file, _, rest = own[-1].removeprefix('File "').partition('", line ')
-    return f"{file}:{rest}"
+    return f"{short_source_path(file)}:{rest}"
 
 
 def control_flow_error(node: fx.Node, program: ExportedProgram) -> CaptureError:
