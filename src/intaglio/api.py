@@ -123,7 +123,8 @@ def quantize(
         example = example or ExportExample(example_inputs, dynamic_shapes)
         captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
-        return _quantized(module, captured, call, rest, quantizer, samples, progress, options)
+        own = replace(quantizer, cached_inputs=example.cached_inputs) if example.cached_inputs else quantizer
+        return _quantized(module, captured, call, rest, own, samples, progress, options)
 
     if integration is not None:
         whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)

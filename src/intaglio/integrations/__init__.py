@@ -6,8 +6,8 @@ A library is imported only for a model whose class comes from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -26,11 +26,13 @@ class ExportExample:
         inputs: positional arguments (default: the first batch).
         dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes.
         checks: further calls, of other sizes, in which the captured graph must agree with the module.
+        cached_inputs: inputs that hold results of earlier calls, as in `intaglio.stages.Quantizer`.
     """
 
     inputs: Any
     dynamic_shapes: Any
     checks: tuple[tuple[Any, ...], ...] = ()
+    cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
 
 
 Quantize = Callable[[nn.Module, Any, ExportExample | None], QuantizedModel]

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 
 from intaglio.errors import InputError
 from intaglio.ir import TensorType
+from intaglio.signature import TORCH_DTYPES, Integers
 
 GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
@@ -67,7 +68,7 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
         batch: batch size of the call.
 
     Raises:
-        InputError: a layer of the cache is of another kind.
+        InputError: a layer of the cache is of another kind, or holds another data type.
     """
     past: list[Tensor] = []
     for index in range(len(layers) // 2):
@@ -79,9 +80,34 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
             raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
         length = int(layer.get_seq_length()) if layer is not None else 0
         for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
-            sizes: Any = (batch, kind.shape[1], 0, kind.shape[3])
-            past.append(torch.empty(sizes) if not length or held is None else held[:, :, :length])
+            if not length or held is None:
+                sizes: Any = (batch, kind.shape[1], 0, kind.shape[3])
+                past.append(_empty(sizes, kind))
+                continue
+            _check_dtype(index, held, kind)
+            past.append(held[:, :, :length])
     return past
+
+
+def _empty(sizes: tuple[int, ...], kind: TensorType) -> Tensor:
+    return torch.empty(sizes, dtype=TORCH_DTYPES[kind.dtype])
+
+
+def _check_dtype(index: int, held: Tensor, kind: TensorType) -> None:
+    """Raise `InputError` unless keys or values have the data type of the program, which a cache of another model may
+    lack."""
+    if held.dtype is not TORCH_DTYPES[kind.dtype]:
+        problem = f"layer {index} holds {held.dtype}, but the program keeps its keys and values as {kind.dtype}"
+        raise InputError("the cache", None, problem, remedy="begin with an empty cache: transformers.DynamicCache()")
+
+
+def quantized_like(new: list[tuple[Tensor, Tensor]], kinds: list[TensorType]) -> list[tuple[Tensor, Tensor]]:
+    """Return float32 keys and values as a program with these types of inputs takes them."""
+    found = [
+        tensor if kind.q is None else Integers.of(tensor, kind.q).values
+        for tensor, kind in zip((tensor for pair in new for tensor in pair), kinds, strict=True)
+    ]
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _tensors(layer: Any) -> tuple[Tensor | None, Tensor | None]:

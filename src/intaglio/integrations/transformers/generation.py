@@ -157,9 +157,11 @@ class _Source:
         call = self._float_call(
             step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
         )
+        cache = decoder_cache.new_cache(self.cross is not None)  # layers with a sliding window keep all tokens in it
+        name = decoder_cache.cache_name(inspect.signature(self.model.forward).parameters)
+        assert name is not None, type(self.model)  # `cache_refusal` refuses models without it
         with torch.no_grad():
-            result = self.model(**call, use_cache=True)
-        cache = result[decoder_cache.cache_name(result)]
+            self.model(**call, **{name: cache}, use_cache=True)
         return decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache))
 
     def _float_call(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -218,7 +220,16 @@ class _Source:
         call = self._step(given, EXAMPLE_PAST, past, self.first)
         prompt = self._step(given, 0, empty_like(past, batch), self.first)
         one = self._step(given, length - 1, self.past(length - 1), self.first)
-        return ExportExample(call, free_sizes(call), (prompt, one))
+        return ExportExample(call, free_sizes(call), (prompt, one), _cached_inputs(call))
+
+
+def _cached_inputs(call: tuple[Any, ...]) -> dict[int, int | None]:
+    """Return the positions of keys and values in a step -> those of new ones in its result, behind the logits. Those of
+    cross-attention come from another program."""
+    inputs, past, *cross = call
+    own = {len(inputs) + index: 1 + index for index in range(2 * len(past))}
+    first = len(inputs) + len(own)
+    return own | dict.fromkeys(range(first, first + sum(2 * len(pairs) for pairs in cross)))
 
 
 def _repeated(tensor: Tensor, batch: int) -> Tensor:

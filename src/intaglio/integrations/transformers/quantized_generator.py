@@ -32,6 +32,8 @@ from intaglio.torch_private import pytree
 
 DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
 """Names of the programs of a generator."""
+PAST, PAST_OF_ENCODER = 1, 2
+"""Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
 
 class QuantizedGenerator(TransformerSurface, nn.Module):
@@ -95,7 +97,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
-        kinds = _types_of_past(program)
+        kinds = _types_of_argument(program, PAST)
         past = decoder_cache.past_of(own, kinds, tokens.shape[0])
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
@@ -133,9 +135,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of cross-attention, computed in the first call and kept in the cache."""
         assert isinstance(cache, EncoderDecoderCache)
-        count = len(_types_of_past(self.programs[DECODER])) // 2
-        if (found := decoder_cache.cross_attention(cache, count)) is None:
-            found = self.programs[CROSS](hidden)
+        kinds = _types_of_argument(self.programs[DECODER], PAST_OF_ENCODER)
+        if (found := decoder_cache.cross_attention(cache, len(kinds) // 2)) is None:
+            found = decoder_cache.quantized_like(self.programs[CROSS](hidden), kinds)
             decoder_cache.keep_cross_attention(cache, found)
         return found
 
@@ -286,10 +288,10 @@ def _output_class(float_class: type[PreTrainedModel]) -> type[ModelOutput]:
     return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
 
 
-def _types_of_past(program: Any) -> list[TensorType]:
-    """Return the types of the decoder's inputs for keys and values of self-attention."""
+def _types_of_argument(program: Any, position: int) -> list[TensorType]:
+    """Return the types of the tensors in one positional argument of a program."""
     args, _ = pytree.tree_unflatten(list(range(program.signature.in_tree.num_leaves)), program.signature.in_tree)
-    leaves = pytree.tree_leaves(args[1])
+    leaves = pytree.tree_leaves(args[position])
     return [entry.type for entry in program.signature.inputs if entry.leaf in leaves]
 
 

@@ -17,6 +17,7 @@ from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.fxgraph.uneven_concatenations import is_concatenation
 from intaglio.ir import DType
+from intaglio.quant.annotate.cached_inputs import quantized_cache
 from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import (
     PRECISE_ROWS,
@@ -75,7 +76,7 @@ def annotate_graph(
         matches = {node: found for found in won for node in found.nodes}
         _apply_patterns(matches, recipe, classes, settings, reasons)
     if annotator is not None and resolved is not None:
-        buffers, returned = _returned_quantized(graph, quantizer)
+        buffers, returned = _returned_quantized(graph, quantizer, classes)
         return annotations_from_annotator(
             module, annotator, resolved.with_quantized(returned), settings, reasons, buffers
         )
@@ -86,7 +87,7 @@ def annotate_graph(
         reasons.update(first_last_reasons(graph, regions, quantizer))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
     beside = reasons_beside(found, regions, reasons)
-    returned = _returned_quantized(graph, quantizer)[1]
+    returned = _returned_quantized(graph, quantizer, classes)[1]
     if floats := float_results(regions, returned, _float_forms(module), data_floats):
         found = find_regions(graph, settings, reasons, matches, floats=floats)
         regions = leave_float(quantized_regions(found), floats, reasons, data_floats)
@@ -100,13 +101,15 @@ def annotate_graph(
     return _with_sites(decided, quantizer, classes)
 
 
-def quantized_concatenations(annotations: Annotations, quantizer: Quantizer) -> dict[str, Region]:
+def quantized_concatenations(
+    annotations: Annotations, quantizer: Quantizer, classes: Mapping[str, str]
+) -> dict[str, Region]:
     """Return the concatenations with one scale that could stay in float, because only floats are read, by node name."""
     found = {region.root.name: region for region in annotations.regions if is_concatenation(region.anchor)}
     if not found or quantizer.annotator is not None:
         return {}
     module = annotations.module
-    returned = _returned_quantized(module.graph, quantizer)[1]
+    returned = _returned_quantized(module.graph, quantizer, classes)[1]
     floats = float_results(annotations.regions, returned, _float_forms(module), DataFloats(frozenset(found)))
     return {name: region for name, region in found.items() if region.root in floats}
 
@@ -154,16 +157,19 @@ def _changed_region(region: Region, nodes: Mapping[str, fx.Node], divisions: Map
 def _with_sites(found: Annotations, quantizer: Quantizer, classes: Mapping[str, str]) -> Annotations:
     """Return annotations with the sites of their regions, and of values that leave the model quantized."""
     graph = found.module.graph
-    buffers, returned = _returned_quantized(graph, quantizer)
+    buffers, returned = _returned_quantized(graph, quantizer, classes)
     leaving = {node: quantizer.recipe.setting(origin(buffers.get(node, node)), classes) for node in returned}
     sites = check_buffer_sites(buffers, find_sites(graph, found.regions, leaving, buffers))
     outputs = frozenset(node.name for node in returned)
     return replace(found, sites=sites, leaders=groups(sites), outputs=outputs, buffers=buffer_names(buffers))
 
 
-def _returned_quantized(graph: fx.Graph, quantizer: Quantizer) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
-    """Return the quantized buffers with their values after a call, and all values that leave the model quantized."""
-    buffers = selected_buffers(graph, quantizer.buffers)
+def _returned_quantized(
+    graph: fx.Graph, quantizer: Quantizer, classes: Mapping[str, str]
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
+    """Return the quantized buffers and cached inputs with their values after a call, and all values that leave the
+    model quantized."""
+    buffers = selected_buffers(graph, quantizer.buffers) | quantized_cache(graph, quantizer, classes)
     returned = _returned(graph) if quantizer.integers else {}
     return buffers, returned | dict.fromkeys([*buffers, *buffers.values()])
 

@@ -1,4 +1,5 @@
-"""Quantized buffers, such as a key-value cache in a quarter of the memory: state that stays uint8 between calls.
+"""Quantized buffers, such as a key-value cache in a quarter of the memory: state that stays uint8 between calls. Inputs
+that hold results of earlier calls are read and returned like them.
 
 Operators that only move data in such a buffer move quantized values, so a stored value is never rounded again. Where a
 value must go through float32, `quantize` after `dequantize` restores each of the 256 quantized values exactly.
@@ -115,13 +116,18 @@ def buffer_names(buffers: Mapping[fx.Node, fx.Node]) -> dict[str, str]:
 
 
 def check_buffer_sites(buffers: Mapping[fx.Node, fx.Node], sites: tuple[Site, ...]) -> tuple[Site, ...]:
-    """Return the sites unchanged; raise `UnsupportedError` if one of a buffer is not uint8 with a single scale."""
-    kept = {node.name for pair in buffers.items() for node in pair}
+    """Return the sites unchanged; raise `UnsupportedError` if one of a buffer or cached input is not uint8 with a
+    single scale."""
+    kept = {node.name: before for before, after in buffers.items() for node in (before, after)}
     for site in sites:
         is_buffer = site.value in kept and site.role == Role.ACTIVATION
         if is_buffer and (site.dtype is not DType.U8 or site.axis is not None):
-            problem = f"the buffer would be stored as {site.datatype}; buffers must be u8 with a single scale"
-            raise UnsupportedError(site.name, None, problem, remedy="remove the buffer from int8_buffers")
+            is_cached = info(kept[site.value]).buffer is None
+            name, remedy = "buffer", "remove the buffer from int8_buffers"
+            if is_cached:
+                name, remedy = "cache", "leave out cache = 'int8' where the recipe sets activations_dtype"
+            problem = f"the {name} would be stored as {site.datatype}; a {name} must be u8 with a single scale"
+            raise UnsupportedError(site.name, None, problem, remedy=remedy)
     return sites
 
 
@@ -139,14 +145,19 @@ def is_destination(reader: fx.Node, value: fx.Node) -> bool:
 
 
 def quantize_buffers(
-    module: fx.GraphModule, signature: Signature, buffers: Mapping[str, str], qparams: Mapping[str, QParams]
+    module: fx.GraphModule,
+    signature: Signature,
+    buffers: Mapping[str, str],
+    cached: Mapping[int, int | None],
+    qparams: Mapping[str, QParams],
 ) -> tuple[Signature, list[str]]:
-    """Rewrite a Q/DQ graph so that the given buffers are uint8 inputs and outputs.
+    """Rewrite a Q/DQ graph so that the given buffers and cached inputs are uint8 inputs and outputs.
 
     Args:
         module: the graph, which is changed in place.
         signature: its signature.
-        buffers: name of the graph's input -> site.
+        buffers: name of the graph's input -> site, for buffers and cached inputs.
+        cached: positions of cached inputs -> positions of the results that later calls receive in their place.
         qparams: site -> its parameters.
 
     Returns:
@@ -167,9 +178,18 @@ def quantize_buffers(
                     f"buffer {entry.path}: computed from its own quantized values, and rounded again, in every call"
                 )
         state.append(entry)
+    inputs = list(signature.inputs)
+    for position, result in cached.items():
+        given = inputs[position]
+        if given.name in buffers:
+            kind = TensorType(given.type.shape, DType.U8, qparams[buffers[given.name]])
+            inputs[position] = replace(given, type=kind)
+            _read_quantized(nodes[given.name], kind)
+            if result is not None:
+                results[result] = _QuantizedDataflow(module, nodes[given.name], kind).quantized(results[result])
     end.args = (tuple(results),)
     graph.eliminate_dead_code()
-    return replace(signature, state=tuple(state)), notes
+    return replace(signature, inputs=tuple(inputs), state=tuple(state)), notes
 
 
 def _quantized_state(entry: State, q: QParams) -> State:

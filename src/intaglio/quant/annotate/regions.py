@@ -199,7 +199,8 @@ class Annotations:
         tables: embedding tables that the recipe wants quantized.
         edges: (value, reader) by name, where an annotator wants quantized values outside of regions too.
         outputs: names of the values that all their readers read quantized.
-        buffers: input that holds a quantized buffer -> the buffer's value after a call.
+        buffers: input that holds a quantized buffer -> the buffer's value after a call; cached input that is quantized
+            -> the result that later calls receive in its place, or itself.
         custom_observers: (value, reader, or ``None`` for all readers) -> factory of an observer that writes its own
             quantize nodes.
         weight_only: weight-only layers by name, with their settings.

@@ -260,7 +260,14 @@ def quantizer_for_part(quantizer: Quantizer, part: Captured) -> Quantizer:
     apply."""
     recipe = quantizer.recipe.for_part(_origins(part), part.classes)
     return replace(
-        quantizer, recipe=recipe, input=None, skip_first=False, skip_last=False, outputs="float", int8_buffers=()
+        quantizer,
+        recipe=recipe,
+        input=None,
+        skip_first=False,
+        skip_last=False,
+        outputs="float",
+        int8_buffers=(),
+        cached_inputs={},
     )
 
 

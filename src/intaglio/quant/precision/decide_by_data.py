@@ -30,7 +30,7 @@ def decide_by_data(prepared: Prepared, calls: Calls, group: Group) -> tuple[Prep
     names = ValueNames(annotations.module.graph)
     splits = {names.of(node): ends for node, ends in uneven.items() if split_readers(node, annotations)}
     prepared = with_split_layers(prepared, splits)
-    left = quantized_concatenations(prepared.annotations, prepared.quantizer)
+    left = quantized_concatenations(prepared.annotations, prepared.quantizer, prepared.classes)
     floats = {names.of(node): ends for node, ends in uneven.items() if node.name in left}
     prepared = with_data_floats(prepared, floats, {})
     coarse = coarse_values(prepared, calls, group)

@@ -139,7 +139,7 @@ def _converted(
     module = copy_graph(annotations.module)
     _rewrite(module, qparams, corrections, kept, remarks)
     held = {before: annotations.by_value[before, Role.ACTIVATION].name for before in annotations.buffers}
-    signature, computed = quantize_buffers(module, prepared.signature, held, qparams)
+    signature, computed = quantize_buffers(module, prepared.signature, held, prepared.quantizer.cached_inputs, qparams)
     remarks += computed
     convert_custom_observers(
         module, annotations.custom_observers, prepared.module, prepared.observer_state.observed_edges

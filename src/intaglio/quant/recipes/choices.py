@@ -85,6 +85,13 @@ class EmbeddingType(StrEnum):
     INT8 = "int8"
 
 
+class CacheType(StrEnum):
+    """Datatypes of values that a call returns and a later one receives, such as keys and values."""
+
+    FLOAT = "float"
+    INT8 = "int8"
+
+
 class OutputType(StrEnum):
     """Datatypes of model outputs: floats, or integers with scale and zero point."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import InputError, SelectorError, did_you_mean
@@ -38,6 +39,9 @@ class Quantizer:
         outputs: "int8" returns float32 results of operators as quantized values with scale and zero point (`Integers`).
         int8_buffers: float32 buffers with state that are stored quantized: names with the wildcards of selectors, or
             ``True`` for all.
+        cached_inputs: inputs that hold results of an earlier call, which the setting ``cache`` is about: position of
+            the tensor among those of the arguments -> position among those of the result, or ``None`` if the result
+            comes from another model.
     """
 
     recipe: Recipe = OPEN_RECIPE
@@ -49,6 +53,7 @@ class Quantizer:
     annotator: Annotator | None = None
     outputs: str = "float"
     int8_buffers: bool | str | Iterable[str] = ()
+    cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.outputs not in tuple(OutputType):
@@ -94,14 +99,17 @@ class Quantizer:
 
     @property
     def has_text(self) -> bool:
-        """Return whether `to_toml` represents everything, which it does only for recipe and input."""
+        """Return whether `to_toml` represents everything, which it does only for recipe, input and cached inputs."""
         ends = self.skip_first or self.skip_last or self.integers or self.buffers
         return not (self.patterns or self.operators or ends or self.annotator)
 
     def to_toml(self) -> str:
-        """Return the recipe without parameters as TOML, and a table ``[input."name"]`` per image, or ``[input.""]``."""
+        """Return the recipe without parameters as TOML, a table ``[input."name"]`` per image, or ``[input.""]``, and a
+        table ``[cached_inputs]``, in which ``false`` means ``None``."""
         images = {"": self.input} if isinstance(self.input, Image) else (self.input or {})
         tables = [toml_table(f"{INPUT}.{toml_text(name)}", dataclasses.asdict(i)) for name, i in images.items()]
+        cached = {str(at): False if result is None else result for at, result in self.cached_inputs.items()}
+        tables += [toml_table(CACHED_INPUTS, cached)] if cached else []
         return "\n".join([self.recipe.with_parameters(None).to_toml(), *tables])
 
     @staticmethod
@@ -112,13 +120,15 @@ class Quantizer:
         Raises:
             SelectorError: the text is not valid TOML or has an unknown key.
         """
-        recipe = Recipe.from_toml(text.partition(f"\n[{INPUT}.")[0])
+        recipe = Recipe.from_toml(OTHER_TABLES.split(text)[0])
         try:
-            tables = tomllib.loads(text).get(INPUT, {})
-            images = {name: Image(**table) for name, table in tables.items()}
-        except (tomllib.TOMLDecodeError, AttributeError, TypeError) as error:
-            raise SelectorError("quantizer", None, f"its images are not valid TOML tables: {error}") from error
-        return Quantizer(recipe, images.get("", images))
+            tables = tomllib.loads(text)
+            images = {name: Image(**table) for name, table in tables.get(INPUT, {}).items()}
+            cached = {int(at): None if to is False else int(to) for at, to in tables.get(CACHED_INPUTS, {}).items()}
+        except (tomllib.TOMLDecodeError, AttributeError, TypeError, ValueError) as error:
+            problem = f"its images or cached inputs are not valid TOML tables: {error}"
+            raise SelectorError("quantizer", None, problem) from error
+        return Quantizer(recipe, images.get("", images), cached_inputs=cached)
 
 
 def flat_patterns(given: GivenPatterns) -> Iterator[QuantizerPattern | str]:
@@ -134,4 +144,7 @@ def flat_patterns(given: GivenPatterns) -> Iterator[QuantizerPattern | str]:
 
 
 INPUT = "input"
-"""Prefix of the TOML tables that do not belong to the recipe."""
+CACHED_INPUTS = "cached_inputs"
+"""TOML tables that do not belong to the recipe: the prefix of those of images, and the name of the other."""
+OTHER_TABLES = re.compile(rf"\n\[(?:{INPUT}\.|{CACHED_INPUTS}\])")
+"""Beginning of such a table."""

@@ -13,6 +13,7 @@ from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.recipes.choices import (
     ActivationMode,
     BiasCorrection,
+    CacheType,
     EmbeddingType,
     FloatResults,
     FunctionForm,
@@ -53,6 +54,8 @@ class Setting:
             for linear and recurrent layers, quantized at run time per "token" (row of the last axis) or per "tensor"
             (batch entry).
         embeddings: embedding tables in "float", or in "int8" with a scale and a zero point per row.
+        cache: keys and values that attention keeps between calls: in "float", or in "int8" with the calibrated scale of
+            each layer.
     """
 
     quantize: bool | None = None
@@ -70,6 +73,7 @@ class Setting:
     results: str | None = None
     activations: str | None = None
     embeddings: str | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -86,6 +90,7 @@ class Setting:
             "residual": (None, *ResidualType),
             "results": (None, *FloatResults),
             "embeddings": (None, *EmbeddingType),
+            "cache": (None, *CacheType),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -161,6 +166,7 @@ DEFAULT = Setting(
     results="float",
     activations="static",
     embeddings="float",
+    cache="float",
 )
 """Default of models without attention."""
 TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", residual="float")

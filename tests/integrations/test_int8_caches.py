@@ -1,0 +1,103 @@
+"""Keys and values that stay int8 in the caches of the library: their data type, and the bits and tokens of steps."""
+
+import pytest
+import torch
+
+import intaglio
+from intaglio.errors import InputError
+from support.generators import END, MODELS, batch, calibration, float_model, generated, library, quantized
+from support.slow_params import slow_params
+
+BEAMS, STATIC, SAMPLED = {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True, "top_k": 10}
+WAYS = [{}, BEAMS, SAMPLED, STATIC, {"use_cache": False}]
+SLOW = [(name, way) for name in MODELS if name != "llama" for way in ({}, BEAMS)]
+SLOW += [("gpt2", STATIC), ("bart", STATIC)]
+
+
+def layers_of(found) -> list:
+    """All layers of the cache in a result of `generate` or of a call."""
+    cache = found.get("cache", found.get("past_key_values"))
+    parts = (cache.self_attention_cache, cache.cross_attention_cache) if hasattr(cache, "is_updated") else (cache,)
+    return [layer for part in parts for layer in part.layers]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*[("llama", way) for way in WAYS], *slow_params(*SLOW, reason="each model is captured and compiled")],
+)
+def test_tokens_are_those_of_the_reference_model_and_of_a_float_cache(name, way):
+    inputs = batch(name, 3, 9, padding=3, seed=5)
+    _, int8_model, reference = quantized(name, "int8")
+    found = generated(int8_model, inputs, **way)
+    assert torch.equal(found, generated(reference, inputs, **way))
+    assert torch.equal(found, generated(quantized(name)[1], inputs, **way))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("llama", {}), ("llama", STATIC), *slow_params(("t5", {}), ("bart", STATIC), reason="each model is compiled")],
+)
+def test_the_cache_has_one_byte_for_each_value(name, way):
+    inputs = batch(name, 3, 9, padding=3, seed=5)
+    sizes = []
+    for kind, dtype in (("float", torch.float32), ("int8", torch.uint8)):
+        found = generated(quantized(name, kind)[1], inputs, return_dict_in_generate=True, **way)
+        tensors = [tensor for layer in layers_of(found) for tensor in (layer.keys, layer.values)]
+        assert {tensor.dtype for tensor in tensors} == {dtype}
+        sizes.append(sum(tensor.nbytes for tensor in tensors))
+    assert sizes[0] == 4 * sizes[1]
+
+
+def test_cached_steps_give_the_bits_of_a_full_forward():
+    _, int8_model, _ = quantized("llama", "int8")
+    ids = torch.randint(2, END, (3, 20), generator=torch.Generator().manual_seed(1))
+    full = int8_model(ids).logits
+    assert torch.equal(full, quantized("llama")[1](ids).logits)
+    past = int8_model(ids[:, :4])
+    assert torch.equal(past.logits, full[:, :4])
+    for end in range(5, 21):
+        before = [layer.keys for layer in layers_of(past)]
+        past = int8_model(ids[:, end - 1 : end], past_key_values=past.past_key_values)
+        assert torch.equal(past.logits, full[:, end - 1 : end])
+        for layer, keys in zip(layers_of(past), before, strict=True):
+            assert torch.equal(layer.keys[:, :, : end - 1], keys)
+
+
+def test_stored_values_are_the_float_values_in_steps_of_the_programs_scale():
+    ids = batch("llama")["input_ids"]
+    int8_model = quantized("llama", "int8")[1]
+    kept, wanted = (layers_of(model(ids))[0] for model in (int8_model, quantized("llama")[1]))
+    types = [entry.type for entry in int8_model.programs["decoder"].signature.inputs[-2:]]
+    for stored, real, kind in zip((kept.keys, kept.values), (wanted.keys, wanted.values), types, strict=True):
+        q = kind.qparams
+        found = torch.ops.quantized_decomposed.quantize_per_tensor(real, q.step, q.zero, q.qmin, q.qmax, torch.uint8)
+        assert torch.equal(stored, found)
+
+
+def test_a_cache_of_another_data_type_is_an_error():
+    int8_model, other = quantized("llama", "int8")[1], quantized("llama")[1]
+    ids = batch("llama")["input_ids"]
+    past = other(ids).past_key_values
+    with pytest.raises(InputError, match=r"(?s)layer 0 holds torch.float32.*begin with an empty cache"):
+        int8_model(ids[:, :1], past_key_values=past)
+    int8_model(ids[:, :1], past_key_values=library().DynamicCache())
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_quantize_takes_the_setting_for_single_layers_and_files_keep_it(tmp_path):
+    from intaglio.integrations.transformers import from_pretrained
+
+    model = float_model("llama", num_hidden_layers=2)
+    int8_model = intaglio.quantize(model, calibration("llama"), recipe={"model.layers.1.*": {"cache": "int8"}})
+    inputs = batch("llama", 2, 7)
+    first, second = layers_of(int8_model(**inputs))
+    assert (first.keys.dtype, second.keys.dtype, second.values.dtype) == (torch.float32, torch.uint8, torch.uint8)
+    int8_model.save_pretrained(tmp_path)
+    assert torch.equal(generated(from_pretrained(tmp_path), inputs, **BEAMS), generated(int8_model, inputs, **BEAMS))
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_quantize_takes_models_with_a_sliding_window():
+    int8_model = intaglio.quantize(float_model("mistral"), calibration("mistral"), recipe={"*": {"cache": "int8"}})
+    inputs = batch("mistral", 3, 9, padding=3, seed=5)
+    assert torch.equal(generated(int8_model, inputs), generated(quantized("mistral")[1], inputs))
