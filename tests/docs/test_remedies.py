@@ -72,6 +72,7 @@ FOLLOWED_ELSEWHERE = {
     "pass a mask of the whole sequence": "integrations/test_quantized_generators.py",
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
     "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",
+    "pass the number of the last tokens, or a tensor of indices": "integrations/test_quantized_generators.py",
     "begin with an empty cache: transformers.DynamicCache()": "integrations/test_int8_caches.py",
     "call the model with {}": "integrations/test_quantized_generators.py",
     "pass data: from_checkpoint(path, batches)": "checkpoints/test_folders.py",

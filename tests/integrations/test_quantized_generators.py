@@ -82,9 +82,35 @@ def test_what_is_left_out_of_the_result_can_be_chosen():
     inputs = batch("llama")
     full = int8_model(**inputs)
     assert int8_model(**inputs, use_cache=False).past_key_values is None
-    assert torch.equal(int8_model(**inputs, logits_to_keep=2).logits, full.logits[:, -2:])
     assert torch.equal(int8_model(**inputs, return_dict=False)[0], full.logits)
     assert type(full) is library().modeling_outputs.CausalLMOutputWithPast
+
+
+@pytest.mark.parametrize("kept", [1, 2, 0, 50, torch.tensor([5]), torch.tensor([0, -1, 3, 0])], ids=str)
+def test_logits_to_keep_are_those_of_all_tokens(kept):
+    _, int8_model, _ = quantized("llama")
+    inputs = batch("llama", padding=3)
+    every = int8_model(**inputs).logits
+    wanted = every[:, kept] if isinstance(kept, torch.Tensor) else every[:, -kept:]
+    found = int8_model(**inputs, logits_to_keep=kept)
+    assert torch.equal(found.logits, wanted)
+    assert found.past_key_values.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("kept", [torch.tensor([12]), torch.tensor([[0]]), torch.tensor([0.0]), "all"], ids=str)
+def test_logits_to_keep_that_do_not_exist_are_errors(kept):
+    _, int8_model, _ = quantized("llama")
+    with pytest.raises(InputError, match=r"(?s)argument 'logits_to_keep'.*pass the number of the last tokens"):
+        int8_model(**batch("llama"), logits_to_keep=kept)
+
+
+@pytest.mark.parametrize("name", ["llama", *slow_params("gpt2", "mistral", "opt", reason="each is compiled")])
+def test_a_prompt_computes_the_logits_that_are_kept_only(name):
+    program = quantized(name)[1].programs["decoder"]
+    graph, shapes = program.graph, {entry.name: entry.type.shape for entry in program.signature.inputs}
+    sizes = {graph.types[op.output].shape for op in graph.ops if op.origin.path == "lm_head"}
+    assert sizes == {(*shapes["inputs_tokens"][:1], *shapes["inputs_kept"], VOCABULARY)}
+    assert not set(shapes["inputs_kept"]).intersection(shapes["inputs_tokens"])
 
 
 def test_the_surface_is_that_of_the_float_model():

@@ -25,7 +25,11 @@ KeyValues = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of every layer, each of shape [batch, heads, length, head size]."""
 
 EXAMPLE_PAST, EXAMPLE_NEW, EXAMPLE_BATCH = 5, 3, 2
-"""Sizes of the example that is exported. torch.export fixes sizes of 0 and 1, and equal sizes look related."""
+EXAMPLE_KEPT = (2, 0, 1, 2)
+"""Sizes of the example that is exported, and the new tokens whose logits it returns. torch.export fixes sizes of 0 and
+1, and equal sizes look related."""
+KEPT = "logits_to_keep"
+"""Argument of forward for the tokens whose logits are computed, as a number of the last ones or as indices."""
 
 
 class TracedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers has no annotation here
@@ -74,7 +78,8 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     """Return a module that computes logits, and new keys and values, for new tokens after a past.
 
     Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new], ``mask`` [batch, new] and
-    ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes positions, and for encoder-decoders
+    ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes positions, ``kept`` [logits] if the model
+    computes logits of some tokens only, with their indices among the new ones, and for encoder-decoders
     ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer; and for
     encoder-decoders those of cross-attention, ``cross``.
     """
@@ -107,6 +112,8 @@ def _decoder_arguments(names: StepNames, inputs: Mapping[str, Tensor], past: Key
         given[names.mask] = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
     if names.positions:
         given[names.positions] = inputs["positions"]
+    if "kept" in inputs:
+        given[KEPT] = inputs["kept"]
     return given
 
 

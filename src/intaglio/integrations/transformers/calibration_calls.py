@@ -125,7 +125,7 @@ def empty_like(past: KeyValues, batch: int) -> list[tuple[Tensor, Tensor]]:
 def free_sizes(call: StepCall) -> Any:
     """Return the dynamic shapes of a step: batch, number of tokens and length of the past, and of the source."""
     inputs, *caches = call
-    shapes: list[Any] = [{name: {0: Dim.AUTO, 1: Dim.AUTO} for name in inputs}]
+    shapes: list[Any] = [{name: dict.fromkeys(range(value.dim()), Dim.AUTO) for name, value in inputs.items()}]
     axes = {0: Dim.AUTO, 2: Dim.AUTO}
     return (*shapes, *[[(axes, axes) for _ in pairs] for pairs in caches])
 

@@ -16,7 +16,9 @@ from intaglio.integrations import ExportExample, Quantize
 from intaglio.integrations.transformers import decoder_cache
 from intaglio.integrations.transformers.cached_steps import (
     EXAMPLE_BATCH,
+    EXAMPLE_KEPT,
     EXAMPLE_PAST,
+    KEPT,
     KeyValues,
     StepNames,
     cross_module,
@@ -114,6 +116,7 @@ class _Source:
         names: names of the decoder's arguments.
         first: the first call of the user.
         step: the step of the decoder.
+        keeps_logits: whether the model computes the logits of chosen tokens only.
         encoder_names: names of the encoder's arguments in calls.
         empty: keys and values of length 0 for a batch of one.
         encoder: the encoder, for encoder-decoders.
@@ -124,6 +127,7 @@ class _Source:
     names: StepNames
     first: Mapping[str, Any]
     step: nn.Module
+    keeps_logits: bool = False
     encoder_names: tuple[str, ...] = ()
     empty: KeyValues = ()
     encoder: Any = None
@@ -132,7 +136,8 @@ class _Source:
     @staticmethod
     def of(model: PreTrainedModel, calls: UserCalls) -> _Source:
         """Return the modules of a model."""
-        names = names_of(model.config, inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        names = names_of(model.config, parameters)
         source = _Source(model, names, next(iter(calls)), step_module(model, names))
         if model.config.is_encoder_decoder:
             known = inspect.signature(model.get_encoder().forward).parameters
@@ -145,12 +150,24 @@ class _Source:
                 encoder=encoder_module(model, own),
                 cross=cross_module(model),
             )
-        return replace(source, empty=empty_like(source.past(2), 1))
+        source = replace(source, empty=empty_like(source.past(2), 1))
+        return replace(source, keeps_logits=KEPT in parameters and source.takes_indices())
 
     @property
     def has_encoder_mask(self) -> bool:
         """Return whether the encoder's mask is one of token ids, which cross-attention reads too."""
         return self.model.main_input_name == "input_ids" and "attention_mask" in self.encoder_names
+
+    def takes_indices(self) -> bool:
+        """Return whether the model returns the logits of the tokens in a tensor of indices, and no others."""
+        given = example_tokens(decoder_tokens(self.model, self.names, self.first))
+        call = self._float_call(step_inputs(given, 0))
+        try:
+            with torch.no_grad():
+                found, every = self.model(**call, **{KEPT: torch.tensor([2, 0])}), self.model(**call)
+        except (TypeError, ValueError, RuntimeError):  # a model of its own may take numbers only
+            return False
+        return bool(torch.allclose(found.logits, every.logits[:, [2, 0]], CLOSE, CLOSE))
 
     def past(self, length: int) -> KeyValues:
         """Return keys and values of the first tokens of the example."""
@@ -200,8 +217,18 @@ class _Source:
         given = decoder_tokens(self.model, self.names, call)
         return self._step(given, 0, empty_like(self.empty, given.tokens.shape[0]), call)
 
-    def _step(self, given: DecoderTokens, start: int, past: KeyValues, call: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _step(
+        self,
+        given: DecoderTokens,
+        start: int,
+        past: KeyValues,
+        call: Mapping[str, Any],
+        kept: tuple[int, ...] | None = None,
+    ) -> tuple[Any, ...]:
+        """Return a step for the tokens from `start` on, with the logits of the new tokens `kept`, or of all."""
         inputs = step_inputs(given, start)
+        if self.keeps_logits:
+            inputs["kept"] = torch.arange(given.tokens.shape[1] - start) if kept is None else torch.tensor(kept)
         if self.cross is None:
             return inputs, list(past)
         batch = given.tokens.shape[0]
@@ -217,9 +244,9 @@ class _Source:
         given = example_tokens(decoder_tokens(self.model, self.names, self.first))
         batch, length = given.tokens.shape
         past = self.past(EXAMPLE_PAST)
-        call = self._step(given, EXAMPLE_PAST, past, self.first)
+        call = self._step(given, EXAMPLE_PAST, past, self.first, EXAMPLE_KEPT)
         prompt = self._step(given, 0, empty_like(past, batch), self.first)
-        one = self._step(given, length - 1, self.past(length - 1), self.first)
+        one = self._step(given, length - 1, self.past(length - 1), self.first, (0,))
         return ExportExample(call, free_sizes(call), (prompt, one), _cached_inputs(call))
 
 

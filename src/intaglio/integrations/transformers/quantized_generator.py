@@ -21,10 +21,10 @@ from transformers.utils.generic import ModelOutput
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import InputError
 from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import names_of
+from intaglio.integrations.transformers.cached_steps import KEPT, names_of
 from intaglio.integrations.transformers.calibration_calls import DecoderTokens, padded_positions, step_inputs
 from intaglio.integrations.transformers.folders import ProgramList, program_file, write_configs, write_programs
-from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, quantized_class
+from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
 from intaglio.ir import TensorType
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
@@ -73,25 +73,25 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
         use_cache = given.pop("use_cache", self.config.get_text_config(decoder=True).use_cache)
-        as_tuple, kept = given.pop("return_dict", True) is False, given.pop("logits_to_keep", 0)
+        as_tuple, kept = given.pop("return_dict", True) is False, given.pop(KEPT, 0)
         cache_name = decoder_cache.cache_name(given)
         cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(bool(self.config.is_encoder_decoder))
         extra: dict[str, Any] = {}
         if self.config.is_encoder_decoder:
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
             extra = {"encoder_last_hidden_state": self._encoder_output(given)}
-        logits, new = self._step(given, cache, extra.get("encoder_last_hidden_state"))
+        logits, new = self._step(given, cache, extra.get("encoder_last_hidden_state"), kept)
         decoder_cache.append(decoder_cache.self_attention_of(cache), new)
         result_class: Any = _output_class(cast(Any, self.float_class))
         if use_cache and (cache_name := decoder_cache.cache_name(field.name for field in fields(result_class))):
             extra[cache_name] = cache
-        result = result_class(logits=kept_logits(logits, kept), **extra)
+        result = result_class(logits=logits, **extra)
         return result.to_tuple() if as_tuple else result
 
     def _step(
-        self, given: dict[str, Any], cache: Cache, hidden: Tensor | None
+        self, given: dict[str, Any], cache: Cache, hidden: Tensor | None, kept: Any
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the program of the decoder for new tokens, and return logits, and new keys and values."""
+        """Run the program of the decoder for new tokens, and return the logits to keep, and new keys and values."""
         names = names_of(self.config, self.forward_parameters)
         tokens = given.pop(names.tokens, None)
         if tokens is None:
@@ -107,6 +107,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         )
         positions = given.pop(names.positions, None) if names.positions else None
         inputs = step_inputs(self._tokens_with_past(tokens, mask, positions, bool(names.positions)), start)
+        if keeps := "kept" in _input_names(program):
+            inputs["kept"] = kept_tokens(tokens.shape[1], kept)
         call: list[Any] = [inputs, _pairs(past)]
         if hidden is not None:
             encoder_mask = given.pop("attention_mask", None)
@@ -116,7 +118,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
         _check_ignorable(given)
         logits, new = program(*call)
-        return logits, new
+        return logits if keeps else kept_logits(logits, kept), new
 
     def _tokens_with_past(
         self, tokens: Tensor, mask: Tensor, positions: Tensor | None, has_positions: bool

@@ -57,7 +57,7 @@ class QuantizedTransformer(TransformerSurface, QuantizedModel):
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         self._check_ignorable(extra, _is_full(given.get("attention_mask")))
         result = QuantizedModel.forward(self, **{name: value for name, value in given.items() if name in known})
-        if kept and "logits" in result:
+        if kept is not None and "logits" in result:
             result["logits"] = kept_logits(result["logits"], kept)
         return result.to_tuple() if as_tuple and hasattr(result, "to_tuple") else result
 

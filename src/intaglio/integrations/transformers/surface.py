@@ -116,9 +116,31 @@ _CLASSES: dict[Any, type[Any]] = {}
 """Classes that `quantized_class` has made, by base and float class."""
 
 
-def kept_logits(logits: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:
-    """Return the logits of the last tokens (all for 0), or of those in a tensor of indices."""
-    return logits[:, -kept if kept else 0 :] if isinstance(kept, int) else logits[:, kept]
+def kept_tokens(length: int, kept: Any) -> torch.Tensor:
+    """Return the indices, int64, of the tokens whose logits a call returns.
+
+    Args:
+        length: number of tokens of the call.
+        kept: its argument ``logits_to_keep``: the number of the last tokens, 0 for all, or a tensor of indices.
+
+    Raises:
+        InputError: it is something else, or has an index of no token.
+    """
+    if isinstance(kept, int):
+        return torch.arange(length)[-kept if kept else 0 :]
+    if isinstance(kept, torch.Tensor) and kept.dim() == 1 and kept.dtype in (torch.int64, torch.int32):
+        indices = kept.long()
+        if ((-length <= indices) & (indices < length)).all():
+            return indices % length
+    shown = f"{kept.dtype} {kept.tolist()}" if isinstance(kept, torch.Tensor) else repr(kept)
+    problem = f"it is {shown:.60}, but the call has {length} tokens"
+    remedy = "pass the number of the last tokens, or a tensor of indices with one axis"
+    raise InputError("argument 'logits_to_keep'", None, problem, remedy=remedy)
+
+
+def kept_logits(logits: torch.Tensor, kept: Any) -> torch.Tensor:
+    """Return the logits [batch, tokens, vocabulary] of the tokens that `kept_tokens` returns."""
+    return logits[:, kept_tokens(logits.shape[1], kept)]
 
 
 def _new_object(base: type[Any], float_class: type[PreTrainedModel]) -> Any:
