@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from intaglio import annotation, calibration, eager, patterns, stages
     from intaglio.api import autotune, from_checkpoint, quantize
     from intaglio.backends.native_backend import CompileOptions
-    from intaglio.build import load
+    from intaglio.loading import load
     from intaglio.parts import PartlyQuantizedModel, load_into
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
@@ -57,7 +57,7 @@ else:
         "compare": "intaglio.tune",
         "explain": "intaglio.reporting.explanation",
         "from_checkpoint": "intaglio.api",
-        "load": "intaglio.build",
+        "load": "intaglio.loading",
         "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
         "report": "intaglio.reporting.make_report",

@@ -19,7 +19,7 @@ from intaglio.integrations import ExportExample, integration_for
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.prepare import check_selectors, quantizer_for_part
+from intaglio.quant.calibrate.prepare import check_selectors, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
@@ -123,11 +123,14 @@ def quantize(
         example = example or ExportExample(example_inputs, dynamic_shapes)
         captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
-        own = replace(quantizer, cached_inputs=example.cached_inputs) if example.cached_inputs else quantizer
+        captured_modules.append(captured)
+        own = _quantizer_for_example(quantizer, example, captured)
         return _quantized(module, captured, call, rest, own, samples, progress, options)
 
     if integration is not None:
+        captured_modules: list[Captured] = []
         whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
+        check_selectors(quantizer.recipe, captured_modules)
         return whole
     try:
         captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
@@ -137,6 +140,12 @@ def quantize(
 
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
     return _quantized(model, captured, call, rest, quantizer, samples, progress, options)
+
+
+def _quantizer_for_example(quantizer: Quantizer, example: ExportExample, captured: Captured) -> Quantizer:
+    """Return the quantizer for a module of an integration, with the cached inputs of the module's example."""
+    own = replace(quantizer, cached_inputs=example.cached_inputs) if example.cached_inputs else quantizer
+    return with_selectors_of(own, captured) if example.is_part else own
 
 
 def _in_parts(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import intaglio
-from intaglio.errors import ArtifactError, CalibrationError, InputError
+from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError
 from support.generators import (
     END,
     MODELS,
@@ -239,3 +239,45 @@ def test_folders_of_encoder_decoders_keep_all_programs(name, tmp_path):
     int8_model.save_pretrained(tmp_path)
     inputs = batch(name, 2, 7)
     assert torch.equal(generated(from_pretrained(tmp_path), inputs), generated(int8_model, inputs))
+
+
+@pytest.mark.parametrize("name", ["llama", *slow_params("t5", "whisper", reason="each model is captured and compiled")])
+def test_every_program_is_compared_with_the_float_model(name):
+    model, int8_model, _ = quantized(name)
+    with pytest.raises(InputError, match=r"call int8.compare\(model, data\)"):
+        intaglio.compare(model, int8_model, calibration(name))
+    found = int8_model.compare(model, iter(calibration(name)))
+    assert found.keys() == int8_model.named_programs().keys()
+    assert all(one.rows and min(one.results) > 10 and one.samples == 16 for one in found.values())
+
+
+def test_a_comparison_takes_the_float_model_and_a_float_cache():
+    model, int8_model, _ = quantized("llama")
+    with pytest.raises(InputError, match=r"(?s)is a GPT2LMHeadModel.*pass the float model that was quantized"):
+        int8_model.compare(float_model("gpt2"), calibration("gpt2"))
+    with pytest.raises(InputError, match="compare a model with cache = 'float', whose bits are the same"):
+        quantized("llama", "int8")[1].compare(model, calibration("llama"))
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_selectors_may_mean_one_of_the_programs():
+    model, skipped = float_model("t5"), "decoder.block.0.layer.2"
+    int8_model = intaglio.quantize(model, calibration("t5"), skip=skipped)
+    shares = {name: program.coverage.macs for name, program in int8_model.named_programs().items()}
+    assert shares["encoder"] == shares["cross_attention"] == 1 > shares["decoder"]
+    with pytest.raises(SelectorError, match=r"(?s)matches no operator.*nearest: decoder"):
+        intaglio.quantize(model, calibration("t5"), skip="decodr.*")
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_autotune_takes_a_metric_of_calls_and_its_recipe_gives_a_model_that_generates():
+    model, data = float_model("llama"), calibration("llama")
+    inputs = batch("llama", 2, 7)
+    with pytest.raises(InputError, match="let evaluate call the model"):
+        intaglio.autotune(model, data, lambda tried: float(generated(tried, inputs).sum() > 0))
+    wanted = model(**inputs).logits
+    tuned = intaglio.autotune(
+        model, data, lambda tried: -float((tried(**inputs).logits - wanted).square().mean()), max_drop=0.1
+    )
+    found = intaglio.quantize(model, data, recipe=tuned.recipe.with_parameters(None))
+    assert generated(found, inputs).shape == (2, 23)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from intaglio.argument_checks import check_arguments
 from intaglio.build.check import check_schedules
 from intaglio.build.planned import Planned
 from intaglio.codegen import emit
@@ -31,14 +30,15 @@ from intaglio.runtime import (
     SavedModel,
     build_artifact,
     build_library,
+    decode_saved,
     host_names,
     island_of,
-    load_saved,
     loops_in,
     open_artifact,
 )
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.saved.archive import Contents, read
 from intaglio.runtime.saved.model_file import Library
 from intaglio.runtime.saved.state_dict_io import with_state_parameters_of
 
@@ -117,36 +117,35 @@ def _loops(island: Island, bodies: Mapping[str, QuantizedModel]) -> dict[str, Ho
     }
 
 
-@check_arguments
-def load(
-    path: str | Path, *, trust: bool = False, isa: str | None = None, operators: Iterable[OpDef] = ()
-) -> QuantizedModel:
-    """Load a model that `QuantizedModel.save` wrote.
+def load_program(path: str | Path, *, trust: bool = False, isa: str | None = None) -> QuantizedModel:
+    """Load a model that `QuantizedModel.save` wrote. See `intaglio.load` for the arguments and errors."""
+    return open_model(path, read(Path(path)), trust=trust, isa=isa)
 
-    Nothing is unpickled or imported. The program is built from the integer graph, unless the cache has it. A tuned
-    model keeps its schedules.
+
+def open_model(
+    path: str | Path,
+    contents: Contents,
+    *,
+    trust: bool = False,
+    isa: str | None = None,
+    operators: Iterable[OpDef] = (),
+) -> QuantizedModel:
+    """Return the model with compiled programs from the manifest and the members of its file.
 
     Args:
-        path: the file.
-        trust: use the compiled library in the file if it was built from the source text of this version, by default the
-            best one that this machine supports. It is native code, so only trust files whose origin you know.
-        isa: instruction set (default: the best one that this machine supports).
-        operators: records of user-defined operators, which files cannot hold: those that the `Quantizer` had.
-
-    Returns:
-        The int8 model, which is called like the float model.
+        path: the file, for errors.
+        contents: its contents. Members are removed as they are used.
+        trust: as in `intaglio.load`.
+        isa: as in `intaglio.load`.
+        operators: as in `intaglio.load`.
 
     Raises:
-        ArtifactError: the file is not valid, or has user-defined operators that are not given.
+        ArtifactError: the contents are not valid, or have user-defined operators that are not given.
         BuildError: the compilation fails, or this machine does not support the instruction set.
-
-    Examples:
-        >>> int8.save("model.int8")
-        >>> int8 = intaglio.load("model.int8")
     """
     given = {record.name: record for record in checked_records(operators)}
     with _without_collector():
-        saved = load_saved(path)
+        saved = decode_saved(path, contents)
     return _opened(saved, path, trust, isa, given)
 
 

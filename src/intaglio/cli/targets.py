@@ -155,7 +155,11 @@ def load_saved(text: str) -> QuantizedModel | None:
     if load is None:
         raise ArtifactError(text, None, "this version of intaglio cannot read files", remedy="install a newer version")
     model = load(text)
-    assert isinstance(model, QuantizedModel)
+    if not isinstance(model, QuantizedModel):
+        problem = (
+            "it holds a model that generates, which has several programs or a cache; this command takes one program"
+        )
+        raise ArtifactError(text, None, problem, remedy="save a program of it: model.programs['decoder'].save(path)")
     return model
 
 

@@ -27,12 +27,14 @@ class ExportExample:
         dynamic_shapes: dynamic dimensions, in the form that `torch.export` takes.
         checks: further calls, of other sizes, in which the captured graph must agree with the module.
         cached_inputs: inputs that hold results of earlier calls, as in `intaglio.stages.Quantizer`.
+        is_part: whether the module is one of several that a model is made of, so that selectors may mean another one.
     """
 
     inputs: Any
     dynamic_shapes: Any
     checks: tuple[tuple[Any, ...], ...] = ()
     cached_inputs: Mapping[int, int | None] = field(default_factory=dict)
+    is_part: bool = False
 
 
 Quantize = Callable[[nn.Module, Any, ExportExample | None], QuantizedModel]

@@ -12,12 +12,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from intaglio.build import load
+from intaglio.build import open_model
 from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.parts.find_parts import replace_module
 from intaglio.parts.part_module import QuantizedPart
 from intaglio.runtime import Coverage, FloatPart, QuantizedModel
-from intaglio.runtime.saved.archive import SAVE_AGAIN, read, write
+from intaglio.runtime.saved.archive import SAVE_AGAIN, read, read_member, write
 
 FLOATS = "float.safetensors"
 SAME_ARCHITECTURE = "pass a float model of the class and sizes that was quantized"
@@ -63,19 +63,16 @@ def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
     try:
         for name, where in names.items():
             old = _submodule(path, float_model, where)
-            replace_module(float_model, old, QuantizedPart(where, _part(members[name], trust), old))
+            replace_module(
+                float_model,
+                old,
+                QuantizedPart(where, open_model(path, read_member(path, members, name), trust=trust), old),
+            )
         _load_rest(path, float_model, safetensors.torch.load(members[FLOATS]))
         return _coverage(manifest["coverage"])
     except (*MALFORMED, safetensors.SafetensorError) as error:
         problem = f"its contents are damaged: {type(error).__name__}: {error}"
         raise ArtifactError(str(path), None, problem, remedy=SAVE_AGAIN) from error
-
-
-def _part(content: bytes, trust: bool) -> QuantizedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "part.intaglio"
-        file.write_bytes(content)
-        return load(file, trust=trust)
 
 
 def _submodule(path: Path, model: nn.Module, where: str) -> nn.Module:

@@ -5,7 +5,7 @@ from intaglio.runtime.float_islands import HostLoop, host_names, island_of, loop
 from intaglio.runtime.quantized_model import QuantizedModel
 from intaglio.runtime.reports.coverage import Coverage, FloatPart
 from intaglio.runtime.saved.model_file import Library, SavedModel, build_library, copied_inputs
-from intaglio.runtime.saved.model_file import load as load_saved
+from intaglio.runtime.saved.model_file import decode as decode_saved
 
 __all__ = [
     "Artifact",
@@ -18,9 +18,9 @@ __all__ = [
     "build_artifact",
     "build_library",
     "copied_inputs",
+    "decode_saved",
     "host_names",
     "island_of",
-    "load_saved",
     "loops_in",
     "open_artifact",
 ]

@@ -34,6 +34,10 @@ from intaglio.tune.tuned import Trial, Tuned
 
 RANKING_SAMPLES = 32
 """Number of samples on which operators are ranked."""
+WITHOUT_GENERATE = (
+    "let evaluate call the model, for instance for its loss, and call quantize with tuned.recipe.with_parameters(None)"
+)
+"""Remedy for a metric of generated tokens."""
 
 Evaluate = Callable[[Any], Any]
 logger = logging.getLogger("intaglio")
@@ -90,7 +94,8 @@ class Criterion:
                 found = self.evaluate(model)
         except Exception as error:
             problem = f"it raised {type(error).__name__} for {name}: {error}"
-            raise InputError("evaluate", None, problem) from error
+            generates = isinstance(error, AttributeError) and error.name == "generate"
+            raise InputError("evaluate", None, problem, remedy=WITHOUT_GENERATE if generates else None) from error
         number = _number(found)
         if number is None or not math.isfinite(number):
             shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)

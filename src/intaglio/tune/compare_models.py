@@ -65,8 +65,8 @@ def compare(
         >>> report = intaglio.compare(model, int8, batches, samples=64)
         >>> print(report)
     """
-    if isinstance(getattr(quantized, "parts", None), Mapping) and not isinstance(quantized, GraphStage):
-        problem = "the model consists of int8 parts and Python code, and each part has a comparison of its own"
+    if not isinstance(quantized, GraphStage) and callable(getattr(quantized, "compare", None)):
+        problem = "the model consists of several int8 parts, and each has a comparison of its own"
         raise InputError("compare", None, problem, remedy="call int8.compare(model, data)")
     return run_comparison(exact, quantized, data, samples).comparison
 

@@ -26,6 +26,7 @@ from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.runtime import QuantizedModel
+from intaglio.runtime.saved import archive
 from intaglio.runtime.saved import model_file as files
 from intaglio.tracing import Captured, capture
 from support import nets
@@ -435,7 +436,7 @@ def test_other_types_are_refused_where_bytes_are_taken():
 
 def test_a_file_whose_gains_are_not_one_per_channel_is_refused(tmp_path):
     stems()[1].save(tmp_path / "net.intaglio", library=False)
-    saved = files.load(tmp_path / "net.intaglio")
+    saved = files.decode(tmp_path / "net.intaglio", archive.read(tmp_path / "net.intaglio"))
     name = next(name for name, kind in saved.graph.types.items() if "gain" in name and kind.shape == (3,))
     types = {**saved.graph.types, name: TensorType((2,), DType.F32)}
     constants = {**saved.graph.constants, name: saved.graph.constants[name][:2]}

@@ -9,18 +9,28 @@ generates), which copies of attributes alone could not answer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from intaglio.argument_checks import check_arguments
-from intaglio.build import load
+from intaglio.build import load_program, open_model
+from intaglio.errors import ArtifactError
 from intaglio.integrations import Quantize
-from intaglio.integrations.transformers.folders import MODEL_FILE, program_file, read_configs, read_programs
+from intaglio.integrations.transformers.folders import (
+    MODEL_FILE,
+    program_file,
+    programs_of,
+    read_configs,
+    read_programs,
+)
 from intaglio.integrations.transformers.quantized_transformer import QuantizedTransformer, with_surface
+from intaglio.integrations.transformers.saved_generators import stored_configs
+from intaglio.ops import OpDef
 from intaglio.runtime import QuantizedModel
+from intaglio.runtime.saved.archive import GENERATOR_ENTRY, Contents, read, read_member
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,13 +71,13 @@ def from_pretrained(
     isa: str | None = None,
     model_class: type[nn.Module] | None = None,
 ) -> Any:
-    """Load an int8 model that ``save_pretrained`` of one wrote.
+    """Load an int8 model that ``save_pretrained`` of one wrote, or ``save`` of one that generates.
 
     Nothing is unpickled, and only ``transformers`` is imported: ``config.json`` names the class, which must be one of
     that library. Code that the folder brings is ignored.
 
     Args:
-        folder: the folder.
+        folder: the folder, or the file of a model that generates.
         trust: use the compiled library in the file, as in `intaglio.load`.
         isa: instruction set, as in `intaglio.load`.
         model_class: class of the float model, if it is not part of ``transformers``.
@@ -83,10 +93,12 @@ def from_pretrained(
         >>> int8.save_pretrained("folder")
         >>> int8 = intaglio.integrations.transformers.from_pretrained("folder")
     """
+    if Path(folder).is_file():
+        return opened_generator(Path(folder), read(Path(folder)), trust=trust, isa=isa, model_class=model_class)
     kind, config, generation = read_configs(Path(folder), model_class)
 
     def loaded(name: str) -> QuantizedModel:
-        return load(Path(folder) / name, trust=trust, isa=isa)
+        return load_program(Path(folder) / name, trust=trust, isa=isa)
 
     if (found := read_programs(Path(folder))) is not None:
         from intaglio.integrations.transformers.quantized_generator import generator_with_surface
@@ -94,3 +106,46 @@ def from_pretrained(
         programs = {name: loaded(program_file(name)) for name in found.names}
         return generator_with_surface(programs, found.counts_padding, kind, config, generation)
     return with_surface(loaded(MODEL_FILE), kind, config, generation)
+
+
+def opened_generator(
+    path: Path,
+    contents: Contents,
+    *,
+    trust: bool = False,
+    isa: str | None = None,
+    operators: Iterable[OpDef] = (),
+    model_class: type[Any] | None = None,
+) -> QuantizedGenerator:
+    """Return the model of a file from its manifest and members, with compiled programs.
+
+    Args:
+        path: the file, for errors.
+        contents: its contents.
+        trust: as in `intaglio.load`.
+        isa: as in `intaglio.load`.
+        operators: as in `intaglio.load`.
+        model_class: class of the float model, if it is not part of ``transformers``.
+
+    Raises:
+        ArtifactError: the contents are not valid, or ``transformers`` is missing.
+        BuildError: the compilation fails, or this machine does not support the instruction set.
+    """
+    try:
+        from intaglio.integrations.transformers.quantized_generator import generator_with_surface
+    except ImportError as error:
+        problem = f"it holds a model of transformers, which cannot be imported: {error}"
+        raise ArtifactError(str(path), None, problem, remedy="install transformers") from error
+    manifest, members = contents
+    if GENERATOR_ENTRY not in manifest:
+        problem = "it does not hold a model that generates"
+        raise ArtifactError(str(path), None, problem, remedy="call intaglio.load(path)")
+    found, operators = programs_of(path, manifest[GENERATOR_ENTRY]), tuple(operators)
+    kind, config, generation = stored_configs(path, members, model_class)
+    programs = {
+        name: open_model(
+            path, read_member(path, members, program_file(name)), trust=trust, isa=isa, operators=operators
+        )
+        for name in found.names
+    }
+    return generator_with_surface(programs, found.counts_padding, kind, config, generation)

@@ -28,7 +28,7 @@ EXAMPLE_PAST, EXAMPLE_NEW, EXAMPLE_BATCH = 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
 """Sizes of the example that is exported, and the new tokens whose logits it returns. torch.export fixes sizes of 0 and
 1, and equal sizes look related."""
-KEPT = "logits_to_keep"
+LOGITS_TO_KEEP = "logits_to_keep"
 """Argument of forward for the tokens whose logits are computed, as a number of the last ones or as indices."""
 
 
@@ -113,7 +113,7 @@ def _decoder_arguments(names: StepNames, inputs: Mapping[str, Tensor], past: Key
     if names.positions:
         given[names.positions] = inputs["positions"]
     if "kept" in inputs:
-        given[KEPT] = inputs["kept"]
+        given[LOGITS_TO_KEEP] = inputs["kept"]
     return given
 
 

@@ -18,9 +18,17 @@ MODEL_FILE = "model.intaglio"
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 PROGRAMS_FILE = "programs.json"
-PROGRAM_NAMES = (("decoder",), ("decoder", "encoder", "cross_attention"))
+DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
+PROGRAM_NAMES = ((DECODER,), (DECODER, ENCODER, CROSS))
 """Names of the programs of a model with a cache: of a decoder, and of an encoder-decoder."""
 OTHER_FOLDER = "pass a folder that save_pretrained of an int8 model wrote"
+
+
+def config_text(name: str, config: PreTrainedConfig) -> str:
+    """Return the JSON text of a configuration that names the class of the float model."""
+    named = copy.deepcopy(config)
+    named.architectures = [name]
+    return named.to_json_string()
 
 
 def write_configs(folder: Path, name: str, config: PreTrainedConfig, generation: GenerationConfig | None) -> None:
@@ -37,17 +45,17 @@ def write_configs(folder: Path, name: str, config: PreTrainedConfig, generation:
     """
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    named = copy.deepcopy(config)
-    named.architectures = [name]
-    write_text(folder / CONFIG_FILE, named.to_json_string())
+    write_text(folder / CONFIG_FILE, config_text(name, config))
     if generation is not None:
         write_text(folder / GENERATION_FILE, generation.to_json_string())
 
 
-def read_configs(
-    folder: Path, given: type[Any] | None
-) -> tuple[type[PreTrainedModel], PreTrainedConfig, GenerationConfig | None]:
-    """Return the class of the float model, its configuration and its generation configuration.
+Configs = tuple[type["PreTrainedModel"], "PreTrainedConfig", "GenerationConfig | None"]
+"""Class of the float model, its configuration and its generation configuration."""
+
+
+def read_configs(folder: Path, given: type[Any] | None) -> Configs:
+    """Return the class of the float model, its configuration and its generation configuration from a folder.
 
     Args:
         folder: the folder.
@@ -56,22 +64,36 @@ def read_configs(
     Raises:
         ArtifactError: a file is missing or malformed, or names a class that ``transformers`` does not have.
     """
+    found = folder / GENERATION_FILE
+    return configs_of(folder, _entries(folder / CONFIG_FILE), _entries(found) if found.exists() else None, given)
+
+
+def configs_of(
+    path: Path, entries: dict[str, Any], generation: dict[str, Any] | None, given: type[Any] | None
+) -> Configs:
+    """Return the class of the float model and its configurations from their entries.
+
+    Args:
+        path: the folder or file, for errors and for the name of the model.
+        entries: entries of the configuration.
+        generation: those of the generation configuration, if there is one.
+        given: the class, for a class that is not part of ``transformers``.
+
+    Raises:
+        ArtifactError: the entries are malformed, or name a class that ``transformers`` does not have.
+    """
     from transformers import GenerationConfig
 
-    entries = _entries(folder / CONFIG_FILE)
-    kind = given or _class_named(folder, entries)
+    kind = given or _class_named(path, entries)
     assert kind.config_class is not None
     try:
         config = kind.config_class.from_dict(entries)
-        found = folder / GENERATION_FILE
-        generation = GenerationConfig.from_dict(_entries(found)) if found.exists() else None
-    except ArtifactError:
-        raise
+        generation_config = None if generation is None else GenerationConfig.from_dict(generation)
     except Exception as error:  # configurations have checks of their own
         problem = f"its configuration is not one of {kind.__name__}: {type(error).__name__}: {error}"
-        raise ArtifactError(str(folder), None, problem, remedy=OTHER_FOLDER) from error
-    config.name_or_path = str(folder)
-    return kind, config, generation
+        raise ArtifactError(str(path), None, problem, remedy=OTHER_FOLDER) from error
+    config.name_or_path = str(path)
+    return kind, config, generation_config
 
 
 @dataclass(frozen=True)
@@ -92,10 +114,14 @@ def program_file(name: str) -> str:
     return f"{name}.intaglio"
 
 
+def entries_of(programs: ProgramList) -> dict[str, Any]:
+    """Return a list of programs as JSON entries."""
+    return {"programs": programs.names, "counts_padding": programs.counts_padding}
+
+
 def write_programs(folder: Path, programs: ProgramList) -> None:
     """Write the list of the programs of a model with a cache."""
-    entries = {"programs": programs.names, "counts_padding": programs.counts_padding}
-    write_text(folder / PROGRAMS_FILE, json.dumps(entries, indent=2) + "\n")
+    write_text(folder / PROGRAMS_FILE, json.dumps(entries_of(programs), indent=2) + "\n")
 
 
 def read_programs(folder: Path) -> ProgramList | None:
@@ -105,9 +131,12 @@ def read_programs(folder: Path) -> ProgramList | None:
         ArtifactError: the list is malformed.
     """
     path = folder / PROGRAMS_FILE
-    if not path.exists():
-        return None
-    entries = _entries(path)
+    return programs_of(path, _entries(path)) if path.exists() else None
+
+
+def programs_of(path: Path, entries: Any) -> ProgramList:
+    """Return the list of programs from its JSON entries. Raise `ArtifactError` if it is malformed."""
+    entries = entries if isinstance(entries, dict) else {}
     names, counts = entries.get("programs"), entries.get("counts_padding")
     if names not in [list(known) for known in PROGRAM_NAMES] or not isinstance(counts, bool):
         raise ArtifactError(str(path), None, "it does not list the programs of a model", remedy=OTHER_FOLDER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
@@ -18,20 +18,31 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput
 
-from intaglio.argument_checks import check_arguments
+from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
 from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import KEPT, names_of
-from intaglio.integrations.transformers.calibration_calls import DecoderTokens, padded_positions, step_inputs
-from intaglio.integrations.transformers.folders import ProgramList, program_file, write_configs, write_programs
+from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, names_of
+from intaglio.integrations.transformers.calibration_calls import DecoderTokens, UserCalls, padded_positions, step_inputs
+from intaglio.integrations.transformers.float_programs import FloatPrograms
+from intaglio.integrations.transformers.folders import (
+    CROSS,
+    DECODER,
+    ENCODER,
+    ProgramList,
+    program_file,
+    write_configs,
+    write_programs,
+)
+from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
 from intaglio.ir import TensorType
+from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.torch_private import pytree
+from intaglio.tracing import capture
+from intaglio.tune import Comparison, compare
 
-DECODER, ENCODER, CROSS = "decoder", "encoder", "cross_attention"
-"""Names of the programs of a generator."""
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
@@ -73,7 +84,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
         use_cache = given.pop("use_cache", self.config.get_text_config(decoder=True).use_cache)
-        as_tuple, kept = given.pop("return_dict", True) is False, given.pop(KEPT, 0)
+        as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
         cache_name = decoder_cache.cache_name(given)
         cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(bool(self.config.is_encoder_decoder))
         extra: dict[str, Any] = {}
@@ -191,6 +202,22 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     # -- files and copies ---------------------------------------------------------------------------------------------
 
     @check_arguments
+    def save(self, path: str | Path, *, library: bool = True) -> None:
+        """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is
+        complete.
+
+        Args:
+            path: the file.
+            library: whether to store the compiled programs too, for loading with ``trust=True``.
+
+        Raises:
+            ArtifactError: the file cannot be written. An existing file is left unchanged.
+        """
+        check_file(path)
+        float_class, configs = self.float_class, (self.config, self.generation_config)
+        write_generator(Path(path), self.named_programs(), self.counts_padding, float_class, *configs, library)
+
+    @check_arguments
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model to a folder for `intaglio.integrations.transformers.from_pretrained`.
 
@@ -205,7 +232,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """
         folder = Path(save_directory)
         write_configs(folder, self.float_class.__name__, self.config, self.generation_config)
-        for name, program in self._each_program().items():
+        for name, program in self.named_programs().items():
             program.save(folder / program_file(name))
         write_programs(folder, ProgramList(tuple(self.programs), self.counts_padding))
 
@@ -217,13 +244,48 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     @property
     def coverage(self) -> Coverage:
         """Return the share of all programs that runs in int8, and their parts in float."""
-        every = [program.coverage for program in self._each_program().values()]
+        every = [program.coverage for program in self.named_programs().values()]
         notes = dict.fromkeys(note for one in every for note in one.notes)
         before, after = sum(one.bytes_before for one in every), sum(one.bytes_after for one in every)
         return functools.reduce(Coverage.with_body, every).with_sizes(before, after, tuple(notes))
 
-    def _each_program(self) -> dict[str, QuantizedModel]:
+    def named_programs(self) -> dict[str, QuantizedModel]:
+        """Return the programs by name, as a dictionary."""
         return {name: cast(QuantizedModel, program) for name, program in self.programs.items()}
+
+    @check_arguments_except("float_model")
+    def compare(self, float_model: PreTrainedModel, data: Any, *, samples: int | None = None) -> dict[str, Comparison]:
+        """Compare every program with the float model, on calls without a past.
+
+        Args:
+            float_model: the float model that was quantized.
+            data: an iterable of batches, as for `quantize`.
+            samples: number of samples after which to stop (default: all).
+
+        Returns:
+            The comparisons by name of the program, as `intaglio.compare` makes them.
+
+        Raises:
+            InputError: the model is of another class, or the cache is int8.
+        """
+        if not isinstance(float_model, self.float_class):
+            problem = (
+                f"the float model is a {type(float_model).__name__}, but a {self.float_class.__name__} was quantized"
+            )
+            raise InputError("compare", None, problem, remedy="pass the float model that was quantized")
+        programs = self.named_programs()
+        if any(entry.type.q for program in programs.values() for entry in program.signature.inputs):
+            problem = "the keys and values that the program takes are int8, those of the float model are not"
+            raise InputError(
+                "compare", None, problem, remedy="compare a model with cache = 'float', whose bits are the same"
+            )
+        calls = UserCalls(float_model, list(data) if isinstance(data, Iterator) else data)
+        found: dict[str, Comparison] = {}
+        for name, source in FloatPrograms.of(float_model, calls).programs(calls).items():
+            example = source.example
+            stage = capture(source.module, example.inputs, dynamic_shapes=example.dynamic_shapes)
+            found[name] = compare(stage, programs[name], source.calls, samples=samples)
+        return found
 
     @check_arguments
     def assert_int8(self, macs: float = 1.0) -> None:

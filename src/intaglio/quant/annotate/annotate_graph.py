@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import fx
 
+from intaglio.errors import SelectorError
 from intaglio.fusion.table import FUNCTION, FUNCTION_AFFINE
 from intaglio.fxgraph.float_forms import has_float_form, has_program_form
 from intaglio.fxgraph.node_info import info, origin, tensor_type
@@ -17,7 +18,6 @@ from intaglio.fxgraph.passes.identities import COPIES
 from intaglio.fxgraph.reader_aliases import is_reader_alias
 from intaglio.fxgraph.uneven_concatenations import is_concatenation
 from intaglio.ir import DType
-from intaglio.quant.annotate.cached_inputs import quantized_cache
 from intaglio.quant.annotate.embedding_tables import find_embedding_tables
 from intaglio.quant.annotate.find_regions import (
     PRECISE_ROWS,
@@ -36,6 +36,7 @@ from intaglio.quant.annotate.weight_only import find_weight_only
 from intaglio.quant.precision.float_results import FloatForms, float_results, leave_float
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
 from intaglio.quant.qdq.qdq_normalize import quantizes
+from intaglio.quant.recipes.choices import CacheType
 from intaglio.quant.recipes.pattern_rewrites import replacements
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.recipe import Recipe
@@ -169,9 +170,47 @@ def _returned_quantized(
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, None]]:
     """Return the quantized buffers and cached inputs with their values after a call, and all values that leave the
     model quantized."""
-    buffers = selected_buffers(graph, quantizer.buffers) | quantized_cache(graph, quantizer, classes)
+    buffers = selected_buffers(graph, quantizer.buffers) | _quantized_cache(graph, quantizer, classes)
     returned = _returned(graph) if quantizer.integers else {}
     return buffers, returned | dict.fromkeys([*buffers, *buffers.values()])
+
+
+def _quantized_cache(graph: fx.Graph, quantizer: Quantizer, classes: Mapping[str, str]) -> dict[fx.Node, fx.Node]:
+    """Return the cached inputs whose readers have the setting ``cache = "int8"`` -> the results that later calls
+    receive in their place, or themselves if another model computes these.
+
+    Args:
+        graph: a captured graph.
+        quantizer: its `cached_inputs` are positions among the inputs and results of the graph.
+        classes: module path -> class name, for the selectors of the recipe.
+
+    Raises:
+        SelectorError: the graph has no input or result at a position.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    found: dict[fx.Node, fx.Node] = {}
+    for position, result in quantizer.cached_inputs.items():
+        if not 0 <= position < len(inputs) or not 0 <= (result or 0) < len(results):
+            problem = f"{{{position}: {result}}}, but the model has {len(inputs)} inputs and {len(results)} results"
+            raise SelectorError("cached_inputs", None, problem, remedy="count tensors from 0")
+        node = inputs[position]
+        if _is_float(node) and any(_has_int8_cache(reader, quantizer, classes) for reader in node.users):
+            found[node] = node if result is None else results[result]
+    return found
+
+
+def _is_float(node: fx.Node) -> bool:
+    kind = tensor_type(node)
+    return kind is not None and kind.dtype is DType.F32
+
+
+def _has_int8_cache(reader: fx.Node, quantizer: Quantizer, classes: Mapping[str, str]) -> bool:
+    """Return whether the recipe quantizes the cache that an operator reads. Readers of sizes have no part in it."""
+    if reader.op != "call_function" or info(reader).dim is not None:
+        return False
+    setting = quantizer.recipe.setting(origin(reader), classes)
+    return setting.quantize is not False and setting.cache == CacheType.INT8
 
 
 def _returned(graph: fx.Graph) -> dict[fx.Node, None]:

@@ -258,10 +258,8 @@ def _origins(captured: Captured) -> list[Origin]:
 def quantizer_for_part(quantizer: Quantizer, part: Captured) -> Quantizer:
     """Return the quantizer for a loop body or a submodule, to which the model's input and output options do not
     apply."""
-    recipe = quantizer.recipe.for_part(_origins(part), part.classes)
     return replace(
-        quantizer,
-        recipe=recipe,
+        with_selectors_of(quantizer, part),
         input=None,
         skip_first=False,
         skip_last=False,
@@ -269,6 +267,11 @@ def quantizer_for_part(quantizer: Quantizer, part: Captured) -> Quantizer:
         int8_buffers=(),
         cached_inputs={},
     )
+
+
+def with_selectors_of(quantizer: Quantizer, part: Captured) -> Quantizer:
+    """Return the quantizer without the selectors that match no operator of a part of a model."""
+    return replace(quantizer, recipe=quantizer.recipe.for_part(_origins(part), part.classes))
 
 
 def run_passes(module: fx.GraphModule, quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import stat
@@ -21,6 +22,8 @@ ARCHIVE_VERSION = 1
 """Version of the format. A reader accepts only its own version."""
 
 MANIFEST = "manifest.json"
+GENERATOR_ENTRY = "generator"
+"""Key of the manifest of a model that generates."""
 EPOCH = (1980, 1, 1, 0, 0, 0)
 SAVE_AGAIN = "copy the file again from its source, or save the model again"
 OTHER_FILE = "pass a file that model.save wrote; open files of torch.save with torch.load"
@@ -50,7 +53,11 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     replace_file(path, write_members)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+Contents = tuple[dict[str, Any], dict[str, bytes]]
+"""Manifest of a file, and its other members by name."""
+
+
+def read(path: Path) -> Contents:
     """Return the manifest and the contents of all other members, whose digests have been checked.
 
     Raises:
@@ -65,6 +72,22 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         said = getattr(error, "strerror", None) or error
         problem = f"cannot be read: {said}"
         raise ArtifactError(str(path), None, problem, remedy="check the path and its permissions") from error
+    return _checked(path, members)
+
+
+def read_member(path: Path, members: Mapping[str, bytes], name: str) -> Contents:
+    """Return the contents of a model file that is a member of another file, as `read` does.
+
+    Raises:
+        ArtifactError: the file has no such member, or it is damaged.
+    """
+    if name not in members:
+        raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
+    return _checked(path / name, _unzip(path / name, io.BytesIO(members[name])))
+
+
+def _checked(path: Path, members: dict[str, bytes]) -> Contents:
+    """Return manifest and members of a file. Raise `ArtifactError` unless the members are those of the manifest."""
     manifest = _manifest(path, members)
     digests = manifest["digests"]
     for name in sorted({*members, *digests}):

@@ -24,7 +24,7 @@ from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
 from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.runtime.reports.coverage import Coverage, FloatPart
-from intaglio.runtime.saved.archive import SAVE_AGAIN, from_json, read, to_json, write
+from intaglio.runtime.saved.archive import GENERATOR_ENTRY, SAVE_AGAIN, Contents, from_json, to_json, write
 from intaglio.runtime.saved.attribute_codec import as_text, decode_attributes, encode_attributes
 from intaglio.runtime.saved.json_codec import (
     NotStorableError,
@@ -218,12 +218,13 @@ def _schedule_entries(schedules: Mapping[str, Schedule]) -> Any:
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> SavedModel:
-    """Return the contents of a file. Raise `ArtifactError` if it is damaged, has another format or version, or is
-    invalid."""
-    manifest, members = read(Path(path))
+def decode(path: str | Path, contents: Contents) -> SavedModel:
+    """Return the model of a file from its manifest and members. Raise `ArtifactError` if they are invalid."""
+    manifest, members = contents
     if "parts" in manifest:
         raise ArtifactError(str(path), None, "it holds parts", remedy="call intaglio.load_into(path, float_model)")
+    if GENERATOR_ENTRY in manifest:
+        raise ArtifactError(str(path), None, "it holds a model that generates", remedy="call intaglio.load(path)")
     try:
         return _decoded(manifest, members)
     except ArtifactError as error:

@@ -1,0 +1,232 @@
+"""The float modules that the programs of a model with a cache are made from, and calls of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from transformers import PreTrainedModel
+
+from intaglio.integrations import ExportExample
+from intaglio.integrations.transformers import decoder_cache
+from intaglio.integrations.transformers.cached_steps import (
+    EXAMPLE_BATCH,
+    EXAMPLE_KEPT,
+    EXAMPLE_PAST,
+    LOGITS_TO_KEEP,
+    KeyValues,
+    StepNames,
+    cross_module,
+    encoder_module,
+    names_of,
+    step_module,
+)
+from intaglio.integrations.transformers.calibration_calls import (
+    DecoderTokens,
+    LazyCalls,
+    UserCalls,
+    decoder_tokens,
+    empty_like,
+    example_tokens,
+    free_sizes,
+    step_inputs,
+)
+from intaglio.integrations.transformers.folders import CROSS, DECODER, ENCODER
+
+OTHER_ARGUMENTS = frozenset({"use_cache", "return_dict", "labels"})
+"""Arguments in batches that a step does not read."""
+CLOSE = 1e-3
+"""Largest difference of logits, relative to the largest, that counts as none."""
+
+
+@dataclass(frozen=True)
+class FloatProgram:
+    """The float module of one program.
+
+    Attributes:
+        module: the module.
+        calls: its calls, made from the batches of the user each time they are read.
+        example: the call from which it is captured.
+    """
+
+    module: nn.Module
+    calls: LazyCalls
+    example: ExportExample
+
+
+@dataclass(frozen=True)
+class FloatPrograms:
+    """Float modules of a model and the calls of a user.
+
+    Attributes:
+        model: the float model.
+        names: names of the decoder's arguments.
+        first: the first call of the user.
+        step: the step of the decoder.
+        keeps_logits: whether the model computes the logits of chosen tokens only.
+        encoder_names: names of the encoder's arguments in calls.
+        empty: keys and values of length 0 for a batch of one.
+        encoder: the encoder, for encoder-decoders.
+        cross: the keys and values of cross-attention, for encoder-decoders.
+    """
+
+    model: PreTrainedModel
+    names: StepNames
+    first: Mapping[str, Any]
+    step: nn.Module
+    keeps_logits: bool = False
+    encoder_names: tuple[str, ...] = ()
+    empty: KeyValues = ()
+    encoder: Any = None
+    cross: Any = None
+
+    @staticmethod
+    def of(model: PreTrainedModel, calls: UserCalls) -> FloatPrograms:
+        """Return the modules of a model."""
+        parameters = inspect.signature(model.forward).parameters
+        names = names_of(model.config, parameters)
+        source = FloatPrograms(model, names, next(iter(calls)), step_module(model, names))
+        if model.config.is_encoder_decoder:
+            known = inspect.signature(model.get_encoder().forward).parameters
+            own = [name for name in source.first if name in known and name not in OTHER_ARGUMENTS]
+            if model.main_input_name == "input_ids" and "attention_mask" not in own:
+                own.append("attention_mask")
+            source = replace(
+                source,
+                encoder_names=tuple(own),
+                encoder=encoder_module(model, own),
+                cross=cross_module(model),
+            )
+        source = replace(source, empty=empty_like(source.past(2), 1))
+        return replace(source, keeps_logits=LOGITS_TO_KEEP in parameters and source.takes_indices())
+
+    def programs(self, calls: UserCalls) -> dict[str, FloatProgram]:
+        """Return the module of every program with its calls, in the order in which a model runs them.
+
+        Args:
+            calls: the batches of the user.
+        """
+        is_pair, found = self.cross is not None, dict[str, FloatProgram]()
+        if is_pair:
+            encoder = ExportExample(self.encoder_call(self.first), None)
+            found[ENCODER] = FloatProgram(self.encoder, LazyCalls(calls, self.encoder_call), encoder)
+            found[CROSS] = FloatProgram(self.cross, LazyCalls(calls, self.cross_call), self.cross_example())
+        found[DECODER] = FloatProgram(self.step, LazyCalls(calls, self.step_call), self.example())
+        if is_pair:  # selectors may mean another one of the modules
+            found = {name: replace(one, example=replace(one.example, is_part=True)) for name, one in found.items()}
+        return found
+
+    @property
+    def has_encoder_mask(self) -> bool:
+        """Return whether the encoder's mask is one of token ids, which cross-attention reads too."""
+        return self.model.main_input_name == "input_ids" and "attention_mask" in self.encoder_names
+
+    def takes_indices(self) -> bool:
+        """Return whether the model returns the logits of the tokens in a tensor of indices, and no others."""
+        given = example_tokens(decoder_tokens(self.model, self.names, self.first))
+        call = self._float_call(step_inputs(given, 0))
+        try:
+            with torch.no_grad():
+                found, every = self.model(**call, **{LOGITS_TO_KEEP: torch.tensor([2, 0])}), self.model(**call)
+        except (TypeError, ValueError, RuntimeError):  # a model of its own may take numbers only
+            return False
+        return bool(torch.allclose(found.logits, every.logits[:, [2, 0]], CLOSE, CLOSE))
+
+    def past(self, length: int) -> KeyValues:
+        """Return keys and values of the first tokens of the example."""
+        call = self._float_call(
+            step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
+        )
+        cache = decoder_cache.new_cache(self.cross is not None)  # layers with a sliding window keep all tokens in it
+        name = decoder_cache.cache_name(inspect.signature(self.model.forward).parameters)
+        assert name is not None, type(self.model)  # `cache_refusal` refuses models without it
+        with torch.no_grad():
+            self.model(**call, **{name: cache}, use_cache=True)
+        return decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache))
+
+    def _float_call(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the arguments of the float model for a first step."""
+        call: dict[str, Any] = {self.names.tokens: inputs["tokens"]}
+        if self.cross is not None:
+            hidden = self.cross_call(self.first)[0][:1].repeat(inputs["tokens"].shape[0], 1, 1)
+            call["encoder_outputs"] = (hidden,)
+        return call
+
+    def encoder_call(self, call: Mapping[str, Any]) -> tuple[dict[str, Tensor]]:
+        """Return the arguments of the encoder."""
+        inputs: dict[str, Any] = {name: call.get(name) for name in self.encoder_names}
+        if "attention_mask" in inputs:
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = (
+                torch.ones_like(call[self.model.main_input_name]) if mask is None else mask.long()
+            )
+        return (inputs,)
+
+    def cross_call(self, call: Mapping[str, Any]) -> tuple[Tensor]:
+        """Return the encoder's last hidden state."""
+        with torch.no_grad():
+            return (self.encoder(*self.encoder_call(call)),)
+
+    def cross_example(self) -> ExportExample:
+        """Return the encoder's result to export keys and values of cross-attention with."""
+        (hidden,) = self.cross_call(self.first)
+        return ExportExample((_repeated(hidden[:1], EXAMPLE_BATCH),), ({0: Dim.AUTO, 1: Dim.AUTO},))
+
+    def step_call(self, call: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return a step without a past that computes all tokens of a call.
+
+        Queries, keys and values are those of any split into steps, so these calls calibrate all of them.
+        """
+        given = decoder_tokens(self.model, self.names, call)
+        return self._step(given, 0, empty_like(self.empty, given.tokens.shape[0]), call)
+
+    def _step(
+        self,
+        given: DecoderTokens,
+        start: int,
+        past: KeyValues,
+        call: Mapping[str, Any],
+        kept: tuple[int, ...] | None = None,
+    ) -> tuple[Any, ...]:
+        """Return a step for the tokens from `start` on, with the logits of the new tokens `kept`, or of all."""
+        inputs = step_inputs(given, start)
+        if self.keeps_logits:
+            inputs["kept"] = torch.arange(given.tokens.shape[1] - start) if kept is None else torch.tensor(kept)
+        if self.cross is None:
+            return inputs, list(past)
+        batch = given.tokens.shape[0]
+        if self.has_encoder_mask:
+            mask = self.encoder_call(call)[0]["attention_mask"]
+            inputs["encoder_mask"] = _repeated(mask, batch)
+        with torch.no_grad():
+            cross = self.cross(*self.cross_call(call))
+        return inputs, list(past), [(_repeated(keys, batch), _repeated(values, batch)) for keys, values in cross]
+
+    def example(self) -> ExportExample:
+        """Return a step with a past to export, and steps to check: a prompt without a past, and one new token."""
+        given = example_tokens(decoder_tokens(self.model, self.names, self.first))
+        batch, length = given.tokens.shape
+        past = self.past(EXAMPLE_PAST)
+        call = self._step(given, EXAMPLE_PAST, past, self.first, EXAMPLE_KEPT)
+        prompt = self._step(given, 0, empty_like(past, batch), self.first)
+        one = self._step(given, length - 1, self.past(length - 1), self.first, (0,))
+        return ExportExample(call, free_sizes(call), (prompt, one), _cached_inputs(call))
+
+
+def _cached_inputs(call: tuple[Any, ...]) -> dict[int, int | None]:
+    """Return the positions of keys and values in a step -> those of new ones in its result, behind the logits. Those of
+    cross-attention come from another program."""
+    inputs, past, *cross = call
+    own = {len(inputs) + index: 1 + index for index in range(2 * len(past))}
+    first = len(inputs) + len(own)
+    return own | dict.fromkeys(range(first, first + sum(2 * len(pairs) for pairs in cross)))
+
+
+def _repeated(tensor: Tensor, batch: int) -> Tensor:
+    """Return a tensor with the first samples, repeated, for another batch size."""
+    return tensor if tensor.shape[0] == batch else tensor[:1].expand(batch, *tensor.shape[1:])

@@ -1,0 +1,103 @@
+"""Models that generate in one file: what comes back, and what is refused."""
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+import intaglio
+from intaglio.build import load_program
+from intaglio.cli import targets
+from intaglio.errors import ArtifactError
+from intaglio.integrations.transformers import from_pretrained
+from intaglio.runtime.saved.archive import read, write
+from support.generators import batch, generated, quantized
+from support.slow_params import slow_params
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("llama", "float"), ("llama", "int8"), *slow_params(("t5", "float"), ("whisper", "int8"), reason="each compiles")],
+)
+def test_a_file_keeps_programs_class_and_configurations(name, kept, tmp_path):
+    _, int8_model, _ = quantized(name, kept)
+    int8_model.save(tmp_path / "model.intaglio")
+    inputs = batch(name, 2, 7)
+    for found in (intaglio.load(tmp_path / "model.intaglio"), from_pretrained(tmp_path / "model.intaglio", trust=True)):
+        assert type(found) is type(int8_model)
+        assert found.generation_config.to_dict() == int8_model.generation_config.to_dict()
+        assert found.counts_padding == int8_model.counts_padding
+        assert torch.equal(generated(found, inputs, num_beams=2), generated(int8_model, inputs, num_beams=2))
+
+
+def test_files_without_libraries_are_smaller_and_take_an_instruction_set(tmp_path):
+    _, int8_model, _ = quantized("llama")
+    int8_model.save(tmp_path / "both")
+    int8_model.save(tmp_path / "graph", library=False)
+    assert (tmp_path / "graph").stat().st_size < (tmp_path / "both").stat().st_size
+    found = intaglio.load(tmp_path / "graph", isa="portable")
+    inputs = batch("llama", 2, 7)
+    assert torch.equal(found(**inputs).logits, int8_model(**inputs).logits)
+
+
+def changed(path, manifest=None, **members):
+    """Write a file with other entries of the manifest, and members without those that are None."""
+    entries, before = read(path)
+    entries = {key: value for key, value in entries.items() if key not in ("format", "version", "digests")}
+    contents = {name: value for name, value in {**before, **members}.items() if value is not None}
+    write(path, {**entries, **(manifest or {})}, contents)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"decoder.intaglio": None}, "'decoder.intaglio' is missing"),
+        ({"decoder.intaglio": b"PK\x03\x04"}, "damaged"),
+        ({"config.json": None}, "'config.json' is missing"),
+        ({"config.json": b"[]"}, "not a JSON object"),
+        ({"config.json": b'{"architectures": ["os"]}'}, "pass model_class="),
+        ({"manifest": {"generator": 3}}, "does not list the programs"),
+        ({"manifest": {"generator": {"programs": ["other"], "counts_padding": True}}}, "does not list the programs"),
+    ],
+    ids=str,
+)
+def test_damaged_and_forged_files_are_errors(change, said, tmp_path):
+    quantized("llama")[1].save(tmp_path / "model.intaglio")
+    changed(tmp_path / "model.intaglio", **change)
+    with pytest.raises(ArtifactError, match=said):
+        intaglio.load(tmp_path / "model.intaglio")
+
+
+def test_files_of_other_kinds_name_the_function_to_call(tmp_path):
+    _, int8_model, _ = quantized("llama")
+    int8_model.save(tmp_path / "generator")
+    with pytest.raises(ArtifactError, match=r"(?s)holds a model that generates.*call intaglio.load\(path\)"):
+        load_program(tmp_path / "generator")
+    with pytest.raises(ArtifactError, match=r"save a program of it: model.programs\['decoder'\].save\(path\)"):
+        targets.load_saved(str(tmp_path / "generator"))
+    int8_model.programs["decoder"].save(tmp_path / "program")
+    assert isinstance(targets.load_saved(str(tmp_path / "program")), intaglio.QuantizedModel)
+    with pytest.raises(ArtifactError, match=r"(?s)does not hold a model that generates.*call intaglio.load\(path\)"):
+        from_pretrained(tmp_path / "program")
+    assert isinstance(intaglio.load(tmp_path / "program"), intaglio.QuantizedModel)
+
+
+def test_a_failed_save_leaves_the_file_that_was_there(tmp_path):
+    _, int8_model, _ = quantized("llama")
+    int8_model.save(tmp_path / "model.intaglio")
+    before = (tmp_path / "model.intaglio").read_bytes()
+    with pytest.raises(ArtifactError):
+        int8_model.save(tmp_path)
+    assert (tmp_path / "model.intaglio").read_bytes() == before
+    with zipfile.ZipFile(tmp_path / "model.intaglio") as archive:
+        assert {"config.json", "generation_config.json", "decoder.intaglio"} <= set(archive.namelist())
+
+
+def test_only_files_of_models_that_generate_import_transformers(tmp_path):
+    quantized("llama")[1].programs["decoder"].save(tmp_path / "program")
+    code = (
+        f"import sys, intaglio; intaglio.load({str(tmp_path / 'program')!r}); assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
