@@ -137,6 +137,26 @@ def test_pipelines_generate_text():
     assert results[0] == results[1]
 
 
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_pipelines_recognize_speech():
+    words = {f"w{index}": index for index in range(END)}
+    tokenizer = library().WhisperTokenizer(vocab={**words, "<|endoftext|>": END}, merges=[])
+    sizes = {"feature_size": 4, "chunk_length": 1, "sampling_rate": 4000, "hop_length": 100, "n_fft": 200}
+    features = library().WhisperFeatureExtractor(**sizes)
+    model = float_model("whisper", num_mel_bins=4)
+    draw = torch.Generator().manual_seed(1)
+    batches = [{"input_features": torch.randn(4, 4, 40, generator=draw), "labels": torch.full((4, 9), 5)}]
+    int8_model = intaglio.quantize(model, batches)
+    sound = torch.randn(4000, generator=draw).numpy()
+    recognize = library().pipeline(
+        "automatic-speech-recognition", model=int8_model, tokenizer=tokenizer, feature_extractor=features
+    )
+    found = recognize({"raw": sound, "sampling_rate": 4000}, generate_kwargs={"max_new_tokens": 5})
+    given = features(sound, sampling_rate=4000, return_tensors="pt").input_features
+    assert found["text"] == tokenizer.decode(int8_model.generate(given, max_new_tokens=5)[0])
+    assert len(found["text"].split("w")) == 6
+
+
 def test_folders_keep_the_programs_and_the_configurations(tmp_path):
     from intaglio.integrations.transformers import from_pretrained
 
