@@ -12,15 +12,31 @@ from zoo_models.entry import Entry, draw_statistics, image_entry, settle_statist
 SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "deeplabv3_resnet50", "fcn_resnet50", "lraspp_mobilenet_v3_large")
 DETECTION = (
     "fasterrcnn_mobilenet_v3_large_320_fpn",
+    "fasterrcnn_mobilenet_v3_large_fpn",
     "fasterrcnn_resnet50_fpn",
     "fcos_resnet50_fpn",
     "keypointrcnn_resnet50_fpn",
     "maskrcnn_resnet50_fpn",
     "retinanet_resnet50_fpn",
+    "ssd300_vgg16",
     "ssdlite320_mobilenet_v3_large",
 )
 VIDEO = ("mc3_18", "mvit_v2_s", "r2plus1d_18", "r3d_18", "s3d", "swin3d_t")
-YOLO = ("yolo11n", "yolo11n-pose", "yolo11n-seg", "yolo12n", "yolov5n", "yolov8n", "yolov8n-cls", "yolov8n-seg")
+YOLO = (
+    "yolo11n",
+    "yolo11n-cls",
+    "yolo11n-pose",
+    "yolo11n-seg",
+    "yolo12n",
+    "yolo12n-cls",
+    "yolo12n-pose",
+    "yolo12n-seg",
+    "yolov5n",
+    "yolov8n",
+    "yolov8n-cls",
+    "yolov8n-pose",
+    "yolov8n-seg",
+)
 MOST_USED = {
     "deeplabv3_resnet50",
     "fasterrcnn_resnet50_fpn",
