@@ -16,6 +16,7 @@ FAMILIES = (
     "audio",
     "tables_and_graphs",
     "generation",
+    "blind",
 )
 
 

@@ -79,7 +79,7 @@ def draw_statistics(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def settle_statistics(model: nn.Module, *arguments: torch.Tensor) -> None:
+def settle_statistics(model: nn.Module, *arguments: torch.Tensor, **named: torch.Tensor) -> None:
     """Give batch norms the statistics of a call, as in a trained model.
 
     With others, most networks have almost the same result for all images, and ratios of signal to noise say nothing.
@@ -94,7 +94,7 @@ def settle_statistics(model: nn.Module, *arguments: torch.Tensor) -> None:
         norm.momentum = 1.0
         if norm.weight is not None and not norm.weight.any():
             nn.init.constant_(norm.weight, 0.5)  # the end of a residual branch, which begins with zeros
-    model(*arguments)
+    model(*arguments, **named)
     for norm, momentum in zip(norms, kept, strict=True):
         norm.eval()
         norm.momentum = momentum
