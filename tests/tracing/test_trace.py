@@ -91,6 +91,23 @@ def test_an_input_of_batch_1_with_another_batched_input_has_a_dynamic_batch():
     same(captured, model, X, torch.randn(4, 1, 1))
 
 
+def correlated(m: nn.Module, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Products of all pixels of two images, as networks for optical flow compute them."""
+    n = first.shape[0]
+    one, other = (part.view(n, 4, 64) for part in m.c(torch.cat((first, second))).chunk(2))
+    return (torch.matmul(one.transpose(1, 2), other).reshape(n * 64, 1, 8, 8) * 2).view(n, 8, 8, -1)
+
+
+def test_inputs_that_are_joined_and_separated_have_one_free_batch():
+    model = body(correlated, c=conv())
+    captured = capture(model, (X, X + 1))
+    assert not captured.notes
+    for size in (1, 3):
+        same(captured, model, *torch.randn(2, size, 3, 8, 8))
+    with pytest.raises(InputError, match=r"its shape is \[1, 3, 8, 8\]; the model takes \[n, 3, 8, 8\]"):
+        captured(X, X[:1])
+
+
 def test_an_input_broadcast_over_the_batch_keeps_size_1():
     model = body(lambda m, x, shift: m.c(x) + shift, c=conv())
     captured = capture(model, (X, torch.randn(1, 4, 8, 8)))

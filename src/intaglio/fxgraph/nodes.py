@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 
 def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
-    """Convert a dimension of a traced tensor to a `Dim`."""
-    return size if isinstance(size, int) else _dim(size_expression(size).expand(), names)
+    """Convert a dimension of a traced tensor to a `Dim`. Symbols that share a name are equal."""
+    if isinstance(size, int):
+        return size
+    equal: dict[str, sympy.Symbol] = {}
+    first = {free: equal.setdefault(name, free) for free, name in names.items()}
+    return _dim(size_expression(size).xreplace(first).expand(), names)
 
 
 def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:

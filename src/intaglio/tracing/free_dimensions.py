@@ -35,10 +35,15 @@ def input_type(node: fx.Node) -> TensorType:
     return kind
 
 
-def symbol_names(program: ExportedProgram) -> Names:
-    """Return names of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name."""
+def symbol_names(program: ExportedProgram, one_batch: bool) -> Names:
+    """Return names of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name.
+
+    Args:
+        program: what torch.export traced.
+        one_batch: whether all inputs have the same batch, also where torch.export does not find out that they have.
+    """
     names: dict[Any, str] = {}
-    same = _equal_symbols(program)
+    same = _equal_symbols(program) | (_batches(program) if one_batch else {})
     for node in program.graph.nodes:
         value = node.meta.get("val")
         sizes = [value] if isinstance(value, torch.SymInt) else getattr(value, "shape", ())
@@ -69,6 +74,15 @@ def _equal_symbols(program: ExportedProgram) -> dict[Any, Any]:
             pairs = zip(held, made, strict=True)
             same.update((size_expression(a), size_expression(b)) for a, b in pairs if _is_symbol(a) and _is_symbol(b))
     return {**same, **{b: a for a, b in same.items()}}
+
+
+def _batches(program: ExportedProgram) -> dict[Any, Any]:
+    """Return a pair of symbols for the first axis of each input with that of the first such input."""
+    used = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in used]
+    sizes: list[Any] = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    symbols = [size_expression(size) for size in sizes if _is_symbol(size)]
+    return {other: symbols[0] for other in symbols[1:] if other != symbols[0]}
 
 
 def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:

@@ -131,11 +131,16 @@ def _first_lines(error: BaseException, lines: int = 10) -> str:
     return "\n    ".join([line for line in said if not line.strip().startswith(ADVICE)][:lines])
 
 
-def to_captured(program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool) -> Captured:
-    """Convert an exported program to a graph with parameters as attributes and a `NodeInfo` on every node."""
+def to_captured(
+    program: ExportedProgram, model: nn.Module, notes: Sequence[str], training: bool, one_batch: bool = False
+) -> Captured:
+    """Convert an exported program to a graph with parameters as attributes and a `NodeInfo` on every node.
+
+    With ``one_batch``, all inputs have the same batch, also where torch.export does not find out that they have.
+    """
     unroll_loops(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
-    names = symbol_names(program)
+    names = symbol_names(program, one_batch)
     copies: dict[fx.Node, fx.Node] = {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs: list[Input] = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim as TorchDim
+from torch.export import ExportedProgram
 from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
@@ -231,7 +232,7 @@ def _with_free_axes(
     for wide_args, wide_kwargs in _examples(args, kwargs, axes):
         try:
             shapes = free_axes(model_copy, wide_args, wide_kwargs, axes)
-            captured = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), train)
+            captured = _with_one_batch(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, train)
             found = disagreement(captured, model_copy, args, kwargs) if free_symbols(captured) else "the model fixes it"
         except CaptureError as error:
             found = error.problem
@@ -239,6 +240,20 @@ def _with_free_axes(
             return allow_length_one(captured, model_copy, args, kwargs), None
         reason = reason or found
     return None, reason
+
+
+def _with_one_batch(program: ExportedProgram, model_copy: nn.Module, train: bool) -> Captured:
+    """Return the graph of a program. If it has sizes that cannot be written, all inputs get the same batch.
+
+    torch.export does not find out that the batches of two inputs are equal if they are joined and separated again.
+    """
+    try:
+        return to_captured(program, model_copy, (), train)
+    except CaptureError as error:
+        try:
+            return to_captured(program, model_copy, (), train, one_batch=True)
+        except CaptureError:
+            raise error from None
 
 
 def _free(
