@@ -226,6 +226,7 @@ ONE = {
     "softplus": ("F.softplus({x})", "F.softplus({x}, {p}, {p})", "F.softplus({x}, {a}, 3)"),
     "log_sigmoid": ("F.logsigmoid({x})",),
     "threshold": ("F.threshold({x}, {a}, {b})",),
+    "expm1": ("torch.expm1({x})", "torch.expm1({x} * 0.01)"),
     "exp": ("torch.exp({x})", "torch.exp(-{x})", "torch.exp({x}.clamp(max=2))"),
     "sin": ("torch.sin({x})", "torch.sin({x} * 100)"),
     "cos": ("torch.cos({x})", "torch.cos({x} + 30)"),

@@ -139,6 +139,8 @@ OPERATORS = {
         F.mish(x - y),
         F.logsigmoid(x - y),
         F.threshold(x - y, 0.3, -0.5),
+        torch.expm1(x - y),
+        torch.expm1((x - y) * 0.0001) * 9999,
     ),
     "whole numbers": lambda x, y: (torch.floor(x - y), torch.ceil(x - y), torch.sign(x - y), (x * 3).long()),
     "integers": lambda x, y: (

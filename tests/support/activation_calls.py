@@ -22,6 +22,7 @@ CALLS = {
     "neg": lambda x: -x,
     "square": torch.square,
     "exp": torch.exp,
+    "expm1": torch.expm1,
     "sin": torch.sin,
     "cos": torch.cos,
     "round": torch.round,

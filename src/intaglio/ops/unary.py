@@ -164,6 +164,7 @@ UNARY_OPS = (
         loop=FloatLoop(smooth.threshold),
     ),
     function("exp", lambda x, a: np.exp(x), loop=bodies.unary("exp")),
+    function("expm1", lambda x, a: np.expm1(x), loop=FloatLoop(smooth.expm1)),
     function("sin", lambda x, a: np.sin(x), loop=bodies.unary("sin")),
     function("cos", lambda x, a: np.cos(x), loop=bodies.unary("cos")),
     function("round", lambda x, a: np.rint(x), loop=bodies.unary("round")),

@@ -33,6 +33,14 @@ def _elu(body: Body, x: str, low: float, high: float, inner: float) -> str:
     return body("where", body("gt", x, 0.0), x if high == 1 else body("mul", x, high), below)
 
 
+def expm1(body: Body, call: FloatCall, v: Values) -> str:
+    """Write ``exp(x) - 1``; near zero as ``2 t / (1 - t)`` with ``t = tanh(x / 2)``, which keeps small results."""
+    x = v["self"]
+    half = body("tanh", body("mul", x, 0.5))
+    near = body("div", body("mul", half, 2.0), body("sub", 1.0, half))
+    return body("where", body("lt", body("abs", x), 1.0), near, body("sub", body("exp", x), 1.0))
+
+
 def softplus(body: Body, call: FloatCall, v: Values) -> str:
     """Write softplus, which is linear above a threshold."""
     x, beta, threshold = v["self"], float(v.get("beta", 1)), float(v.get("threshold", 20))
