@@ -108,6 +108,19 @@ def test_inputs_that_are_joined_and_separated_have_one_free_batch():
         captured(X, X[:1])
 
 
+def checked(m: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A check of the values of an input, as models of images and texts compare the numbers of their tokens."""
+    torch._check_tensor_all(mask.sum() == mask.numel() // 2, lambda: "half of the mask must be set")
+    return m.c(x) * mask
+
+
+def test_checks_of_values_are_left_out():
+    model = body(checked, c=conv())
+    mask = torch.tensor([0.0, 1.0]).repeat(4)
+    captured = capture(model, (X, mask))
+    same(captured, model, X, mask)
+
+
 def test_an_input_broadcast_over_the_batch_keeps_size_1():
     model = body(lambda m, x, shift: m.c(x) + shift, c=conv())
     captured = capture(model, (X, torch.randn(1, 4, 8, 8)))

@@ -24,6 +24,7 @@ from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import known_type, update_graph_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
+from intaglio.fxgraph.passes.identities import drop_assertions
 from intaglio.ir import DType, Input, ModelInfo, Origin, Output, Signature, State
 from intaglio.torch_private import (
     buffers_of,
@@ -139,6 +140,8 @@ def to_captured(
     With ``one_batch``, all inputs have the same batch, also where torch.export does not find out that they have.
     """
     unroll_loops(program.graph_module)
+    drop_assertions(program.graph_module)
+    program.graph_module.graph.eliminate_dead_code()  # what only assertions read may have no counterpart
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program, one_batch)
     copies: dict[fx.Node, fx.Node] = {}

@@ -21,7 +21,14 @@ COPIES = (
     "aten.contiguous.default",
 )
 
-ASSERTIONS = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+ASSERTIONS = (
+    "aten._assert_async.default",
+    "aten._assert_async.msg",
+    "aten._assert_scalar.default",
+    "aten._assert_tensor_metadata.default",
+    "aten.sym_constrain_range.default",
+    "aten.sym_constrain_range_for_size.default",
+)
 
 VIEW_TARGETS = ("aten.view.default", "aten._unsafe_view.default")
 
