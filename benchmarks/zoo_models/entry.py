@@ -69,8 +69,14 @@ def random_transformer(kind: str, **options: Any) -> nn.Module:
 
 
 def draw_statistics(model: nn.Module) -> None:
-    """Draw statistics of batch norms, weights of layers that begin with zeros, and biases, as trained models have."""
+    """Draw statistics of batch norms, weights of layers that begin with zeros, and biases, as trained models have.
+
+    transformers draws the weights of some batch norms with a standard deviation of 0.02, so that nothing is left of an
+    image behind a few layers. They are drawn around 1, too.
+    """
     for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.affine and 0 < module.weight.abs().max() < 0.2:
+            nn.init.uniform_(module.weight, 0.5, 1.5)
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.track_running_stats:
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.6, 1.4)
