@@ -311,6 +311,7 @@ TABLES = {
     "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),
     "zoo_summary": lambda: zoo_tables.summary(recorded("zoo")),
     "zoo": lambda: zoo_tables.page(recorded("zoo"), table),
+    "zoo_blind": lambda: table(*zoo_tables.blind(recorded("zoo"))),
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }

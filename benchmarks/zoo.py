@@ -22,6 +22,7 @@ import importlib
 import json
 import math
 import multiprocessing
+import re
 import tempfile
 import time
 import traceback
@@ -183,9 +184,15 @@ def saved(model: Any, arguments: Call, float_model: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+def without_folders(found: Any) -> Any:
+    """Return what was found out, with paths of libraries that begin behind ``site-packages``."""
+    text = re.sub(r"(?<![\w/])/[^\s\"']*/site-packages/", "", json.dumps(found))
+    return json.loads(text)
+
+
 def store(path: str, name: str, quick: bool) -> None:
     """Write what is found out about one model to a file."""
-    Path(path).write_text(json.dumps(examine(name, quick)))
+    Path(path).write_text(json.dumps(without_folders(examine(name, quick))))
 
 
 def examine_in_process(name: str, quick: bool, seconds: float) -> dict[str, Any]:

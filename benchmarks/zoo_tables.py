@@ -20,6 +20,8 @@ FAMILIES = {
     "tables_and_graphs": "Tables, series, graphs and recurrent networks",
     "generation": "Diffusion, generators and PyTorch's own transformer",
 }
+BLIND = "blind"
+"""Family of the models that were taken blind, which have a table of their own."""
 HEAD = ("model", "MACs in int8", "islands", "SQNR, dB", "noise, dB", "other sizes", "saved file", "seconds")
 NOTHING = "–"
 ISLAND = re.compile(
@@ -33,6 +35,36 @@ def newest(lines: Iterable[Line]) -> dict[str, Line]:
     for line in lines:
         found[line["results"]["model"]] = line["results"] | {"quick": line["arguments"]["quick"], "date": line["date"]}
     return found
+
+
+def oldest(lines: Iterable[Line]) -> dict[str, Line]:
+    """Return what the oldest line of each model found."""
+    return newest(sorted(lines, key=lambda line: line["date"], reverse=True))
+
+
+def of_zoo(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines of all models but those that were taken blind."""
+    return [line for line in lines if line["results"].get("family") != BLIND]
+
+
+def outcome(found: Line) -> tuple[str, str, str]:
+    """Return three cells: whether `quantize` takes a model, its share in int8 and its islands."""
+    if not found["unedited"]:
+        return "**no**", NOTHING, NOTHING
+    return "yes", f"{100 * found['macs_int8']:.2f} %", str(found["islands"])
+
+
+def blind(lines: Iterable[Line]) -> Table:
+    """Return the models that were taken blind, as they were found and as they are now."""
+    lines = [line for line in lines if line["results"].get("family") == BLIND]
+    now = newest(lines)
+    rows = []
+    for name, first in oldest(lines).items():
+        reasons = [f"`{operator}`: {reason}" for operator, reason in island_reasons(first.get("report", ""))]
+        failure = first.get("error", "").partition("remedy: ")[0][:220] or ", ".join(reasons)
+        rows.append((name.partition("/")[2], *outcome(first), *outcome(now[name]), cell(failure) or NOTHING))
+    head = ("model", "unedited", "MACs in int8", "islands", "unedited now", "MACs in int8 now", "islands now")
+    return (*head, "what failed at first"), sorted(rows)
 
 
 def worst(figures: Any) -> float | None:
@@ -94,7 +126,7 @@ def cell(text: str) -> str:
 def failures(lines: Iterable[Line]) -> Table:
     """Return the models that `quantize` does not take, each with the reason and the remedy that the error says."""
     rows = []
-    for found in newest(lines).values():
+    for found in newest(of_zoo(lines)).values():
         if not found["unedited"]:
             problem, _, remedy = found.get("error", "").partition("remedy: ")
             rows.append((found["model"], cell(problem[:300]), cell(remedy[:300]) or NOTHING))
@@ -119,7 +151,7 @@ def islands(lines: Iterable[Line]) -> Table:
     """Return the reasons of islands, each with its operators and models, the most frequent first."""
     models: dict[str, set[str]] = {}
     operators: dict[str, set[str]] = {}
-    for found in newest(lines).values():
+    for found in newest(of_zoo(lines)).values():
         for operator, reason in island_reasons(found.get("report", "")):
             models.setdefault(reason, set()).add(found["model"])
             operators.setdefault(reason, set()).add(f"`{operator}`")
@@ -130,7 +162,7 @@ def islands(lines: Iterable[Line]) -> Table:
 
 def summary(lines: Iterable[Line]) -> str:
     """Say in one paragraph what the zoo shows."""
-    found = newest(lines).values()
+    found = newest(of_zoo(lines)).values()
     taken = [one for one in found if one["unedited"]]
     used = [one for one in taken if one["most_used"]]
     most_used = [one for one in found if one.get("most_used")]

@@ -280,6 +280,17 @@ def test_reasons_of_islands_are_listed_with_their_models(zoo):
     assert rows == [("no int8 kernel for this operator", "`sort.default`, `topk.default`", "mixtral")]
 
 
+def test_models_taken_blind_are_shown_as_found_and_as_they_are_now(zoo):
+    found = zoo_line("blind/aria", family="blind", unedited=False, error="CaptureError: sizes\n  remedy: none")
+    now = zoo_line("blind/aria", family="blind", date="2026-01-02", islands=1)
+    island = zoo_line("blind/halonet", family="blind", islands=2, report=REPORT)
+    _, rows = zoo.blind([found, now, island, zoo_line("bert")])
+    assert rows[0] == ("aria", "**no**", "–", "–", "yes", "100.00 %", "1", "CaptureError: sizes")
+    assert rows[1][1:7] == ("yes", "100.00 %", "2") * 2
+    assert rows[1][7].startswith("`topk.default`: no int8 kernel for this operator, `sort.default`")
+    assert "takes 1 of 1 models" in zoo.summary([found, zoo_line("bert")])
+
+
 def test_failures_have_the_remedy_of_the_error(zoo):
     error = "CaptureError: LSTM: it has a size | that depends\n  remedy: use intaglio.eager"
     _, rows = zoo.failures([zoo_line("tagger", unedited=False, error=error), zoo_line("bert")])
