@@ -124,6 +124,15 @@ def test_probabilities_that_are_returned_stay():
     assert passed(body, X)[2]["fuse_attention"] == 0
 
 
+@pytest.mark.parametrize(("positions", "fused"), [(256, True), (257, False)])
+def test_heads_that_are_too_wide_stay_two_products(positions, fused):
+    """Attention between channels, whose heads are as wide as an image has positions."""
+    x = torch.randn(2, 3, positions, 4)
+    _, module, counts = passed(lambda m, x: torch.softmax(x.mT @ x, -1) @ x.mT, x)
+    assert counts["fuse_attention"] == fused
+    assert operators(module).count("matmul") == (0 if fused else 2)
+
+
 @pytest.mark.case("backend 12")
 def test_products_of_matrices_of_all_heads_keep_their_rank():
     """Case 12: bmm, a factor, a mask, softmax in a type of its own, dropout, bmm."""

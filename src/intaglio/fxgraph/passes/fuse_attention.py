@@ -14,6 +14,7 @@ from intaglio.fxgraph.fx_graph_view import FxGraphView
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node
 from intaglio.ir import DType, TensorType
+from intaglio.ops.products.attention import MAX_HEAD_WIDTH
 
 aten = torch.ops.aten
 MUL_TARGETS = ("aten.mul.Tensor", "aten.mul.Scalar")
@@ -207,14 +208,18 @@ def _is_minus_infinity(module: fx.GraphModule, value: Any) -> bool:
 
 
 def _replace_by_attention(module: fx.GraphModule, node: fx.Node, found: ScoreOperators, product: fx.Node) -> bool:
-    """Replace the second product by attention; return false if the shapes are not those of attention."""
+    """Replace the second product by attention; return false if the shapes are not those of attention.
+
+    Heads wider than the kernel takes stay two products, as those of attention between channels of images are.
+    """
     q, k_t = product.args[-2:] if operator(product) in MATMUL_TARGETS else product.args[1:3]
     v, leading = node.args[1], set()
     for kind in map(tensor_type, (q, k_t, v)):
         if kind is None or kind.dtype is not DType.F32 or len(kind.shape) < 3:
             return False
         leading.add(kind.shape[:-2])
-    if len(leading) != 1:
+    widths = (known_type(q).shape[-1], known_type(v).shape[-1])
+    if len(leading) != 1 or not all(isinstance(size, int) and size <= MAX_HEAD_WIDTH for size in widths):
         return False
     q, scale = _skip_factors(module, q, found.scale)
     k_t, scale = _skip_factors(module, k_t, scale)
