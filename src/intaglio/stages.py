@@ -35,7 +35,7 @@ from intaglio.quant.calibrate.prepare import prepare as prepare_captured
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.corrections import Corrections
-from intaglio.quant.correct.equalize import equalize
+from intaglio.quant.equalization.equalize import equalize
 from intaglio.quant.frontends.from_qdq import from_qdq as from_captured
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.imported_weights.quantized_weight import QuantizedWeight

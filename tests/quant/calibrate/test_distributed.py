@@ -24,7 +24,7 @@ from intaglio.quant.calibrate.range_methods import METHODS
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.correct.correct_weights import correct
-from intaglio.quant.correct.equalize import equalize
+from intaglio.quant.equalization.equalize import equalize
 from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe

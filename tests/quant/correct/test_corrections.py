@@ -13,8 +13,8 @@ from intaglio import stages
 from intaglio.fxgraph.node_info import info
 from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, inverse_cholesky_factor, permute
 from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
-from intaglio.quant.correct.smooth_factors import SampledRows, smoothing
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.equalization.smooth_factors import SampledRows, smoothing
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets

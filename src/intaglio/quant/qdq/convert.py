@@ -21,9 +21,9 @@ from intaglio.quant.calibrate.custom_observer import convert_custom_observers
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Statistics
-from intaglio.quant.correct.apply_equalization import apply_equalization
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.corrections import Corrected, Corrections, RoundedWeight
+from intaglio.quant.equalization.apply_equalization import apply_equalization
 from intaglio.quant.imported_weights.kept_integers import (
     fitting_integers,
     imported_integers,

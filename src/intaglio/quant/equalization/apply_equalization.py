@@ -28,7 +28,7 @@ from intaglio.ops import BY_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, reprepare
 from intaglio.quant.correct.corrections import Equalization
-from intaglio.quant.correct.smoothquant import smooth, smoothable
+from intaglio.quant.equalization.smoothquant import smooth, smoothable
 from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
 from intaglio.quant.precision.apply_decisions import with_data_floats, with_split_layers
 from intaglio.quant.recipes.choices import Role

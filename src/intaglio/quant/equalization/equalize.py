@@ -28,7 +28,7 @@ from intaglio.fxgraph.padding_masks import (
 from intaglio.ir import Signature
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
-from intaglio.quant.correct.apply_equalization import (
+from intaglio.quant.equalization.apply_equalization import (
     apply_equalization,
     has_single_factors,
     is_affine_layer_norm,
@@ -38,9 +38,9 @@ from intaglio.quant.correct.apply_equalization import (
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.corrections import CorrectionStep
 from intaglio.quant.correct.layerwise_eval import decibels
-from intaglio.quant.correct.per_channel_inputs import quantize_inputs_per_channel
-from intaglio.quant.correct.smooth_factors import SampledRows, Smoothing, smoothing
-from intaglio.quant.correct.smoothquant import smoothable
+from intaglio.quant.equalization.per_channel_inputs import quantize_inputs_per_channel
+from intaglio.quant.equalization.smooth_factors import SampledRows, Smoothing, smoothing
+from intaglio.quant.equalization.smoothquant import smoothable
 from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.measure_rounding import ValueRecorder
 from intaglio.tracing.captured import expect

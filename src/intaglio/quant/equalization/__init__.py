@@ -1,0 +1,1 @@
+"""Equalization of channels before calibration, by factors that are folded into weights."""
