@@ -17,6 +17,7 @@ from intaglio.quant.qdq import integer_regions, qparams
 from intaglio.quant.qdq.integer_regions import marked_regions
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
+from support import nets
 from support.slow_params import slow_params
 
 
@@ -148,9 +149,9 @@ def counter(monkeypatch, name: str, *modules) -> Counter:
 def test_a_model_is_annotated_once_with_equalization_and_corrections(monkeypatch):
     annotated = counter(monkeypatch, "annotate_graph", prepare_stage, annotate_stage)
     torch.manual_seed(0)
-    data = [(torch.randn(4, 3, 6, 6),)]
+    data = [(torch.randn(16, 3, 6, 6),)]
     prepared = stages.prepare(
-        stages.capture(Block().eval(), data[0]), stages.Quantizer(Recipe(default=Setting(bias="outputs")))
+        stages.capture(nets.uneven(Block()).eval(), data[0]), stages.Quantizer(Recipe(default=Setting(bias="outputs")))
     )
     assert annotated.count == 1
     prepared = stages.equalize(prepared, data)
@@ -211,10 +212,10 @@ SIGMOID = QuantizerPattern("squash", op("aten.sigmoid.default", wildcard()))
 @pytest.mark.parametrize("patterns", [builtin(), [SIGMOID, *builtin()]], ids=["built in", "own"])
 def test_regions_of_patterns_go_along_with_the_graphs_that_are_divided(patterns, monkeypatch):
     torch.manual_seed(0)
-    data = [(torch.randn(4, 3, 6, 6),)]
+    data = [(torch.randn(16, 3, 6, 6),)]
     quantizer = stages.Quantizer(Recipe(default=Setting(bias="outputs")), patterns=patterns)
     counted = counter(monkeypatch, "annotate_graph", prepare_stage, annotate_stage)
-    prepared = stages.prepare(stages.capture(Block().eval(), data[0]), quantizer)
+    prepared = stages.prepare(stages.capture(nets.uneven(Block()).eval(), data[0]), quantizer)
     equalized = stages.equalize(prepared, data)
     assert equalized.equalization.inputs
     assert equalized.equalization.factors

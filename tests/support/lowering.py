@@ -186,9 +186,10 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 @functools.cache
-def captured_net(net: type[nn.Module]) -> tuple[nn.Module, Captured]:
-    """One of `nets.ALL` with random weights, captured once for all tests from an example of batch 1."""
+def captured_net(net: type[nn.Module], uneven: bool = False) -> tuple[nn.Module, Captured]:
+    """One of `nets.ALL` with random weights, or uneven ones, captured once for all tests from an example of batch 1."""
     model = nets.randomize(net())
+    model = nets.uneven(model) if uneven else model
     return model, capture(model, nets.example(model, 1))
 
 

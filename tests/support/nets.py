@@ -34,6 +34,18 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+def uneven(model: nn.Module) -> nn.Module:
+    """Channels whose sizes differ a hundredfold, as trained networks have them."""
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    with torch.no_grad():
+        for module in norms or [module for module in model.modules() if isinstance(module, nn.Conv2d)]:
+            sizes = torch.logspace(-2, 0, len(module.weight))
+            module.weight.mul_(sizes.reshape(-1, *[1] * (module.weight.dim() - 1)))
+            if module.bias is not None:
+                module.bias.mul_(sizes)
+    return model
+
+
 class Body(nn.Module):
     """``forward(*args)`` is ``body(self, *args)``: a model in one line of a test."""
 

@@ -18,8 +18,8 @@ from intaglio.errors import InputError, UnsupportedError
 from intaglio.lower import requantize
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared, prepare
-from intaglio.quant.equalization.apply_equalization import apply_equalization
 from intaglio.quant.correct.corrections import Corrected
+from intaglio.quant.equalization.apply_equalization import apply_equalization
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams

@@ -35,8 +35,10 @@ from support.lowering import captured_net
 from support.project_files import ROOT
 from support.slow_params import slow_params
 
-MODEL, CAPTURED = captured_net(nets.MaxPoolNet)
+MODEL, CAPTURED = captured_net(nets.MaxPoolNet, uneven=True)
 BATCHES = [nets.example(MODEL, 1 + index % 3, seed=index) * 2.0 ** (index % 4) for index in range(7)]
+STEADY = [nets.example(MODEL, 10 + index % 3, seed=index) for index in range(7)]
+"""Enough samples of the same size to give factors."""
 
 
 class Ranks:
@@ -181,7 +183,7 @@ def test_corrections_by_ranks_are_those_of_one_process_to_the_bit(size, setting)
     quantizer = Quantizer(Recipe(default=Setting(**setting)))
 
     def parameters(group: Group) -> str:
-        data = share(BATCHES, group)
+        data = share(STEADY, group)
         model = equalize(prepare(CAPTURED, quantizer), data, group=group)
         ranges = calibrate(model, data, group=group)
         return convert(model, ranges, correct(model, ranges, data, group=group)).parameters.to_json()
@@ -261,7 +263,7 @@ SCRIPT = """
         "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size=size,
         timeout=datetime.timedelta(seconds=120),
     )
-    model, captured = captured_net(nets.MaxPoolNet)
+    model, captured = captured_net(nets.MaxPoolNet, uneven=True)
     batches = [nets.example(model, 1 + index % 3, seed=index) * 2.0 ** (index % 4) for index in range(7)]
     prepared = prepare(captured)
     calibrate(prepared, share(batches)).save(f"{{folder}}/{{rank}}.json")

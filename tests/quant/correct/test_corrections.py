@@ -14,7 +14,9 @@ from intaglio.fxgraph.node_info import info
 from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, inverse_cholesky_factor, permute
 from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
-from intaglio.quant.equalization.smooth_factors import SampledRows, smoothing
+from intaglio.quant.equalization.channel_records import FoldExtrema
+from intaglio.quant.equalization.sampled_rows import SampledRows
+from intaglio.quant.equalization.smooth_factors import smoothing
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets
@@ -24,16 +26,6 @@ from support.slow_params import slow_params_except
 def prepared_of(model, batch, **setting):
     quantizer = Quantizer(Recipe(default=Setting(**setting)))
     return stages.prepare(stages.capture(model, batch), quantizer)
-
-
-def uneven(model):
-    """Channels whose sizes differ a hundredfold, as trained networks have them."""
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.weight.mul_(torch.logspace(-2, 0, len(module.weight)))
-                module.bias.mul_(torch.logspace(-2, 0, len(module.bias)))
-    return model
 
 
 NETS = {
@@ -62,7 +54,7 @@ def noise(exact, found):
     "name", slow_params_except("option a", "grouped", "linears", of=NETS, reason="layers of the other networks")
 )
 def test_equalizing_leaves_the_float_function_alone(name):
-    model = uneven(nets.randomize(NETS[name]()))
+    model = nets.uneven(nets.randomize(NETS[name]()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x)
     apply_equalization = stages.equalize(prepared, [x])
@@ -72,7 +64,7 @@ def test_equalizing_leaves_the_float_function_alone(name):
 
 
 def test_sums_take_a_factor_per_channel():
-    model = uneven(nets.randomize(nets.Residual()))
+    model = nets.uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
     apply_equalization = stages.equalize(prepared_of(model, x), [x])
     assert "aten.addcmul.default" in apply_equalization.text()
@@ -80,7 +72,7 @@ def test_sums_take_a_factor_per_channel():
 
 
 def test_equalized_models_run_in_int8_bit_identically():
-    model = uneven(nets.randomize(nets.OptionA()))
+    model = nets.uneven(nets.randomize(nets.OptionA()))
     x = nets.example(model, 4)
     prepared = stages.equalize(prepared_of(model, x), [x])
     ranges = stages.calibrate(prepared, [x])
@@ -92,7 +84,7 @@ def test_equalized_models_run_in_int8_bit_identically():
 
 
 def test_equalization_improves_channels_of_small_range():
-    model = uneven(nets.randomize(nets.Residual()))
+    model = nets.uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 16)
     plain = prepared_of(model, x, equalize=0.0)
     even = stages.equalize(prepared_of(model, x), [x])
@@ -101,7 +93,7 @@ def test_equalization_improves_channels_of_small_range():
 
 
 def test_a_recipe_can_disable_equalization():
-    model = uneven(nets.randomize(nets.Residual()))
+    model = nets.uneven(nets.randomize(nets.Residual()))
     x = nets.example(model, 4)
     prepared = prepared_of(model, x, equalize=0.0)
     assert stages.equalize(prepared, [x]) is prepared
@@ -466,6 +458,7 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
 
 
 def test_layers_that_smoothing_does_not_improve_are_unchanged():
-    rows = SampledRows.of(torch.randn(16, 4, 8).sign(), 0)
+    rows = SampledRows.of(torch.randn(16, 4, 8).sign(), 0, -1, 16)
     weight = torch.ones(4, 8)
-    assert smoothing(rows, [weight], torch.ones(8)) is None
+    extrema = FoldExtrema(-torch.ones(8, 8), torch.ones(8, 8))
+    assert smoothing(extrema, rows, [weight]) is None

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import intaglio
 from intaglio import stages
-from intaglio.quant.correct.rounding_fit import in_first_half, mean_generalizes
 from support.lowering import sqnr
 
 
@@ -39,7 +38,7 @@ def test_weights_are_not_fitted_to_few_samples(samples, bias):
 
 
 def test_weights_are_fitted_to_enough_samples():
-    model, data, others = net(0), correlated(64, 1), correlated(500, 2)
+    model, data, others = net(0), correlated(80, 1), correlated(500, 2)
     found = [
         sqnr(
             intaglio.quantize(model, [data], recipe={"*": {"rounding": r, "weights_dtype": "s4"}}, progress=False)(
@@ -49,7 +48,7 @@ def test_weights_are_fitted_to_enough_samples():
         )
         for r in ("nearest", "gptq")
     ]
-    assert found[1] > found[0] + 0.3
+    assert found[1] > found[0] + 1
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -83,17 +82,3 @@ def test_a_channel_of_few_elements_is_not_discrete():
 def test_a_grid_without_zero_needs_small_steps():
     assert not channels_without_loss([-0.25, 0.5, 1.25], 100, 100)
     assert channels_without_loss([-0.75, 0.0, 0.75], 100, 100)
-
-
-def test_halves_depend_on_contents_only():
-    batch = torch.randint(0, 256, (64, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    half = in_first_half(batch)
-    assert 16 < half.sum() < 48
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(in_first_half(batch[order]), half[order])
-
-
-def test_a_mean_that_is_noise_does_not_generalize():
-    assert mean_generalizes((torch.tensor([10.0]), torch.tensor([12.0])), (5, 5))
-    assert not mean_generalizes((torch.tensor([10.0]), torch.tensor([-12.0])), (5, 5))
-    assert not mean_generalizes((torch.tensor([10.0]), torch.tensor([0.0])), (5, 0))

@@ -9,7 +9,8 @@ from intaglio import Recipe, stages
 from intaglio.quant.correct import correct_weights, second_moments
 from intaglio.quant.recipes.recipe import Setting
 
-BATCHES = [torch.randn(32, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+MIXING = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
+BATCHES = [torch.randn(32, 6, generator=torch.Generator().manual_seed(i)) @ MIXING for i in range(2)]
 
 
 def reference(**setting):

@@ -71,7 +71,8 @@ def test_the_float_function_stays_where_sizes_are_equal(name):
     shape, forward, equalizes = READERS[name]
     model, x = net(forward), torch.randn(shape, generator=torch.Generator().manual_seed(1))
     prepared = stages.prepare(stages.capture(model, x))
-    equalized = stages.equalize(prepared, [x])
+    draw = torch.Generator().manual_seed(2)
+    equalized = stages.equalize(prepared, [torch.randn(shape, generator=draw) for _ in range(128)], samples=1024)
     torch.testing.assert_close(equalized(x), model(x), rtol=1e-4, atol=1e-4 * float(model(x).abs().max()))
     if equalizes:
         assert "equalize: 1 values" in equalized.model_info.texts["corrections"]

@@ -24,9 +24,9 @@ from support.lowering import ROUNDED, captured_net, quantized, sqnr
 from support.nets import Body
 from support.slow_params import slow_params_except
 
-MODEL, CAPTURED = captured_net(nets.Residual)
-X = nets.example(MODEL, 4)
-UNSEEN = nets.example(MODEL, 64)[len(X) :]
+MODEL, CAPTURED = captured_net(nets.Residual, uneven=True)
+X = nets.example(MODEL, 16)
+UNSEEN = nets.example(MODEL, 80)[len(X) :]
 """Corrections are fitted to `X`, and are more accurate there than elsewhere."""
 INPUT = "#0/input.x"
 PLAIN = {"equalize": 0.0, "rounding": "nearest"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,15 +26,9 @@ from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.correct.rounding_fit import (
-    RoundingFit,
-    by_group,
-    in_first_half,
-    may_overfit,
-    mean_generalizes,
-    rest_of,
-)
+from intaglio.quant.correct.rounding_fit import RoundingFit, by_group
 from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
+from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.correct.weight_rounding import loss, nearest
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
@@ -140,13 +133,13 @@ class _WeightCorrector:
             if _is_measured(annotations, region):
                 self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
             return
-        found = self._moments(region, x)
-        halves = self._halves(region, x, found) if may_overfit(found) else ()
+        found, split = self._moments(region, x), self._split(x)
+        parts = SplitMoments.of(found, self._moments(region, x, split), split.crossed)
         rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
-            q, grid, step, quantized = fit.validated(found, halves)
+            q, grid, step, quantized = fit.validated(found, parts)
             plain = nearest(rows, step, found, grid.low, grid.high)
             self._record_noise(setting.rounding, rows, step, plain, quantized, found)
             self.quantized_weights[site.name] = quantized.reshape(weight.shape).numpy().astype(np.int32)
@@ -156,21 +149,39 @@ class _WeightCorrector:
         if _is_measured(annotations, region):
             self._measure_imported(region, site, grid, quantized_now, found)
         if setting.bias != BiasCorrection.NONE:
-            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, found, halves)
+            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, found, parts, split)
 
     def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on."""
         self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
 
-    def _moments(self, region: Region, x: fx.Node, halve: bool = False) -> Moments:
-        """Return the second moments of a region's quantized input, or of half of its samples, over all ranks."""
-        site = self.evaluation.sites[x.name]
+    def _operands(self, x: fx.Node) -> Iterator[torch.Tensor]:
+        """Yield the quantized operand of this rank's batches in groups of samples, without padding."""
         axes = padded_axes(known_type(x).shape, self.signature)
-        batches: Iterator[torch.Tensor] = itertools.chain.from_iterable(
-            visible_groups(self._operand(x, call), axes, visible) for call, visible in enumerate(self.visible)
+        for call, visible in enumerate(self.visible):
+            yield from visible_groups(self._operand(x, call), axes, visible)
+
+    def _operand(self, x: fx.Node, call: int) -> torch.Tensor:
+        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it."""
+        return torch.atleast_2d(self.evaluation.quantized_values(x, call))
+
+    def _split(self, x: fx.Node) -> ValidationSplit:
+        """Return the division of the samples of an operand over all ranks."""
+        own = self.group.run_on_all_ranks(
+            lambda: [(project(batch), batch[0].numel()) for batch in self._operands(x) if len(batch)]
         )
-        if halve:
-            batches = (batch[half] for batch in batches if (half := in_first_half(batch)).any())
+        parts = [part for of_rank in self.group.gather(own) for part in of_rank]
+        projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _ in parts)])
+        return ValidationSplit.of(projections, max((size for _, size in parts), default=0))
+
+    def _moments(self, region: Region, x: fx.Node, split: ValidationSplit | None = None) -> Moments:
+        """Return the second moments of a region's quantized input over all ranks.
+
+        With a division of the samples, return those of the samples that validate.
+        """
+        site, batches = self.evaluation.sites[x.name], self._operands(x)
+        if split is not None:
+            batches = (batch[here] for batch in batches if (here := split.validates(batch)).any())
         q = self.evaluation.qparams[site.name]
         if site.dtype is DType.S8:  # moments are of uint8 values
             batches, q = (
@@ -178,15 +189,6 @@ class _WeightCorrector:
                 q.with_offset(SIGN_OFFSET),
             )
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
-
-    def _operand(self, x: fx.Node, call: int) -> torch.Tensor:
-        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it."""
-        return torch.atleast_2d(self.evaluation.quantized_values(x, call))
-
-    def _halves(self, region: Region, x: fx.Node, found: Moments) -> tuple[Moments, Moments]:
-        """Return the moments of each half of the samples, which together have the moments ``found``."""
-        half = self._moments(region, x, halve=True)
-        return half, rest_of(found, half)
 
     def _measure_imported(
         self, region: Region, site: Site, grid: WeightGrid, quantized: np.ndarray, found: Moments
@@ -214,25 +216,26 @@ class _WeightCorrector:
         rows: torch.Tensor,
         error: torch.Tensor,
         found: Moments,
-        halves: tuple[Moments, ...],
+        parts: SplitMoments,
+        split: ValidationSplit,
     ) -> None:
         """Add to the bias the mean error of each output channel.
 
         By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
         concerns more than the weights, and may even increase their error. The bias stays as it is if the error has
-        another mean in one half of few positions than in the other.
+        another mean in the samples that validate.
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
-            sums, counts = self._output_errors(region, split=bool(halves))
-            if halves and not mean_generalizes(sums, counts):
+            sums, counts = self._output_errors(region, split)
+            if not mean_generalizes(sums, counts, split.crossed):
                 return
             moved = sum(sums) / max(sum(counts), 1)
         else:
             x = layer_operands(region.anchor).x
-            sums = tuple((error @ half.sums.double()[..., None])[..., 0] for half in halves)
-            if halves and not mean_generalizes(sums, tuple(half.count for half in halves)):
+            sums = tuple((error @ part.sums.double()[..., None])[..., 0] for part in parts.both)
+            if not mean_generalizes(sums, tuple(part.count for part in parts.both), split.crossed):
                 return
             mean = found.sums.double() / max(found.count, 1)
             lost = (error @ mean[..., None])[..., 0]
@@ -244,21 +247,20 @@ class _WeightCorrector:
                 self.noise_ratios.setdefault("bias of weights", []).append((before / signal, after / signal))
         self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
-    def _output_errors(self, region: Region, split: bool) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    def _output_errors(
+        self, region: Region, split: ValidationSplit
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
         """Return sums of the float anchor's results minus the quantized anchor's, and the numbers of addends.
 
-        The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly.
-
-        Args:
-            region: the region of the anchor.
-            split: whether to return sums over each half of the samples instead of all.
+        The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly. The first
+        is over the samples to fit to, the second over those that validate.
         """
         x_site, w_site, _ = anchor_sites(self.evaluation.annotations, region)
         outputs = len(parameters_of(self.evaluation.module, region)[0])
         step = numerics.accumulator_scale(self.evaluation.qparams[x_site.name].step, self.units[w_site.name].scales)
         unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
         axis = -1 if region.record.is_linear_layer else 1
-        total = torch.zeros(2 if split else 1, outputs + 1, dtype=torch.int64)
+        total = torch.zeros(2, outputs + 1, dtype=torch.int64)
         x = layer_operands(region.anchor).x
         input_axes, output_axes = (padded_axes(known_type(node).shape, self.signature) for node in (x, region.anchor))
         if None in (input_axes, output_axes) or axis != -1:
@@ -268,10 +270,10 @@ class _WeightCorrector:
             for batch, visible in enumerate(self.visible):
                 exact, found = map(torch.atleast_2d, self.evaluation.anchor_outputs(region, batch))
                 errors = visible_groups(exact.double() - found.double(), output_axes, visible)
-                inputs = visible_groups(self._operand(x, batch), input_axes, visible) if split else errors
+                inputs = visible_groups(self._operand(x, batch), input_axes, visible)
                 for operand, error in zip(inputs, errors, strict=True):
-                    parts: tuple[Any, ...] = (half := in_first_half(operand), ~half) if split else (slice(None),)
-                    for sums, part in zip(total, parts, strict=True):
+                    validates = split.validates(operand)
+                    for sums, part in zip(total, (~validates, validates), strict=True):
                         values = error.movedim(axis, 0)[:, part].flatten(1)
                         sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
                         sums[-1] += values.shape[1]

@@ -1,4 +1,4 @@
-"""Linear algebra for GPTQ: the triangular factor of the inverse of a matrix of second moments."""
+"""Triangular factor of the inverse of second moments for GPTQ, and evenly spread places in a tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
 BLOCK_SIZE = 128
 """Triangular matrices of at most this size are inverted at once."""
+GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of it modulo 1 are spread evenly, whatever their number, and do not keep to the columns of an image."""
 
 
 def inverse_cholesky_factor(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -54,3 +56,8 @@ def permute(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tenso
     shape = [order.shape[0], 1, 1]
     shape[axis] = order.shape[1]
     return matrix.gather(axis, order.reshape(shape).expand_as(matrix))
+
+
+def spread_places(numbers: torch.Tensor, size: int) -> torch.Tensor:
+    """Return for each of consecutive numbers a place below ``size``; any run of numbers is spread evenly."""
+    return (numbers.double() * GOLDEN_RATIO % 1 * size).long().clamp_max(size - 1)

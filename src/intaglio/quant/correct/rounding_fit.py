@@ -1,8 +1,4 @@
-"""Quantized weights fitted to the operands of a layer, and validation of fits to few positions.
-
-A correction that is fitted to few samples may fit these only. Then it is fitted to each half of the samples and used if
-it reduces the error on the other half.
-"""
+"""Quantized weights fitted to the operands of a layer, and their validation on samples that they were not fitted to."""
 
 from __future__ import annotations
 
@@ -18,11 +14,13 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.second_moments import Moments
+from intaglio.quant.correct.validation_split import SplitMoments
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
+from intaglio.quant.recipes.choices import Rounding
 
-VALIDATED_SAMPLES = 16
-"""Number of samples below which corrections are validated, and as well with fewer positions than columns."""
+CHEAP_COLUMNS = 1024
+"""Up to this many columns GPTQ takes less time than the moments that it reads."""
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
@@ -76,20 +74,27 @@ class RoundingFit:
         step = self._steps(grid)
         return FittedWeight(q, grid, step, ROUNDINGS[self.method](self.rows, step, found, grid.low, grid.high))
 
-    def validated(self, found: Moments, halves: tuple[Moments, ...]) -> FittedWeight:
-        """Return the weight fitted to ``found``, or rounded to nearest if fits to ``halves`` do not generalize."""
-        return self.fitted(found) if not halves or self._generalizes(halves) else self.nearest(found)
+    def validated(self, found: Moments, parts: SplitMoments) -> FittedWeight:
+        """Return a fitted weight, or rounded to nearest if fits do not generalize.
 
-    def _generalizes(self, halves: tuple[Moments, ...]) -> bool:
-        """Return whether a fit to each half has less error on the other half than rounding to nearest."""
-        if not all(half.count for half in halves):
-            return False
+        Halves of few samples validate each other, and the weight is then fitted to all. Of more samples most are enough
+        to fit to, and the weight that was validated is returned.
+
+        Args:
+            found: moments of all samples.
+            parts: moments of parts of them.
+        """
+        if not all(part.count for part in parts.both):
+            return self.nearest(found)
         error = plain = 0.0
-        for own, other in (halves, halves[::-1]):
+        for own, other in parts.directions:
             fit, unfitted = self.fitted(own), self.nearest(own)
             error += loss(fit.quantized, self.rows, fit.step, other.matrix).sum().item()
             plain += loss(unfitted.quantized, self.rows, unfitted.step, other.matrix).sum().item()
-        return error < plain
+        if not error < plain:
+            return self.nearest(found)
+        cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
+        return self.fitted(found) if parts.crossed or cheap else fit
 
     def _steps(self, grid: WeightGrid) -> torch.Tensor:
         return by_group(self.region, np.broadcast_to(grid.steps, self.weight.shape))
@@ -117,38 +122,3 @@ def by_group(region: Region, weight: np.ndarray) -> torch.Tensor:
     """Reshape a weight of any rank to float64 [groups, rows, k]."""
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
     return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
-
-
-def may_overfit(found: Moments) -> bool:
-    """Return whether a correction may fit only the samples that these moments are from."""
-    return found.samples < VALIDATED_SAMPLES or found.count < found.products.shape[1]
-
-
-def in_first_half(batch: torch.Tensor) -> torch.Tensor:
-    """Return bool[samples] that is true for about half of the samples of u8[samples, ...].
-
-    They are chosen by their contents, so that every division of the data among processes gives the same halves.
-    """
-    return batch.flatten(1).sum(1) % 2 == 0
-
-
-def rest_of(found: Moments, half: Moments) -> Moments:
-    """Return the moments of the positions that are not in ``half``."""
-    counts = (found.count - half.count, found.samples - half.samples)
-    return Moments(found.products - half.products, found.sums - half.sums, *counts)
-
-
-def mean_generalizes(sums: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> bool:
-    """Return whether subtracting the mean of each half of some values from the other half reduces their squares.
-
-    Args:
-        sums: sums over both halves, one for each channel.
-        counts: numbers of values of both halves.
-    """
-    if not all(counts):
-        return False
-    gain = 0.0
-    for own, other in ((0, 1), (1, 0)):
-        mean = sums[own] / counts[own]
-        gain += (2 * mean * sums[other] - counts[other] * mean.square()).sum().item()
-    return gain > 0
