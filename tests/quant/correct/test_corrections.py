@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
-from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, inverse_cholesky_factor, permute
+from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, ordered_factor
 from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
-from intaglio.quant.correct.weight_rounding import ROUNDINGS, loss, nearest
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
 from intaglio.quant.equalization.channel_records import FoldExtrema
 from intaglio.quant.equalization.sampled_rows import SampledRows
 from intaglio.quant.equalization.smooth_factors import smoothing
@@ -233,17 +233,23 @@ def test_moments_add_up_whatever_the_split():
 
 
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
-def test_the_cholesky_factor_is_that_of_the_inverse(k):
+def test_the_factor_is_that_of_the_damped_moments_in_order(k):
     x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
-    order, factor = inverse_cholesky_factor(x @ x.transpose(1, 2))
-    ordered = permute(x, order, 1)
-    matrix = ordered @ ordered.transpose(1, 2)
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    assert (diagonal.diff(dim=1) <= 0).all()
-    assert torch.equal(factor, factor.triu())
+    x[:, k // 2] = 0
+    matrix = x @ x.transpose(1, 2)
+    given = matrix.clone()
+    factor = ordered_factor(matrix)
+    assert torch.equal(matrix, given)
+    ordered = x.gather(1, factor.order[..., None].expand_as(x))
+    expected = ordered @ ordered.transpose(1, 2)
+    diagonal = expected.diagonal(dim1=1, dim2=2)
+    assert (diagonal.diff(dim=1) >= 0).all()
     added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST_DAMPING * diagonal.amax(1, keepdim=True)
-    product = factor.transpose(1, 2) @ factor @ (matrix + torch.diag_embed(added.expand(2, k)))
-    torch.testing.assert_close(product, torch.eye(k, dtype=torch.float64).expand(2, k, k), rtol=0, atol=1e-9)
+    torch.testing.assert_close(factor.added, added.expand(2, k).where(diagonal > 0, 1))
+    assert torch.equal(factor.lower, factor.lower.tril())
+    assert (factor.lower.diagonal(dim1=1, dim2=2) == 1).all()
+    product = factor.lower * factor.pivots[:, None] @ factor.lower.transpose(1, 2)
+    torch.testing.assert_close(product, expected + torch.diag_embed(factor.added))
 
 
 # -- rounding --------------------------------------------------------------------------------------------------------
@@ -261,17 +267,44 @@ def problems(draw):
     return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank, rank)
 
 
-@pytest.mark.parametrize("name", ["nearest", "gptq"])
 @given(problem=problems())
 @settings(max_examples=2 * settings.default.max_examples)
-def test_no_row_is_worse_than_rounded_to_nearest(name, problem):
+def test_no_row_is_worse_than_rounded_to_nearest(problem):
     weight, step, found = problem
-    q_values = ROUNDINGS[name](weight, step, found, -127, 127)
-    assert q_values.eq(q_values.round()).all()
-    assert q_values.abs().le(127).all()
+    rows = gptq(weight, step, found, -127, 127)
+    assert rows.quantized.eq(rows.quantized.round()).all()
+    assert rows.quantized.abs().le(127).all()
     matrix = found.products.double()
-    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
-    assert (loss(q_values, weight, step, matrix) <= plain).all()
+    plain, chosen = (loss(q, weight, step, matrix) for q in (nearest(weight, step, -127, 127), rows.quantized))
+    assert torch.equal(rows.nearest_error, plain)
+    assert (chosen <= plain).all()
+    torch.testing.assert_close(rows.error, chosen, rtol=1e-6, atol=1e-9 * plain.max().item())
+
+
+def gptq_with_inverse(weight, step, found, low, high):
+    """GPTQ as in the paper: columns one by one, with the Cholesky factor of the inverse of the damped moments."""
+    order, _, _, added = found.factor
+    order = order.flip(1)
+    place = order[:, None].expand_as(weight)
+    columns, steps = weight.gather(2, place).clone(), step.expand_as(weight).gather(2, place)
+    groups = torch.arange(len(weight))[:, None, None]
+    damped = found.matrix[groups, order[:, :, None], order[:, None]] + torch.diag_embed(added.flip(1))
+    factor = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
+    quantized = torch.empty_like(columns)
+    for i in range(weight.shape[2]):
+        quantized[..., i] = (columns[..., i] / steps[..., i]).round().clamp(low, high)
+        error = (columns[..., i] - quantized[..., i] * steps[..., i]) / factor[:, i, i, None]
+        columns[..., i:] -= error[..., None] * factor[:, None, i, i:]
+    return torch.zeros_like(quantized).scatter(2, place, quantized)
+
+
+@given(problem=problems())
+def test_gptq_is_the_algorithm_of_the_paper(problem):
+    weight, step, found = problem
+    rows, expected = gptq(weight, step, found, -127, 127), gptq_with_inverse(weight, step, found, -127, 127)
+    gains = rows.error < rows.nearest_error
+    differ = (rows.quantized != expected)[gains]
+    assert differ.float().mean() <= 0.01 or not gains.any()  # quotients halfway between two integers
 
 
 @pytest.mark.parametrize("name", ["gptq", "adaround"])
@@ -286,8 +319,8 @@ def test_gptq_uses_correlations_of_inputs(name, monkeypatch):
     step = weight.abs().amax(2, keepdim=True) / 7
     found = Moments(x @ x.transpose(1, 2), x.sum(2), 400, 400)
     matrix = found.products.double()
-    errors = [loss(ROUNDINGS[n](weight, step, found, -7, 7), weight, step, matrix).sum() for n in (name, "nearest")]
-    assert errors[0] < 0.3 * errors[1]
+    rows = ROUNDINGS[name](weight, step, found, -7, 7)
+    assert loss(rows.quantized, weight, step, matrix).sum() < 0.3 * rows.nearest_error.sum()
 
 
 def test_nearly_collinear_inputs_do_not_harm_gptq():
@@ -298,9 +331,9 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
     found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30, 30)
     weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 127
-    q_values = ROUNDINGS["gptq"](weight, step, found, -127, 127)
+    q_values = gptq(weight, step, found, -127, 127).quantized
     matrix = found.products.double()
-    plain = loss(nearest(weight, step, found, -127, 127), weight, step, matrix)
+    plain = loss(nearest(weight, step, -127, 127), weight, step, matrix)
     assert (loss(q_values, weight, step, matrix) <= plain).all()
 
 

@@ -26,10 +26,10 @@ from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.correct.rounding_fit import RoundingFit, by_group
+from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group
 from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
-from intaglio.quant.correct.weight_rounding import loss, nearest
+from intaglio.quant.correct.weight_rounding import loss, signal_power
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
@@ -139,10 +139,10 @@ class _WeightCorrector:
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
-            q, grid, step, quantized = fit.validated(found, parts)
-            plain = nearest(rows, step, found, grid.low, grid.high)
-            self._record_noise(setting.rounding, rows, step, plain, quantized, found)
-            self.quantized_weights[site.name] = quantized.reshape(weight.shape).numpy().astype(np.int32)
+            chosen = fit.validated(found, parts)
+            self._record_noise(setting.rounding, chosen, signal_power(rows, found.matrix))
+            q, grid, step = chosen.qparams, chosen.grid, chosen.step
+            self.quantized_weights[site.name] = chosen.quantized.reshape(weight.shape).numpy().astype(np.int32)
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, quantized_now)
@@ -196,19 +196,15 @@ class _WeightCorrector:
         """Store the ratio of noise to signal in the results of an imported weight that is rounded again."""
         weight, _ = parameters_of(self.evaluation.annotations.module, region)
         rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
-        signal = loss(torch.zeros_like(rows), rows, step, found.matrix).sum().item()
+        signal = signal_power(rows, found.matrix)
         if signal > 0:
             noise = loss(by_group(region, quantized), rows, step, found.matrix).sum().item()
             self.imported_noise[site.name] = noise / signal
 
-    def _record_noise(self, name: str, rows: Any, step: Any, nearest: Any, quantized: Any, found: Moments) -> None:
+    def _record_noise(self, name: str, chosen: FittedWeight, signal: float) -> None:
         """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
-        matrix = found.matrix
-        signal = loss(torch.zeros_like(rows), rows, step, matrix).sum().item()
-        plain = loss(nearest, rows, step, matrix).sum().item()
-        chosen = loss(quantized, rows, step, matrix).sum().item()
         if signal > 0:
-            self.noise_ratios.setdefault(name, []).append((plain / signal, chosen / signal))
+            self.noise_ratios.setdefault(name, []).append((chosen.nearest_error / signal, chosen.error / signal))
 
     def _correct_bias(
         self,

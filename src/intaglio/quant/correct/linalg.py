@@ -1,61 +1,54 @@
-"""Triangular factor of the inverse of second moments for GPTQ, and evenly spread places in a tensor."""
+"""Triangular factor of second moments for GPTQ, and evenly spread places in a tensor."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 DAMPINGS = (0.01, 0.1, 1.0)
-"""Shares of the mean diagonal that are added to the diagonal before inversion; the first that suffices is used."""
+"""Shares of the mean diagonal that are added to the diagonal; the first with which a factor exists is used."""
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
-BLOCK_SIZE = 128
-"""Triangular matrices of at most this size are inverted at once."""
 GOLDEN_RATIO = 0.6180339887498949
 """Multiples of it modulo 1 are spread evenly, whatever their number, and do not keep to the columns of an image."""
 
 
-def inverse_cholesky_factor(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the column order and the upper Cholesky factor of the damped inverse in that order.
+class OrderedFactor(NamedTuple):
+    """A factorization ``L D L^T`` of damped moments whose columns are in the order of increasing moments.
 
-    Columns are in the order of decreasing moments; moments of zero count as one. With rows and columns reversed, the
-    factor is the inverse of a Cholesky factor of the matrix itself, reversed again.
-
-    Args:
-        matrix: second moments, float64 [groups, k, k].
-
-    Returns:
-        The order [groups, k] and the factor [groups, k, k]; ``None`` if no damping suffices.
+    Attributes:
+        order: the columns, [groups, k].
+        lower: L, lower triangular with a diagonal of ones, float64 [groups, k, k].
+        pivots: the diagonal of D, float64 [groups, k].
+        added: what was added to the diagonal of the moments, float64 [groups, k].
     """
-    order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)
-    matrix = permute(permute(matrix, order, 1), order, 2)
+
+    order: torch.Tensor
+    lower: torch.Tensor
+    pivots: torch.Tensor
+    added: torch.Tensor
+
+
+def ordered_factor(matrix: torch.Tensor) -> OrderedFactor | None:
+    """Return the factor of second moments, float64 [groups, k, k]; ``None`` if no damping suffices.
+
+    Moments of zero count as one.
+    """
+    order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, stable=True)
+    groups = torch.arange(len(matrix))[:, None, None]
+    matrix = matrix[groups, order[:, :, None], order[:, None, :]]
     diagonal = matrix.diagonal(dim1=1, dim2=2)
-    mean, most = diagonal.mean(1, keepdim=True), diagonal.amax(1, keepdim=True)
+    plain = diagonal.clone()
+    mean, most = plain.mean(1, keepdim=True), plain.amax(1, keepdim=True)
     for damping in DAMPINGS:
-        added = torch.where(diagonal == 0, torch.ones_like(diagonal), damping * mean + LEAST_DAMPING * most)
-        lower, failed = torch.linalg.cholesky_ex((matrix + torch.diag_embed(added)).flip(1, 2))
+        added = torch.where(plain == 0, torch.ones_like(plain), damping * mean + LEAST_DAMPING * most)
+        diagonal.copy_(plain + added)
+        lower, failed = torch.linalg.cholesky_ex(matrix)
         if not failed.any():
-            return order, _triangular_inverse(lower).flip(1, 2)
+            roots = lower.diagonal(dim1=1, dim2=2).clone()
+            return OrderedFactor(order, lower.div_(roots[:, None]), roots.square(), added)
     return None
-
-
-def _triangular_inverse(lower: torch.Tensor) -> torch.Tensor:
-    """Invert lower-triangular matrices by recursive blocking, so that almost all work is GEMM."""
-    size = lower.shape[1]
-    if size <= BLOCK_SIZE:
-        one = torch.eye(size, dtype=lower.dtype).expand_as(lower)
-        return torch.linalg.solve_triangular(lower, one, upper=False)
-    half, result = size // 2, torch.zeros_like(lower)
-    first = result[:, :half, :half] = _triangular_inverse(lower[:, :half, :half])
-    last = result[:, half:, half:] = _triangular_inverse(lower[:, half:, half:])
-    result[:, half:, :half] = -last @ lower[:, half:, :half] @ first
-    return result
-
-
-def permute(matrix: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
-    """Reorder a matrix along an axis, group by group."""
-    shape = [order.shape[0], 1, 1]
-    shape[axis] = order.shape[1]
-    return matrix.gather(axis, order.reshape(shape).expand_as(matrix))
 
 
 def spread_places(numbers: torch.Tensor, size: int) -> torch.Tensor:

@@ -26,12 +26,23 @@ FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 
 
 class FittedWeight(NamedTuple):
-    """A quantized weight: ``quantized`` and ``step`` are float64 [groups, rows, k]."""
+    """A quantized weight.
+
+    Attributes:
+        qparams: its scales.
+        grid: the grid of these scales.
+        step: the distance of quantized values, float64 [groups, rows, k].
+        quantized: the quantized values, float64 [groups, rows, k].
+        error: the error of the results.
+        nearest_error: their error with the given scales and each weight rounded to nearest.
+    """
 
     qparams: QParams
     grid: WeightGrid
     step: torch.Tensor
     quantized: torch.Tensor
+    error: float
+    nearest_error: float
 
 
 @dataclass(frozen=True)
@@ -59,20 +70,27 @@ class RoundingFit:
         """Return the weight as float64 [groups, rows, k]."""
         return by_group(self.region, self.weight)
 
-    def nearest(self, found: Moments) -> FittedWeight:
-        """Round each weight to the nearest step of the given scales."""
-        step = self._steps(self.grid)
-        quantized = nearest(self.rows, step, found, self.grid.low, self.grid.high)
-        return FittedWeight(self.qparams, self.grid, step, quantized)
+    @cached_property
+    def step(self) -> torch.Tensor:
+        """Return the distance of quantized values with the given scales, float64 [groups, rows, k]."""
+        return self._steps(self.grid)
+
+    def nearest(self, error: float) -> FittedWeight:
+        """Round each weight to the nearest step of the given scales, which has this error."""
+        return FittedWeight(self.qparams, self.grid, self.step, self._nearest, error, error)
 
     def fitted(self, found: Moments) -> FittedWeight:
         """Round the weight for these moments, with scales for these moments where the data type asks for it."""
-        q, grid, record = self.qparams, self.grid, self.site.record
-        if record.squares and not self.site.group and len(q.scales) == len(self.weight):
-            q = self._rescaled(found)
-            grid = weight_grid(self.weight, np.array(q.scales), record, 0, self.region.record.roles.outputs)
+        q, grid, record, step = self.qparams, self.grid, self.site.record, self.step
+        rounding = ROUNDINGS[self.method]
+        if not record.squares or self.site.group or len(q.scales) != len(self.weight):
+            rows = rounding(self.rows, step, found, grid.low, grid.high)
+            return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), rows.nearest_error.sum().item())
+        q, nearest_error = self._rescaled(found)
+        grid = weight_grid(self.weight, np.array(q.scales), record, 0, self.region.record.roles.outputs)
         step = self._steps(grid)
-        return FittedWeight(q, grid, step, ROUNDINGS[self.method](self.rows, step, found, grid.low, grid.high))
+        rows = rounding(self.rows, step, found, grid.low, grid.high)
+        return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), nearest_error)
 
     def validated(self, found: Moments, parts: SplitMoments) -> FittedWeight:
         """Return a fitted weight, or rounded to nearest if fits do not generalize.
@@ -85,37 +103,44 @@ class RoundingFit:
             parts: moments of parts of them.
         """
         if not all(part.count for part in parts.both):
-            return self.nearest(found)
-        error = plain = 0.0
-        for own, other in parts.directions:
-            fit, unfitted = self.fitted(own), self.nearest(own)
-            error += loss(fit.quantized, self.rows, fit.step, other.matrix).sum().item()
-            plain += loss(unfitted.quantized, self.rows, unfitted.step, other.matrix).sum().item()
-        if not error < plain:
-            return self.nearest(found)
+            return self.nearest(self._error(self._nearest, self.step, found))
+        fits = [self.fitted(own) for own, _ in parts.directions]
+        others = [other for _, other in parts.directions]
+        errors = [self._error(fit.quantized, fit.step, other) for fit, other in zip(fits, others, strict=True)]
+        plain = [self._error(self._nearest, self.step, other) for other in others]
+        nearest_error = fits[0].nearest_error + plain[0]
+        if not sum(errors) < sum(plain):
+            return self.nearest(nearest_error)
         cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
-        return self.fitted(found) if parts.crossed or cheap else fit
+        if parts.crossed or cheap:
+            return self.fitted(found)
+        return fits[0]._replace(error=fits[0].error + errors[0], nearest_error=nearest_error)
+
+    @cached_property
+    def _nearest(self) -> torch.Tensor:
+        """Return the weight rounded to the nearest step of the given scales."""
+        return nearest(self.rows, self.step, self.grid.low, self.grid.high)
+
+    def _error(self, quantized: torch.Tensor, step: torch.Tensor, found: Moments) -> float:
+        return loss(quantized, self.rows, step, found.matrix).sum().item()
 
     def _steps(self, grid: WeightGrid) -> torch.Tensor:
         return by_group(self.region, np.broadcast_to(grid.steps, self.weight.shape))
 
-    def _rescaled(self, found: Moments) -> QParams:
+    def _rescaled(self, found: Moments) -> tuple[QParams, float]:
         """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
 
-        They are used for AdaRound too, which is too slow to run for each ratio.
+        They are used for AdaRound too, which is too slow to run for each ratio. The second result is the error of
+        rounding to nearest with the given scales.
         """
-        rows, step, matrix = self.rows, self._steps(self.grid), found.matrix
-
-        def error(factor: float) -> torch.Tensor:
-            quantized = gptq(rows, step * factor, found, self.grid.low, self.grid.high)
-            return loss(quantized, rows, step * factor, matrix)
-
-        least, best = error(1.0), torch.ones(rows.shape[:2], dtype=torch.float64)
+        rows, step = self.rows, self.step
+        first = gptq(rows, step, found, self.grid.low, self.grid.high)
+        least, best = first.error, torch.ones(rows.shape[:2], dtype=torch.float64)
         for factor in FACTORS:
-            now = error(factor)
+            now = gptq(rows, step * factor, found, self.grid.low, self.grid.high).error
             best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
         scales = (torch.tensor(self.qparams.scales, dtype=torch.float64) * best.reshape(-1)).float()
-        return replace(self.qparams, scale=tuple(scales.tolist()))
+        return replace(self.qparams, scale=tuple(scales.tolist())), first.nearest_error.sum().item()
 
 
 def by_group(region: Region, weight: np.ndarray) -> torch.Tensor:

@@ -18,7 +18,7 @@ from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.linalg import inverse_cholesky_factor
+from intaglio.quant.correct.linalg import OrderedFactor, ordered_factor
 from intaglio.torch_private import int8_matmul
 
 BYTE_OFFSET = 128
@@ -57,9 +57,9 @@ class Moments:
         return self.products.double()
 
     @cached_property
-    def factor(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the result of `inverse_cholesky_factor` for the matrix."""
-        return inverse_cholesky_factor(self.matrix)
+    def factor(self) -> OrderedFactor | None:
+        """Return the factor of the matrix."""
+        return ordered_factor(self.matrix)
 
 
 def moments_refusal(region: Region, site: Site) -> bool:
