@@ -30,15 +30,22 @@ EMBEDDING_BAG_TARGETS = (
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """The table of one embedding whose recipe asks for quantization.
+    """The table of one embedding that the recipe wants quantized, or leaves to the data.
 
     Attributes:
         node: the embedding.
         reason: why the table stays in float, or ``None``.
+        undecided: whether the data decides and has not chosen it, so that it stays in float.
     """
 
     node: fx.Node
     reason: str | None
+    undecided: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the table is quantized."""
+        return self.reason is None and not self.undecided
 
     def __str__(self) -> str:
         kind = "u8, a scale and a zero point for every row" if self.reason is None else f"float, because {self.reason}"
@@ -46,15 +53,17 @@ class EmbeddingTable:
 
 
 def find_embedding_tables(settings: Mapping[fx.Node, Setting]) -> tuple[EmbeddingTable, ...]:
-    """Return the tables that the recipe wants quantized, in execution order."""
-    asked = [
-        node for node, setting in settings.items() if setting.quantize and setting.embeddings == EmbeddingType.INT8
-    ]
-    return tuple(
-        EmbeddingTable(node, _table_refusal(node.args[0]))
-        for node in asked
-        if operator(node) in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS)
-    )
+    """Return the tables that the recipe wants quantized or leaves to the data, in execution order."""
+    found = []
+    for node, setting in settings.items():
+        by_data = setting.embeddings == EmbeddingType.AUTO
+        asked = setting.quantize and (by_data or setting.embeddings == EmbeddingType.INT8)
+        if not asked or operator(node) not in (EMBEDDING_TARGET, *EMBEDDING_BAG_TARGETS):
+            continue
+        reason = _table_refusal(node.args[0])
+        if reason is None or not by_data:
+            found.append(EmbeddingTable(node, reason, undecided=by_data))
+    return tuple(found)
 
 
 def _float_table_refusal(table: fx.Node) -> str | None:
@@ -97,8 +106,8 @@ def bag_refusal(node: fx.Node) -> str | None:
 
 
 def table_notes(tables: Iterable[EmbeddingTable]) -> tuple[str, ...]:
-    """Return one line for each table that the recipe wants quantized, without duplicates."""
-    return tuple(dict.fromkeys(map(str, tables)))
+    """Return one line for each table that is quantized or should be, without duplicates."""
+    return tuple(dict.fromkeys(str(table) for table in tables if not table.undecided))
 
 
 StoreConstant = Callable[[str, np.ndarray, TensorType], fx.Node]

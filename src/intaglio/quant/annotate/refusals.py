@@ -167,7 +167,7 @@ def skipped(
 ) -> tuple[Skip, ...]:
     """Return the operators that stay in float, with reasons; those without a reason get a default."""
     taken = {node for region in regions for node in region.computed}
-    taken |= {table.node for table in tables if table.reason is None}
+    taken |= {table.node for table in tables if table.is_quantized}
     return tuple(_skip(node, reason) for node, reason in reasons.items() if node not in taken and _counts(node))
 
 

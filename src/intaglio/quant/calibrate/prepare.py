@@ -201,7 +201,7 @@ def _is_wanted(annotations: Annotations) -> bool:
     own = annotations
     wanted = own.regions or own.weight_only or own.edges or own.outputs or own.custom_observers
     imported = any(map(grouped_weight, own.module.graph.nodes))
-    return bool(wanted) or imported or not all(table.reason for table in own.tables)
+    return bool(wanted) or imported or any(table.is_quantized for table in own.tables)
 
 
 def _prepared(

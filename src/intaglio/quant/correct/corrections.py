@@ -40,6 +40,7 @@ class Equalization:
         splits: site of a concatenation whose readers are split for the same reason -> the extrema of the operands.
         coarse: site of a value that stays in float for readers of floats -> the signal-to-noise ratio in decibels that
             its rounding would leave to what is computed from it.
+        tables: value of an embedding whose table is int8 by the data -> what that costs in the results, in decibels.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Equalization:
     concatenations: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     splits: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     coarse: Mapping[str, float] = field(default_factory=dict)
+    tables: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -151,6 +153,7 @@ class Corrected:
             "concatenations": _ranges_to_text(self.equalization.concatenations),
             "splits": _ranges_to_text(self.equalization.splits),
             "coarse": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.coarse.items()},
+            "tables": {name: _hexadecimal([cost])[0] for name, cost in self.equalization.tables.items()},
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -167,13 +170,16 @@ class Corrected:
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
         joined, splits = (_ranges_of_text(sections.get(key, {})) for key in ("concatenations", "splits"))
-        coarse = {name: _floats([ratio])[0] for name, ratio in sections.get("coarse", {}).items()}
+        coarse, tables = (
+            {name: _floats([decibels])[0] for name, decibels in sections.get(key, {}).items()}
+            for key in ("coarse", "tables")
+        )
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors, joined, splits, coarse), quantized, biases)
+        return Corrected(Equalization(inputs, factors, joined, splits, coarse, tables), quantized, biases)
 
 
-SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "levels", "biases")
+SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "tables", "levels", "biases")
 
 
 def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:

@@ -27,7 +27,7 @@ from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, repr
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.equalization.scalable_results import ScalableResult, factors_at, outside_operand, scalable_results
 from intaglio.quant.equalization.smoothquant import smooth, smoothable
-from intaglio.quant.precision.apply_decisions import with_data_floats, with_split_layers
+from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables, with_split_layers
 
 
 def apply_equalization(
@@ -81,11 +81,10 @@ def apply_equalization(
 
 
 def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
-    return replace(
-        made,
-        equalization=found,
-        model_info=made.model_info.with_stage(corrections=report) if report else made.model_info,
-    )
+    """Return an equalized model with the tables that are int8, and with the report."""
+    made = with_int8_tables(made, found.tables)
+    model_info = made.model_info.with_stage(corrections=report) if report else made.model_info
+    return replace(made, equalization=found, model_info=model_info)
 
 
 SAME_MODEL_AND_RECIPE = "use it with the model and the recipe that it was made for"

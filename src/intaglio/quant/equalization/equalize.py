@@ -31,7 +31,9 @@ from intaglio.quant.equalization.scalable_results import (
 )
 from intaglio.quant.equalization.smooth_factors import smoothing
 from intaglio.quant.equalization.smoothquant import smoothable
+from intaglio.quant.precision.apply_decisions import with_int8_tables
 from intaglio.quant.precision.decide_by_data import decide_by_data
+from intaglio.quant.precision.int8_tables import int8_tables
 from intaglio.tracing.captured import expect
 
 
@@ -69,7 +71,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     every = annotate_everything(current)
     factors, lines = _factors(current, every, calls, group)
     report = "".join(f"{line}\n" for line in (*notes, *lines))
-    return apply_equalization(prepared, replace(found, factors=factors), report, (current, every))
+    found = replace(found, factors=factors)
+    equalized = apply_equalization(prepared, found, report, (current, every))
+    tables = int8_tables(equalized, calls, group)
+    return replace(with_int8_tables(equalized, tables), equalization=replace(found, tables=tables))
 
 
 def _factors(

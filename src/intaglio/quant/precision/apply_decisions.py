@@ -1,4 +1,4 @@
-"""Apply what the calibration data decides: values in float, and layers that are split."""
+"""Apply what the calibration data decides: values in float, layers that are split, and tables in int8."""
 
 from __future__ import annotations
 
@@ -65,6 +65,29 @@ def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]
     model_info = prepared.model_info.with_stage(tuple(notes_on_split_layers(layers, uneven)))
     own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
     return reprepare(own, copy_graph(module))
+
+
+def with_int8_tables(prepared: Prepared, costs: Mapping[str, float]) -> Prepared:
+    """Return the model with the tables of some embeddings quantized.
+
+    Args:
+        prepared: the prepared model.
+        costs: name of an embedding's value -> what its table costs in the results, in decibels.
+    """
+    before = prepared.annotations
+    named = _nodes_of_sites(before.module.graph, costs)
+    by_node = {node: costs[name] for name, node in named.items()}
+    if not named:
+        return prepared
+    tables = tuple(replace(one, undecided=one.undecided and one.node not in by_node) for one in before.tables)
+    names = {node.name for node in by_node}
+    skipped = tuple(skip for skip in before.skipped if skip.node not in names)
+    notes = dict.fromkeys(
+        f"{one}; that costs {by_node[one.node]:.3f} dB" for one in tables if one.node in by_node and one.is_quantized
+    )
+    annotations = replace(before, tables=tables, skipped=skipped)
+    own = replace(prepared, annotations=annotations, model_info=prepared.model_info.with_stage(tuple(notes)))
+    return reprepare(own, copy_graph(before.module))
 
 
 def _nodes_of_sites(graph: fx.Graph, sites: Collection[str]) -> dict[str, fx.Node]:

@@ -64,12 +64,12 @@ def uneven_concatenations(prepared: Prepared, calls: Calls, group: Group) -> dic
     """
     regions = [region for region in prepared.annotations.regions if is_concatenation(region.anchor)]
     operands = {value.name for region in regions for value in region.activations()}
-    seen = _extrema(prepared, operands, _first_samples(calls, group), group) if operands else {}
+    seen = extrema_of(prepared, operands, first_samples(calls, group), group) if operands else {}
     extrema = {r.root: tuple(seen.get(value.name, NO_VALUES) for value in known_operands(r.root)) for r in regions}
     return {node: ends for node, ends in extrema.items() if is_uneven(ends)}
 
 
-def _extrema(prepared: Prepared, names: Collection[str], calls: Calls, group: Group) -> dict[str, Extrema]:
+def extrema_of(prepared: Prepared, names: Collection[str], calls: Calls, group: Group) -> dict[str, Extrema]:
     """Return the smallest and largest finite values of some nodes over the data of all ranks without padding."""
     own: dict[str, Extrema] = {}
     module, signature = prepared.annotations.module, prepared.signature
@@ -84,22 +84,32 @@ def _extrema(prepared: Prepared, names: Collection[str], calls: Calls, group: Gr
                     for tokens in visible_groups(value, padded[name], visible):
                         finite = tokens[tokens.isfinite()]
                         if finite.numel():
-                            own[name] = _joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
+                            own[name] = joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
 
                 ValueRecorder(module, names, see).run(*leaves)
 
     group.run_on_all_ranks(run)
     seen = group.gather(own)
-    return {name: _joined([one.get(name, NO_VALUES) for one in seen]) for name in {key for one in seen for key in one}}
+    return {name: joined([one.get(name, NO_VALUES) for one in seen]) for name in {key for one in seen for key in one}}
 
 
-def _joined(extrema: Sequence[Extrema]) -> Extrema:
+def ranges_of(prepared: Prepared, sites: Collection[Site], calls: Calls, group: Group) -> dict[str, Extrema]:
+    """Return the extrema over the data of the values at some sites, by site name, with values that share scales."""
+    annotations, sharing = prepared.annotations, dict[str, list[str]]()
+    for site in annotations.sites:
+        sharing.setdefault(annotations.leaders[site.name], []).append(site.value)
+    groups = {site.name: sharing[annotations.leaders[site.name]] for site in sites}
+    seen = extrema_of(prepared, {name for names in groups.values() for name in names}, calls, group)
+    return {site: joined([seen.get(value, NO_VALUES) for value in values]) for site, values in groups.items()}
+
+
+def joined(extrema: Sequence[Extrema]) -> Extrema:
     """Return the extrema of several sets of values together."""
     return min(low for low, _ in extrema), max(high for _, high in extrema)
 
 
 @dataclass
-class _Power:
+class Power:
     """Powers of a signal and of its noise, one number for each call."""
 
     signal: list[float] = field(default_factory=list)
@@ -130,32 +140,28 @@ def coarse_values(prepared: Prepared, calls: Calls, group: Group) -> dict[str, f
     measured = [] if prepared.quantizer.annotator is not None else measured_values(annotations)
     if not measured:
         return {}
-    some, module, signature = _first_samples(calls, group), annotations.module, prepared.signature
-    sharing: dict[str, list[str]] = {}
-    for site in annotations.sites:
-        sharing.setdefault(annotations.leaders[site.name], []).append(site.value)
-    groups = {value: sharing[annotations.leaders[value.site.name]] for value in measured}
-    seen = _extrema(prepared, {name for names in groups.values() for name in names}, some, group)
-    ranges = {value: _joined([seen.get(name, NO_VALUES) for name in names]) for value, names in groups.items()}
+    some, module, signature = first_samples(calls, group), annotations.module, prepared.signature
+    by_site = ranges_of(prepared, [value.site for value in measured], some, group)
+    ranges = {value: by_site[value.site.name] for value in measured}
     measured = [value for value in measured if ranges[value][0] < ranges[value][1]]
-    powers = {(value, end): _Power() for value in measured for end in value.ends}
+    powers = {(value, end): Power() for value in measured for end in value.ends}
     padded = padded_axes_of(module, {end.name for _, end in powers}, signature)
 
     def run() -> None:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for leaves in some:
-                visible = partial(_visible_values, padded, visible_tokens(signature, leaves))
+                visible = partial(visible_values, padded, visible_tokens(signature, leaves))
                 _RoundingRun(module, {value: ranges[value] for value in measured}, powers, visible).run(*leaves)
 
     group.run_on_all_ranks(run)
     found: dict[str, float] = {}
     for (value, _), parts in zip(powers, zip(*group.gather(list(powers.values())), strict=True), strict=True):
-        joined = _Power([x for part in parts for x in part.signal], [x for part in parts for x in part.noise])
-        found[value.site.name] = min(found.get(value.site.name, math.inf), joined.decibels())
+        total = Power([x for part in parts for x in part.signal], [x for part in parts for x in part.noise])
+        found[value.site.name] = min(found.get(value.site.name, math.inf), total.decibels())
     return {name: ratio for name, ratio in found.items() if ratio < LEAST_DECIBELS}
 
 
-def _first_samples(calls: Calls, group: Group) -> Calls:
+def first_samples(calls: Calls, group: Group) -> Calls:
     """Return this rank's calls among the first ones of all ranks with `MEASURED_SAMPLES` samples."""
     sizes = group.gather([max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls])
     total, kept = 0, 0
@@ -174,7 +180,7 @@ class _RoundingRun(fx.Interpreter):
         self,
         module: fx.GraphModule,
         ranges: Mapping[MeasuredValue, Extrema],
-        powers: Mapping[tuple[MeasuredValue, fx.Node], _Power],
+        powers: Mapping[tuple[MeasuredValue, fx.Node], Power],
         visible: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__(module)
@@ -199,14 +205,14 @@ class _RoundingRun(fx.Interpreter):
             made[value] = rounded(exact, self.ranges[value], value.site)
         for value, result in made.items():
             if (value, n) in self.powers:
-                _add_power(self.powers[value, n], self.visible(n.name, exact), self.visible(n.name, result))
+                add_power(self.powers[value, n], self.visible(n.name, exact), self.visible(n.name, result))
         self.rounded[n] = made
         for node in self.user_to_last_uses.get(n, ()):
             self.rounded.pop(node, None)
         return exact
 
 
-def _visible_values(
+def visible_values(
     padded: Mapping[str, PaddedAxes | None], visible: VisibleTokens, name: str, value: torch.Tensor
 ) -> torch.Tensor:
     """Return the values of a node that no padding mask hides."""
@@ -223,7 +229,7 @@ def rounded(value: torch.Tensor, extrema: Extrema, site: Site) -> torch.Tensor:
     return numerics.round_clamp(value / scale, site.qmin - zero, site.qmax - zero) * scale
 
 
-def _add_power(power: _Power, exact: torch.Tensor, result: torch.Tensor) -> None:
+def add_power(power: Power, exact: torch.Tensor, result: torch.Tensor) -> None:
     """Add the signal and the noise of one call, where the exact result is finite."""
     known = exact.isfinite()
     signal = exact[known].double()

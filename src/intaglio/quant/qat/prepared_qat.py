@@ -241,7 +241,7 @@ def _check(prepared: Prepared, evaluation: Captured) -> None:
     """
     annotations = prepared.annotations
     refused = [(region.anchor, "a recurrent layer") for region in annotations.regions if is_recurrent(region.anchor)]
-    refused += [(table.node, "a quantized embedding table") for table in annotations.tables if table.reason is None]
+    refused += [(table.node, "a quantized embedding table") for table in annotations.tables if table.is_quantized]
     nodes = {node.name: node for node in annotations.module.graph.nodes}
     refused += [(nodes[name], "a weight-only layer") for name in annotations.weight_only]
     refused += [

@@ -85,7 +85,7 @@ class Rewriter:
                 quantize_recurrent(self.nodes[region.anchor.name], self.by_value, self.qparams, self._get)
             elif region.record.is_attention:
                 self._attention(self.nodes[region.anchor.name])
-        for table in (table for table in self.annotations.tables if table.reason is None):
+        for table in (table for table in self.annotations.tables if table.is_quantized):
             quantize_table(self.nodes[table.node.name], self._get)
         for node in filter(is_reader_alias, list(self.graph.nodes)):
             node.replace_all_uses_with(node.args[0])

@@ -81,6 +81,7 @@ class FloatResults(StrEnum):
 class EmbeddingType(StrEnum):
     """Datatypes of embedding tables."""
 
+    AUTO = "auto"
     FLOAT = "float"
     INT8 = "int8"
 

@@ -53,7 +53,8 @@ class Setting:
         activations: "static" (calibrated), "float" (weight-only quantization of convolutions and linear layers), or,
             for linear and recurrent layers, quantized at run time per "token" (row of the last axis) or per "tensor"
             (batch entry).
-        embeddings: embedding tables in "float", or in "int8" with a scale and a zero point per row.
+        embeddings: embedding tables in "float", in "int8" with a scale and a zero point per row, or "auto" for those in
+            int8 that cost little in the results, by the calibration data.
         cache: keys and values that attention keeps between calls: in "float", or in "int8" with the calibrated scale of
             each layer.
     """
@@ -165,7 +166,7 @@ DEFAULT = Setting(
     residual="int8",
     results="float",
     activations="static",
-    embeddings="float",
+    embeddings="auto",
     cache="float",
 )
 """Default of models without attention."""
