@@ -73,7 +73,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     report = "".join(f"{line}\n" for line in (*notes, *lines))
     found = replace(found, factors=factors)
     equalized = apply_equalization(prepared, found, report, (current, every))
-    tables = int8_tables(equalized, calls, group)
+    if not (tables := int8_tables(equalized, calls, group)):
+        return equalized
     return replace(with_int8_tables(equalized, tables), equalization=replace(found, tables=tables))
 
 
