@@ -50,9 +50,7 @@ def test_a_table_that_costs_little_is_int8():
     found = intaglio.quantize(model, IDS, recipe=COARSE, progress=False)
     (note,) = tables_of(found)
     assert "u8, a scale and a zero point for every row; that costs 0.0" in note
-    plain = intaglio.quantize(
-        model, IDS, recipe={"*": {**COARSE["*"], "embeddings": "float"}}, progress=False
-    )
+    plain = intaglio.quantize(model, IDS, recipe={"*": {**COARSE["*"], "embeddings": "float"}}, progress=False)
     assert not tables_of(plain)
     assert found.coverage.bytes_after < plain.coverage.bytes_after - 0.7 * 200 * 64 * 4
     ids = torch.randint(0, 200, (512, 9), generator=DRAW)
