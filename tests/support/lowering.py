@@ -95,8 +95,13 @@ class _RoundedRecorder(_Recorder):
         GELU of -6 is the product of -6 and of the rounding of 1 - 1, so its error is relative to -6.
         """
         sources = [self.exact[source] for source in n.all_input_nodes if source in self.exact]
-        alike = [source.abs() for source in sources if isinstance(source, Tensor) and source.shape == value.shape]
+        alike = [source.abs() for source in sources if _is_like(source, value)]
         return functools.reduce(torch.maximum, (part.to(value.dtype) for part in alike), value.abs())
+
+
+def _is_like(source: Any, value: Tensor) -> bool:
+    """Return whether an operand has numbers, and the shape of a result."""
+    return isinstance(source, Tensor) and source.shape == value.shape and source.dtype is not torch.bool
 
 
 def largest_differences(

@@ -139,18 +139,13 @@ def to_captured(
 
     With ``one_batch``, all inputs have the same batch, also where torch.export does not find out that they have.
     """
-    unroll_loops(program.graph_module)
-    drop_assertions(program.graph_module)
-    program.graph_module.graph.eliminate_dead_code()  # what only assertions read may have no counterpart
+    _simplify(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
     names = symbol_names(program, one_batch)
-    copies: dict[fx.Node, fx.Node] = {}
+    copies, state = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    inputs: list[Input] = []
-    fixed: dict[int, Any] = {}
+    inputs, fixed, leaf = list[Input](), dict[int, Any](), 0
     changed = set(program.graph_signature.buffers_to_mutate.values())
-    state: dict[str, fx.Node] = {}
-    leaf = 0
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
@@ -190,6 +185,13 @@ def to_captured(
     signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
     module = fx.GraphModule(root, graph)
     return _after_passes(module, signature, example_sizes(program, names, inputs), model, notes, training)
+
+
+def _simplify(module: fx.GraphModule) -> None:
+    """Unroll loops, and drop assertions with what only they read, which may have no counterpart."""
+    unroll_loops(module)
+    drop_assertions(module)
+    module.graph.eliminate_dead_code()
 
 
 def _copied_state(
