@@ -100,7 +100,7 @@ def test_html_is_complete_and_begins_with_what_the_repr_says(name):
 
 def test_reprs_hold_the_numbers_of_their_values():
     found = values()
-    assert repr(found["Ranges"]) == f"Ranges({len(found['Ranges'].statistics)} sites, 2 batches, 8 samples)"
+    assert repr(found["Ranges"]) == f"Ranges({len(found['Ranges'].statistics)} sites, 2 batches, 64 samples)"
     assert repr(found["Prepared"]).startswith("Prepared(Residual: ")
     assert "1 operators stay in float" not in repr(found["Prepared"])
     assert "1 operator stays in float" in repr(found["Prepared"])
@@ -113,7 +113,7 @@ def test_reprs_hold_the_numbers_of_their_values():
     operators = f"{coverage.operators_int8} of {coverage.operators_total} operators in int8"
     assert repr(coverage) == f"Coverage({coverage.macs_text} and {operators}, 0 float islands)"
     comparison = found["Comparison"]
-    assert repr(comparison).startswith(f"Comparison({comparison.results[0]:.1f} dB over 8 samples, 17 operators")
+    assert repr(comparison).startswith(f"Comparison({comparison.results[0]:.1f} dB over 64 samples, 17 operators")
     assert comparison.worst.name in repr(comparison)
 
 
