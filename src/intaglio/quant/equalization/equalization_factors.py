@@ -30,15 +30,19 @@ CAUTIOUS = 256
 SMALL_GAIN = 0.9
 """Ratio of the errors with and without factors, below which cautious ones are used. The ratio of the sums over folds
 and the geometric mean of the folds' ratios must be below it, because one fold may dominate the sums."""
-WEIGHT_ERRORS = 2
+WEIGHT_ERRORS = 2.0
 """Weight of errors of rounded weights, beside errors of rounded values, which differ between positions and cancel in
 sums and means behind the reader."""
+FITTED_WEIGHT_ERRORS = 0.5
+"""The same for weights that GPTQ or AdaRound fit to many samples, which reduces their errors."""
+MANY_SAMPLES = 128
+"""Number of samples from which it does so in most layers."""
 LARGE_GAIN = 0.3
 """Ratio of the errors below which it must be in every fold for less cautious factors, as outlier channels make it."""
 
 
 def equalized_value(
-    record: ChannelRecord, readers: Sequence[ReaderWeight], power: float, levels: int = 255
+    record: ChannelRecord, readers: Sequence[ReaderWeight], power: float, levels: int = 255, *, fitted: bool = False
 ) -> ChannelFactors | None:
     """Return the best factors of a value; ``None`` if no factors are better by more than noise.
 
@@ -47,17 +51,19 @@ def equalized_value(
         readers: the weights of its readers.
         power: setting ``equalize``, from 0 to 1.
         levels: number of steps of the quantized values.
+        fitted: whether the weights of the readers are fitted to the samples afterwards.
     """
     samples = record.rows.sample_count
     if samples < 2 or not record.extrema.finite:
         return None
     magnitudes = record.extrema.magnitudes
-    plain = _reader_errors(record, readers, power, levels, None)
+    weight_errors = FITTED_WEIGHT_ERRORS if fitted and samples >= MANY_SAMPLES else WEIGHT_ERRORS
+    plain = _reader_errors(record, readers, power, levels, weight_errors, None)
     used = plain > 0
     best, least = None, math.inf
     for added in CAUTION if used.any() else ():
         share = added / (samples + added)
-        errors = _reader_errors(record, readers, power, levels, share)
+        errors = _reader_errors(record, readers, power, levels, weight_errors, share)
         ratios = errors[used] / plain[used]
         mean = ratios.clamp_min(1e-30).log().mean().exp().item()
         gain = max(mean, (errors.sum() / plain.sum()).item())
@@ -85,7 +91,12 @@ def equalizing_factors(magnitudes: torch.Tensor, power: float, share: float = 0.
 
 
 def _reader_errors(
-    record: ChannelRecord, readers: Sequence[ReaderWeight], power: float, levels: int, share: float | None
+    record: ChannelRecord,
+    readers: Sequence[ReaderWeight],
+    power: float,
+    levels: int,
+    weight_errors: float,
+    share: float | None,
 ) -> torch.Tensor:
     """Return for each fold the squared errors of the readers' results, as shares of the results; float64[folds].
 
@@ -100,7 +111,7 @@ def _reader_errors(
         gains = reader.gains(len(factors))
         signal = gains @ squares.sum(0)
         if signal > 0:
-            found += (errors @ gains + WEIGHT_ERRORS * squares @ reader.rounding_gains(factors)) / signal
+            found += (errors @ gains + weight_errors * squares @ reader.rounding_gains(factors)) / signal
     return found
 
 

@@ -34,6 +34,7 @@ from intaglio.quant.equalization.smoothquant import smoothable
 from intaglio.quant.precision.apply_decisions import with_int8_tables
 from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.int8_tables import int8_tables
+from intaglio.quant.recipes.choices import Rounding
 from intaglio.tracing.captured import expect
 
 
@@ -99,12 +100,14 @@ def _factors(
     others = [value for value in scaled if value.name not in readers]
     axes = {value.name: value.axis for value in others} | dict.fromkeys(readers, -1)
     records = record_channels(module, current.signature, axes, calls, group)
+    roundings = {region.anchor: region.setting.rounding for region in every.regions}
     equalized, smooth = {}, {}
     for value in others:
         kind = sites[value.site].record
         absorbing = reader_weights(value, module, every, records[value.name].extrema.low.shape[1])
         power = float(value.region.setting.equalize or 0)
-        found = equalized_value(records[value.name], absorbing, power, kind.qmax - kind.qmin)
+        fitted = all(roundings.get(use.node, Rounding.GPTQ) != Rounding.NEAREST for use in value.uses)
+        found = equalized_value(records[value.name], absorbing, power, kind.qmax - kind.qmin, fitted=fitted)
         if found is not None and has_single_factors(value, found.factors):
             equalized[value.name] = found
     for name, weights in readers.items():
