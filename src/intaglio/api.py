@@ -227,12 +227,13 @@ def from_checkpoint(
 ) -> Any:
     """Compile a model of ``transformers`` whose weights another tool quantized.
 
-    The model is built from the configuration beside the weights; nothing is downloaded or unpickled. Weights stay as
-    they are, and run as `intaglio.stages.imported_recipe` says: as int8 products if their activations were quantized
-    too, else in float32.
+    The model is built from the configuration beside the weights, or in the file; nothing is downloaded or unpickled.
+    Weights stay as they are, and run as `intaglio.stages.imported_recipe` says: as int8 products if their activations
+    were quantized too, else in float32.
 
     Args:
-        path: a folder of compressed-tensors, GPTQ or AWQ, with config.json and safetensors files.
+        path: a folder of compressed-tensors, GPTQ or AWQ, with config.json and safetensors files, or a GGUF file of the
+            architecture llama, qwen2 or qwen3.
         data: batches, as for `quantize`. Without them, a model whose activations are calibrated is refused.
         recipe: what is quantized instead, as for `quantize`. Weights that do not fit it are rounded again.
         model_class: class of the model, if it is not part of ``transformers``.

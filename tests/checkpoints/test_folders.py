@@ -161,7 +161,7 @@ def test_other_paths_are_refused_and_the_folder_helps(folder, tmp_path):
     (empty / "config.json").write_text(json.dumps({"quantization_config": compressed_settings(4, 32)}))
     with pytest.raises(ArtifactError, match="it has no safetensors files") as error:
         stages.read_checkpoint(empty)
-    assert error.value.remedy == "pass a folder with config.json and safetensors files"
+    assert error.value.remedy == "pass a folder with config.json and safetensors files, or a GGUF file"
     stages.read_checkpoint(folder)
 
 

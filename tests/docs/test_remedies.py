@@ -80,14 +80,16 @@ FOLLOWED_ELSEWHERE = {
     "pass data: from_checkpoint(path, batches)": "checkpoints/test_folders.py",
     "get the file again: it is damaged": "checkpoints/test_folders.py",
     "if you trust it, write a safetensors file": "checkpoints/test_folders.py",
-    "pass a folder with config.json and safetensors files": "checkpoints/test_folders.py",
+    "pass a folder with config.json and safetensors files, or a GGUF file": "checkpoints/test_folders.py",
     "quantize the float model: intaglio.quantize(model, data)": "checkpoints/test_folders.py",
-    "check that config.json and the tensors belong together": "checkpoints/test_folders.py",
+    "fill a float model of your own: stages.with_weights": "checkpoints/test_gguf_config.py",
+    "check that the configuration and the tensors belong together": "checkpoints/test_folders.py",
     "load the state into a model with the same modules": "eager/test_eager_state.py",
     "load a state dictionary that state_dict() of such a model returned": "eager/test_eager_state.py",
 }
 """Beginnings of remedies that a test of the behaviour follows, with the file of that test."""
 NOT_FOLLOWED = {
+    "join its parts: llama-gguf-split --merge": "needs llama.cpp",
     "free some space": "needs a disk that is full",
     "save the model again with the installed version": "needs two versions of intaglio",
     "quantize the float model again with the installed version and save it": "needs two versions of intaglio",

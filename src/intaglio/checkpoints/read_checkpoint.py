@@ -11,6 +11,8 @@ from intaglio.argument_checks import check_arguments
 from intaglio.checkpoints.awq import AWQ_METHOD, awq_layers
 from intaglio.checkpoints.checkpoint import Checkpoint, Layers, LazyMapping
 from intaglio.checkpoints.compressed_tensors import COMPRESSED_METHOD, compressed_layers
+from intaglio.checkpoints.gguf import gguf_checkpoint
+from intaglio.checkpoints.gguf_file import is_gguf
 from intaglio.checkpoints.gptq import GPTQ_METHOD, gptq_layers
 from intaglio.checkpoints.tensor_folder import (
     CONFIG_NAME,
@@ -40,10 +42,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Nothing is unpickled and no code is run. Tensors are read when they are asked for.
 
     Args:
-        path: a folder with config.json and safetensors files of compressed-tensors, GPTQ or AWQ.
+        path: a folder with config.json and safetensors files of compressed-tensors, GPTQ or AWQ, or a GGUF file.
 
     Returns:
-        The checkpoint, with quantized weights by module path and all other tensors by name.
+        The checkpoint, with quantized weights by module path and all other tensors by name. Those of a GGUF file have
+        the names of ``transformers`` for the architectures llama, qwen2 and qwen3, else those of the file.
 
     Raises:
         UnsupportedError: the format is not read; the error names it.
@@ -58,7 +61,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         return _from_folder(place)
     check_no_pickle(place)
     check_regular(place)
-    problem = "it is neither a folder with safetensors files nor a file of a known format"
+    if is_gguf(place):
+        return gguf_checkpoint(place)
+    problem = "it is neither a folder with safetensors files nor a GGUF file"
     raise ArtifactError(str(place), None, problem, remedy=OTHER_PATH)
 
 

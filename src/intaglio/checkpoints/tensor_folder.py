@@ -23,7 +23,7 @@ PICKLE_REMEDY = (
     "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
 )
 QUANTIZE_FLOAT = "quantize the float model: intaglio.quantize(model, data)"
-OTHER_PATH = "pass a folder with config.json and safetensors files"
+OTHER_PATH = "pass a folder with config.json and safetensors files, or a GGUF file"
 DAMAGED = "get the file again: it is damaged, or not completely downloaded"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 

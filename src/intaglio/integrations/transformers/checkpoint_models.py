@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from intaglio.checkpoints import Checkpoint, read_checkpoint
+from intaglio.checkpoints.gguf_config import config_entries, token_entries
 from intaglio.errors import ArtifactError, InputError
-from intaglio.integrations.transformers.folders import read_configs
-from intaglio.output_paths import expanded
+from intaglio.integrations.transformers.folders import Configs, configs_of, read_configs
 from intaglio.quant.imported_weights.fill_model import fill_model, missing_tensors
 
 logger = logging.getLogger("intaglio")
@@ -31,7 +31,7 @@ def model_from_checkpoint(path: str | Path, model_class: type[nn.Module] | None)
     Nothing is downloaded or unpickled, and code that the folder brings is ignored.
 
     Args:
-        path: the folder of the checkpoint.
+        path: the folder of the checkpoint, or a GGUF file.
         model_class: class of the model, if it is not part of ``transformers``.
 
     Raises:
@@ -39,8 +39,12 @@ def model_from_checkpoint(path: str | Path, model_class: type[nn.Module] | None)
         ArtifactError: a file is missing, damaged or malformed, or does not fit the class.
     """
     checkpoint = read_checkpoint(path)
-    kind, config, generation = read_configs(Path(expanded(path)), model_class)
-    model = empty_model(kind, config)
+    kind, config, generation = _configs(checkpoint, model_class)
+    try:
+        model = empty_model(kind, config)
+    except Exception as error:  # classes check their configurations, and have no errors in common
+        problem = f"no {kind.__name__} can be made with its configuration: {type(error).__name__}: {error}"
+        raise ArtifactError(checkpoint.path, None, problem, remedy=OTHER_CLASS) from error
     try:
         unknown = fill_model(model, checkpoint.weights, checkpoint.tensors)
     except InputError as error:
@@ -53,7 +57,16 @@ def model_from_checkpoint(path: str | Path, model_class: type[nn.Module] | None)
     return found
 
 
-OTHER_CLASS = "check that config.json and the tensors belong together, or pass model_class="
+def _configs(checkpoint: Checkpoint, model_class: type[nn.Module] | None) -> Configs:
+    """Return the class of the model and its configurations, from a folder or from the metadata of a GGUF file."""
+    path = Path(checkpoint.path)
+    if path.is_dir():
+        return read_configs(path, model_class)
+    tokens: dict[str, Any] = {**token_entries(checkpoint.metadata)}
+    return configs_of(path, config_entries(checkpoint), tokens, model_class, OTHER_CLASS)
+
+
+OTHER_CLASS = "check that the configuration and the tensors belong together, or pass model_class="
 
 
 def empty_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

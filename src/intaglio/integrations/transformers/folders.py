@@ -69,7 +69,11 @@ def read_configs(folder: Path, given: type[Any] | None) -> Configs:
 
 
 def configs_of(
-    path: Path, entries: dict[str, Any], generation: dict[str, Any] | None, given: type[Any] | None
+    path: Path,
+    entries: dict[str, Any],
+    generation: dict[str, Any] | None,
+    given: type[Any] | None,
+    remedy: str = OTHER_FOLDER,
 ) -> Configs:
     """Return the class of the float model and its configurations from their entries.
 
@@ -78,6 +82,7 @@ def configs_of(
         entries: entries of the configuration.
         generation: those of the generation configuration, if there is one.
         given: the class, for a class that is not part of ``transformers``.
+        remedy: what the error for a malformed configuration suggests.
 
     Raises:
         ArtifactError: the entries are malformed, or name a class that ``transformers`` does not have.
@@ -91,7 +96,7 @@ def configs_of(
         generation_config = None if generation is None else GenerationConfig.from_dict(generation)
     except Exception as error:  # configurations have checks of their own
         problem = f"its configuration is not one of {kind.__name__}: {type(error).__name__}: {error}"
-        raise ArtifactError(str(path), None, problem, remedy=OTHER_FOLDER) from error
+        raise ArtifactError(str(path), None, problem, remedy=remedy) from error
     config.name_or_path = str(path)
     return kind, config, generation_config
 
