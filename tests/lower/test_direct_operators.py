@@ -134,3 +134,14 @@ def test_a_constant_is_repeated_a_free_number_of_times(isa):
     compiled = stages.compile(lowered, isa=isa)
     for batch in (X, X[:1]):
         assert_same_bits([compiled(batch)], [lowered(batch)])
+
+
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_cumulative_sums_of_negative_zeros_are_zeros(isa):
+    model = randomize(Body(lambda m, x: torch.round(m.a(x) * 0.01).cumsum(1), a=nn.Linear(6, 8)))
+    _, lowered = quantized(model, X)
+    program = stages.compile(lowered, isa=isa)
+    assert not lowered.islands
+    assert torch.signbit(torch.round(model.a(X) * 0.01)).any()
+    assert_same_bits(program(X), lowered(X))
+    assert not torch.signbit(program(X)).any()

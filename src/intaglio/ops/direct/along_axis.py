@@ -18,8 +18,11 @@ COMPARED_TYPES = (F32, I64, BOOL)
 
 
 def cumsum_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Return the sums of the elements up to each one, added in order; floats in float32, i64 with wrap-around."""
-    return np.cumsum(args[0], op.attrs["axis"], dtype=np.float32 if out.dtype is F32 else np.int64)
+    """Return the sums of the elements up to each one, added to 0 in order; floats in float32, i64 with wrap-around."""
+    if out.dtype is not F32:
+        return np.cumsum(args[0], op.attrs["axis"], dtype=np.int64)
+    sums: np.ndarray = np.cumsum(args[0], op.attrs["axis"], dtype=np.float32) + np.float32(0)  # -0.0 becomes 0.0
+    return sums
 
 
 def require_summable(call: Call) -> str | None:
