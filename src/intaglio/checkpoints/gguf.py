@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from intaglio.checkpoints.checkpoint import Checkpoint, LazyMapping
-from intaglio.checkpoints.gguf_blocks import BLOCK_TYPES, Groups
+from intaglio.checkpoints.gguf_blocks import BLOCK_TYPES, ScaledGroups
 from intaglio.checkpoints.gguf_config import inverse_frequencies
 from intaglio.checkpoints.gguf_file import GgufFile
 from intaglio.checkpoints.gguf_metadata import ModelSettings
@@ -99,7 +99,7 @@ def _weight(file: GgufFile, name: str, settings: ModelSettings) -> QuantizedWeig
     return QuantizedWeight.of(quantized, scales, offsets, group=found.size)
 
 
-def _groups(file: GgufFile, name: str) -> Groups:
+def _groups(file: GgufFile, name: str) -> ScaledGroups:
     """Return the integers, scales and offsets of a quantized tensor."""
     groups = BLOCK_TYPES[file.tensors[name].type_name].groups
     assert groups is not None

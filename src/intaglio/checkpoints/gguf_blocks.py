@@ -23,7 +23,7 @@ TYPE_NAMES: Mapping[int, str] = dict(enumerate(NAMES_IN_ORDER.split()))
 
 
 @dataclass(frozen=True)
-class Groups:
+class ScaledGroups:
     """Integers with scales: each value is ``float32(q) * scale + offset`` of its group of neighbours.
 
     Attributes:
@@ -62,7 +62,7 @@ class BlockType:
     values: int
     octets: int
     floats: Callable[[NDArray[np.uint8]], NDArray[np.float32]] | None = None
-    groups: Callable[[NDArray[np.uint8]], Groups] | None = None
+    groups: Callable[[NDArray[np.uint8]], ScaledGroups] | None = None
 
 
 def _float32(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -87,25 +87,25 @@ def _signed(values: NDArray[np.uint8], middle: int) -> NDArray[np.int8]:
     return (values.astype(np.int16) - middle).astype(np.int8)
 
 
-def _q4_0(blocks: NDArray[np.uint8]) -> Groups:
+def _q4_0(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of a float16 scale and 32 integers of 4 bits minus 8."""
-    return Groups(_signed(_halves(blocks[:, 2:]), 8), _float16(blocks[:, :2]))
+    return ScaledGroups(_signed(_halves(blocks[:, 2:]), 8), _float16(blocks[:, :2]))
 
 
-def _q4_1(blocks: NDArray[np.uint8]) -> Groups:
+def _q4_1(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of a float16 scale, a float16 offset and 32 integers of 4 bits."""
-    return Groups(_halves(blocks[:, 4:]).view(np.int8), _float16(blocks[:, :2]), _float16(blocks[:, 2:4]))
+    return ScaledGroups(_halves(blocks[:, 4:]).view(np.int8), _float16(blocks[:, :2]), _float16(blocks[:, 2:4]))
 
 
-def _q5_0(blocks: NDArray[np.uint8]) -> Groups:
+def _q5_0(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of a float16 scale and 32 integers of 5 bits minus 16. Their highest bits are in the first four
     bytes, those of the first integers in the lowest bits."""
-    return Groups(_signed(_five_bits(blocks[:, 2:]), 16), _float16(blocks[:, :2]))
+    return ScaledGroups(_signed(_five_bits(blocks[:, 2:]), 16), _float16(blocks[:, :2]))
 
 
-def _q5_1(blocks: NDArray[np.uint8]) -> Groups:
+def _q5_1(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of a float16 scale, a float16 offset and 32 integers of 5 bits, which are stored as in Q5_0."""
-    return Groups(_five_bits(blocks[:, 4:]).view(np.int8), _float16(blocks[:, :2]), _float16(blocks[:, 2:4]))
+    return ScaledGroups(_five_bits(blocks[:, 4:]).view(np.int8), _float16(blocks[:, :2]), _float16(blocks[:, 2:4]))
 
 
 def _five_bits(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -114,25 +114,25 @@ def _five_bits(octets: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return _halves(octets[:, 4:]) | (high << np.uint8(4))
 
 
-def _q8_0(blocks: NDArray[np.uint8]) -> Groups:
+def _q8_0(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of a float16 scale and 32 integers of 8 bits."""
-    return Groups(blocks[:, 2:].view(np.int8), _float16(blocks[:, :2]))
+    return ScaledGroups(blocks[:, 2:].view(np.int8), _float16(blocks[:, :2]))
 
 
-def _q4_k(blocks: NDArray[np.uint8]) -> Groups:
+def _q4_k(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of 32 integers of 4 bits. A block has eight, and two float16 numbers, which multiply the scales of
     6 bits and the minima of 6 bits of its groups."""
-    return Groups(
+    return ScaledGroups(
         _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 256).view(np.int8), *_scales_and_offsets(blocks)
     )
 
 
-def _q5_k(blocks: NDArray[np.uint8]) -> Groups:
+def _q5_k(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups as in Q4_K, but of integers of 5 bits. Byte i has the highest bits of integer i of all groups, that
     of the first group in its lowest bit."""
     high = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little").swapaxes(1, 2).reshape(-1, 256)
     low = _halves(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 256)
-    return Groups((low | (high << np.uint8(4))).view(np.int8), *_scales_and_offsets(blocks))
+    return ScaledGroups((low | (high << np.uint8(4))).view(np.int8), *_scales_and_offsets(blocks))
 
 
 def _scales_and_offsets(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -155,7 +155,7 @@ def _six_bits(octets: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
     return scales.astype(np.float32), minima.astype(np.float32)
 
 
-def _q6_k(blocks: NDArray[np.uint8]) -> Groups:
+def _q6_k(blocks: NDArray[np.uint8]) -> ScaledGroups:
     """Return groups of 16 integers of 6 bits minus 32. A block has 16, and a float16 number, which multiplies the int8
     scales of its groups.
 
@@ -166,7 +166,7 @@ def _q6_k(blocks: NDArray[np.uint8]) -> Groups:
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)
     values = (low | (high << np.uint8(4))).reshape(-1, 256)
-    return Groups(_signed(values, 32), _float16(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8))
+    return ScaledGroups(_signed(values, 32), _float16(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8))
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {

@@ -20,7 +20,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 """Versions that are read. They have the same layout; files of version 3 may also be big-endian."""
 ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
-MAX_AXES = 4
+MAX_TENSOR_AXES = 4
 MAX_NESTED_ARRAYS = 4
 NUMBER_TYPES: Mapping[int, str] = {
     0: "<u1",
@@ -242,8 +242,8 @@ def _tensor_info(header: _Header) -> StoredTensor:
     """Return a tensor whose first byte is counted from that of all tensors."""
     name = header.name("tensor name")
     axes = header.number("<u4")
-    if not 1 <= axes <= MAX_AXES:
-        raise header.malformed(f"the tensor {name!r:.100} has {axes} axes; 1 to {MAX_AXES} are possible")
+    if not 1 <= axes <= MAX_TENSOR_AXES:
+        raise header.malformed(f"the tensor {name!r:.100} has {axes} axes; 1 to {MAX_TENSOR_AXES} are possible")
     shape = tuple(reversed(header.numbers("<u8", axes)))
     number, start = header.number("<u4"), header.number("<u8")
     kind = TYPE_NAMES.get(number, f"of number {number}")
