@@ -326,7 +326,25 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     A program whose operators all stay unchanged is not traced again. For other programs PyTorch would set up each of
     its 600 composite operators, which takes two thirds of the call; here only the operators of the graph are set up. If
     PyTorch lacks these names, the public function gives the same result.
+
+    While the program is traced again, its result is a tuple of leaves: a class that puts its fields in an order of its
+    own when it is made from them, as those of Transformers do, would change the order of the leaves.
     """
+    result = program.module_call_graph[0].signature
+    if result is None:
+        return _decompose(program)
+    structure = result.out_spec
+    result.out_spec = pytree.tree_structure((0,) * structure.num_leaves)
+    decomposed = _decompose(program)
+    for one in (program, decomposed):
+        signature = one.module_call_graph[0].signature
+        assert signature is not None
+        signature.out_spec = structure
+    return decomposed
+
+
+def _decompose(program: ExportedProgram) -> ExportedProgram:
+    """Decompose the composite operators of a program as `decompose_used_composites` describes."""
     try:
         from torch._export.utils import _is_cia_op as is_composite
         from torch._export.utils import _is_preservable_cia_op as is_preserved

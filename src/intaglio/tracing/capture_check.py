@@ -19,6 +19,7 @@ from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
 from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.result_order import leaf_order
 
 BATCH_SIZES = (1, 3)
 LARGER_BATCH_SIZES = (4, 8)
@@ -307,12 +308,13 @@ def _stretch(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
 
 
 def _difference(got: Any, expected: Any, tolerance: tuple[float, float]) -> str | None:
-    """Return how two results differ beyond the tolerance, or ``None``."""
+    """Return how two results differ beyond the tolerance, or ``None``. The order of their fields may differ."""
     left, left_tree = pytree.tree_flatten(got)
     right, right_tree = pytree.tree_flatten(expected)
-    if left_tree != right_tree:
+    order = leaf_order(left_tree, right_tree)
+    if order is None:
         return "the result of the graph has another structure than that of the model"
-    for a, b in zip(left, right, strict=True):
+    for a, b in zip((left[leaf] for leaf in order), right, strict=True):
         if isinstance(b, torch.Tensor):
             if a.shape != b.shape:
                 return f"a result has shape {list(a.shape)}, but that of the model {list(b.shape)}"

@@ -28,6 +28,7 @@ from intaglio.tracing.capture_check import (
 )
 from intaglio.tracing.captured import Captured, ExampleError
 from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
+from intaglio.tracing.result_order import with_fields_ordered
 from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
 
 
@@ -64,11 +65,11 @@ def _trace_copy(
 ) -> Captured:
     _check_names(model_copy)
     model_copy = with_named_keywords(model_copy, kwargs)
-    returns_caches, changes_arguments = train, False
+    returns_caches, changes_arguments, structure = train, False, None
     if not train:
         buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
         result, changes_arguments = _run_example(model_copy, args, kwargs)
-        returns_caches = _returns_caches(result)
+        returns_caches, structure = _returns_caches(result), pytree.tree_structure(result)
         for name, buffer in model_copy.named_buffers():
             buffer.copy_(buffers[name])
     notes: tuple[str, ...] = (LEFT_OUT,) if changes_arguments else ()
@@ -77,6 +78,8 @@ def _trace_copy(
         captured = _with_requested_sizes(model_copy, args, kwargs, dynamic_shapes, train)
     else:
         captured = _capture(model_copy, args, kwargs, free, train)
+    if structure is not None:
+        captured = with_fields_ordered(captured, structure)
     return replace(captured, model_info=captured.model_info.with_stage(notes)) if notes else captured
 
 
