@@ -1,4 +1,4 @@
-"""How accurate int8 is on unseen data after calibration with few samples, with the default corrections and without.
+"""The accuracy of int8 models on unseen data, by the number of calibration samples, with and without corrections.
 
     python benchmarks/few_samples.py --data FOLDER
     python benchmarks/few_samples.py --networks perceptron,cnn --samples 4,64
@@ -39,12 +39,12 @@ RECIPES = {
 }
 """Names and entries: no corrections, each of the default corrections alone, and both."""
 SEEN = 1024
-"""Number of samples that calibration takes the first ones of."""
+"""Number of samples that are set apart for calibration, which uses the first of them."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A network with samples that calibration takes the first ones of, and others that results are compared on."""
+    """A network, samples for its calibration, and other samples on which results are compared."""
 
     model: nn.Module
     seen: torch.Tensor

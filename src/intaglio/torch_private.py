@@ -256,8 +256,7 @@ def forget_new_symbols(number: torch.SymFloat) -> None:
 
 @contextmanager
 def call_replace_hook(module: fx.GraphModule, hook: Callable[[fx.Node, str, fx.Node], None]) -> Iterator[None]:
-    """Call ``hook`` whenever a node replaces another one. Without it, training would lose track of which values had a
-    batch norm or a dropout when passes replace their nodes."""
+    """Call ``hook`` whenever a node replaces another one, so that training knows which had a batch norm or dropout."""
     with module._set_replace_hook(hook):
         yield
 
@@ -327,24 +326,23 @@ def decompose_used_composites(program: ExportedProgram) -> ExportedProgram:
     its 600 composite operators, which takes two thirds of the call; here only the operators of the graph are set up. If
     PyTorch lacks these names, the public function gives the same result.
 
-    While the program is traced again, its result is a tuple of leaves: a class that puts its fields in an order of its
-    own when it is made from them, as those of Transformers do, would change the order of the leaves.
+    Meanwhile the result is a tuple of leaves. Classes of Transformers would put their fields in an order of their own.
     """
     result = program.module_call_graph[0].signature
     if result is None:
         return _decompose(program)
     structure = result.out_spec
     result.out_spec = pytree.tree_structure((0,) * structure.num_leaves)
-    decomposed = _decompose(program)
-    for one in (program, decomposed):
-        signature = one.module_call_graph[0].signature
-        assert signature is not None
-        signature.out_spec = structure
+    try:
+        decomposed = _decompose(program)
+    finally:
+        result.out_spec = structure
+    if (result := decomposed.module_call_graph[0].signature) is not None:
+        result.out_spec = structure
     return decomposed
 
 
 def _decompose(program: ExportedProgram) -> ExportedProgram:
-    """Decompose the composite operators of a program as `decompose_used_composites` describes."""
     try:
         from torch._export.utils import _is_cia_op as is_composite
         from torch._export.utils import _is_preservable_cia_op as is_preserved

@@ -9,7 +9,7 @@ from intaglio.formatting.source_paths import short_source_path
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """A project in the home folder, with an environment of its own inside."""
-    working, library = tmp_path / "home/work", tmp_path / "home/work/.venv/lib/site-packages"
+    working, library = tmp_path / "home/project", tmp_path / "home/project/.venv/lib/site-packages"
     library.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(working)
@@ -20,8 +20,8 @@ def folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("file", "short"),
     [
-        ("home/work/models/net.py", "models/net.py"),
-        ("home/work/.venv/lib/site-packages/timm/models/vit.py", "timm/models/vit.py"),
+        ("home/project/models/net.py", "models/net.py"),
+        ("home/project/.venv/lib/site-packages/timm/models/vit.py", "timm/models/vit.py"),
         ("home/other/net.py", "~/other/net.py"),
     ],
 )

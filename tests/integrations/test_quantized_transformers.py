@@ -1,6 +1,5 @@
 """Quantized models of transformers keep the surface of the float model: class, signature, results, files, pipelines."""
 
-import contextlib
 import copy
 import inspect
 import json
@@ -16,8 +15,8 @@ from torch import nn
 import intaglio
 from intaglio.errors import ArtifactError, CaptureError, InputError
 from intaglio.integrations import integration_for
+from support import transformers_library
 from support.slow_params import slow_params
-from support.torchvision_stub import import_torchvision
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "sat", "on", "mat", "ran", "fast"]
@@ -27,9 +26,7 @@ TEXTS = ["the cat sat on the mat", "a dog ran fast and is very good", "the slow 
 
 @pytest.fixture(scope="module")
 def library():
-    with contextlib.suppress(ImportError):
-        import_torchvision()
-    return pytest.importorskip("transformers", reason="needs transformers")
+    return transformers_library.library()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@ float32 weights that they mean."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
-from support.torchvision_stub import import_torchvision
+from support.transformers_library import library
 
 VOCABULARY = 96
 SIZES = {
@@ -32,13 +29,6 @@ SIZES = {
     "eos_token_id": VOCABULARY - 1,
     "pad_token_id": 0,
 }
-
-
-@functools.cache
-def library():
-    with contextlib.suppress(ImportError):
-        import_torchvision()
-    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 def small_llama(kind: str = "LlamaForCausalLM", **settings: Any) -> nn.Module:

@@ -1,16 +1,14 @@
 """Small models of ``transformers`` that generate, with inputs, and their int8 and reference models."""
 
-import contextlib
 import copy
 from functools import cache
 
-import pytest
 import torch
 from torch import nn
 
 from intaglio import Recipe, Setting, stages
 from intaglio.integrations import ExportExample
-from support.torchvision_stub import import_torchvision
+from support.transformers_library import library
 
 VOCABULARY, PAD, END = 64, 0, 63
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": END}
@@ -37,13 +35,6 @@ MORE = {
     "t5": {"decoder_start_token_id": PAD, "initializer_factor": 4.0},
     "whisper": {"max_target_positions": 40, "suppress_tokens": None, "begin_suppress_tokens": None},
 }
-
-
-@cache
-def library():
-    with contextlib.suppress(ImportError):
-        import_torchvision()
-    return pytest.importorskip("transformers", reason="needs transformers")
 
 
 def float_model(name: str, **settings) -> nn.Module:

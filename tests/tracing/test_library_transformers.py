@@ -1,6 +1,5 @@
 """Transformers as their libraries have them, unedited: what is captured, at which sizes, and what comes back."""
 
-import contextlib
 import sys
 from collections import OrderedDict
 from functools import cache
@@ -21,6 +20,7 @@ from intaglio.runtime.saved.signature_codec import decode_signature, encode_sign
 from intaglio.tracing import Captured, capture, run
 from intaglio.tracing.trace import WITHOUT_CACHE
 from support import torchvision_stub as beside
+from support import transformers_library
 from support.lowering import lowered
 from support.slow_params import slow_params
 
@@ -38,9 +38,7 @@ def torchvision():
 
 @pytest.fixture(scope="module")
 def library():
-    with contextlib.suppress(ImportError):
-        beside.import_torchvision()  # transformers imports it where it is installed
-    return pytest.importorskip("transformers", reason="needs transformers")
+    return transformers_library.library()
 
 
 def words(batch: int, length: int) -> dict[str, Tensor]:

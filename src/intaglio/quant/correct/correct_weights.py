@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,9 @@ def correct(
     return Corrections(final, corrector.weights, biases, steps, source, qparams, scales, corrector.imported_noise)
 
 
+Selects = Callable[[torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class _WeightCorrector:
     """The corrections found so far.
@@ -133,8 +136,10 @@ class _WeightCorrector:
             if _is_measured(annotations, region):
                 self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
             return
-        found, split = self._moments(region, x), self._split(x)
-        parts = SplitMoments.of(found, self._moments(region, x, split), split.crossed)
+        split = self._split(x)
+        fitted = self._moments(region, x, lambda batch: ~split.validates(batch))
+        parts = SplitMoments(fitted, self._moments(region, x, split.validates), split.crossed)
+        found = parts.whole()
         rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
@@ -174,14 +179,17 @@ class _WeightCorrector:
         projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _ in parts)])
         return ValidationSplit.of(projections, max((size for _, size in parts), default=0))
 
-    def _moments(self, region: Region, x: fx.Node, split: ValidationSplit | None = None) -> Moments:
+    def _moments(self, region: Region, x: fx.Node, selected: Selects | None = None) -> Moments:
         """Return the second moments of a region's quantized input over all ranks.
 
-        With a division of the samples, return those of the samples that validate.
+        Args:
+            region: the region.
+            x: its input.
+            selected: function that returns bool[samples] for a batch, true for the samples to take (default: all).
         """
         site, batches = self.evaluation.sites[x.name], self._operands(x)
-        if split is not None:
-            batches = (batch[here] for batch in batches if (here := split.validates(batch)).any())
+        if selected is not None:
+            batches = (batch[here] for batch in batches if (here := selected(batch)).any())
         q = self.evaluation.qparams[site.name]
         if site.dtype is DType.S8:  # moments are of uint8 values
             batches, q = (

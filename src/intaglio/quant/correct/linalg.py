@@ -1,4 +1,4 @@
-"""Triangular factor of second moments for GPTQ, and evenly spread places in a tensor."""
+"""Triangular factor of second moments for GPTQ."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to the diagonal; the first with which a factor exists is used."""
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
-GOLDEN_RATIO = 0.6180339887498949
-"""Multiples of it modulo 1 are spread evenly, whatever their number, and do not keep to the columns of an image."""
 
 
 class OrderedFactor(NamedTuple):
@@ -49,8 +47,3 @@ def ordered_factor(matrix: torch.Tensor) -> OrderedFactor | None:
             roots = lower.diagonal(dim1=1, dim2=2).clone()
             return OrderedFactor(order, lower.div_(roots[:, None]), roots.square(), added)
     return None
-
-
-def spread_places(numbers: torch.Tensor, size: int) -> torch.Tensor:
-    """Return for each of consecutive numbers a place below ``size``; any run of numbers is spread evenly."""
-    return (numbers.double() * GOLDEN_RATIO % 1 * size).long().clamp_max(size - 1)

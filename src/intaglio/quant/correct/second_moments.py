@@ -51,6 +51,11 @@ class Moments:
     count: int
     samples: int
 
+    def __add__(self, other: Moments) -> Moments:
+        """Return the moments over the positions of both."""
+        counts = (self.count + other.count, self.samples + other.samples)
+        return Moments(self.products + other.products, self.sums + other.sums, *counts)
+
     @cached_property
     def matrix(self) -> torch.Tensor:
         """Return ``products`` as float64."""

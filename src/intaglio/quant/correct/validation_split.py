@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from intaglio.quant.correct.linalg import spread_places
 from intaglio.quant.correct.second_moments import Moments
+from intaglio.quant.correct.spread_places import spread_places
 
 CROSSED_SAMPLES = 64
 """Number of samples below which two halves validate each other; otherwise an eighth of the samples validates."""
@@ -94,12 +94,9 @@ class SplitMoments(NamedTuple):
         """Return pairs of a part to fit to and a part to validate with."""
         return (self.both, self.both[::-1]) if self.crossed else (self.both,)
 
-    @staticmethod
-    def of(found: Moments, validating: Moments, crossed: bool) -> SplitMoments:
-        """Return the parts of the samples with the moments ``found``."""
-        counts = (found.count - validating.count, found.samples - validating.samples)
-        rest = Moments(found.products - validating.products, found.sums - validating.sums, *counts)
-        return SplitMoments(rest, validating, crossed)
+    def whole(self) -> Moments:
+        """Return the moments of all samples."""
+        return self.fitted + self.validating
 
 
 def mean_generalizes(sums: tuple[torch.Tensor, ...], counts: tuple[int, ...], crossed: bool) -> bool:

@@ -106,7 +106,7 @@ def _factors(
         kind = sites[value.site].record
         absorbing = reader_weights(value, module, every, records[value.name].extrema.low.shape[1])
         power = float(value.region.setting.equalize or 0)
-        fitted = all(roundings.get(use.node, Rounding.GPTQ) != Rounding.NEAREST for use in value.uses)
+        fitted = Rounding.NEAREST not in {roundings[use.node] for use in value.uses if use.node in roundings}
         found = equalized_value(records[value.name], absorbing, power, kind.qmax - kind.qmin, fitted=fitted)
         if found is not None and has_single_factors(value, found.factors):
             equalized[value.name] = found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from intaglio.quant.correct.linalg import spread_places
+from intaglio.quant.correct.spread_places import spread_places
 
 FOLDS = 8
 """Number of folds; a sample belongs to the fold of its number modulo this."""

@@ -15,6 +15,7 @@ from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.fxgraph.padding_masks import padded_axes_of, visible_tokens
 from intaglio.quant.annotate.find_sites import ValueNames
+from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
@@ -49,7 +50,7 @@ def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, flo
         Name of an embedding's value -> what its table costs, in decibels.
     """
     annotations = prepared.annotations
-    undecided = [table.node for table in annotations.tables if table.undecided]
+    undecided = [node for node in _undecided(annotations) if not _has_float_readers(node.args[0], annotations)]
     results = [node for node in annotations.module.graph.output_node().all_input_nodes if node.op != "placeholder"]
     if not undecided or not results:
         return {}
@@ -68,6 +69,20 @@ def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, flo
             found |= {names.of(node): _decibels(max(shares)) for node in tables[table]}
             total = after
     return found
+
+
+def _undecided(annotations: Annotations) -> list[fx.Node]:
+    """Return the embeddings whose tables the data decides about."""
+    return [table.node for table in annotations.tables if table.undecided]
+
+
+def _has_float_readers(table: fx.Node, annotations: Annotations) -> bool:
+    """Return whether operators besides embeddings and int8 layers read a table, which is then stored in float too."""
+    constants = [
+        node for node in annotations.module.graph.nodes if node.op == "get_attr" and node.target == table.target
+    ]
+    known = {*_undecided(annotations), *(region.anchor for region in annotations.regions)}
+    return any(reader not in known for node in constants for reader in node.users)
 
 
 def _share(noise: float, other: float) -> float:
@@ -153,7 +168,7 @@ class _ChangedRun(fx.Interpreter):
 
     def results(self, leaves: list[torch.Tensor]) -> list[Any]:
         """Return the kept values of a call."""
-        self.run(*(leaf.clone() for leaf in leaves))
+        self.run(*leaves)
         return [self.values[node] for node in self.kept]
 
     def run_node(self, n: fx.Node) -> Any:
