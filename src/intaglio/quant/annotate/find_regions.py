@@ -83,7 +83,8 @@ def find_shortcuts(regions: Iterable[Region]) -> dict[fx.Node, str | None]:
         elif region.setting.activation.storage is not DType.U8:
             reason = f"its quantized values are {region.setting.activation.name}"
         else:
-            reason = None if region.record.anchor and region.name not in PRECISE_ROWS else f"{region.name} computes it"
+            wide = region.record.accumulates and region.name not in PRECISE_ROWS
+            reason = None if wide else f"{region.name} computes it"
         found[value] = reason
         return reason
 
