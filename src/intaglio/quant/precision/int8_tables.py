@@ -16,6 +16,7 @@ from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.fxgraph.padding_masks import padded_axes_of, visible_tokens
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
@@ -159,7 +160,7 @@ def _noise(
     }
 
 
-class _ChangedRun(fx.Interpreter):
+class _ChangedRun(ChannelsLastRun):
     """Runs a graph with changed values of some nodes, and keeps those of others."""
 
     def __init__(self, module: fx.GraphModule, kept: list[fx.Node], changes: Changes) -> None:

@@ -22,6 +22,7 @@ from intaglio.fxgraph.padding_masks import (
 )
 from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, is_uneven
 from intaglio.quant.annotate.sites import Observed, Site
+from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
@@ -36,7 +37,7 @@ NO_VALUES = (math.inf, -math.inf)
 """Extrema of no values."""
 
 
-class ValueRecorder(fx.Interpreter):
+class ValueRecorder(ChannelsLastRun):
     """Runs a graph and calls ``see`` with the values of some nodes."""
 
     def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
@@ -173,7 +174,7 @@ def first_samples(calls: Calls, group: Group) -> Calls:
     return calls[:kept]
 
 
-class _RoundingRun(fx.Interpreter):
+class _RoundingRun(ChannelsLastRun):
     """Runs a graph, and what follows each measured value once more with that value rounded."""
 
     def __init__(
