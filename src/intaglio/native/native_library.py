@@ -1,8 +1,9 @@
-"""The native library that each process loads once: thread pool and counting kernels, for the best instruction set."""
+"""The native library that each process loads once: thread pool and kernels for quantizing."""
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 
 from intaglio.errors import BuildError
@@ -12,7 +13,7 @@ from intaglio.native import cpu as machine
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 """C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
 
-SOURCE = '#include "base/pool.cpp"\n#include "base/statistics.cpp"\n'
+SOURCE = '#include "base/pool.cpp"\n#include "base/statistics.cpp"\n#include "base/weight_columns.cpp"\n'
 
 
 class NativeCounts(ctypes.Structure):
@@ -28,17 +29,18 @@ class NativeCounts(ctypes.Structure):
     )
 
 
-_ARRAY, _COUNT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARRAY, _COUNT, _INT, _VALUE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
+    "intaglio_round_columns": (*[_ARRAY] * 6, *[_COUNT] * 4, _VALUE, _VALUE, _INT),
 }
 
 
 def open_library(isa: str) -> ctypes.CDLL:
-    """Build thread pool and counting kernels for ``isa`` and load them with their argument types set."""
+    """Build thread pool and kernels for ``isa`` and load them with their argument types set."""
     path = compiler.build(SOURCE, name="runtime", isa=isa)
     library = compiler.load(path)
     for name, types in SIGNATURES.items():
@@ -54,6 +56,19 @@ def open_library(isa: str) -> ctypes.CDLL:
 def runtime() -> ctypes.CDLL:
     """Return the library of this process; raise `BuildError` if it cannot be built."""
     return open_library(machine.isas()[0])
+
+
+@cache
+def runtime_if_built() -> ctypes.CDLL | None:
+    """Return the library of this process; warn and return ``None`` if it cannot be built."""
+    try:
+        return runtime()
+    except BuildError as error:
+        warnings.warn(
+            f"quantizing works in NumPy and PyTorch, several times slower, because native code failed: {error}",
+            stacklevel=3,
+        )
+        return None
 
 
 @cache

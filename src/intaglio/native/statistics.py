@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-import warnings
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from intaglio.errors import BuildError
 from intaglio.native import native_library as library
 
 Float32Array = NDArray[np.float32]
@@ -71,7 +68,7 @@ def count(x: Float32Array, rows: int = 1, threads: int = 1) -> Counts:
     x = _contiguous(x)
     if rows < 0 or (x.size % rows if rows else x.size):
         raise ValueError(f"{x.size} values cannot be divided into {rows} rows of equal length")
-    native = _kernels()
+    native = library.runtime_if_built()
     if native is None:
         return count_numpy(x, rows)
     lows, highs = np.empty(rows, np.float32), np.empty(rows, np.float32)
@@ -102,7 +99,7 @@ def channel_extrema(
     x = _contiguous(x)
     if x.size != outer * channels * inner:
         raise ValueError(f"{x.size} values do not have the shape [{outer}, {channels}, {inner}]")
-    native = _kernels()
+    native = library.runtime_if_built()
     if native is None:
         return channel_extrema_numpy(x.reshape(outer, channels, inner))
     low, high = np.empty(channels, np.float32), np.empty(channels, np.float32)
@@ -143,19 +140,6 @@ def _contiguous(x: Float32Array) -> Float32Array:
     if x.dtype != np.float32:
         raise TypeError(f"statistics need float32 values, but the data type is {x.dtype}")
     return np.ascontiguousarray(x)
-
-
-@cache
-def _kernels() -> ctypes.CDLL | None:
-    """Return the compiled kernels; warn and return ``None`` if they cannot be built."""
-    try:
-        return library.runtime()
-    except BuildError as error:
-        warnings.warn(
-            f"statistics are computed in NumPy, which is several times slower, because native code failed: {error}",
-            stacklevel=3,
-        )
-        return None
 
 
 def count_numpy(x: Float32Array, rows: int) -> Counts:

@@ -70,7 +70,7 @@ def normal(count: int, seed: int = 0) -> np.ndarray:
 def kernels(request, monkeypatch):
     """The kernels of one instruction set in place of this machine's best."""
     opened = library.open_library(request.param)
-    monkeypatch.setattr(native, "_kernels", lambda: opened)
+    monkeypatch.setattr(library, "runtime_if_built", lambda: opened)
 
 
 LENGTHS = [0, 1, 15, 16, 17, 1023, 1024, 1025, 5000, 300_001]
@@ -143,12 +143,12 @@ def test_without_a_compiler_numpy_counts_and_says_so(monkeypatch):
 
     expected = of(wild(5000))
     monkeypatch.setattr(library, "runtime", refuse)
-    native._kernels.cache_clear()
+    library.runtime_if_built.cache_clear()
     try:
         with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
             assert of(wild(5000)) == expected
     finally:
-        native._kernels.cache_clear()
+        library.runtime_if_built.cache_clear()
 
 
 def test_a_bin_is_the_floor_of_the_scaled_value(kernels):

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
-from intaglio.quant.correct.linalg import DAMPINGS, LEAST_DAMPING, ordered_factor
+from intaglio.quant.correct.linalg import COLUMN_BLOCK, DAMPINGS, LEAST_DAMPING, operand_factor, ordered_factor
 from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
-from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.equalization.channel_records import FoldExtrema
 from intaglio.quant.equalization.sampled_rows import SampledRows
 from intaglio.quant.equalization.smooth_factors import smoothing
@@ -192,7 +192,7 @@ def test_moments_are_the_sums_written_out(layer):
     q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
     products, sums = written_out(layer, q_values, q.zero)
     found = moments(region, [q_values[:2], q_values[2:]], q)
-    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.matrix, products)
     assert torch.equal(found.sums.double(), sums)
     assert found.count == model_positions(layer, x)
 
@@ -204,10 +204,10 @@ def test_moments_of_one_position_are_exact(layer):
     q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
     products, sums = written_out(layer, q_values[:1], q.zero)
     found = moments(region, [q_values[:1]], q)
-    assert torch.equal(found.products.double(), products)
+    assert torch.equal(found.matrix, products)
     assert torch.equal(found.sums.double(), sums)
     parts = [moments(region, [image], q) for image in q_values.split(1)]
-    assert torch.equal(sum(part.products for part in parts), moments(region, [q_values], q).products)
+    assert torch.equal(sum(part.matrix for part in parts), moments(region, [q_values], q).matrix)
 
 
 @pytest.mark.parametrize("positions", [1, 7, EXACT_POSITIONS, 3 * EXACT_POSITIONS + 5])
@@ -217,8 +217,32 @@ def test_both_ways_to_multiply_positions_are_exact(positions):
     mixed = torch.randint(-128, 128, (5, positions), dtype=torch.int8)
     for x in (extreme, torch.cat([extreme, mixed])):
         wide = x.long()
-        assert torch.equal(float_gram(x), wide @ wide.t())
-        assert torch.equal(integer_gram(x).long(), wide @ wide.t())
+        assert torch.equal(float_gram(x, x), wide @ wide.t())
+        assert torch.equal(integer_gram(x, x).long(), wide @ wide.t())
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [(nn.Linear(200, 3), torch.randn(5, 200)), (nn.Conv2d(6, 4, 3, groups=2), torch.randn(2, 6, 3, 5))],
+    ids=["linear", "groups"],
+)
+def test_few_operands_are_kept_in_an_order_of_their_own(layer, x):
+    region, q = region_of(layer, x)
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    found, backwards = moments(region, [q_values], q), moments(region, q_values.flip(0).split(1), q)
+    products, sums = written_out(layer, q_values, q.zero)
+    assert found.products is None
+    assert torch.equal(found.matrix, products)
+    assert torch.equal(found.sums.double(), sums)
+    assert torch.equal(found.operands, backwards.operands)
+
+
+def test_products_of_many_columns_are_those_of_all_pairs(monkeypatch):
+    monkeypatch.setattr("intaglio.quant.correct.second_moments.GRAM_ROWS", 7)
+    layer, x = nn.Linear(24, 3), torch.randn(50, 24)
+    region, q = region_of(layer, x)
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    assert torch.equal(moments(region, [q_values], q).matrix, written_out(layer, q_values, q.zero)[0])
 
 
 def test_moments_add_up_whatever_the_split():
@@ -226,10 +250,10 @@ def test_moments_add_up_whatever_the_split():
     region, q = region_of(layer, x)
     q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
     whole, parts = moments(region, [q_values], q), [moments(region, [part], q) for part in (q_values[4:], q_values[:4])]
-    assert torch.equal(whole.products, parts[0].products + parts[1].products)
+    assert torch.equal(whole.matrix, parts[0].matrix + parts[1].matrix)
     assert torch.equal(whole.sums, parts[0].sums + parts[1].sums)
     assert whole.count == parts[0].count + parts[1].count
-    assert torch.equal(whole.products, moments(region, q_values.split(1), q).products)
+    assert torch.equal(whole.matrix, moments(region, q_values.split(1), q).matrix)
 
 
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
@@ -252,7 +276,27 @@ def test_the_factor_is_that_of_the_damped_moments_in_order(k):
     torch.testing.assert_close(product, expected + torch.diag_embed(factor.added))
 
 
+@pytest.mark.parametrize(("k", "count"), [(1, 1), (7, 1), (64, 9), (200, 12), (517, 60)])
+def test_the_factor_of_few_operands_is_that_of_their_products(k, count):
+    x = torch.randint(-255, 256, (2, k, count)).double()
+    x[:, k // 2] = 0
+    found, expected = operand_factor(x), ordered_factor(x @ x.mT)
+    for name in ("order", "pivots", "added"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    error = torch.randn(2, k, 3, dtype=torch.float64)
+    spread, spread_of_products = found.spreading(error), expected.spreading(error)
+    for start in reversed(range(0, k, COLUMN_BLOCK)):
+        stop = min(start + COLUMN_BLOCK, k)
+        torch.testing.assert_close(found.triangle(start, stop), expected.triangle(start, stop))
+        torch.testing.assert_close(spread(start, stop), spread_of_products(start, stop))
+
+
 # -- rounding --------------------------------------------------------------------------------------------------------
+
+
+def loss(quantized, weight, step, matrix):
+    error = weight - quantized * step
+    return ((error @ matrix) * error).sum(2)
 
 
 @st.composite
@@ -264,7 +308,9 @@ def problems(draw):
     x[:, torch.rand(k, generator=make) < 0.2] = 0  # inputs that are never anything but zero
     weight = torch.randn(groups, rows, k, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / draw(st.sampled_from([1, 7, 127]))
-    return weight, step, Moments(x @ x.transpose(1, 2), x.sum(2), rank, rank)
+    if draw(st.booleans()):
+        return weight, step, Moments(None, x.sum(2), rank, rank, x.to(torch.int16))
+    return weight, step, Moments((x @ x.transpose(1, 2)).double(), x.sum(2), rank, rank)
 
 
 @given(problem=problems())
@@ -274,17 +320,22 @@ def test_no_row_is_worse_than_rounded_to_nearest(problem):
     rows = gptq(weight, step, found, -127, 127)
     assert rows.quantized.eq(rows.quantized.round()).all()
     assert rows.quantized.abs().le(127).all()
-    matrix = found.products.double()
-    plain, chosen = (loss(q, weight, step, matrix) for q in (nearest(weight, step, -127, 127), rows.quantized))
+    plain, chosen = (found.errors(weight - q * step) for q in (nearest(weight, step, -127, 127), rows.quantized))
     assert torch.equal(rows.nearest_error, plain)
     assert (chosen <= plain).all()
     torch.testing.assert_close(rows.error, chosen, rtol=1e-6, atol=1e-9 * plain.max().item())
 
 
+@given(problem=problems())
+def test_errors_are_those_of_the_moments_written_out(problem):
+    weight, step, found = problem
+    plain = nearest(weight, step, -127, 127)
+    torch.testing.assert_close(found.errors(weight - plain * step), loss(plain, weight, step, found.matrix))
+
+
 def gptq_with_inverse(weight, step, found, low, high):
     """GPTQ as in the paper: columns one by one, with the Cholesky factor of the inverse of the damped moments."""
-    order, _, _, added = found.factor
-    order = order.flip(1)
+    order, added = found.factor.order.flip(1), found.factor.added
     place = order[:, None].expand_as(weight)
     columns, steps = weight.gather(2, place).clone(), step.expand_as(weight).gather(2, place)
     groups = torch.arange(len(weight))[:, None, None]
@@ -317,8 +368,8 @@ def test_gptq_uses_correlations_of_inputs(name, monkeypatch):
     x = common + torch.randint(-10, 10, (1, 24, 400), generator=make)
     weight = torch.randn(1, 8, 24, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 7
-    found = Moments(x @ x.transpose(1, 2), x.sum(2), 400, 400)
-    matrix = found.products.double()
+    found = Moments((x @ x.transpose(1, 2)).double(), x.sum(2), 400, 400)
+    matrix = found.matrix
     rows = ROUNDINGS[name](weight, step, found, -7, 7)
     assert loss(rows.quantized, weight, step, matrix).sum() < 0.3 * rows.nearest_error.sum()
 
@@ -328,11 +379,11 @@ def test_nearly_collinear_inputs_do_not_harm_gptq():
     make = torch.Generator().manual_seed(0)
     x = torch.randint(-1, 2, (1, 40, 30), generator=make)
     x[:, :2] = 255
-    found = Moments(x @ x.transpose(1, 2) * 10**6, x.sum(2), 30, 30)
+    found = Moments((x @ x.transpose(1, 2) * 10**6).double(), x.sum(2), 30, 30)
     weight = torch.randn(1, 4, 40, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / 127
     q_values = gptq(weight, step, found, -127, 127).quantized
-    matrix = found.products.double()
+    matrix = found.matrix
     plain = loss(nearest(weight, step, -127, 127), weight, step, matrix)
     assert (loss(q_values, weight, step, matrix) <= plain).all()
 

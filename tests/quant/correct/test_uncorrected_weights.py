@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import intaglio
 from intaglio import Recipe, stages
 from intaglio.quant.correct import correct_weights, second_moments
 from intaglio.quant.recipes.recipe import Setting
@@ -35,3 +36,10 @@ def test_weights_with_large_moments_are_rounded_to_nearest(monkeypatch):
     assert not np.array_equal(corrected, nearest)
     monkeypatch.setattr(second_moments, "LARGEST_MOMENTS", 35)
     assert np.array_equal(weight_of(reference(rounding="gptq")), nearest)
+
+
+def test_the_report_names_weights_with_large_moments(monkeypatch):
+    monkeypatch.setattr(second_moments, "LARGEST_MOMENTS", 35)
+    model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
+    line = "0: rounded to nearest, because the moments of its operand take 288 bytes"
+    assert line in model.text("corrections")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,23 +13,25 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import info, known_type
+from intaglio.formatting.number_text import size_text
+from intaglio.fxgraph.node_info import info, known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.kept_memory import with_kept_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
+from intaglio.quant.correct.operand_columns import groups_of, position_count, row_length
 from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group
-from intaglio.quant.correct.second_moments import Moments, moments, moments_refusal, sum_over_ranks
+from intaglio.quant.correct.second_moments import Moments, are_too_large, has_moments, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
-from intaglio.quant.correct.weight_rounding import loss, signal_power
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
@@ -38,6 +40,7 @@ from intaglio.tracing.captured import expect
 
 
 @check_arguments_except("prepared")
+@with_kept_memory
 def correct(
     prepared: Prepared,
     ranges: Ranges,
@@ -86,11 +89,17 @@ def correct(
             corrector.correct_region(region)
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
-    source, steps = (prepared, ranges), tuple(corrector.steps())
-    return Corrections(final, corrector.weights, biases, steps, source, qparams, scales, corrector.imported_noise)
-
-
-Selects = Callable[[torch.Tensor], torch.Tensor]
+    return Corrections(
+        final,
+        corrector.weights,
+        biases,
+        tuple(corrector.steps()),
+        (prepared, ranges),
+        qparams,
+        scales,
+        corrector.imported_noise,
+        tuple(corrector.left_out()),
+    )
 
 
 @dataclass
@@ -107,6 +116,7 @@ class _WeightCorrector:
         quantized_weights: weight site -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
+        too_large: regions whose weights are rounded to nearest because moments of their operands take too much memory.
     """
 
     evaluation: LayerwiseEvaluation
@@ -118,6 +128,7 @@ class _WeightCorrector:
     quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     imported_noise: dict[str, float] = field(default_factory=dict)
+    too_large: list[Region] = field(default_factory=list)
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -131,30 +142,34 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
-        if not _is_corrected(annotations, region):
-            self._set_weight(weight_node, grid, grid.nearest(weight))
-            if _is_measured(annotations, region):
-                self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
+        self._set_weight(weight_node, grid, grid.nearest(weight))
+        corrects, measures = _is_corrected(annotations, region), _is_measured(annotations, region)
+        if not corrects and not measures:
             return
-        split = self._split(x)
-        fitted = self._moments(region, x, lambda batch: ~split.validates(batch))
-        parts = SplitMoments(fitted, self._moments(region, x, split.validates), split.crossed)
-        found = parts.whole()
+        split, validating, positions = self._split(region, x)
+        if are_too_large(region, positions):
+            self.too_large.append(region)
+            return
+        if not corrects:
+            self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
+            return
+        fitted = self._moments(region, x, [~mask for mask in validating])
+        parts = SplitMoments(fitted, self._moments(region, x, validating), split.crossed)
         rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
-            chosen = fit.validated(found, parts)
-            self._record_noise(setting.rounding, chosen, signal_power(rows, found.matrix))
+            chosen = fit.validated(parts)
+            self._record_noise(setting.rounding, chosen, parts.errors(rows))
             q, grid, step = chosen.qparams, chosen.grid, chosen.step
             self.quantized_weights[site.name] = chosen.quantized.reshape(weight.shape).numpy().astype(np.int32)
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, quantized_now)
-        if _is_measured(annotations, region):
-            self._measure_imported(region, site, grid, quantized_now, found)
+        if measures:
+            self._measure_imported(region, site, grid, quantized_now, parts.whole)
         if setting.bias != BiasCorrection.NONE:
-            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, found, parts, split)
+            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, parts, split)
 
     def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on."""
@@ -170,26 +185,29 @@ class _WeightCorrector:
         """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it."""
         return torch.atleast_2d(self.evaluation.quantized_values(x, call))
 
-    def _split(self, x: fx.Node) -> ValidationSplit:
-        """Return the division of the samples of an operand over all ranks."""
+    def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
+        """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the
+        number of positions on all ranks.
+        """
         own = self.group.run_on_all_ranks(
-            lambda: [(project(batch), batch[0].numel()) for batch in self._operands(x) if len(batch)]
+            lambda: [(project(b), b[:1].numel(), position_count(region, b)) for b in self._operands(x)],
         )
         parts = [part for of_rank in self.group.gather(own) for part in of_rank]
-        projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _ in parts)])
-        return ValidationSplit.of(projections, max((size for _, size in parts), default=0))
+        projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _, _ in parts)])
+        split = ValidationSplit.of(projections, max((size for _, size, _ in parts), default=0))
+        return split, [split.selects(part) for part, _, _ in own], sum(count for _, _, count in parts)
 
-    def _moments(self, region: Region, x: fx.Node, selected: Selects | None = None) -> Moments:
+    def _moments(self, region: Region, x: fx.Node, selected: list[torch.Tensor] | None = None) -> Moments:
         """Return the second moments of a region's quantized input over all ranks.
 
         Args:
             region: the region.
             x: its input.
-            selected: function that returns bool[samples] for a batch, true for the samples to take (default: all).
+            selected: bool[samples] for each batch, true for the samples to take (default: all).
         """
         site, batches = self.evaluation.sites[x.name], self._operands(x)
         if selected is not None:
-            batches = (batch[here] for batch in batches if (here := selected(batch)).any())
+            batches = (batch[here] for batch, here in zip(batches, selected, strict=True) if here.any())
         q = self.evaluation.qparams[site.name]
         if site.dtype is DType.S8:  # moments are of uint8 values
             batches, q = (
@@ -204,9 +222,9 @@ class _WeightCorrector:
         """Store the ratio of noise to signal in the results of an imported weight that is rounded again."""
         weight, _ = parameters_of(self.evaluation.annotations.module, region)
         rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
-        signal = signal_power(rows, found.matrix)
+        signal = found.errors(rows).sum().item()
         if signal > 0:
-            noise = loss(by_group(region, quantized), rows, step, found.matrix).sum().item()
+            noise = found.errors(rows - by_group(region, quantized) * step).sum().item()
             self.imported_noise[site.name] = noise / signal
 
     def _record_noise(self, name: str, chosen: FittedWeight, signal: float) -> None:
@@ -219,7 +237,6 @@ class _WeightCorrector:
         region: Region,
         rows: torch.Tensor,
         error: torch.Tensor,
-        found: Moments,
         parts: SplitMoments,
         split: ValidationSplit,
     ) -> None:
@@ -241,13 +258,13 @@ class _WeightCorrector:
             sums = tuple((error @ part.sums.double()[..., None])[..., 0] for part in parts.both)
             if not mean_generalizes(sums, tuple(part.count for part in parts.both), split.crossed):
                 return
-            mean = found.sums.double() / max(found.count, 1)
+            count = sum(part.count for part in parts.both)
+            mean = (parts.fitted.sums + parts.validating.sums).double() / max(count, 1)
             lost = (error @ mean[..., None])[..., 0]
             moved = lost.reshape(-1) * self.evaluation.qparams[self.evaluation.sites[x.name].name].step
-            matrix = found.matrix
-            signal, before = (((part @ matrix) * part).sum().item() for part in (rows, error))
+            signal, before = parts.errors(rows), parts.errors(error)
             if signal > 0:
-                after = before - found.count * lost.square().sum().item()
+                after = before - count * lost.square().sum().item()
                 self.noise_ratios.setdefault("bias of weights", []).append((before / signal, after / signal))
         self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
@@ -293,6 +310,13 @@ class _WeightCorrector:
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
             yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
 
+    def left_out(self) -> Iterator[str]:
+        """Yield a line for each weight whose rounding data could not decide."""
+        for region in self.too_large:
+            size = size_text(8 * groups_of(region) * row_length(region) ** 2)
+            path = origin(region.anchor).path or region.anchor.name
+            yield f"{path}: rounded to nearest, because the moments of its operand take {size}"
+
 
 def _annotations_with_biases(prepared: Prepared) -> Annotations:
     """Return annotations in which every anchor whose bias is corrected has a bias."""
@@ -314,7 +338,7 @@ def _is_measured(annotations: Annotations, region: Region) -> bool:
     weight = layer_operands(region.anchor).weight
     if info(weight).imported is None or kept_weight(region, weight) is not None:
         return False
-    return not moments_refusal(region, operand_site(annotations, region))
+    return has_moments(region, operand_site(annotations, region))
 
 
 def _is_corrected(annotations: Annotations, region: Region) -> bool:
@@ -326,7 +350,7 @@ def _is_corrected(annotations: Annotations, region: Region) -> bool:
         return False
     if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
         return False
-    return not moments_refusal(region, operand_site(annotations, region))
+    return has_moments(region, operand_site(annotations, region))
 
 
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:

@@ -94,6 +94,7 @@ class Corrections:
         weight_scales: weight site and groups -> scales computed from its values, before they are fitted to a bias.
         imported_noise: weight site -> ratio of noise to signal in the results of its layer, for imported weights that
             are rounded again.
+        left_out: a line for each weight that is rounded to nearest because a correction takes too much memory.
     """
 
     annotations: Annotations
@@ -104,6 +105,7 @@ class Corrections:
     activations: Mapping[str, QParams] = field(default_factory=dict, repr=False)
     weight_scales: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     imported_noise: Mapping[str, float] = field(default_factory=dict, repr=False)
+    left_out: tuple[str, ...] = ()
 
     @check_arguments
     def activations_for(self, prepared: Any, ranges: Any) -> dict[str, QParams] | None:
@@ -112,8 +114,12 @@ class Corrections:
             return None
         return dict(self.activations)
 
+    def text(self) -> str:
+        """Return a line for each correction and for each weight that was left out."""
+        return "".join(f"{line}\n" for line in (*self.steps, *self.left_out))
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.steps))
+        return self.text().rstrip("\n")
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
+from intaglio.quant.calibrate.channels_last_run import channels_last, run_operator
 from intaglio.quant.qdq.qdq_rewriter import quantizing
 from intaglio.quant.recipes.choices import Role
 from intaglio.signature import TORCH_DTYPES
@@ -162,11 +163,11 @@ class LayerwiseEvaluation:
     ) -> Any:
         """Return the value of a node or region for one batch."""
         if node.op == "placeholder":
-            return leaves[self._places.index(node.name)]
+            return channels_last(leaves[self._places.index(node.name)])
         if region is not None:
             return self._run(region, read, float_track)
         args, kwargs = self._values((node.args, node.kwargs), read, node)
-        return node.target(*args, **kwargs)
+        return run_operator(node.target, args, kwargs)
 
     def _run(self, region: Region, read: Reader, float_track: bool) -> torch.Tensor:
         """Run the region's operators, with ``read`` for the values from outside."""
@@ -183,7 +184,7 @@ class LayerwiseEvaluation:
             args, kwargs = _mapped((node.args, node.kwargs), value, node)
             if not float_track and node is region.anchor and node.name in self.biases:
                 args, kwargs = _with_bias(node, args, kwargs, self.biases[node.name])
-            found[node.name] = node.target(*args, **kwargs)
+            found[node.name] = run_operator(node.target, args, kwargs)
         return found[region.root.name]
 
     def _constant(self, node: fx.Node, float_track: bool) -> torch.Tensor:

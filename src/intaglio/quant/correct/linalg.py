@@ -1,7 +1,8 @@
-"""Triangular factor of second moments for GPTQ."""
+"""Triangular factors of second moments for GPTQ, from the moments or from the few operands that they are sums over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,13 @@ DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to the diagonal; the first with which a factor exists is used."""
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
+COLUMN_BLOCK = 64
+"""Columns whose part of the factor is computed at once from operands."""
+
+
+Spread = Callable[[int, int], torch.Tensor]
+"""Returns what the errors of the columns from ``stop`` on add to those from ``start`` to ``stop``, as [groups, columns,
+rows]. The arguments are (start, stop), from the last columns to the first."""
 
 
 class OrderedFactor(NamedTuple):
@@ -27,6 +35,59 @@ class OrderedFactor(NamedTuple):
     pivots: torch.Tensor
     added: torch.Tensor
 
+    def triangle(self, start: int, stop: int) -> torch.Tensor:
+        """Return the part of L for columns from ``start`` to ``stop``, [groups, stop - start, stop - start]."""
+        return self.lower[:, start:stop, start:stop]
+
+    def spreading(self, error: torch.Tensor) -> Spread:
+        """Return a function for these errors, float64 [groups, k, rows], which are filled from the last column on."""
+        return lambda start, stop: self.lower[:, stop:, start:stop].mT @ error[:, stop:]
+
+
+class OperandFactor(NamedTuple):
+    """The same factorization of moments ``X X^T`` of few operands X.
+
+    Element (j, i) of L is ``x_j t_i / d_i`` for j > i. Here x_j is row j of X, and t_i is ``C x_i``, where C is the
+    inverse of ``1 + sum of x^T x / added`` over the columns before i. So all elements of L are products of two matrices
+    with as many columns as there are operands.
+
+    Attributes:
+        order: the columns, [groups, k].
+        operands: X in this order, float64 [groups, k, count].
+        scaled: ``t_i / d_i``, float64 [groups, k, count].
+        triangles: the parts of L for `COLUMN_BLOCK` columns each.
+        pivots: the diagonal of D, float64 [groups, k].
+        added: what was added to the diagonal of the moments, float64 [groups, k].
+    """
+
+    order: torch.Tensor
+    operands: torch.Tensor
+    scaled: torch.Tensor
+    triangles: list[torch.Tensor]
+    pivots: torch.Tensor
+    added: torch.Tensor
+
+    def triangle(self, start: int, stop: int) -> torch.Tensor:
+        """Return the part of L for columns from ``start`` to ``stop``, which are one block."""
+        del stop
+        return self.triangles[start // COLUMN_BLOCK]
+
+    def spreading(self, error: torch.Tensor) -> Spread:
+        """Return a function for these errors, float64 [groups, k, rows], which are filled from the last column on."""
+        results = error.new_zeros(len(error), self.operands.shape[2], error.shape[2])
+        behind = error.shape[1]
+
+        def spread(start: int, stop: int) -> torch.Tensor:
+            nonlocal behind
+            results.baddbmm_(self.operands[:, stop:behind].mT, error[:, stop:behind])
+            behind = stop
+            return self.scaled[:, start:stop] @ results
+
+        return spread
+
+
+Factor = OrderedFactor | OperandFactor
+
 
 def ordered_factor(matrix: torch.Tensor) -> OrderedFactor | None:
     """Return the factor of second moments, float64 [groups, k, k]; ``None`` if no damping suffices.
@@ -38,12 +99,50 @@ def ordered_factor(matrix: torch.Tensor) -> OrderedFactor | None:
     matrix = matrix[groups, order[:, :, None], order[:, None, :]]
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     plain = diagonal.clone()
-    mean, most = plain.mean(1, keepdim=True), plain.amax(1, keepdim=True)
     for damping in DAMPINGS:
-        added = torch.where(plain == 0, torch.ones_like(plain), damping * mean + LEAST_DAMPING * most)
+        added = _added(plain, damping)
         diagonal.copy_(plain + added)
         lower, failed = torch.linalg.cholesky_ex(matrix)
         if not failed.any():
-            roots = lower.diagonal(dim1=1, dim2=2).clone()
-            return OrderedFactor(order, lower.div_(roots[:, None]), roots.square(), added)
+            pivots = _unit_diagonal(lower)
+            return OrderedFactor(order, lower, pivots, added)
     return None
+
+
+def operand_factor(operands: torch.Tensor) -> OperandFactor | None:
+    """Return the factor of ``X X^T`` for X float64 [groups, k, count]; ``None`` if no damping suffices."""
+    plain = operands.square().sum(2)
+    order = plain.argsort(dim=1, stable=True)
+    operands, plain = operands.gather(1, order[..., None].expand_as(operands)), plain.gather(1, order)
+    for damping in DAMPINGS:
+        added = _added(plain, damping)
+        scaled, pivots, triangles = torch.empty_like(operands), torch.empty_like(plain), []
+        inverse = torch.eye(operands.shape[2], dtype=operands.dtype).repeat(len(operands), 1, 1)
+        for start in range(0, operands.shape[1], COLUMN_BLOCK):
+            here = slice(start, start + COLUMN_BLOCK)
+            part = operands[:, here]
+            products = part @ inverse
+            lower, failed = torch.linalg.cholesky_ex(products @ part.mT + torch.diag_embed(added[:, here]))
+            if failed.any():
+                break
+            pivots[:, here] = _unit_diagonal(lower)
+            eliminated = torch.linalg.solve_triangular(lower, products, upper=False, unitriangular=True)
+            scaled[:, here] = eliminated / pivots[:, here, None]
+            inverse.baddbmm_(eliminated.mT, scaled[:, here], alpha=-1)
+            triangles.append(lower)
+        else:
+            return OperandFactor(order, operands, scaled, triangles, pivots, added)
+    return None
+
+
+def _added(plain: torch.Tensor, damping: float) -> torch.Tensor:
+    """Return what is added to the diagonal of moments, [groups, k]."""
+    mean, most = plain.mean(1, keepdim=True), plain.amax(1, keepdim=True)
+    return torch.where(plain == 0, torch.ones_like(plain), damping * mean + LEAST_DAMPING * most)
+
+
+def _unit_diagonal(lower: torch.Tensor) -> torch.Tensor:
+    """Divide the columns of a Cholesky factor by its diagonal in place, and return the squares of the diagonal."""
+    roots = lower.diagonal(dim1=1, dim2=2).clone()
+    lower.div_(roots[:, None])
+    return roots.square()

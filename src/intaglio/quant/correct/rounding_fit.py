@@ -15,7 +15,7 @@ from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.second_moments import Moments
 from intaglio.quant.correct.validation_split import SplitMoments
-from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, loss, nearest
+from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import Rounding
 
@@ -79,41 +79,49 @@ class RoundingFit:
         """Round each weight to the nearest step of the given scales, which has this error."""
         return FittedWeight(self.qparams, self.grid, self.step, self._nearest, error, error)
 
-    def fitted(self, found: Moments) -> FittedWeight:
-        """Round the weight for these moments, with scales for these moments where the data type asks for it."""
-        q, grid, record, step = self.qparams, self.grid, self.site.record, self.step
-        rounding = ROUNDINGS[self.method]
-        if not record.squares or self.site.group or len(q.scales) != len(self.weight):
-            rows = rounding(self.rows, step, found, grid.low, grid.high)
-            return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), rows.nearest_error.sum().item())
-        q, nearest_error = self._rescaled(found)
-        grid = weight_grid(self.weight, np.array(q.scales), record, 0, self.region.record.roles.outputs)
-        step = self._steps(grid)
-        rows = rounding(self.rows, step, found, grid.low, grid.high)
-        return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), nearest_error)
+    def fitted(self, found: Moments, plain: torch.Tensor) -> FittedWeight:
+        """Round the weight for these moments, with scales for these moments where the data type asks for it.
 
-    def validated(self, found: Moments, parts: SplitMoments) -> FittedWeight:
+        Args:
+            found: the moments.
+            plain: the errors of rounding each row to nearest, [groups, rows].
+        """
+        found = replace(found)  # The factor, which takes as much memory as the moments, is only kept for this call.
+        q, grid, record, step = self.qparams, self.grid, self.site.record, self.step
+        rounding, known = ROUNDINGS[self.method], None
+        if record.squares and not self.site.group and len(q.scales) == len(self.weight):
+            q = self._rescaled(found, plain)
+            grid = weight_grid(self.weight, np.array(q.scales), record, 0, self.region.record.roles.outputs)
+            step = self._steps(grid)
+        else:
+            known = plain
+        rows = rounding(self.rows, step, found, grid.low, grid.high, known)
+        return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), plain.sum().item())
+
+    def validated(self, parts: SplitMoments) -> FittedWeight:
         """Return a fitted weight, or rounded to nearest if fits do not generalize.
 
         Halves of few samples validate each other, and the weight is then fitted to all. Of more samples most are enough
         to fit to, and the weight that was validated is returned.
 
         Args:
-            found: moments of all samples.
-            parts: moments of parts of them.
+            parts: moments of parts of the samples.
         """
+        noise = self.rows - self._nearest * self.step
+        plain = [part.errors(noise) for part in parts.both]
+        nearest_error = sum(part.sum().item() for part in plain)
         if not all(part.count for part in parts.both):
-            return self.nearest(self._error(self._nearest, self.step, found))
-        fits = [self.fitted(own) for own, _ in parts.directions]
-        others = [other for _, other in parts.directions]
-        errors = [self._error(fit.quantized, fit.step, other) for fit, other in zip(fits, others, strict=True)]
-        plain = [self._error(self._nearest, self.step, other) for other in others]
-        nearest_error = fits[0].nearest_error + plain[0]
-        if not sum(errors) < sum(plain):
+            return self.nearest(nearest_error)
+        fits = [self.fitted(parts.both[own], plain[own]) for own, _ in parts.directions]
+        errors = [
+            parts.both[other].errors(self.rows - fit.quantized * fit.step).sum().item()
+            for fit, (_, other) in zip(fits, parts.directions, strict=True)
+        ]
+        if not sum(errors) < sum(plain[other].sum().item() for _, other in parts.directions):
             return self.nearest(nearest_error)
         cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
         if parts.crossed or cheap:
-            return self.fitted(found)
+            return self.fitted(parts.whole, plain[0] + plain[1])
         return fits[0]._replace(error=fits[0].error + errors[0], nearest_error=nearest_error)
 
     @cached_property
@@ -121,26 +129,23 @@ class RoundingFit:
         """Return the weight rounded to the nearest step of the given scales."""
         return nearest(self.rows, self.step, self.grid.low, self.grid.high)
 
-    def _error(self, quantized: torch.Tensor, step: torch.Tensor, found: Moments) -> float:
-        return loss(quantized, self.rows, step, found.matrix).sum().item()
-
     def _steps(self, grid: WeightGrid) -> torch.Tensor:
         return by_group(self.region, np.broadcast_to(grid.steps, self.weight.shape))
 
-    def _rescaled(self, found: Moments) -> tuple[QParams, float]:
+    def _rescaled(self, found: Moments, plain: torch.Tensor) -> QParams:
         """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
 
-        They are used for AdaRound too, which is too slow to run for each ratio. The second result is the error of
-        rounding to nearest with the given scales.
+        They are used for AdaRound too, which is too slow to run for each ratio. ``plain`` are the errors of rounding
+        each row to nearest with the given scales.
         """
         rows, step = self.rows, self.step
-        first = gptq(rows, step, found, self.grid.low, self.grid.high)
-        least, best = first.error, torch.ones(rows.shape[:2], dtype=torch.float64)
+        least = gptq(rows, step, found, self.grid.low, self.grid.high, plain).error
+        best = torch.ones(rows.shape[:2], dtype=torch.float64)
         for factor in FACTORS:
             now = gptq(rows, step * factor, found, self.grid.low, self.grid.high).error
             best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
         scales = (torch.tensor(self.qparams.scales, dtype=torch.float64) * best.reshape(-1)).float()
-        return replace(self.qparams, scale=tuple(scales.tolist())), first.nearest_error.sum().item()
+        return replace(self.qparams, scale=tuple(scales.tolist()))
 
 
 def by_group(region: Region, weight: np.ndarray) -> torch.Tensor:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from intaglio.fxgraph.node_info import fixed_size, known_type
-from intaglio.fxgraph.nodes import call_of, layer_operands
 from intaglio.ir import DType, QParams
 from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.linalg import OrderedFactor, ordered_factor
+from intaglio.quant.correct.linalg import Factor, operand_factor, ordered_factor
+from intaglio.quant.correct.operand_columns import groups_of, operand_columns, operand_zero_points, row_length
 from intaglio.torch_private import int8_matmul
 
 BYTE_OFFSET = 128
@@ -30,7 +28,14 @@ EXACT_POSITIONS = 1 << 10
 GATHERED = 1 << 25
 """Bytes of columns that are multiplied together if batches are small."""
 LARGEST_MOMENTS = 1 << 27
-"""Largest number of products that are computed for one weight, 1 GiB; the correction needs several times as much."""
+"""Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
+WEIGHTS_OF_A_POSITION = 4
+"""With at least so many weights of one output for each position, operands are kept instead of their products: they take
+less memory, and what is computed from them takes less time."""
+GRAM_ROWS = 512
+"""Rows of the products that are computed at once; products to the right of them are the same as those below."""
+ERROR_BLOCK = 512
+"""Columns of an error that are multiplied at once by those of the moments that are not left of them."""
 
 
 @dataclass(frozen=True)
@@ -40,53 +45,64 @@ class Moments:
     The vector x has the quantized operands of one result minus their zero points, in the order of a row of the weight.
 
     Attributes:
-        products: sum of x x^T, int64 [groups, k, k].
+        products: sum of x x^T, float64 [groups, k, k]; ``None`` if there are so few positions that x are kept.
         sums: sum of x, int64 [groups, k].
         count: number of positions.
         samples: number of samples that they are from.
+        operands: x of all positions, int16 [groups, k, positions], in an order that their values define.
     """
 
-    products: torch.Tensor
+    products: torch.Tensor | None
     sums: torch.Tensor
     count: int
     samples: int
+    operands: torch.Tensor | None = None
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments over the positions of both."""
-        counts = (self.count + other.count, self.samples + other.samples)
-        return Moments(self.products + other.products, self.sums + other.sums, *counts)
+        sums, counts = self.sums + other.sums, (self.count + other.count, self.samples + other.samples)
+        if self.operands is not None and other.operands is not None and _are_few(counts[0], sums.shape[1]):
+            return Moments(None, sums, *counts, _in_order(torch.cat([self.operands, other.operands], 2)))
+        return Moments(self.matrix + other.matrix, sums, *counts)
 
-    @cached_property
+    def errors(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``row M row^T`` of each row, [groups, rows], for float64 [groups, rows, k] and M = sum of x x^T."""
+        if self.products is None:
+            return (rows @ self._wide).square().sum(2)
+        total = rows.new_zeros(rows.shape[:2])
+        for start in range(0, rows.shape[2], ERROR_BLOCK):
+            stop, behind = start + ERROR_BLOCK, rows[..., start:]
+            products = rows[..., start:stop] @ self.products[:, start:stop, start:]
+            products[..., ERROR_BLOCK:] *= 2  # M is symmetric
+            total += (products * behind).sum(2)
+        return total
+
+    @property
     def matrix(self) -> torch.Tensor:
-        """Return ``products`` as float64."""
-        return self.products.double()
+        """Return the sum of x x^T as float64."""
+        return self._wide @ self._wide.mT if self.products is None else self.products
 
     @cached_property
-    def factor(self) -> OrderedFactor | None:
+    def factor(self) -> Factor | None:
         """Return the factor of the matrix."""
-        return ordered_factor(self.matrix)
+        return operand_factor(self._wide) if self.products is None else ordered_factor(self.products)
+
+    @cached_property
+    def _wide(self) -> torch.Tensor:
+        """Return the operands as float64."""
+        assert self.operands is not None
+        return self.operands.double()
 
 
-def moments_refusal(region: Region, site: Site) -> bool:
-    """Return whether moments of an anchor's operand cannot be computed; its weight is then rounded to nearest."""
-    if region.record.name not in ("conv1d", "conv2d", "linear") or site.dtype not in (DType.U8, DType.S8):
-        return True
-    return _groups_of(region) * _row_length(region) ** 2 > LARGEST_MOMENTS
+def has_moments(region: Region, site: Site) -> bool:
+    """Return whether an anchor is an operator whose operand has moments; other weights are rounded to nearest."""
+    return region.record.name in ("conv1d", "conv2d", "linear") and site.dtype in (DType.U8, DType.S8)
 
 
-def _groups_of(region: Region) -> int:
-    """Return the number of groups of an anchor."""
-    return int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-
-
-def _row_length(region: Region) -> int:
-    """Return the number of weights of one output."""
-    return int(np.prod(_weight_sizes(region)[1:]))
-
-
-def _weight_sizes(region: Region) -> tuple[int, ...]:
-    weight = layer_operands(region.anchor).weight
-    return tuple(fixed_size(weight, axis) for axis in range(len(known_type(weight).shape)))
+def are_too_large(region: Region, positions: int) -> bool:
+    """Return whether moments of so many positions take more memory than corrections may use."""
+    groups, k = groups_of(region), row_length(region)
+    return groups * k * (positions if _are_few(positions, k) else k) > LARGEST_MOMENTS
 
 
 def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Moments:
@@ -97,169 +113,101 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
         quantized: batches of quantized operands, u8 in logical order; without batches all moments are zero.
         q: parameters of the operand.
     """
-    groups, k = _groups_of(region), _row_length(region)
-    samples = 0
-
-    def columns_of_batches() -> Iterator[torch.Tensor]:
-        nonlocal samples
-        for batch in quantized:
-            samples += len(batch)
-            yield from _columns(region, batch, q)
-
-    products, sums = torch.zeros(groups, k, k, dtype=torch.int64), torch.zeros(groups, k, dtype=torch.int64)
-    count = 0
-    for columns in _gathered(columns_of_batches()):
-        signed = (columns.to(torch.int16) - BYTE_OFFSET).to(torch.int8)
-        _add_products(products, signed)
-        sums += signed.sum(2, dtype=torch.int64)
-        count += signed.shape[2]
-    return _shifted(Moments(products, sums, count, samples), BYTE_OFFSET - _operand_zero_points(region, q, groups, k))
+    groups, k = groups_of(region), row_length(region)
+    count = samples = 0
+    products, sums = None, torch.zeros(groups, k, dtype=torch.int64)
+    pending = [torch.zeros(groups, k, 0, dtype=torch.int8)]
+    for batch in quantized:
+        samples += len(batch)
+        for columns in operand_columns(region, batch, q):
+            pending.append((columns ^ BYTE_OFFSET).view(torch.int8))
+            count += columns.shape[2]
+            # Each product costs a pass over [groups, k, k], so there should be few of them.
+            if not _are_few(count, k) and sum(part.numel() for part in pending) >= GATHERED:
+                products, pending = _with_products(products, sums, torch.cat(pending, 2)), pending[:1]
+    offset = BYTE_OFFSET - operand_zero_points(region, q, groups, k)
+    rest = torch.cat(pending, 2)
+    if _are_few(count, k):
+        operands = _in_order(rest.to(torch.int16) + offset[..., None].to(torch.int16))
+        return Moments(None, operands.sum(2, dtype=torch.int64), count, samples, operands)
+    return _shifted(Moments(_with_products(products, sums, rest), sums, count, samples), offset)
 
 
 def sum_over_ranks(found: Moments, group: Group) -> Moments:
     """Return the moments over the batches of all ranks."""
     if group.size == 1:
         return found
-    parts = (found.products.flatten(), found.sums.flatten(), torch.tensor([found.count, found.samples]))
-    flat = torch.from_numpy(group.total(torch.cat(parts).numpy()))
-    products, sums, counts = flat.split([part.numel() for part in parts])
-    return Moments(products.view_as(found.products), sums.view_as(found.sums), *map(int, counts))
+    sums = torch.from_numpy(group.total(found.sums.numpy()))
+    count, samples = map(int, group.total(np.array([found.count, found.samples])))
+    if _are_few(count, sums.shape[1]):
+        assert found.operands is not None
+        parts = [torch.from_numpy(part) for part in group.gather(found.operands.numpy())]
+        return Moments(None, sums, count, samples, _in_order(torch.cat(parts, 2)))
+    return Moments(torch.from_numpy(group.total(found.matrix.numpy())), sums, count, samples)
 
 
-def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield columns [groups, k, positions], joining small parts.
-
-    Each product costs a pass over [groups, k, k], so there should be few of them.
-    """
-    pending: list[torch.Tensor] = []
-    for part in parts:
-        pending.append(part)
-        if sum(one.numel() for one in pending) >= GATHERED:
-            yield torch.cat(pending, 2)
-            pending = []
-    if pending:
-        yield torch.cat(pending, 2)
+def _are_few(positions: int, k: int) -> bool:
+    return positions * WEIGHTS_OF_A_POSITION <= k
 
 
-def _add_products(total: torch.Tensor, signed: torch.Tensor) -> None:
-    """Add the products of int8 [groups, k, positions] to int64 [groups, k, k]."""
-    groups, _, count = signed.shape
+def _in_order(operands: torch.Tensor) -> torch.Tensor:
+    """Sort the positions of int16 [groups, k, positions] by their bytes, whatever the order of the data was."""
+    columns = operands.permute(2, 0, 1).contiguous().numpy()
+    if not len(columns):
+        return operands
+    ordered = np.sort(columns.reshape(len(columns), -1).view(f"V{columns[0].nbytes}")[:, 0])
+    return torch.from_numpy(ordered.view(np.int16).reshape(columns.shape)).permute(1, 2, 0).contiguous()
+
+
+def _with_products(total: torch.Tensor | None, sums: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+    """Return float64 [groups, k, k] plus the products of int8 [groups, k, positions]; add their sums to ``sums``."""
+    groups, k, count = signed.shape
+    total = torch.zeros(groups, k, k, dtype=torch.float64) if total is None else total
     rows = ROWS_AT_ONCE if groups == 1 else max(1, ROWS_AT_ONCE // groups)
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
-            total[0] += integer_gram(part[0]) if IsaName.AVX512VNNI in isas() else float_gram(part[0])
+            _add_gram(total[0], part[0])
+            sums[0] += sum(few.float().sum(1).long() for few in part[0].split(EXACT_POSITIONS, 1))
         else:  # float64 represents these sums exactly and multiplies all small groups at once.
             wide = part.double()
-            total += (wide @ wide.transpose(1, 2)).to(torch.int64)
+            total.baddbmm_(wide, wide.mT)
+            sums += wide.sum(2).long()
+    return total
 
 
-def integer_gram(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x x^T`` of int8 [k, positions] in int32, by int8 products; at most `ROWS_AT_ONCE` positions."""
-    x = F.pad(x, (0, 1)) if x.shape[1] == 1 else x  # _int_mm misreads the strides of a single column.
-    return int8_matmul(x, x.t())
+def _add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
+    """Add ``x x^T`` of int8 [k, positions] to float64 [k, k]. Rows are multiplied by those up to them only."""
+    gram = integer_gram if IsaName.AVX512VNNI in isas() else float_gram
+    for start in range(0, len(x), GRAM_ROWS):
+        here, stop = slice(start, start + GRAM_ROWS), min(start + GRAM_ROWS, len(x))
+        products = gram(x[here], x[:stop])
+        total[here, :stop] += products
+        total[:start, here] += products[:, :start].mT
 
 
-def float_gram(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x x^T`` of int8 [k, positions] in int64, by exact float32 products of `EXACT_POSITIONS` at a time.
+def integer_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x y^T`` of int8 [rows, positions] in int32, by int8 products; at most `ROWS_AT_ONCE` positions."""
+    if x.shape[1] == 1:  # _int_mm misreads the strides of a single column.
+        x, y = F.pad(x, (0, 1)), F.pad(y, (0, 1))
+    return int8_matmul(x, y.t())
+
+
+def float_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x y^T`` of int8 [rows, positions] in int64, by exact float32 products of `EXACT_POSITIONS` at a time.
 
     On a processor without VNNI this is 20 times as fast as PyTorch's int8 product (31 and 1.2 GMAC/s on a Zen 3 core).
     """
-    total = torch.zeros(len(x), len(x), dtype=torch.int64)
-    for part in x.split(EXACT_POSITIONS, 1):
-        wide = part.float()
-        total += (wide @ wide.t()).to(torch.int64)
+    total = torch.zeros(len(x), len(y), dtype=torch.int64)
+    for part, other in zip(x.split(EXACT_POSITIONS, 1), y.split(EXACT_POSITIONS, 1), strict=True):
+        total += (part.float() @ other.float().t()).to(torch.int64)
     return total
 
 
 def _shifted(total: Moments, offset: torch.Tensor) -> Moments:
     """Return the moments of x + offset, int64 [groups, k], computed from those of x."""
-    products, row = total.products, total.sums[:, None, :] + total.count * offset[:, None, :]
-    products += offset[:, :, None] * row
-    products += total.sums[:, :, None] * offset[:, None, :]
+    assert total.products is not None
+    sums, shift = total.sums.double(), offset.double()
+    left, right = torch.stack([shift, sums], 2), torch.stack([sums + total.count * shift, shift], 1)
+    products = total.products.baddbmm_(left, right)
     return Moments(products, total.sums + total.count * offset, total.count, total.samples)
-
-
-def _operand_zero_points(region: Region, q: QParams, groups: int, k: int) -> torch.Tensor:
-    """Return the zero points of the operands of each weight column, int64 [groups, k]."""
-    zeros = torch.tensor(q.zeros)
-    if len(q.zeros) == 1 or region.record.is_linear_layer:
-        return zeros.expand(groups, k)
-    return zeros.reshape(groups, -1).repeat_interleave(k * groups // len(q.zeros), 1)
-
-
-def _columns(region: Region, batch: torch.Tensor, q: QParams) -> Iterable[torch.Tensor]:
-    """Yield u8 columns [groups, k, positions] of a few images at a time."""
-    if region.record.is_linear_layer:
-        yield batch.reshape(-1, batch.shape[-1]).t().contiguous()[None]
-        return
-    given = call_of(region.anchor, region.record).arguments
-    images = batch[:, :, None] if batch.dim() == 3 else batch
-    window = ConvolutionWindow.of(given, _weight_sizes(region)[2:], batch.dim() - 2)
-    zeros = torch.tensor(q.zeros).expand(images.shape[1])
-    size = max(1, (1 << 25) // max(1, images[0].numel() * window.taps))
-    for part in images.split(size):
-        yield _patches(_padded(part, zeros, window.padding), window, given["groups"])
-
-
-@dataclass(frozen=True)
-class ConvolutionWindow:
-    """Geometry of a convolution with two spatial axes; with one spatial axis, the first has size 1.
-
-    ``padding`` is (top, bottom, left, right).
-    """
-
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    padding: tuple[int, int, int, int]
-
-    @property
-    def taps(self) -> int:
-        """Return the number of kernel elements for one channel."""
-        return self.kernel[0] * self.kernel[1]
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], kernel: tuple[Any, ...], axes: int) -> ConvolutionWindow:
-        """Return the geometry of a call from its arguments, the kernel size and the number of spatial axes."""
-
-        def pair(values: Any, idle: int) -> tuple[int, int]:
-            values = tuple(values)
-            values = values * axes if len(values) == 1 else values
-            return (idle, values[0]) if axes == 1 else (values[0], values[1])
-
-        size, stride, dilation = pair(kernel, 1), pair(given["stride"], 1), pair(given["dilation"], 1)
-        if given["padding"] == "same":
-            total = [d * (k - 1) for d, k in zip(dilation, size, strict=True)]
-            return cls(
-                size,
-                stride,
-                dilation,
-                (total[0] // 2, total[0] - total[0] // 2, total[1] // 2, total[1] - total[1] // 2),
-            )
-        if given["padding"] == "valid":
-            return cls(size, stride, dilation, (0, 0, 0, 0))
-        rows, columns = pair(given["padding"], 0)
-        return cls(size, stride, dilation, (rows, rows, columns, columns))
-
-
-def _padded(images: torch.Tensor, zeros: torch.Tensor, padding: tuple[int, int, int, int]) -> torch.Tensor:
-    """Pad images with the zero point of each channel, as kernels do."""
-    if not any(padding):
-        return images
-    top, bottom, left, right = padding
-    zero = zeros.to(images.dtype).reshape(1, -1, 1, 1)
-    inner = F.pad(images, (left, right, top, bottom))
-    inner[:, :, :top], inner[:, :, inner.shape[2] - bottom :] = zero, zero
-    inner[:, :, :, :left], inner[:, :, :, inner.shape[3] - right :] = zero, zero
-    return inner
-
-
-def _patches(images: torch.Tensor, window: ConvolutionWindow, groups: int) -> torch.Tensor:
-    """Unfold u8 [n, c, h, w] into the operands of weight rows, [groups, c / groups * taps, positions]."""
-    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
-    n, channels, height, width = images.shape
-    rows, columns = (height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1
-    a, b, c, d = images.contiguous().stride()
-    view = images.contiguous().as_strided((channels, kh, kw, n, rows, columns), (b, c * dh, d * dw, a, c * sh, d * sw))
-    return view.reshape(groups, channels // groups * kh * kw, n * rows * columns)

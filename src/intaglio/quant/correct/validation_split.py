@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -60,21 +61,28 @@ class ValidationSplit:
 
     def validates(self, batch: torch.Tensor) -> torch.Tensor:
         """Return bool[samples], true for the samples of u8[samples, ...] that validate."""
-        return (project(batch) - self.origin) // self.width % self.parts == 0
+        return self.selects(project(batch))
+
+    def selects(self, projections: torch.Tensor) -> torch.Tensor:
+        """Return the same for the projections of samples."""
+        return (projections - self.origin) // self.width % self.parts == 0
 
 
 def project(batch: torch.Tensor) -> torch.Tensor:
     """Return the projections of samples u8[samples, ...] on one line, int64[samples]; they are exact."""
-    elements = batch.flatten(1)
-    count = min(elements.shape[1], PROJECTED)
-    places = torch.arange(elements.shape[1])
+    size = batch[:1].numel()
+    count = min(size, PROJECTED)
+    places = torch.arange(count)
     if count == PROJECTED:
-        places = spread_places(places[:count], elements.shape[1])
+        places = spread_places(places, size)
     line = torch.randint(-128, 128, (count,), generator=torch.Generator().manual_seed(0))
-    return (elements[:, places].double() @ line.double()).long()
+    index: tuple[Any, ...] = (slice(None), *torch.unravel_index(places, batch.shape[1:]))
+    elements = batch[index]
+    return (elements.double() @ line.double()).long()
 
 
-class SplitMoments(NamedTuple):
+@dataclass(frozen=True)
+class SplitMoments:
     """Moments of the samples that corrections are fitted to, and of those that validate them.
 
     If they are halves, ``crossed``, both validate what is fitted to the other.
@@ -90,10 +98,15 @@ class SplitMoments(NamedTuple):
         return self.fitted, self.validating
 
     @property
-    def directions(self) -> tuple[tuple[Moments, Moments], ...]:
-        """Return pairs of a part to fit to and a part to validate with."""
-        return (self.both, self.both[::-1]) if self.crossed else (self.both,)
+    def directions(self) -> tuple[tuple[int, int], ...]:
+        """Return pairs of places in ``both``: of a part to fit to and of the part that validates it."""
+        return ((0, 1), (1, 0)) if self.crossed else ((0, 1),)
 
+    def errors(self, rows: torch.Tensor) -> float:
+        """Return the sum of ``row M row^T`` over float64 [groups, rows, k], where M are the moments of all samples."""
+        return sum(part.errors(rows).sum().item() for part in self.both)
+
+    @cached_property
     def whole(self) -> Moments:
         """Return the moments of all samples."""
         return self.fitted + self.validating

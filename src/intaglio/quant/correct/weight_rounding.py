@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 
 from intaglio import numerics
+from intaglio.quant.correct.linalg import COLUMN_BLOCK, Factor
 from intaglio.quant.correct.second_moments import Moments
+from intaglio.quant.correct.weight_columns import Columns, round_columns
 from intaglio.quant.recipes.choices import Rounding
 
 CANCELLATION = 1e-12
 """Share of the error for damped moments that the error without damping, a difference, may be wrong by."""
-FEW_COLUMNS = 32
-"""Up to this many columns are rounded one by one; more are split into halves."""
+ROUNDED_AT_ONCE = 1 << 22
+"""Elements of a weight that are rounded at once; the rows of a larger weight are divided."""
 ITERATIONS = 10_000
 """Optimizer steps of AdaRound, as many as in the paper."""
 RATE = 0.001
@@ -45,8 +47,9 @@ class RoundedRows(NamedTuple):
     nearest_error: torch.Tensor
 
 
-Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int], RoundedRows]
-"""A rounding method: (weight, step, moments, smallest, largest quantized value) -> quantized values and errors."""
+Round = Callable[[torch.Tensor, torch.Tensor, Moments, int, int, torch.Tensor | None], RoundedRows]
+"""A rounding method: (weight, step, moments, smallest, largest quantized value, errors of rounding to nearest if they
+are known) -> quantized values and errors."""
 
 
 def nearest(weight: torch.Tensor, step: torch.Tensor, low: int, high: int) -> torch.Tensor:
@@ -54,7 +57,14 @@ def nearest(weight: torch.Tensor, step: torch.Tensor, low: int, high: int) -> to
     return numerics.round_clamp(weight / step, low, high)
 
 
-def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> RoundedRows:
+def gptq(
+    weight: torch.Tensor,
+    step: torch.Tensor,
+    found: Moments,
+    low: int,
+    high: int,
+    plain_error: torch.Tensor | None = None,
+) -> RoundedRows:
     """Round column by column, and spread each error over the columns that are not yet rounded.
 
     This is algorithm 1 of GPTQ (Frantar et al. 2022), with columns in the order of decreasing moments, in the form of
@@ -62,67 +72,49 @@ def gptq(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, hig
     their inverse, and the values are the same. Rows that do not gain keep nearest rounding.
     """
     plain = nearest(weight, step, low, high)
-    plain_error = loss(plain, weight, step, found.matrix)
-    if found.factor is None:
+    if plain_error is None:
+        plain_error = found.errors(weight - plain * step)
+    factor = found.factor
+    if factor is None:
         return RoundedRows(plain, plain_error, plain_error)
-    place = found.factor.order[:, None].expand_as(weight)
-    columns, steps = weight.gather(2, place), step.expand_as(weight).gather(2, place)
-    spread = _spread(columns, torch.zeros_like(columns), steps, found.factor.lower, low, high)
-    chosen = torch.zeros_like(columns).scatter(2, place, spread.quantized)
-    # The error for damped moments is a sum over the columns; what damping adds to it is subtracted.
-    damped = (spread.missed.square() @ found.factor.pivots[..., None])[..., 0]
-    error = damped - (spread.error.square() @ found.factor.added[..., None])[..., 0]
-    return _better_rows(chosen, error.clamp_min(0) + CANCELLATION * damped, plain, plain_error)
-
-
-class _Spread(NamedTuple):
-    """Rounded columns, [groups, rows, k].
-
-    Attributes:
-        quantized: the quantized values.
-        error: the weights minus their rounded values.
-        missed: what the quantized values stand for, minus their rounded values.
-    """
-
-    quantized: torch.Tensor
-    error: torch.Tensor
-    missed: torch.Tensor
+    count = max(1, ROUNDED_AT_ONCE // (weight.shape[0] * weight.shape[2]))
+    steps = step.expand_as(weight)
+    parts = zip(weight.split(count, 1), steps.split(count, 1), strict=True)
+    chosen, error = (torch.cat(part, 1) for part in zip(*(_spread(*p, factor, low, high) for p in parts), strict=True))
+    return _better_rows(chosen, error, plain, plain_error)
 
 
 def _spread(
-    weight: torch.Tensor, offset: torch.Tensor, steps: torch.Tensor, lower: torch.Tensor, low: int, high: int
-) -> _Spread:
-    """Round columns from the last to the first.
+    weight: torch.Tensor, steps: torch.Tensor, factor: Factor, low: int, high: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return quantized rows, [groups, rows, k], and their errors, [groups, rows], with errors spread.
 
-    The errors of the second half are spread over the first half by one matrix product. Columns are rounded one by one
-    only when few are left.
-
-    Args:
-        weight: the weights, [groups, rows, k].
-        offset: what the errors of columns behind these add to them, [groups, rows, k].
-        steps: the distance of quantized values, [groups, rows, k].
-        lower: the triangular factor of the moments.
-        low: the smallest quantized value.
-        high: the largest quantized value.
+    Columns are rounded one by one within blocks. The errors of all columns behind a block are spread over it at once.
     """
-    width = weight.shape[2]
-    if width > FEW_COLUMNS:
-        half = width // 2
-        behind = _spread(weight[..., half:], offset[..., half:], steps[..., half:], lower[:, half:, half:], low, high)
-        moved = offset[..., :half] + behind.error @ lower[:, half:, :half]
-        front = _spread(weight[..., :half], moved, steps[..., :half], lower[:, :half, :half], low, high)
-        return _Spread(*(torch.cat(parts, 2) for parts in zip(front, behind, strict=True)))
-    columns, sizes = weight.mT, steps.mT
-    wanted = (columns + offset.mT).contiguous()
-    quantized, error = torch.empty_like(wanted), torch.empty_like(wanted)
-    for i in reversed(range(width)):
-        quantized[:, i] = numerics.round_clamp(wanted[:, i] / sizes[:, i], low, high)
-        error[:, i] = columns[:, i] - quantized[:, i] * sizes[:, i]
-        wanted[:, :i] += lower[:, i, :i, None] * error[:, i, None]
-    return _Spread(quantized.mT, error.mT, (wanted - quantized * sizes).mT)
+    order = factor.order[..., None].expand_as(weight.mT)
+    columns = Columns.of(weight.mT.gather(1, order), steps.mT.gather(1, order))
+    spread = factor.spreading(columns.error)
+    for start in reversed(range(0, weight.shape[2], COLUMN_BLOCK)):
+        stop = min(start + COLUMN_BLOCK, weight.shape[2])
+        columns.wanted[:, start:stop] += spread(start, stop)
+        round_columns(columns, start, factor.triangle(start, stop), low, high)
+    chosen = torch.empty_like(columns.weight).scatter_(1, order, columns.quantized).mT.contiguous()
+    # The error for damped moments is a sum over the columns; what damping adds to it is subtracted.
+    missed = columns.wanted - columns.quantized * columns.steps
+    damped, added = (
+        (size[:, None] @ part.square())[:, 0] for size, part in ((factor.pivots, missed), (factor.added, columns.error))
+    )
+    return chosen, (damped - added).clamp_min(0) + CANCELLATION * damped
 
 
-def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int, high: int) -> RoundedRows:
+def adaround(
+    weight: torch.Tensor,
+    step: torch.Tensor,
+    found: Moments,
+    low: int,
+    high: int,
+    plain_error: torch.Tensor | None = None,
+) -> RoundedRows:
     """Choose between rounding up and down for each weight by gradient descent (Nagel et al. 2020, section 3.3).
 
     It minimizes the same error by `ITERATIONS` steps of Adam in float32. Rows that do not gain keep nearest rounding.
@@ -147,24 +139,13 @@ def adaround(weight: torch.Tensor, step: torch.Tensor, found: Moments, low: int,
             cost.backward()
             optimizer.step()
     chosen = (floor + (logits.detach() >= 0)).clamp(low, high)
-    chosen_error, plain_error = (loss(quantized, weight, step, moments) for quantized in (chosen, plain))
-    return _better_rows(chosen, chosen_error, plain, plain_error)
+    if plain_error is None:
+        plain_error = found.errors(weight - plain * step)
+    return _better_rows(chosen, found.errors(weight - chosen * step), plain, plain_error)
 
 
 ROUNDINGS: dict[str, Round] = {Rounding.GPTQ: gptq, Rounding.ADAROUND: adaround}
 """Rounding methods that read moments, by name."""
-
-
-def loss(quantized: torch.Tensor, weight: torch.Tensor, step: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Return the error ``e M e^T`` of each row, [groups, rows]."""
-    error = weight - quantized * step
-    return ((error @ matrix) * error).sum(2)
-
-
-def signal_power(weight: torch.Tensor, matrix: torch.Tensor) -> float:
-    """Return the power of the results, to which errors are compared in reports. It is computed in float32."""
-    rows = weight.float()
-    return float(((rows @ matrix.float()) * rows).sum(dtype=torch.float64))
 
 
 def _better_rows(

@@ -157,7 +157,7 @@ def _converted(
     for body in bodies.values():
         qparams |= body.qparams
     texts = {"reference": text, "parameters": parameters.without_weights().to_json()}
-    if report := prepared.model_info.texts.get("corrections", "") + "".join(f"{step}\n" for step in corrections.steps):
+    if report := prepared.model_info.texts.get("corrections", "") + corrections.text():
         texts["corrections"] = report
     model_info = prepared.model_info.with_stage(tuple(remarks), **texts)
     signature = _quantized_outputs(signature, prepared, qparams) if prepared.quantizer.integers else signature
