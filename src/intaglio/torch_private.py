@@ -103,8 +103,7 @@ def current_function_mode() -> TorchFunctionMode | None:
 
 
 def without_current_function_mode() -> AbstractContextManager[Any]:
-    """Suspend the innermost function mode inside the ``with``. Needed for the same reason as
-    `current_function_mode`."""
+    """Suspend the innermost function mode inside the ``with``. Needed for the reason of `current_function_mode`."""
     context: AbstractContextManager[Any] = _pop_mode_temporarily()
     return context
 
@@ -215,14 +214,12 @@ def state_dict_hooks(module: nn.Module) -> dict[Any, Any]:
 
 
 def load_state_dict_pre_hooks(module: nn.Module) -> dict[Any, Any]:
-    """Return the hooks that run before a state dictionary is loaded. Needed for the same reason as
-    `state_dict_hooks`."""
+    """Return the hooks that run before a state dictionary is loaded. Needed for the reason of `state_dict_hooks`."""
     return module._load_state_dict_pre_hooks
 
 
 def int8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the int32 product of two int8 matrices. Without it, second moments are computed in float64, which is
-    slower."""
+    """Return the int32 product of int8 matrices. Without it, second moments are computed in float64, more slowly."""
     return torch._int_mm(a, b)
 
 
@@ -244,13 +241,17 @@ def size_hint(size: torch.SymInt) -> Any:
     return size.node.hint
 
 
-def forget_new_symbols(number: torch.SymFloat) -> None:
-    """Forget symbols for numbers that were read from tensors and that no operator has returned.
+def compared_expressions(size: torch.SymInt) -> list[tuple[Any, Any]]:
+    """Return pairs of sizes that the model compared while it was traced, as sympy expressions, and that were equal.
+    Without it, sizes that are equal in every valid call would differ."""
+    guards = [guard.expr for guard in size.node.shape_env.guards]
+    return [guard.args for guard in guards if type(guard).__name__ == "Equality"]
 
-    torch.export leaves them behind for numbers that it reads twice, and its decompositions then refuse the graph.
-    """
-    pending = getattr(number.node.shape_env, "pending_fresh_unbacked_symbols", None)
-    if pending is not None:
+
+def forget_new_symbols(number: torch.SymFloat) -> None:
+    """Forget symbols for numbers that were read from tensors and that no operator has returned. torch.export leaves
+    them behind for numbers that it reads twice, and its decompositions then refuse the graph."""
+    if (pending := getattr(number.node.shape_env, "pending_fresh_unbacked_symbols", None)) is not None:
         pending.clear()
 
 
@@ -279,7 +280,6 @@ def quantized_decomposed() -> Any:
     """Return PyTorch's namespace of quantize and dequantize operators, which a deprecated module registers. Without it,
     reference models need operators of their own. The module is imported at the first call."""
     importlib.import_module("torch.ao.quantization.fx._decomposed")
-
     return torch.ops.quantized_decomposed
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type, update_info
-from intaglio.ir import Dim, DType, Shape, TensorType, substitute, symbol
+from intaglio.ir import Dim, DType, Expression, Shape, TensorType, substitute
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, quantized_decomposed, schema_of, size_expression
@@ -20,16 +20,27 @@ if TYPE_CHECKING:
     import sympy  # the import takes a third of a second
 
 
-def dim_of(size: int | torch.SymInt, names: Mapping[sympy.Symbol, str]) -> Dim:
-    """Convert a dimension of a traced tensor to a `Dim`. Symbols that share a name are equal."""
-    if isinstance(size, int):
-        return size
-    equal: dict[str, sympy.Symbol] = {}
-    first = {free: equal.setdefault(name, free) for free, name in names.items()}
-    return _dim(size_expression(size).xreplace(first).expand(), names)
+def dim_of(size: int | torch.SymInt, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
+    """Convert a dimension of a traced tensor to a `Dim`. Symbols with the same size are equal."""
+    return size if isinstance(size, int) else dim_of_expression(size_expression(size), sizes)
 
 
-def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
+def dim_of_expression(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
+    """Convert a symbolic size to a `Dim`.
+
+    Args:
+        expression: the expression of torch.export.
+        sizes: the size that each symbol stands for.
+
+    Raises:
+        CaptureError: the expression has a form without a counterpart.
+    """
+    equal: dict[Expression, sympy.Symbol] = {}
+    first = {free: equal.setdefault(own, free) for free, own in sizes.items()}
+    return _dim(expression.xreplace(first).expand(), sizes)
+
+
+def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Dim:
     """Convert a symbolic size to a `Dim`.
 
     Raises:
@@ -38,8 +49,8 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
     if expression.is_Integer:
         return int(expression)
     if expression.is_Symbol:
-        return symbol(names[expression])
-    parts = [_dim(part, names) for part in expression.args]
+        return sizes[expression]
+    parts = [_dim(part, sizes) for part in expression.args]
     kind = type(expression).__name__
     if kind == "Add":
         return sum(parts[1:], parts[0])
@@ -50,6 +61,8 @@ def _dim(expression: sympy.Expr, names: Mapping[sympy.Symbol, str]) -> Dim:
         return total
     if kind == "FloorDiv" and isinstance(parts[1], int):
         return parts[0] // parts[1]
+    if kind in ("Mod", "PythonMod") and isinstance(parts[1], int) and parts[1] > 0:
+        return parts[0] - parts[0] // parts[1] * parts[1]
     if kind == "Pow" and isinstance(parts[1], int) and parts[1] > 0:
         total = 1
         for _ in range(parts[1]):

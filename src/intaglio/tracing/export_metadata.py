@@ -14,7 +14,7 @@ from intaglio.formatting.source_paths import short_source_path
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of
 from intaglio.fxgraph.unique_names import add_constant
-from intaglio.ir import DType, Origin, TensorType
+from intaglio.ir import DType, Expression, Origin, TensorType
 from intaglio.signature import DTYPES
 
 
@@ -33,18 +33,18 @@ def constant(graph: fx.Graph, root: nn.Module, program: ExportedProgram, target:
     return copy_
 
 
-def type_of(value: torch.Tensor, names: Mapping[Any, str]) -> TensorType:
+def type_of(value: torch.Tensor, sizes: Mapping[Any, Expression]) -> TensorType:
     """Return shape and element type of a tensor, with named dynamic dimensions."""
-    return TensorType(tuple(dim_of(size, names) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
+    return TensorType(tuple(dim_of(size, sizes) for size in value.shape), DTYPES.get(value.dtype, DType.OTHER))
 
 
-def describe(copied: fx.Node, node: fx.Node, names: Mapping[Any, str], program: ExportedProgram) -> None:
+def describe(copied: fx.Node, node: fx.Node, sizes: Mapping[Any, Expression], program: ExportedProgram) -> None:
     """Record type or dimension, and origin, on the copy of a node."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        update_info(copied, type=type_of(value, names))
+        update_info(copied, type=type_of(value, sizes))
     elif isinstance(value, torch.SymInt):
-        update_info(copied, dim=dim_of(value, names))
+        update_info(copied, dim=dim_of(value, sizes))
     if copied.op == "call_function":
         update_info(copied, origin=Origin(path_of(node, program), str(node.target), source_of(node)))
         update_info(copied, iteration=info(node).iteration or info(copied).iteration)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import tensor_type
-from intaglio.ir import Input, TensorType, symbols_of
-from intaglio.torch_private import size_expression, size_hint
+from intaglio.fxgraph.nodes import dim_of_expression
+from intaglio.ir import Dim, Expression, Input, TensorType, evaluate, substitute, symbol, symbols_of
+from intaglio.torch_private import compared_expressions, size_expression, size_hint
 
 if TYPE_CHECKING:
     import sympy  # the import takes a third of a second
@@ -22,7 +24,8 @@ UNBOUNDED = 2**31
 SPECIALISED = 2
 """Lower bound that torch.export reports for every dynamic dimension; capture tests size 1 itself."""
 
-Names = Mapping["sympy.Symbol", str]
+Sizes = Mapping["sympy.Symbol", Expression]
+"""The size that each symbol of torch.export stands for: a dynamic dimension, or a multiple of one."""
 
 
 def input_type(node: fx.Node) -> TensorType:
@@ -35,8 +38,10 @@ def input_type(node: fx.Node) -> TensorType:
     return kind
 
 
-def symbol_names(program: ExportedProgram, one_batch: bool) -> Names:
-    """Return names of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name.
+def free_sizes(program: ExportedProgram, one_batch: bool) -> Sizes:
+    """Return the sizes of the dynamic dimensions in order of appearance (``n``, ``n1``, ...); equal ones share a name.
+
+    A size is a multiple of a dimension, such as ``n1*32``, if the model compares sizes that are equal for multiples.
 
     Args:
         program: what torch.export traced.
@@ -53,7 +58,52 @@ def symbol_names(program: ExportedProgram, one_batch: bool) -> Names:
                     if free not in names:
                         known = names.get(same.get(free))
                         names[free] = known or f"n{len(set(names.values())) or ''}"
-    return names
+    plain = {free: symbol(name) for free, name in names.items()}
+    batch = {names[free] for size in _first_axes(program) for free in size_expression(size).free_symbols}
+    multiples = common_multiples(_compared_sizes(program, plain), _example(program, names), batch)
+    return {free: Expression((((name,), multiples.get(name, 1)),)) for free, name in names.items()}
+
+
+def common_multiples(
+    compared: Iterable[tuple[Dim, Dim]], example: Mapping[str, int], excluded: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the factors that make compared sizes equal, by the name of the dimension.
+
+    For example, ``(n + 1)//2`` and ``n//2`` are equal if n is a multiple of 2. Equality is a proof: with multiples in
+    place of the dimension, both sizes have the same canonical form.
+
+    Args:
+        compared: pairs of sizes that a model takes for equal.
+        example: size of each dimension in the example, which is one of the multiples.
+        excluded: dimensions without a factor.
+
+    Returns:
+        The smallest factors. Pairs with several dimensions, and pairs that no factor makes equal, are left out.
+    """
+    found: dict[str, int] = {}
+    for a, b in compared:
+        names = symbols_of(a) | symbols_of(b)
+        if a == b or len(names) != 1 or names & set(excluded):
+            continue
+        (name,) = names
+        for factor in (number for number in range(1, example[name] + 1) if example[name] % number == 0):
+            multiple = {name: symbol(name) * factor}
+            if substitute(a, multiple) == substitute(b, multiple):
+                found[name] = lcm(found.get(name, 1), factor)
+                break
+    return found
+
+
+def _compared_sizes(program: ExportedProgram, sizes: Sizes) -> Iterator[tuple[Dim, Dim]]:
+    """Yield pairs of sizes that the model compared while it was traced, and that were equal."""
+    values = [node.meta.get("val") for node in program.graph.nodes]
+    dynamic = [size for value in values for size in getattr(value, "shape", ()) if isinstance(size, torch.SymInt)]
+    for a, b in compared_expressions(dynamic[0]) if dynamic else ():
+        if (a.free_symbols | b.free_symbols) <= sizes.keys():
+            try:
+                yield dim_of_expression(a, sizes), dim_of_expression(b, sizes)
+            except CaptureError:
+                continue  # an expression that sizes of tensors cannot have
 
 
 def _equal_symbols(program: ExportedProgram) -> dict[Any, Any]:
@@ -78,11 +128,16 @@ def _equal_symbols(program: ExportedProgram) -> dict[Any, Any]:
 
 def _batches(program: ExportedProgram) -> dict[Any, Any]:
     """Return a pair of symbols for the first axis of each input with that of the first such input."""
+    symbols = [size_expression(size) for size in _first_axes(program) if _is_symbol(size)]
+    return {other: symbols[0] for other in symbols[1:] if other != symbols[0]}
+
+
+def _first_axes(program: ExportedProgram) -> list[torch.SymInt]:
+    """Return the dynamic sizes of the first axes of inputs."""
     used = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in used]
     sizes: list[Any] = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()]
-    symbols = [size_expression(size) for size in sizes if _is_symbol(size)]
-    return {other: symbols[0] for other in symbols[1:] if other != symbols[0]}
+    return [size for size in sizes if isinstance(size, torch.SymInt)]
 
 
 def _reads_values(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
@@ -103,17 +158,19 @@ def _hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else size_hint(size)
 
 
-def ranges_of(program: ExportedProgram, names: Names) -> dict[str, tuple[int, int | None]]:
-    """Return the smallest and largest size of dynamic dimensions; unbounded ones are left out."""
+def ranges_of(program: ExportedProgram, sizes: Sizes) -> dict[str, tuple[int, int | None]]:
+    """Return the smallest and largest value of dynamic dimensions; unbounded ones are left out."""
     found: dict[str, tuple[int, int | None]] = {}
     for free, bounds in program.range_constraints.items():
-        if free not in names:
+        if free not in sizes:
             continue
+        name, factor = _name_and_factor(sizes[free])
         low, high = _bound(bounds.lower) or 0, _bound(bounds.upper)
-        if names[free] in found:
-            other = found[names[free]]
+        low, high = -(-low // factor) if low > SPECIALISED else 0, None if high is None else high // factor
+        if name in found:
+            other = found[name]
             low, high = max(low, other[0]), min([b for b in (high, other[1]) if b is not None], default=None)
-        found[names[free]] = (low if low > SPECIALISED else 0, high)
+        found[name] = (low, high)
     return {name: ends for name, ends in found.items() if ends != (0, None)}
 
 
@@ -122,12 +179,25 @@ def _bound(value: Any) -> int | None:
     return number if number < UNBOUNDED else None
 
 
-def example_sizes(program: ExportedProgram, names: Names, inputs: Collection[Input]) -> dict[str, int]:
-    """Return the size of every dynamic dimension in the example, with the batch at 1, to count MACs and bytes."""
+def _name_and_factor(size: Expression) -> tuple[str, int]:
+    """Return the dimension that a size is a multiple of, and the factor."""
+    (name,) = symbols_of(size)
+    return name, evaluate(size, {name: 1})
+
+
+def example_sizes(program: ExportedProgram, sizes: Sizes, inputs: Collection[Input]) -> dict[str, int]:
+    """Return the value of every dynamic dimension in the example, with the batch at 1, to count MACs and bytes."""
     batch = set().union(*[symbols_of(entry.type.shape[0]) for entry in inputs if entry.type.shape])
-    hints = {}
+    own = dict(map(_name_and_factor, sizes.values()))
+    hints = _example(program, {free: _name_and_factor(size)[0] for free, size in sizes.items()})
+    return {name: 1 if name in batch else hint // own[name] or 1 for name, hint in hints.items()}
+
+
+def _example(program: ExportedProgram, names: Mapping[sympy.Symbol, str]) -> dict[str, int]:
+    """Return the size in the example that has each of these names."""
+    hints: dict[str, int] = {}
     for node in program.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()):
             if isinstance(size, torch.SymInt) and size_expression(size) in names:
-                hints[names[size_expression(size)]] = size_hint(size)
-    return {name: 1 if name in batch else hint or 1 for name, hint in hints.items()}
+                hints[names[size_expression(size)]] = size_hint(size) or 0
+    return hints

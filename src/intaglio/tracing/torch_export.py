@@ -47,7 +47,7 @@ from intaglio.tracing.export_metadata import (
     source_of,
     tensor_of,
 )
-from intaglio.tracing.free_dimensions import Names, example_sizes, input_type, ranges_of, symbol_names
+from intaglio.tracing.free_dimensions import Sizes, example_sizes, free_sizes, input_type, ranges_of
 from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_single_operators
 from intaglio.tracing.loops.unroll_scans import unroll_loops
 from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
@@ -141,7 +141,7 @@ def to_captured(
     """
     _simplify(program.graph_module)
     graph, root = fx.Graph(), nn.Module()
-    names = symbol_names(program, one_batch)
+    sizes = free_sizes(program, one_batch)
     copies, state = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     inputs, fixed, leaf = list[Input](), dict[int, Any](), 0
@@ -160,16 +160,16 @@ def to_captured(
                 else:
                     copies[node] = graph.placeholder(node.name)
                     copies[node].target = copies[node].name  # a buffer may already have the name
-                    describe(copies[node], node, names, program)
+                    describe(copies[node], node, sizes, program)
                     inputs.append(Input(node.name, leaf, input_type(copies[node])))
                 leaf += 1
             else:
                 raise CaptureError(node.name, None, f"inputs of the kind {spec.kind.name} are not supported")
             if node.next.op != "placeholder":
-                copies.update(_copied_state(state, graph, names, program))  # state follows the inputs of a call
+                copies.update(_copied_state(state, graph, sizes, program))  # state follows the inputs of a call
         elif node.op == "call_function" and str(node.target) == WHILE:
             held = {own: specs[own.name].target for own in copies if copies[own].op == "get_attr"}
-            loop, operands = while_loop(node, program, names, held, model, training)
+            loop, operands = while_loop(node, program, sizes, held, model, training)
             copies[node] = graph.call_function(loop, tuple(copies[operand] for operand in operands))
             update_info(copies[node], origin=Origin(module_around(node), str(loop), source_of(node)))
         elif node.op == "call_function":
@@ -177,14 +177,14 @@ def to_captured(
                 raise number_of_data_error(node, program)
             copies[node] = graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
-            describe(copies[node], node, names, program)
+            describe(copies[node], node, sizes, program)
         elif node.op == "output":
-            signature = _outputs(program, node, copies, graph, inputs, fixed, state, names)
+            signature = _outputs(program, node, copies, graph, inputs, fixed, state, sizes)
         elif any(str(user.target) != WHILE for user in node.users):
             raise control_flow_error(next(iter(node.users)), program)
-    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, names))
+    signature = dataclasses.replace(_with_names(signature, model), ranges=ranges_of(program, sizes))
     module = fx.GraphModule(root, graph)
-    return _after_passes(module, signature, example_sizes(program, names, inputs), model, notes, training)
+    return _after_passes(module, signature, example_sizes(program, sizes, inputs), model, notes, training)
 
 
 def _simplify(module: fx.GraphModule) -> None:
@@ -195,14 +195,14 @@ def _simplify(module: fx.GraphModule) -> None:
 
 
 def _copied_state(
-    state: Mapping[str, fx.Node], graph: fx.Graph, names: Names, program: ExportedProgram
+    state: Mapping[str, fx.Node], graph: fx.Graph, sizes: Sizes, program: ExportedProgram
 ) -> dict[fx.Node, fx.Node]:
     """Return placeholders for buffers that calls change."""
     copies: dict[fx.Node, fx.Node] = {}
     for path, kept in state.items():
         copies[kept] = graph.placeholder(kept.name)
         copies[kept].target = copies[kept].name
-        describe(copies[kept], kept, names, program)
+        describe(copies[kept], kept, sizes, program)
         update_info(copies[kept], buffer=path)
     return copies
 
@@ -234,7 +234,7 @@ def _outputs(
     inputs: list[Input],
     fixed: dict[int, Any],
     state: dict[str, fx.Node],
-    names: Names,
+    sizes: Sizes,
 ) -> Signature:
     """Add the output node with results, written inputs and new state, and return the signature.
 
@@ -259,7 +259,7 @@ def _outputs(
                 remedy="capture a part of the model without it",
             )
         elif isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
-            outputs.append(Output(None, dim_of(value.meta["val"], names)))
+            outputs.append(Output(None, dim_of(value.meta["val"], sizes)))
         elif isinstance(value, fx.Node):
             results.append(copies[value])
             outputs.append(Output(copies[value].name))

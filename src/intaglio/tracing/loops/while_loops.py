@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from intaglio.errors import CaptureError, UnsupportedError
 from intaglio.fxgraph.graph_passes import run
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
-from intaglio.ir import Input, ModelInfo, Origin, Output, Signature
+from intaglio.ir import Expression, Input, ModelInfo, Origin, Output, Signature
 from intaglio.signature import run_while_loop
 from intaglio.torch_private import pytree, size_expression
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
@@ -97,7 +97,7 @@ def nodes_with_loop_bodies(module: fx.GraphModule) -> Iterator[fx.Node]:
 def while_loop(
     node: fx.Node,
     program: ExportedProgram,
-    names: Mapping[Any, str],
+    sizes: Mapping[Any, Expression],
     constants: Mapping[fx.Node, str],
     model: nn.Module,
     training: bool,
@@ -107,7 +107,7 @@ def while_loop(
     Args:
         node: node of the loop.
         program: exported program.
-        names: names of the dynamic dimensions.
+        sizes: the sizes that symbols of torch.export stand for.
         constants: placeholder -> name of the tensor of the model that it represents.
         model: float model.
         training: whether the model is captured in training mode.
@@ -123,7 +123,7 @@ def while_loop(
     model_info, classes = ModelInfo(type(model).__name__), module_classes(model)
     graphs = [getattr(node.graph.owning_module, str(one.target)) for one in (condition, body)]
     first, second = (
-        Captured(*_part(node, graph, tensor_paths, program, names), classes, model_info, training) for graph in graphs
+        Captured(*_part(node, graph, tensor_paths, program, sizes), classes, model_info, training) for graph in graphs
     )
     given = [one for one, path in zip(operands, tensor_paths, strict=True) if path is None]
     return WhileLoop(node.name, len(carried), first, second, second.module), given
@@ -134,7 +134,7 @@ def _part(
     source: fx.GraphModule,
     tensor_paths: Sequence[str | None],
     program: ExportedProgram,
-    names: Mapping[Any, str],
+    sizes: Mapping[Any, Expression],
 ) -> tuple[fx.GraphModule, Signature]:
     """Return a condition or body as graph and signature; tensors of the model become constants."""
     unroll_loops(source)
@@ -148,12 +148,12 @@ def _part(
                 update_info(copies[node], path=f"{path}@{loop.name}")
                 continue
             copies[node] = graph.placeholder(f"{loop.name}_{len(inputs)}")
-            _describe(copies[node], node, loop, names, program)
+            _describe(copies[node], node, loop, sizes, program)
             inputs.append(Input(copies[node].name, len(inputs), known_type(copies[node])))
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
-            _describe(copies[node], node, loop, names, program)
+            _describe(copies[node], node, loop, sizes, program)
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
             if not all(isinstance(one, fx.Node) for one in results):
@@ -171,17 +171,17 @@ def _part(
 
 
 def _describe(
-    copied: fx.Node, node: fx.Node, loop: fx.Node, names: Mapping[Any, str], program: ExportedProgram
+    copied: fx.Node, node: fx.Node, loop: fx.Node, sizes: Mapping[Any, Expression], program: ExportedProgram
 ) -> None:
     """Record type and origin; the module is that of a parameter among the operands, or the one around the loop."""
     value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    free = [size_expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)]
-    if set().union(*free) - set(names):
+    shape = value.shape if isinstance(value, torch.Tensor) else (value,)
+    free = [size_expression(size).free_symbols for size in shape if isinstance(size, torch.SymInt)]
+    if set().union(*free) - set(sizes):
         raise _capture_error(
             loop, program, "the size of a tensor in it depends on data, or changes from one iteration to the next"
         )
-    describe(copied, node, names, program)
+    describe(copied, node, sizes, program)
     if copied.op == "call_function":
         own = origin(copied)
         owners = [constant_path(one) for one in copied.all_input_nodes if info(one).requires_grad is not None]

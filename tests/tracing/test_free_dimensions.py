@@ -1,0 +1,117 @@
+"""Sizes that a model takes for equal, which are equal for multiples of a dimension only."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+
+from intaglio import stages
+from intaglio.errors import InputError
+from intaglio.ir import evaluate, symbol
+from intaglio.tracing import capture
+from intaglio.tracing.free_dimensions import common_multiples
+from support.lowering import lowered
+
+STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 6)), min_size=1, max_size=4)
+"""Added number and divisor of each step, as convolutions with strides have them."""
+FREE_IMAGE = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
+
+
+def divided(size, steps):
+    for added, divisor in steps:
+        size = (size + added) // divisor
+    return size
+
+
+@given(STEPS, STEPS, st.integers(1, 4), st.integers(1, 480))
+def test_the_smallest_multiple_makes_sizes_equal(first, second, scale, example):
+    n = symbol("n")
+    a, b = divided(n, first) * scale, divided(n, second)
+    factor = common_multiples([(a, b)], {"n": example}).get("n")
+
+    def equal(divisor):
+        values = [divisor * k for k in range(2000)]
+        return all(evaluate(a, {"n": v}) == evaluate(b, {"n": v}) for v in values)
+
+    if factor is not None:
+        assert example % factor == 0
+        assert equal(factor)
+    if a != b:
+        divisors = [d for d in range(1, example + 1) if example % d == 0 and (factor is None or d < factor)]
+        assert not any(map(equal, divisors))
+
+
+def test_all_compared_sizes_are_equal_for_the_common_multiple():
+    n, other = symbol("n"), symbol("m")
+    pairs = [((n + 1) // 2, n // 2), ((n + 2) // 3, n // 3), (other // 2, n // 2), (n // 4, n)]
+    assert common_multiples(pairs, {"n": 24, "m": 24}) == {"n": 6}
+    assert common_multiples(pairs, {"n": 24, "m": 24}, excluded={"n"}) == {}
+
+
+class TwoBranches(nn.Module):
+    """Adds images that were made smaller by a strided convolution and by a pool, which round sizes differently."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, 2, 1)
+        self.second = nn.Conv2d(8, 8, 3, 2, 1)
+        self.pool = nn.MaxPool2d(2, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y) + self.pool(y)
+
+
+class TwoScales(nn.Module):
+    """Adds an image to a smaller one that was enlarged to its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1)
+        self.enlarge = nn.Upsample(scale_factor=2.0, mode="nearest")
+
+    def forward(self, x):
+        fine = self.fine(x)
+        return (fine + self.enlarge(self.coarse(fine))).relu()
+
+
+@pytest.mark.parametrize("kind", [TwoBranches, TwoScales])
+def test_sums_of_images_whose_sizes_round_differently_run_in_int8(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    example = torch.randn(2, 3, 32, 48)
+    graph = lowered(capture(model, (example,), dynamic_shapes=FREE_IMAGE), example)[1]
+    int8 = stages.compile(graph)
+    assert int8.coverage.islands == 0
+    x = torch.randn(3, 3, 20, 64)
+    assert int8(x).shape == model(x).shape
+    assert torch.equal(int8(x), graph(x))
+    with pytest.raises(InputError, match=r"takes \[n, 3, n1\*4, n2\*4\]"):
+        int8(torch.randn(1, 3, 21, 64))
+
+
+def test_an_example_that_is_not_a_multiple_leaves_sizes_as_they_are():
+    model, x = TwoBranches().eval(), torch.randn(2, 3, 31, 31)  # 31 divided by 4 is 8, however it is rounded
+    captured = capture(model, (x,), dynamic_shapes=FREE_IMAGE)
+    assert [str(dim) for dim in captured.signature.inputs[0].type.shape[2:]] == ["n1", "n2"]
+    other = torch.randn(1, 3, 63, 32)
+    assert torch.equal(captured(other), model(other))
+
+
+def test_bounds_of_a_size_become_bounds_of_its_multiple():
+    model = TwoBranches().eval()
+    captured = capture(model, (torch.randn(2, 3, 32, 32),), dynamic_shapes=FREE_IMAGE)
+    assert captured.signature.ranges == {"n1": (1, None), "n2": (1, None)}  # torch.export says at least 3 pixels
+    smallest = torch.randn(1, 3, 4, 4)
+    assert torch.equal(captured(smallest), model(smallest))
+
+
+def test_the_batch_stays_free():
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x[::2] + x[1::2] if x.shape[0] > 1 else x
+
+    captured = capture(Halves(), (torch.randn(4, 8),))
+    assert captured.signature.inputs[0].type.shape[0] in (4, symbol("n"))
