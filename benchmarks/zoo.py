@@ -3,9 +3,10 @@
     python benchmarks/zoo.py                          all of them, each in a process of its own
     python benchmarks/zoo.py resnet50 llama --quick   two of them, without corrections
     python benchmarks/zoo.py --list                   their names
+    python benchmarks/zoo.py --missing --record       those without a recorded line of this commit
 
-One process imports the libraries and forks one for each model. ``--record`` appends a line for each to
-results/zoo.jsonl, and `python benchmarks/picture.py` then writes the tables of docs/zoo.md.
+One process imports the libraries and forks one for each model, ``--jobs`` of them at a time. ``--record`` appends a
+line for each to results/zoo.jsonl, and `python benchmarks/picture.py` then writes the tables of docs/zoo.md.
 
 For each model: whether `quantize` takes it unedited, the share of multiply-accumulates in int8, float islands with
 their reasons, the signal-to-noise ratio of the int8 result beside that of the float model when noise of 40 dB is
@@ -21,13 +22,13 @@ import argparse
 import importlib
 import json
 import math
-import multiprocessing
+import multiprocessing.connection
 import re
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ import intaglio
 from intaglio.integrations.transformers import from_pretrained
 
 NOISE_DB = 40
+RESULTS = record.FOLDER / "results" / "zoo.jsonl"
 SECONDS = 600
 """Longest time for one model."""
 LIBRARIES = ("torch._dynamo", "torch.export", "timm", "ultralytics.nn.tasks", "diffusers", "torch_geometric.nn")
@@ -195,20 +197,47 @@ def store(path: str, name: str, quick: bool) -> None:
     Path(path).write_text(json.dumps(without_folders(examine(name, quick))))
 
 
-def examine_in_process(name: str, quick: bool, seconds: float) -> dict[str, Any]:
-    """Examine a model in a forked process, so that neither a crash nor endless work stops the other models."""
+class Examination:
+    """A model that a forked process examines, so that neither a crash nor endless work stops the other models."""
+
+    def __init__(self, name: str, folder: str, quick: bool, seconds: float) -> None:
+        self.name, self.seconds, self.path = name, seconds, Path(folder) / f"{name.replace('/', '-')}.json"
+        self.process = multiprocessing.get_context("fork").Process(target=store, args=(str(self.path), name, quick))
+        self.process.start()
+        self.end = time.monotonic() + seconds
+
+    def result(self) -> dict[str, Any]:
+        """Return what was found out, or an error; a process that is still running is killed."""
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            return {"error": f"it took more than {self.seconds:g} seconds"}
+        self.process.join()
+        if not self.path.exists():
+            return {"error": f"its process ended with exit code {self.process.exitcode}; run it alone to see why"}
+        return json.loads(self.path.read_text())
+
+
+def examine_all(names: list[str], jobs: int, quick: bool, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each model with what was found out about it, in the order in which they end."""
+    waiting, running = list(names), list[Examination]()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        process = multiprocessing.get_context("fork").Process(target=store, args=(str(path), name, quick))
-        process.start()
-        process.join(seconds)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            return {"error": f"it took more than {seconds:g} seconds"}
-        if not path.exists():
-            return {"error": f"its process ended with exit code {process.exitcode}; run it alone to see why"}
-        return json.loads(path.read_text())
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(Examination(waiting.pop(0), folder, quick, seconds))
+            left = min(one.end for one in running) - time.monotonic()
+            multiprocessing.connection.wait([one.process.sentinel for one in running], max(left, 0))
+            for one in [one for one in running if not one.process.is_alive() or time.monotonic() >= one.end]:
+                running.remove(one)
+                yield one.name, one.result()
+
+
+def without_line(names: list[str]) -> list[str]:
+    """Return the names of models that have no recorded line of this commit."""
+    lines = [json.loads(text) for text in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    commit = record.commit()
+    done = {entry["results"]["model"] for entry in lines if entry["commit"] == commit}
+    return [name for name in names if name not in done]
 
 
 def main() -> None:
@@ -216,6 +245,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--quick", action="store_true", help="without equalization and corrections")
+    parser.add_argument("--missing", action="store_true", help="only models without a recorded line of this commit")
+    parser.add_argument("--jobs", type=int, default=1, help="number of models at a time")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time for one model")
     parser.add_argument("--record", action="store_true", help="append a line for each model to results/zoo.jsonl")
     arguments = parser.parse_args()
@@ -223,14 +254,17 @@ def main() -> None:
     library = networks.declare_operators()
     leave_out_extension()
     names = arguments.names or list(models())
+    if unknown := set(names) - models().keys():
+        parser.error(f"no models {', '.join(sorted(unknown))}; --list prints the names")
+    if arguments.missing:
+        names = without_line(names)
     if arguments.list:
         print("\n".join(names))
         return
     for library_name in LIBRARIES:
         importlib.import_module(library_name)
     given = argparse.Namespace(quick=arguments.quick, seconds=arguments.seconds)
-    for name in names:
-        found = examine_in_process(name, arguments.quick, arguments.seconds)
+    for name, found in examine_all(names, arguments.jobs, arguments.quick, arguments.seconds):
         found = {"model": name, "family": family_of(name), "unedited": False, "most_used": False, **found}
         if arguments.record:
             record.append("zoo", given, found)
