@@ -83,15 +83,24 @@ def extrema_of(prepared: Prepared, names: Collection[str], calls: Calls, group: 
 
                 def see(name: str, value: torch.Tensor, visible: VisibleTokens = visible) -> None:
                     for tokens in visible_groups(value, padded[name], visible):
-                        finite = tokens[tokens.isfinite()]
-                        if finite.numel():
-                            own[name] = joined([own.get(name, NO_VALUES), (finite.min().item(), finite.max().item())])
+                        own[name] = joined([own.get(name, NO_VALUES), _finite_extrema(tokens)])
 
                 ValueRecorder(module, names, see).run(*leaves)
 
     group.run_on_all_ranks(run)
     seen = group.gather(own)
     return {name: joined([one.get(name, NO_VALUES) for one in seen]) for name in {key for one in seen for key in one}}
+
+
+def _finite_extrema(values: torch.Tensor) -> Extrema:
+    """Return the smallest and largest finite value of a tensor."""
+    if not values.numel():
+        return NO_VALUES
+    low, high = (end.item() for end in values.aminmax())
+    if math.isfinite(low) and math.isfinite(high):  # one NaN would make both NaN
+        return low, high
+    finite = values[values.isfinite()]
+    return (finite.min().item(), finite.max().item()) if finite.numel() else NO_VALUES
 
 
 def ranges_of(prepared: Prepared, sites: Collection[Site], calls: Calls, group: Group) -> dict[str, Extrema]:

@@ -47,6 +47,7 @@ from intaglio.fxgraph.passes.fuse_attention import attention_to_four_axes, fuse_
 from intaglio.fxgraph.passes.gated_activations import fuse_gated_activations, fuse_gelu
 from intaglio.fxgraph.passes.identities import drop_identity, pads_of_max_pools
 from intaglio.fxgraph.passes.indices.grouped_products import constant_grouped_mm_to_linear, split_products_to_grouped
+from intaglio.fxgraph.passes.indices.lookups import lookups_to_embeddings
 from intaglio.fxgraph.passes.indices.selected_rows import keep_unselected_rows
 from intaglio.fxgraph.passes.indices.sorting import (
     canonicalize_sorts,
@@ -93,6 +94,7 @@ CONSTANT_PASSES: tuple[Pass, ...] = (
     keep_unselected_rows,  # before folding, which creates tensors of sizes that are known by then
     scatter_without_self,
     fold_constants,  # the passes below must see a computed weight as a constant
+    lookups_to_embeddings,
     fuse_gelu,  # before numbers and overloads change
     constant_matmul_to_linear,  # needs constant matrices
     constant_first_to_linear,
