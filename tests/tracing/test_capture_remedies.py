@@ -312,3 +312,27 @@ def test_a_layer_with_another_train_method_is_captured_under_another_name_of_it(
         stages.capture(OwnWeight(4, 4), X)
     assert raised.value.remedy == "give the method another name"
     stages.capture(Renamed(4, 4), X)
+
+
+class CausalWithPadding(nn.Module):
+    """Adds up earlier tokens if a mask hides some of them, and all tokens otherwise, as the text encoder of AIMv2."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, attention_mask):
+        x = self.layer(x)
+        if torch.compiler.is_exporting() or not attention_mask.all():
+            return (x * attention_mask[..., None]).cumsum(1)
+        return x.sum(1, keepdim=True).expand(-1, x.shape[1], -1)
+
+
+def test_a_mask_of_ones_that_the_model_skips_is_named_as_the_cause():
+    model, x = CausalWithPadding().eval(), torch.randn(3, 6, 4)
+    ones = torch.ones(3, 6, dtype=torch.long)
+    with pytest.raises(CaptureError, match="attention_mask that hides a position of every sample"):
+        stages.capture(model, (x, ones))
+    ones[:, -1] = 0
+    graph = stages.capture(model, (x, ones))
+    assert torch.equal(graph(x, ones), model(x, ones))

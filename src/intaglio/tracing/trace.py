@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from intaglio.argument_checks import WITHOUT_CYCLES, nesting_problem
 from intaglio.errors import CaptureError
+from intaglio.fxgraph.padding_masks import padding_masks
 from intaglio.signature import clone_tensors, plain_mapping
 from intaglio.signature.tensor_checks import TO_DENSE_ON_CPU, check_memory_of, unsupported_reason
 from intaglio.torch_private import global_hooks_for, pytree
@@ -348,6 +349,10 @@ def _fix_automatic_axes(shapes: Any, axis: int | str = 0) -> Any:
 
 
 LARGER_EXAMPLE = "pass an example with larger sizes, or leave these sizes out of dynamic_shapes"
+WITH_PADDING = (
+    "pass an attention_mask that hides a position of every sample: with ones only, code of models such as those of "
+    "transformers computes without the mask, but not when torch.export traces it"
+)
 INDEPENDENT_PART = "capture a part of the model that does not depend on data or on random numbers"
 
 
@@ -357,9 +362,18 @@ def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs
             type(model).__name__,
             None,
             f"the captured graph does not compute what the model computes: {reason}",
-            remedy=LARGER_EXAMPLE if WRONG_TYPE in reason else INDEPENDENT_PART,
+            remedy=_remedy_of_difference(captured, reason, (args, dict(kwargs))),
         )
     return captured
+
+
+def _remedy_of_difference(captured: Captured, reason: str, call: Any) -> str:
+    """Return what to do about a graph that computes something else than the model for an example."""
+    if WRONG_TYPE in reason:
+        return LARGER_EXAMPLE
+    leaves = pytree.tree_leaves(call)
+    masks = [leaves[captured.signature.inputs[index].leaf] for index in padding_masks(captured.signature)]
+    return WITH_PADDING if any(bool(mask.all()) for mask in masks) else INDEPENDENT_PART
 
 
 def _examples(
