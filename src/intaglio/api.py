@@ -20,7 +20,13 @@ from intaglio.parts import PartlyQuantizedModel, quantize_parts
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import with_kept_memory
-from intaglio.quant.calibrate.prepare import check_selectors, quantizer_for_part, with_selectors_of
+from intaglio.quant.calibrate.prepare import (
+    check_parts,
+    check_selectors,
+    prepare_part,
+    quantizer_for_part,
+    with_selectors_of,
+)
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
@@ -124,14 +130,15 @@ def quantize(
         example = example or ExportExample(example_inputs, dynamic_shapes)
         captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
-        captured_modules.append(captured)
-        own = _quantizer_for_example(quantizer, example, captured)
-        return _quantized(module, captured, call, rest, own, samples, progress, options)
+        prepared = _prepared_for_example(quantizer, example, captured)
+        modules.append((captured, prepared))
+        return _quantized(module, prepared, call, rest, samples, progress, options)
 
     if integration is not None:
-        captured_modules: list[Captured] = []
+        modules: list[tuple[Captured, Prepared]] = []
         whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
-        check_selectors(quantizer.recipe, captured_modules)
+        check_selectors(quantizer.recipe, [captured for captured, _ in modules])
+        check_parts([prepared for _, prepared in modules])
         return whole
     try:
         captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
@@ -140,13 +147,13 @@ def quantize(
             raise
 
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
-    return _quantized(model, captured, call, rest, quantizer, samples, progress, options)
+    return _quantized(model, prepare(captured, quantizer), call, rest, samples, progress, options)
 
 
-def _quantizer_for_example(quantizer: Quantizer, example: ExportExample, captured: Captured) -> Quantizer:
-    """Return the quantizer for a module of an integration, with the cached inputs of the module's example."""
+def _prepared_for_example(quantizer: Quantizer, example: ExportExample, captured: Captured) -> Prepared:
+    """Prepare a module of an integration, with the cached inputs of the module's example."""
     own = replace(quantizer, cached_inputs=example.cached_inputs) if example.cached_inputs else quantizer
-    return with_selectors_of(own, captured) if example.is_part else own
+    return prepare_part(captured, with_selectors_of(own, captured)) if example.is_part else prepare(captured, own)
 
 
 def _in_parts(
@@ -163,7 +170,7 @@ def _in_parts(
     def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
         captured_parts.append(captured)
         own = quantizer_for_part(quantizer, captured)
-        return _quantized(part, captured, call, batches, own, None, False, options)
+        return _quantized(part, prepare(captured, own), call, batches, None, False, options)
 
     found = quantize_parts(model, data, refused, samples, quantize_part)
     check_selectors(quantizer.recipe, captured_parts)
@@ -191,20 +198,18 @@ def _kept_first(data: Any) -> tuple[list[Any] | None, Any]:
 
 def _quantized(
     model: nn.Module,
-    captured: Captured,
+    prepared: Prepared,
     call: Call,
     data: Any,
-    quantizer: Quantizer,
     samples: int | None,
     progress: bool | None,
     options: CompileOptions,
 ) -> QuantizedModel:
-    """Run the stages that follow capture for one module."""
+    """Run the stages that follow `prepare` for one module."""
+    signature, quantizer = prepared.signature, prepared.quantizer
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
-        copied_inputs(
-            captured.signature, options.tune, range(len(captured.signature.inputs)) if quantizer.input else ()
-        )
-    prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
+        copied_inputs(signature, options.tune, range(len(signature.inputs)) if quantizer.input else ())
+    given = quantizer.recipe.parameters
     reference = _calibrate_and_convert(prepared, data, samples, progress) if given is None else convert(prepared, given)
     if options.on_new_shape == NewShapePolicy.FALLBACK:
         options = replace(options, float_model=model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import intaglio
-from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError
+from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError, UnsupportedError
 from support.generators import (
     END,
     MODELS,
@@ -248,6 +248,12 @@ def test_models_whose_cache_is_not_keys_and_values_say_so(caplog):
     int8_model = intaglio.quantize(model, [batch("llama", length=7)])
     assert re.search("without a key-value cache, because a layer of its cache is a [A-Za-z]+Layer", caplog.text)
     assert int8_model(**batch("llama", 2, 7)).logits.shape == (2, 7, VOCABULARY)
+    with pytest.raises(InputError, match=r"it has 8 tokens, but the model takes 7(?s:.*)quantize.*with intaglio.eager"):
+        int8_model.generate(**batch("llama", 2, 8))
+    prepared = intaglio.eager.prepare(model, (), example_kwargs=batch("llama", length=7))
+    prepared.generate(**batch("llama", length=7), max_new_tokens=4)
+    eager = intaglio.eager.convert(prepared)
+    assert eager.generate(**batch("llama", 2, 8), max_new_tokens=3, min_new_tokens=3).shape == (2, 11)
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")
@@ -287,6 +293,17 @@ def test_selectors_may_mean_one_of_the_programs():
     assert shares["encoder"] == shares["cross_attention"] == 1 > shares["decoder"]
     with pytest.raises(SelectorError, match=r"(?s)matches no operator.*nearest: decoder"):
         intaglio.quantize(model, calibration("t5"), skip="decodr.*")
+
+
+@pytest.mark.slow(reason="each model is captured and compiled")
+def test_a_whole_encoder_may_stay_in_float():
+    model, inputs = float_model("t5"), batch("t5", 2, 7)
+    int8_model = intaglio.quantize(model, calibration("t5"), skip="encoder.*")
+    shares = {name: program.coverage.macs for name, program in int8_model.named_programs().items()}
+    assert shares == {"encoder": 0, "cross_attention": 1, "decoder": 1}
+    assert generated(int8_model, inputs).shape[0] == 2
+    with pytest.raises(UnsupportedError, match="nothing in it can be quantized"):
+        intaglio.quantize(model, calibration("t5"), skip="*")
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")

@@ -168,12 +168,26 @@ def prepare(captured: Captured, quantizer: Quantizer | Annotator | None = None) 
     return prepare_with_passes(copy_graph(captured.module), captured, Quantizer.of(quantizer), PTQ_PASSES)
 
 
+def prepare_part(captured: Captured, quantizer: Quantizer) -> Prepared:
+    """Prepare one of several modules that a model is made of.
+
+    A recipe may leave the whole module in float, such as the encoder of a model with a decoder.
+    """
+    return _prepared(copy_graph(captured.module), captured, quantizer, PTQ_PASSES)
+
+
+def check_parts(parts: Sequence[Prepared]) -> None:
+    """Raise `UnsupportedError` if nothing in the modules that a model is made of is quantized."""
+    if not any(map(_quantizes_something, parts)):
+        raise _nothing_quantized("")
+
+
 def prepare_with_passes(
     module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists
 ) -> Prepared:
     """Prepare a module with the given passes; the module is rewritten in place."""
     prepared = _prepared(module, captured, quantizer, passes)
-    if not any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values())):
+    if not _quantizes_something(prepared):
         annotations = prepared.annotations
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
@@ -187,13 +201,20 @@ def prepare_with_passes(
                 "it is quantized already, and nothing else in it can be quantized",
                 remedy="import it with its quantization: intaglio.stages.from_qdq(model, example_inputs)",
             )
-        raise UnsupportedError(
-            "model",
-            None,
-            "nothing in it can be quantized" + (f": {reasons}" if reasons else ""),
-            remedy="check the recipe, and that the model has convolutions or linear layers with float32 weights",
-        )
+        raise _nothing_quantized(reasons)
     return prepared
+
+
+def _nothing_quantized(reasons: str) -> UnsupportedError:
+    """Return the error for a model in which nothing is quantized."""
+    problem = "nothing in it can be quantized" + (f": {reasons}" if reasons else "")
+    remedy = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
+    return UnsupportedError("model", None, problem, remedy=remedy)
+
+
+def _quantizes_something(prepared: Prepared) -> bool:
+    """Return whether anything in a prepared model or in the bodies of its loops is quantized."""
+    return any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values()))
 
 
 def _is_wanted(annotations: Annotations) -> bool:
