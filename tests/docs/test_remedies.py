@@ -69,6 +69,7 @@ FOLLOWED_ELSEWHERE = {
     "call intaglio.load(path)": "parts/test_partly_quantized.py",
     "call intaglio.load_into(path, float_model)": "parts/test_partly_quantized.py",
     "add '": "integrations/test_quantized_generators.py",
+    "quantize the model with intaglio.eager, which generates": "integrations/test_quantized_generators.py",
     "pass a mask of the whole sequence": "integrations/test_quantized_generators.py",
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
     "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",

@@ -56,6 +56,7 @@ class QuantizedTransformer(TransformerSurface, QuantizedModel):
         if "attention_mask" in known and given.get("attention_mask") is None and "input_ids" in given:
             given["attention_mask"] = torch.ones_like(given["input_ids"])
         self._check_ignorable(extra, _is_full(given.get("attention_mask")))
+        self._check_length(given.get("input_ids"))
         result = QuantizedModel.forward(self, **{name: value for name, value in given.items() if name in known})
         if kept is not None and "logits" in result:
             result["logits"] = kept_logits(result["logits"], kept)
@@ -77,6 +78,22 @@ class QuantizedTransformer(TransformerSurface, QuantizedModel):
                 None,
                 f"it is {shown:.60}, but the examples had no {name}",
                 remedy=f"leave it out, or quantize again with batches that have '{name}'",
+            )
+
+    def _check_length(self, ids: Any) -> None:
+        """Raise `InputError` for token ids of another length than the only one that a model that generates takes.
+
+        Every step of ``generate`` has one token more.
+        """
+        lengths = [entry.type.shape[1] for entry in self.signature.inputs if entry.name == "input_ids"]
+        is_fixed = bool(lengths) and isinstance(lengths[0], int) and self.can_generate()
+        if is_fixed and isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.shape[1] != lengths[0]:
+            raise InputError(
+                "input 'input_ids'",
+                None,
+                f"it has {ids.shape[1]} tokens, but the model takes {lengths[0]}, see model.coverage.notes, and "
+                "every step of generate adds one",
+                remedy="quantize the model with intaglio.eager, which generates with the cache of the float model",
             )
 
     def _is_ignorable(self, name: str, value: Any) -> bool:
