@@ -11,7 +11,7 @@ import intaglio
 from intaglio.errors import CaptureError
 from intaglio.torch_private import pytree
 from intaglio.tracing import capture
-from intaglio.tracing.result_order import leaf_order
+from intaglio.tracing.result_order import leaf_order, with_fields_ordered
 
 
 class Reordered(nn.Module):
@@ -79,6 +79,16 @@ def test_a_quantized_and_a_saved_model_have_the_order_too(tmp_path):
         assert fields["pooler_output"][0].shape == (8, 2)
         assert fields["pooler_output"][1] == 8
         assert fields["last_hidden_state"].shape == (8, 4)
+
+
+def test_fields_that_the_graph_lacks_do_not_keep_others_from_their_order():
+    model, x = Reordered(dict).eval(), torch.randn(3, 4)
+    wanted = {"cache": 0, "nested": [{"last_hidden_state": 0, "cache": 0, "pooler_output": (0, 0)}], "last": 0}
+    ordered = with_fields_ordered(capture(model, x), pytree.tree_structure(wanted))
+    got, expected = ordered(x), model(x)
+    assert list(got["nested"][0]) == ["last_hidden_state", "pooler_output"]
+    torch.testing.assert_close(got["nested"][0], dict(sorted(expected["nested"][0].items())))
+    torch.testing.assert_close(got["last"], expected["last"])
 
 
 def test_a_result_with_other_fields_is_refused():

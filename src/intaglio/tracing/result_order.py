@@ -50,11 +50,11 @@ def with_fields_ordered(captured: Captured, expected: pytree.TreeSpec) -> Captur
 
     Args:
         captured: the graph, whose output node is changed.
-        expected: structure of the float model's result. If it differs in more than the order, nothing changes.
+        expected: structure of the float model's result. Where it differs in more than the order, nothing changes.
     """
     signature = captured.signature
-    order = leaf_order(signature.out_tree, expected)
-    if order is None or signature.out_tree == expected:
+    order, tree = _in_order_of(signature.out_tree, expected)
+    if signature.out_tree == tree:
         return captured
     output = captured.module.graph.output_node()
     tensors = [leaf for leaf, entry in enumerate(signature.outputs) if entry.value is not None]
@@ -62,4 +62,28 @@ def with_fields_ordered(captured: Captured, expected: pytree.TreeSpec) -> Captur
     output.args = ((*(values[leaf] for leaf in order if leaf in values), *output.args[0][len(tensors) :]),)
     captured.module.recompile()
     outputs = tuple(signature.outputs[leaf] for leaf in order)
-    return replace(captured, signature=replace(signature, outputs=outputs, out_tree=expected))
+    return replace(captured, signature=replace(signature, outputs=outputs, out_tree=tree))
+
+
+def _in_order_of(got: pytree.TreeSpec, expected: pytree.TreeSpec) -> tuple[list[int], pytree.TreeSpec]:
+    """Return a structure with its fields in the order of another one, and the number of each of its leaves in `got`.
+
+    Fields that only one of them has, such as caches, stay behind the others.
+    """
+    if got.type is not expected.type or got == expected or got.is_leaf():
+        return list(range(got.num_leaves)), got
+    names, context = list(range(got.num_children)), got.context
+    own, other = list(names), list(range(expected.num_children))
+    if isinstance(got.type, type) and issubclass(got.type, Mapping) and isinstance(got.context, list):
+        own, other = list(got.context), list(expected.context)
+        names = context = [name for name in other if name in own] + [name for name in own if name not in other]
+    spans = [range(*span) for span in pairwise(accumulate((one.num_leaves for one in got.children()), initial=0))]
+    order, children = list[int](), list[pytree.TreeSpec]()
+    for name in names:
+        child, leaves = got.child(own.index(name)), spans[own.index(name)]
+        inside = list(range(child.num_leaves))
+        if name in other:
+            inside, child = _in_order_of(child, expected.child(other.index(name)))
+        order += [leaves[leaf] for leaf in inside]
+        children.append(child)
+    return order, pytree.TreeSpec(got.type, context, children)
