@@ -33,7 +33,7 @@ from intaglio.quant.annotate.refusals import divisor_refusal, reasons_beside, re
 from intaglio.quant.annotate.regions import NO_DATA_FLOATS, Annotations, DataFloats, Region, mark_operators
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.annotate.weight_only import find_weight_only
-from intaglio.quant.precision.float_results import FloatForms, float_results, leave_float
+from intaglio.quant.precision.float_results import FloatForms, float_layer_reasons, float_results, leave_float
 from intaglio.quant.qdq.integer_regions import marked_operators, write_regions
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.choices import CacheType
@@ -86,6 +86,9 @@ def annotate_graph(
     regions = quantized_regions(found)
     if quantizer.skip_first or quantizer.skip_last:
         reasons.update(first_last_reasons(graph, regions, quantizer))
+        regions = quantized_regions(region for region in found if reasons[region.root] is None)
+    if data_floats.layers:
+        reasons.update(float_layer_reasons(regions, data_floats))
         regions = quantized_regions(region for region in found if reasons[region.root] is None)
     beside = reasons_beside(found, regions, reasons)
     returned = _returned_quantized(graph, quantizer, classes)[1]

@@ -170,15 +170,18 @@ class Region(Chain):
 
 @dataclass(frozen=True)
 class DataFloats:
-    """Node names of values that stay in float for readers of floats because of the calibration data.
+    """Node names of what stays in float because of the calibration data: values for readers of floats, and layers.
 
     Attributes:
         concatenations: concatenations whose operands have ranges too different for one scale.
         coarse: values that their quantized values represent too coarsely, with signal to noise in decibels.
+        layers: first layers whose rounded operand would cost too much in the results, with the signal to noise that
+            it would leave in decibels.
     """
 
     concatenations: frozenset[str] = frozenset()
     coarse: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, float] = field(default_factory=dict)
 
 
 NO_DATA_FLOATS = DataFloats()

@@ -41,6 +41,8 @@ class Equalization:
         coarse: site of a value that stays in float for readers of floats -> the signal-to-noise ratio in decibels that
             its rounding would leave to what is computed from it.
         tables: value of an embedding whose table is int8 by the data -> what that costs in the results, in decibels.
+        layers: value of a first layer that stays in float -> the signal-to-noise ratio in decibels that its rounded
+            operand would leave in the results.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class Equalization:
     splits: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     coarse: Mapping[str, float] = field(default_factory=dict)
     tables: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -160,6 +163,7 @@ class Corrected:
             "splits": _ranges_to_text(self.equalization.splits),
             "coarse": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.coarse.items()},
             "tables": {name: _hexadecimal([cost])[0] for name, cost in self.equalization.tables.items()},
+            "layers": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.layers.items()},
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -176,16 +180,16 @@ class Corrected:
         }
         factors = {name: _floats(values) for name, values in sections.get("factors", {}).items()}
         joined, splits = (_ranges_of_text(sections.get(key, {})) for key in ("concatenations", "splits"))
-        coarse, tables = (
+        coarse, tables, layers = (
             {name: _floats([decibels])[0] for name, decibels in sections.get(key, {}).items()}
-            for key in ("coarse", "tables")
+            for key in ("coarse", "tables", "layers")
         )
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors, joined, splits, coarse, tables), quantized, biases)
+        return Corrected(Equalization(inputs, factors, joined, splits, coarse, tables, layers), quantized, biases)
 
 
-SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "tables", "levels", "biases")
+SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "levels", "biases")
 
 
 def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:

@@ -55,7 +55,7 @@ def apply_equalization(
         )
     if precomputed is None:
         prepared = with_split_layers(prepared, found.splits)
-        prepared = with_data_floats(prepared, found.concatenations, found.coarse)
+        prepared = with_data_floats(prepared, found.concatenations, found.coarse, found.layers)
     current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
         return _with_report(current, found, report)

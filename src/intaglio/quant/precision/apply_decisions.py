@@ -15,11 +15,15 @@ from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import DataFloats
 from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
 from intaglio.quant.precision.coarse_values import notes_on_coarse_values
+from intaglio.quant.precision.first_layers import notes_on_float_layers
 from intaglio.quant.precision.split_layers import notes_on_split_layers, split_layers, split_readers
 
 
 def with_data_floats(
-    prepared: Prepared, concatenations: Mapping[str, Sequence[Extrema]], coarse: Mapping[str, float]
+    prepared: Prepared,
+    concatenations: Mapping[str, Sequence[Extrema]],
+    coarse: Mapping[str, float],
+    layers: Mapping[str, float] | None = None,
 ) -> Prepared:
     """Return the model with what its data leaves in float, besides what stays in float already.
 
@@ -27,20 +31,25 @@ def with_data_floats(
         prepared: the prepared model.
         concatenations: site name of a concatenation -> extrema of its operands.
         coarse: site name of a value that quantized values represent too coarsely -> signal to noise in decibels.
+        layers: name of the value of a first layer -> signal to noise in the results in decibels, with its operand
+            rounded.
     """
-    before = prepared.annotations
-    named = _nodes_of_sites(before.module.graph, {*concatenations, *coarse})
+    before, layers = prepared.annotations, layers or {}
+    named = _nodes_of_sites(before.module.graph, {*concatenations, *coarse, *layers})
     uneven = {node: concatenations[name] for name, node in named.items() if name in concatenations}
     lossy = {node: coarse[name] for name, node in named.items() if name in coarse}
+    sensitive = {node: layers[name] for name, node in named.items() if name in layers}
     if not named:
         return prepared
     module, old = copy_graph(before.module), before.data_floats
     floats = DataFloats(
         old.concatenations.union(node.name for node in uneven),
         {**old.coarse, **{node.name: ratio for node, ratio in lossy.items()}},
+        {**old.layers, **{node.name: ratio for node, ratio in sensitive.items()}},
     )
     annotations = annotate_graph(module, prepared.quantizer, prepared.classes, floats)
-    model_info = prepared.model_info.with_stage((*notes_on_concatenations(uneven), *notes_on_coarse_values(lossy)))
+    notes = (*notes_on_concatenations(uneven), *notes_on_coarse_values(lossy), *notes_on_float_layers(sensitive))
+    model_info = prepared.model_info.with_stage(notes)
     own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
     return reprepare(own, copy_graph(module))
 

@@ -151,6 +151,18 @@ def _reason(region: Region, coarse: Collection[fx.Node], data_floats: DataFloats
     return ONLY_READ_AS_FLOATS if region.setting.results == FloatResults.FLOAT else BESIDE_DIFFERENT_RANGES
 
 
+def float_layer_reasons(regions: Iterable[Region], data_floats: DataFloats) -> dict[fx.Node, str]:
+    """Return the operators of the first layers that stay in float because of the data, with the reason."""
+    ratios = data_floats.layers
+    named = [region for region in regions if region.anchor.name in ratios]
+    return {node: costly_operand(ratios[region.anchor.name]) for region in named for node in region.nodes}
+
+
+def costly_operand(ratio: float) -> str:
+    """Return the reason why a first layer stays in float, from the ratio in decibels that its operand would leave."""
+    return f"its operand alone, rounded to 256 values, would leave {ratio:.1f} dB in the results of the model"
+
+
 def too_coarse(ratio: float) -> str:
     """Return the reason why a value stays in float, from its signal-to-noise ratio in decibels as quantized values."""
     return f"256 quantized values would leave {ratio:.1f} dB of what is computed from it"

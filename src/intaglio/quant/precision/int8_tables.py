@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,10 +15,10 @@ from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.fxgraph.padding_masks import padded_axes_of, visible_tokens
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import Annotations
-from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
+from intaglio.quant.precision.changed_run import ChangedRun, Changes
 from intaglio.quant.precision.measure_rounding import (
     Power,
     add_power,
@@ -32,8 +31,6 @@ from intaglio.quant.recipes.choices import Role
 
 MOST_DECIBELS = 0.05
 """Signal-to-noise ratio that all int8 tables together may cost in each result of the model."""
-Changes = Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]]
-"""Node -> what happens to its value."""
 
 
 def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, float]:
@@ -145,9 +142,9 @@ def _noise(
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for leaves in calls:
                 visible = partial(visible_values, padded, visible_tokens(signature, leaves))
-                exact = _ChangedRun(module, results, {}).results(leaves)
+                exact = ChangedRun(module, results, {}).results(leaves)
                 for name, changes in runs.items():
-                    found = _ChangedRun(module, results, changes).results(leaves)
+                    found = ChangedRun(module, results, changes).results(leaves)
                     for power, node, before, after in zip(powers[name], results, exact, found, strict=True):
                         if isinstance(before, torch.Tensor) and before.is_floating_point():
                             add_power(power, visible(node.name, before), visible(node.name, after))
@@ -158,25 +155,3 @@ def _noise(
         name: [math.fsum(x for rank in gathered for x in rank[name][place].noise) for place in range(len(results))]
         for name in runs
     }
-
-
-class _ChangedRun(ChannelsLastRun):
-    """Runs a graph with changed values of some nodes, and keeps those of others."""
-
-    def __init__(self, module: fx.GraphModule, kept: list[fx.Node], changes: Changes) -> None:
-        super().__init__(module)
-        self.kept, self.changes, self.values = kept, changes, dict[fx.Node, Any]()
-
-    def results(self, leaves: list[torch.Tensor]) -> list[Any]:
-        """Return the kept values of a call."""
-        self.run(*leaves)
-        return [self.values[node] for node in self.kept]
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and change its value."""
-        value = super().run_node(n)
-        if n in self.changes and isinstance(value, torch.Tensor):
-            value = self.changes[n](value)
-        if n in self.kept:
-            self.values[n] = value
-        return value

@@ -56,8 +56,9 @@ class Recipe:
         """Return a built-in recipe.
 
         Args:
-            name: ``"default"``; ``"accurate"``: residual additions into a convolution keep 16 bits; ``"int8_dynamic"``:
-                dynamic quantization of linear and recurrent layers only, without calibration; ``"convolutional"`` or
+            name: ``"default"``; ``"accurate"``: residual additions into a convolution keep 16 bits, and first layers
+                stay in float if their rounded operand alone leaves less than 30 dB; ``"int8_dynamic"``: dynamic
+                quantization of linear and recurrent layers only, without calibration; ``"convolutional"`` or
                 ``"transformer"``: the defaults of models without or with attention, for any model.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class Setting:
             int8 that cost little in the results, by the calibration data.
         cache: keys and values that attention keeps between calls: in "float", or in "int8" with the calibrated scale of
             each layer.
+        float_below: signal-to-noise ratio of the results in decibels below which a first layer stays in float, if the
+            rounding of its operand alone leaves less, by the calibration data; 0 never leaves it in float.
     """
 
     quantize: bool | None = None
@@ -75,6 +78,7 @@ class Setting:
     activations: str | None = None
     embeddings: str | None = None
     cache: str | None = None
+    float_below: float | None = None
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -104,6 +108,8 @@ class Setting:
             raise SelectorError("recipe", None, f"method = {self.method!r}; {error}") from error
         if self.equalize is not None and not 0 <= self.equalize <= 1:
             raise SelectorError("recipe", None, f"equalize = {self.equalize}; it must be between 0 and 1")
+        if self.float_below is not None and not 0 <= self.float_below < math.inf:
+            raise SelectorError("recipe", None, f"float_below = {self.float_below}; it must be finite and at least 0")
         if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):
             raise SelectorError(
                 "recipe",
@@ -168,6 +174,7 @@ DEFAULT = Setting(
     activations="static",
     embeddings="auto",
     cache="float",
+    float_below=25.0,
 )
 """Default of models without attention."""
 TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", residual="float")
@@ -177,7 +184,7 @@ NAMED = {
     "default": UNSET,
     "convolutional": DEFAULT,
     "transformer": TRANSFORMER,
-    "accurate": Setting(shortcut=16),
+    "accurate": Setting(shortcut=16, float_below=30.0),
     "int8_dynamic": Setting(activations="token"),
 }
 """Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""
