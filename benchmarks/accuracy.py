@@ -6,6 +6,10 @@
 Every engine is calibrated on the same training images and scored on test images. Per split of the data: top-1; the
 share of images that get the class the float model gives them; and the signal-to-noise ratio of the logits,
 10 log10(sum y^2 / sum (y - y_int8)^2), which sees differences that no class changes by.
+
+    python benchmarks/accuracy.py --data FOLDER --networks efficientnet_lite0 --images 128 --batch 32 --limit 512
+
+EfficientNet-Lite0 gets the same photographs, enlarged to its size. It has classes of its own, so it has no top-1.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 SPLITS = ("lossless", "jpeg")
+CLASSES = 10
 INT8 = "eager,torchao,onnxruntime_int8,openvino_int8,intaglio"
 
 
@@ -30,31 +35,32 @@ def score(engine: str, network: str, arguments: argparse.Namespace) -> dict[str,
     """Split -> figures."""
     torch.set_num_threads(arguments.threads)
     model, _ = networks.build(network, arguments.data)
-    images, _, _ = networks.cifar10(arguments.data, "lossless")
-    calibration = [(batch,) for batch in images[: arguments.images].split(arguments.batch)]
+    resized = networks.for_imagenet if network == "efficientnet_lite0" else torch.Tensor.contiguous
+    images, _, _ = networks.cifar10(arguments.data, "jpeg" if network == "efficientnet_lite0" else "lossless")
+    calibration = [(resized(batch),) for batch in images[: arguments.images].split(arguments.batch)]
     results = {}
     with torch.no_grad():
         run = ENGINES[engine](model, calibration[0], calibration, arguments.threads)
         for split in [split for split in SPLITS if (arguments.data / f"cifar10_{split}.npz").exists()]:
             _, images, labels = networks.cifar10(arguments.data, split)
             images, labels = images[: arguments.limit], labels[: arguments.limit]
-            expected = in_batches(model, images, arguments.batch)
-            got = in_batches(run, images, arguments.batch)
+            expected = in_batches(model, images, arguments.batch, resized)
+            got = in_batches(run, images, arguments.batch, resized)
             noise = (got - expected).double().square().sum() / expected.double().square().sum()
             results[split] = {
                 "images": len(labels),
-                "top1": 100 * (got.argmax(1) == labels).double().mean().item(),
+                "top1": 100 * (got.argmax(1) == labels).double().mean().item() if got.shape[1] == CLASSES else None,
                 "agreement": 100 * (got.argmax(1) == expected.argmax(1)).double().mean().item(),
                 "sqnr_db": -10 * torch.log10(noise + 1e-14).item(),
             }
     return results
 
 
-def in_batches(run, images: torch.Tensor, size: int) -> torch.Tensor:
-    """Results for all images. Every call has ``size`` of them, as engines with fixed shapes want."""
+def in_batches(run, images: torch.Tensor, size: int, resized=torch.Tensor.contiguous) -> torch.Tensor:
+    """Results for all images, resized. Every call has ``size`` of them, as engines with fixed shapes want."""
     missing = -len(images) % size
     padded = torch.cat([images, images[:1].expand(missing, -1, -1, -1)])
-    return torch.cat([run(batch).clone() for batch in padded.split(size)])[: len(images)]
+    return torch.cat([run(resized(batch)).clone() for batch in padded.split(size)])[: len(images)]
 
 
 def main() -> None:
@@ -81,7 +87,8 @@ def main() -> None:
                 console.print(f"{engine} on {network} failed: {error}", markup=False)
                 continue
             for split, figures in found.items():
-                shares = [f"{figures[key]:.2f}" for key in ("top1", "agreement")]
+                shares = [figures[key] for key in ("top1", "agreement")]
+                shares = ["-" if share is None else f"{share:.2f}" for share in shares]
                 table.add_row(f"{figures['images']} {split}", engine, *shares, f"{figures['sqnr_db']:.1f}")
         console.print(table)
     record.append("accuracy", arguments, results)

