@@ -109,7 +109,13 @@ def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Ite
         yield _skip(worst, f"Leave these {len(worst)} in float together", start)
     default, regions = quantizer.recipe.default, start.reference.annotations.regions
     if default.shortcut != 16 and any(_in_16_bits(region).adds_shortcut for region in regions):
-        yield _setting("Residual sums in 16 bits", quantizer, "accurate", shortcut=16, float_below=30.0)
+        yield _setting(
+            "Residual sums in 16 bits and sensitive first layers in float",
+            quantizer,
+            "accurate",
+            shortcut=16,
+            float_below=30.0,
+        )
     other = "minmax" if default.method != "minmax" else "mse"
     yield _setting(f"Choose all ranges with the method {other}", quantizer, "", method=other)
     if _share_of_linear(start.reference) > LARGE and default.activations == "static":

@@ -43,8 +43,11 @@ def edges(first: int = 8) -> nn.Module:
     return model
 
 
+LIMITED, NEVER = Recipe.of({"*": {"float_below": 25.0}}), Recipe()
+
+
 def prepared(recipe: Recipe | None = None, model: nn.Module | None = None) -> stages.Prepared:
-    return stages.prepare(stages.capture(model or edges(), (IMAGES,)), Quantizer(recipe or Recipe()))
+    return stages.prepare(stages.capture(model or edges(), (IMAGES,)), Quantizer(recipe or LIMITED))
 
 
 def equalized(recipe: Recipe | None = None, images: Tensor = IMAGES, model: nn.Module | None = None) -> stages.Prepared:
@@ -53,9 +56,6 @@ def equalized(recipe: Recipe | None = None, images: Tensor = IMAGES, model: nn.M
 
 def converted(before: stages.Prepared) -> stages.Reference:
     return stages.convert(before, stages.calibrate(before, [IMAGES], progress=False))
-
-
-NEVER = Recipe.of({"*": {"float_below": 0.0}})
 
 
 def layers_of(found: stages.Prepared) -> list[str]:
@@ -70,7 +70,7 @@ def test_a_layer_whose_rounded_operand_costs_too_much_stays_in_float():
 
 
 def test_the_report_says_which_layer_and_how_many_decibels():
-    coverage = intaglio.quantize(edges(), [IMAGES], progress=False).coverage
+    coverage = intaglio.quantize(edges(), [IMAGES], recipe=LIMITED, progress=False).coverage
     (note,) = [note for note in coverage.notes if note.startswith("first layers in float")]
     assert re.search(r"results of the model: 0 \(\d+\.\d dB\)$", note)
     (skip,) = [skip for skip in equalized().annotations.skipped if "convolution" in skip.origin.operator or skip.macs]
@@ -96,7 +96,7 @@ def test_inputs_that_rounding_hardly_changes_leave_the_layer_quantized():
 def test_the_recipe_chooses_the_limit():
     assert not equalized(NEVER).equalization.layers
     assert layers_of(equalized()) == ["0#0/conv2d.0"]
-    assert layers_of(equalized(Recipe.of({"0": {"float_below": 0.0}}))) == []
+    assert layers_of(equalized(Recipe.of({"*": {"float_below": 25.0}, "0": {"float_below": 0.0}}))) == []
     strict = Recipe.of({"*": {"float_below": 90.0}})
     assert layers_of(equalized(strict)) == ["0#0/conv2d.0"], "the second layer has too many multiply-accumulates"
 

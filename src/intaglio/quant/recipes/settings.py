@@ -174,7 +174,7 @@ DEFAULT = Setting(
     activations="static",
     embeddings="auto",
     cache="float",
-    float_below=25.0,
+    float_below=0.0,
 )
 """Default of models without attention."""
 TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", residual="float")
