@@ -30,7 +30,7 @@ def dim_of_expression(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expre
 
     Args:
         expression: the expression of torch.export.
-        sizes: the size that each symbol stands for.
+        sizes: the size of each symbol.
 
     Raises:
         CaptureError: the expression has a form without a counterpart.

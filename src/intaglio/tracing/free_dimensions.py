@@ -25,7 +25,7 @@ SPECIALISED = 2
 """Lower bound that torch.export reports for every dynamic dimension; capture tests size 1 itself."""
 
 Sizes = Mapping["sympy.Symbol", Expression]
-"""The size that each symbol of torch.export stands for: a dynamic dimension, or a multiple of one."""
+"""The size that each symbol of torch.export has: a dynamic dimension, or a multiple of one."""
 
 
 def input_type(node: fx.Node) -> TensorType:
