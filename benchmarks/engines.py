@@ -222,9 +222,12 @@ def onnxruntime_call(path: Path, threads: int) -> Run:
     )
 
 
+def openvino_options(threads: int) -> dict[str, Any]:
+    return {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+
+
 def openvino_call(model: object, threads: int) -> Run:
     import openvino as ov
 
-    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-    asked = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
+    asked = ov.Core().compile_model(model, "CPU", openvino_options(threads)).create_infer_request()
     return lambda *inputs: torch.from_numpy(asked.infer([tensor.numpy() for tensor in inputs])[0])

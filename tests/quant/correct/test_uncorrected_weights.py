@@ -43,3 +43,9 @@ def test_the_report_names_weights_with_large_moments(monkeypatch):
     model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
     line = "0: rounded to nearest, because the moments of its operand take 288 bytes"
     assert line in model.text("corrections")
+
+
+def test_the_report_names_weights_with_many_elements(monkeypatch):
+    monkeypatch.setattr(second_moments, "LARGEST_WEIGHT", 20)
+    model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
+    assert "0: rounded to nearest, because it has 24 elements" in model.text("corrections")

@@ -13,7 +13,6 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.formatting.number_text import size_text
 from intaglio.fxgraph.node_info import info, known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
@@ -28,9 +27,9 @@ from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.correct.operand_columns import groups_of, position_count, row_length
+from intaglio.quant.correct.operand_columns import position_count
 from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group
-from intaglio.quant.correct.second_moments import Moments, are_too_large, has_moments, moments, sum_over_ranks
+from intaglio.quant.correct.second_moments import Moments, has_moments, memory_refusal, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
@@ -116,7 +115,7 @@ class _WeightCorrector:
         quantized_weights: weight site -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
-        too_large: regions whose weights are rounded to nearest because moments of their operands take too much memory.
+        too_large: regions whose weights are rounded to nearest because anything else takes too much memory -> why.
     """
 
     evaluation: LayerwiseEvaluation
@@ -128,7 +127,7 @@ class _WeightCorrector:
     quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     imported_noise: dict[str, float] = field(default_factory=dict)
-    too_large: list[Region] = field(default_factory=list)
+    too_large: dict[Region, str] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -147,8 +146,8 @@ class _WeightCorrector:
         if not corrects and not measures:
             return
         split, validating, positions = self._split(region, x)
-        if are_too_large(region, positions):
-            self.too_large.append(region)
+        if (reason := memory_refusal(region, positions)) is not None:
+            self.too_large[region] = reason
             return
         if not corrects:
             self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
@@ -312,10 +311,8 @@ class _WeightCorrector:
 
     def left_out(self) -> Iterator[str]:
         """Yield a line for each weight whose rounding data could not decide."""
-        for region in self.too_large:
-            size = size_text(8 * groups_of(region) * row_length(region) ** 2)
-            path = origin(region.anchor).path or region.anchor.name
-            yield f"{path}: rounded to nearest, because the moments of its operand take {size}"
+        for region, reason in self.too_large.items():
+            yield f"{origin(region.anchor).path or region.anchor.name}: rounded to nearest, because {reason}"
 
 
 def _annotations_with_biases(prepared: Prepared) -> Annotations:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -24,7 +23,12 @@ def groups_of(region: Region) -> int:
 
 def row_length(region: Region) -> int:
     """Return the number of weights of one output."""
-    return int(np.prod(_weight_sizes(region)[1:]))
+    return math.prod(_weight_sizes(region)[1:])
+
+
+def weight_count(region: Region) -> int:
+    """Return the number of elements of the weight."""
+    return math.prod(_weight_sizes(region))
 
 
 def _weight_sizes(region: Region) -> tuple[int, ...]:

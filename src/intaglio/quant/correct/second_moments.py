@@ -10,13 +10,20 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from intaglio.formatting.number_text import size_text
 from intaglio.ir import DType, QParams
 from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.linalg import Factor, operand_factor, ordered_factor
-from intaglio.quant.correct.operand_columns import groups_of, operand_columns, operand_zero_points, row_length
+from intaglio.quant.correct.operand_columns import (
+    groups_of,
+    operand_columns,
+    operand_zero_points,
+    row_length,
+    weight_count,
+)
 from intaglio.torch_private import int8_matmul
 
 BYTE_OFFSET = 128
@@ -29,6 +36,8 @@ GATHERED = 1 << 25
 """Bytes of columns that are multiplied together if batches are small."""
 LARGEST_MOMENTS = 1 << 27
 """Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
+LARGEST_WEIGHT = 1 << 26
+"""Largest number of elements of a weight that is rounded by moments, in several copies of float64."""
 WEIGHTS_OF_A_POSITION = 4
 """With at least so many weights of one output for each position, operands are kept instead of their products: they take
 less memory, and what is computed from them takes less time."""
@@ -99,10 +108,13 @@ def has_moments(region: Region, site: Site) -> bool:
     return region.record.name in ("conv1d", "conv2d", "linear") and site.dtype in (DType.U8, DType.S8)
 
 
-def are_too_large(region: Region, positions: int) -> bool:
-    """Return whether moments of so many positions take more memory than corrections may use."""
-    groups, k = groups_of(region), row_length(region)
-    return groups * k * (positions if _are_few(positions, k) else k) > LARGEST_MOMENTS
+def memory_refusal(region: Region, positions: int) -> str | None:
+    """Return why rounding a weight by moments of so many positions takes too much memory; ``None`` if it does not."""
+    groups, k, count = groups_of(region), row_length(region), weight_count(region)
+    moments = groups * k * (positions if _are_few(positions, k) else k)
+    if moments > LARGEST_MOMENTS:
+        return f"the moments of its operand take {size_text(8 * moments)}"
+    return f"it has {count:,} elements" if count > LARGEST_WEIGHT else None
 
 
 def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Moments:

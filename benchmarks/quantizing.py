@@ -1,0 +1,108 @@
+"""What quantizing and compiling a model costs, engine by engine: seconds, and the largest memory of the process.
+
+    python benchmarks/quantizing.py
+    python benchmarks/quantizing.py --networks resnet50,bert --engines intaglio,openvino --samples 128 --batch 16
+
+Every engine runs in a process of its own, with an empty kernel cache, and is given the float model and the samples in
+memory. The clock starts when PyTorch and the engine are imported and ends when the first call could be made. OpenVINO
+converts the PyTorch model itself; ONNX Runtime's time includes the export to ONNX, and torchao's the compilation by
+Inductor, at the first call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fresh
+import networks
+import record
+import torch
+from engines import ENGINES, Inputs, openvino_options
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+MODULES = {"intaglio": ("intaglio",), "openvino": ("openvino", "nncf")}
+"""Engine -> what is imported before the clock starts."""
+
+
+def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Any:
+    """OpenVINO's conversion of a PyTorch model, NNCF's quantization and the compilation."""
+    import nncf
+    import openvino as ov
+
+    source = ov.convert_model(model, example_input=example)
+    names = [node.any_name for node in source.inputs]
+    data = nncf.Dataset([dict(zip(names, (x.numpy() for x in inputs), strict=True)) for inputs in calibration])
+    attention = any("ttention" in type(module).__name__ for module in model.modules())
+    kind = nncf.ModelType.TRANSFORMER if attention else None
+    quantized = nncf.quantize(source, data, subset_size=len(calibration), model_type=kind)
+    return ov.compile_model(quantized, "CPU", openvino_options(threads))
+
+
+def cost(engine: str, network: str, samples: int, batch: int, threads: int) -> dict[str, float]:
+    """Return the seconds and the memory in MB of one engine, and the memory before it began."""
+    torch.set_num_threads(threads)
+    model, shape = networks.build(network)
+    draw = torch.Generator().manual_seed(0)
+
+    def inputs() -> Inputs:
+        if len(shape) == 1:
+            return (torch.randint(0, 1000, (batch, *shape), generator=draw),)
+        return (torch.randn(batch, *shape, generator=draw),)
+
+    calibration = [inputs() for _ in range(max(1, samples // batch))]
+    for module in MODULES.get(engine, ()):
+        importlib.import_module(module)
+    build: Callable[..., Any] = {"openvino": openvino}.get(engine) or ENGINES[engine]
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    run = build(model, calibration[0], calibration, threads)
+    if engine == "torchao":
+        run(*calibration[0])
+    seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"seconds": seconds, "peak_mb": peak / 1024, "before_mb": before / 1024, "model_mb": parameters / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", default="resnet50,mobilenet_v2,bert,minilm")
+    parser.add_argument("--engines", default="intaglio,openvino")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    table = Table(title=f"quantize and compile, {arguments.samples} samples, {arguments.threads} threads")
+    for column in ("network", "engine", "s", "peak MB", "before MB", "float model MB"):
+        table.add_column(column)
+    results: dict[str, dict[str, float]] = {}
+    quiet = record.idle()
+    for network in arguments.networks.split(","):
+        for engine in arguments.engines.split(","):
+            given = (engine, network, arguments.samples, arguments.batch, arguments.threads)
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found = fresh.call(cost, *given, environment={"INTAGLIO_CACHE_DIR": folder})
+                except fresh.FailedError as error:
+                    table.add_row(network, engine, str(error)[:60])
+                    continue
+            results[f"{network}/{engine}"] = found
+            figures = (f"{found[key]:.1f}" for key in ("seconds", "peak_mb", "before_mb", "model_mb"))
+            table.add_row(network, engine, *figures)
+    console = Console(highlight=False)
+    console.print(table)
+    if not quiet:
+        console.print("Others used this machine: figures that are not worth quoting.")
+    record.append("quantizing", arguments, {"idle": quiet, **results})
+
+
+if __name__ == "__main__":
+    main()
