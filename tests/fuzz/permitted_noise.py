@@ -26,7 +26,7 @@ FLOOR = 0.02
 RUNS = 3
 JUMPS = re.compile(
     r"round|ceil|floor|torch\.(eq|ne|lt|le|gt|ge|sign|logical|bitwise|where|sort|div)|rounding_mode|\.to\(|masked|~|&|\||\^|[<>]|threshold"
-    r"|max\(.*\)\.values|grid_sample\(.*mode='nearest'|RMSNorm\(1,"
+    r"|max\(.*\)\.values|grid_sample\(.*mode='nearest'|(RMS|Layer)Norm\([12][,)]|EncoderLayer\([12],"
 )
 """Calls after which a small error may become a large one."""
 COMPARED = {

@@ -9,6 +9,16 @@ from torch import fx
 
 _RESHAPES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 """Operators that need an operand without gaps -> operators that copy other operands."""
+_CONVOLUTIONS = frozenset(
+    {
+        torch.ops.aten.conv2d.default,
+        torch.ops.aten.conv2d.padding,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten.conv_transpose2d.input,
+    }
+)
+"""Operators that get copies of images in other formats: PyTorch 2.13 ends with a segmentation fault at a convolution of
+one channel of an image in this format with a width of one."""
 
 
 def channels_last(value: Any) -> Any:
@@ -20,6 +30,8 @@ def channels_last(value: Any) -> Any:
 
 def run_operator(target: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator with operands in any memory format."""
+    if target in _CONVOLUTIONS and not args[0].is_contiguous(memory_format=torch.channels_last):
+        args = (args[0].contiguous(), *args[1:])
     return _RESHAPES.get(target, target)(*args, **kwargs)
 
 
