@@ -51,14 +51,8 @@ def cost(engine: str, network: str, samples: int, batch: int, threads: int) -> d
     """Return the seconds and the memory in MB of one engine, and the memory before it began."""
     torch.set_num_threads(threads)
     model, shape = networks.build(network)
-    draw = torch.Generator().manual_seed(0)
-
-    def inputs() -> Inputs:
-        if len(shape) == 1:
-            return (torch.randint(0, 1000, (batch, *shape), generator=draw),)
-        return (torch.randn(batch, *shape, generator=draw),)
-
-    calibration = [inputs() for _ in range(max(1, samples // batch))]
+    torch.manual_seed(0)
+    calibration = [networks.inputs(shape, batch) for _ in range(max(1, samples // batch))]
     for module in MODULES.get(engine, ()):
         importlib.import_module(module)
     build: Callable[..., Any] = {"openvino": openvino}.get(engine) or ENGINES[engine]
