@@ -264,8 +264,12 @@ def accuracy(lines: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any
 
 
 def accuracy_table(runs: list[Run], lines: list[dict[str, Any]]) -> str:
-    """Accuracy of every engine on ten thousand images, beside its time per call at batch 1 on two threads."""
-    found, timed = accuracy(lines), {run.network: run for run in int8_runs(runs)}
+    """Accuracy of every engine on ten thousand images, beside its time per call at batch 1 on two threads.
+
+    Networks that were never timed are left out.
+    """
+    timed = {run.network: run for run in int8_runs(runs)}
+    found = {key: scores for key, scores in accuracy(lines).items() if key[0] in timed}
     rows = []
     for network in dict.fromkeys(network for network, _ in found):
         for engine, title in ACCURACY.items():
