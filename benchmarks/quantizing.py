@@ -1,4 +1,4 @@
-"""What quantizing and compiling a model costs, engine by engine: seconds, and the largest memory of the process.
+"""Measure the seconds and the memory that quantizing and compiling a model take, for each engine.
 
     python benchmarks/quantizing.py
     python benchmarks/quantizing.py --networks resnet50,bert --engines intaglio,openvino --samples 128 --batch 16

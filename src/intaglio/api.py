@@ -19,7 +19,7 @@ from intaglio.integrations import ExportExample, integration_for
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import with_kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import (
     check_parts,
     check_selectors,
@@ -383,7 +383,7 @@ def _cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple
     return cache_batches(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
 
 
-@with_kept_memory
+@kept_memory()
 def _convert_with_corrections(
     prepared: Prepared, cached: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:

@@ -287,7 +287,7 @@ def test_the_factor_of_few_operands_is_that_of_their_products(k, count):
     spread, spread_of_products = found.spreading(error), expected.spreading(error)
     for start in reversed(range(0, k, COLUMN_BLOCK)):
         stop = min(start + COLUMN_BLOCK, k)
-        torch.testing.assert_close(found.triangle(start, stop), expected.triangle(start, stop))
+        torch.testing.assert_close(found.triangle(start), expected.triangle(start))
         torch.testing.assert_close(spread(start, stop), spread_of_products(start, stop))
 
 

@@ -21,7 +21,7 @@ from intaglio.quant.calibrate.batches import Binder, batches, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
-from intaglio.quant.calibrate.kept_memory import with_kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
 from intaglio.quant.calibrate.tensor_statistics import Statistics
@@ -41,7 +41,7 @@ class NonFinite(StrEnum):
 
 
 @check_arguments_except("prepared")
-@with_kept_memory
+@kept_memory()
 def calibrate(
     prepared: Prepared,
     data: Any,

@@ -22,7 +22,7 @@ one channel of an image in this format with a width of one."""
 
 
 def channels_last(value: Any) -> Any:
-    """Return an image in this memory format, and any other value as it is."""
+    """Return an image in the memory format channels_last, and any other value as it is."""
     if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point():
         return value.contiguous(memory_format=torch.channels_last)
     return value
@@ -36,7 +36,7 @@ def run_operator(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 class ChannelsLastRun(fx.Interpreter):
-    """Runs a graph with images in this memory format."""
+    """Runs a graph with images in the memory format channels_last."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph with these arguments."""

@@ -6,9 +6,8 @@ import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
 """Parameters of ``mallopt`` in the C library of GNU."""
@@ -16,8 +15,6 @@ KEEPING_FREED = {TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26, MMAP_MAX: 0}
 """Values with which blocks of any size are taken from the heap, and the heap does not shrink."""
 RETURNING_FREED = {TRIM_THRESHOLD: 1 << 26, TOP_PAD: 1 << 17, MMAP_MAX: 1 << 16, MMAP_THRESHOLD: 1 << 25}
 """Values that the C library uses itself in a process that has freed large tensors."""
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Users:
@@ -28,10 +25,11 @@ class _Users:
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Let the C library keep freed memory in this block and return it at the end.
+    """Let the C library keep freed memory in this block, or in a function that is decorated with ``@kept_memory()``.
 
-    Without it, each large tensor gets new pages, which took a fourth of the time to quantize ResNet-50. Other C
-    libraries than that of GNU do what they did before.
+    The memory is returned to the system at the end. Without this, each large tensor gets new pages, and clearing them
+    takes a large part of the time to quantize a model with large images. Other C libraries than that of GNU do what
+    they did before.
     """
     library = _c_library()
     if library is None:
@@ -42,17 +40,6 @@ def kept_memory() -> Iterator[None]:
         yield
     finally:
         _count(library, -1)
-
-
-def with_kept_memory(function: Function) -> Function:
-    """Return the function so that it runs in `kept_memory`."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with kept_memory():
-            return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 @functools.cache

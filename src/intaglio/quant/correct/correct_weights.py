@@ -20,7 +20,7 @@ from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import with_kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
@@ -39,7 +39,7 @@ from intaglio.tracing.captured import expect
 
 
 @check_arguments_except("prepared")
-@with_kept_memory
+@kept_memory()
 def correct(
     prepared: Prepared,
     ranges: Ranges,

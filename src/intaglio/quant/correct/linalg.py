@@ -12,7 +12,7 @@ DAMPINGS = (0.01, 0.1, 1.0)
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
 COLUMN_BLOCK = 64
-"""Columns whose part of the factor is computed at once from operands."""
+"""Number of columns in a block: their part of the factor is computed at once from operands."""
 
 
 Spread = Callable[[int, int], torch.Tensor]
@@ -35,9 +35,10 @@ class OrderedFactor(NamedTuple):
     pivots: torch.Tensor
     added: torch.Tensor
 
-    def triangle(self, start: int, stop: int) -> torch.Tensor:
-        """Return the part of L for columns from ``start`` to ``stop``, [groups, stop - start, stop - start]."""
-        return self.lower[:, start:stop, start:stop]
+    def triangle(self, start: int) -> torch.Tensor:
+        """Return the part of L for the block of columns from ``start`` on, [groups, columns, columns]."""
+        here = slice(start, start + COLUMN_BLOCK)
+        return self.lower[:, here, here]
 
     def spreading(self, error: torch.Tensor) -> Spread:
         """Return a function for these errors, float64 [groups, k, rows], which are filled from the last column on."""
@@ -67,9 +68,8 @@ class OperandFactor(NamedTuple):
     pivots: torch.Tensor
     added: torch.Tensor
 
-    def triangle(self, start: int, stop: int) -> torch.Tensor:
-        """Return the part of L for columns from ``start`` to ``stop``, which are one block."""
-        del stop
+    def triangle(self, start: int) -> torch.Tensor:
+        """Return the part of L for the block of columns from ``start`` on, [groups, columns, columns]."""
         return self.triangles[start // COLUMN_BLOCK]
 
     def spreading(self, error: torch.Tensor) -> Spread:

@@ -97,7 +97,7 @@ def _spread(
     for start in reversed(range(0, weight.shape[2], COLUMN_BLOCK)):
         stop = min(start + COLUMN_BLOCK, weight.shape[2])
         columns.wanted[:, start:stop] += spread(start, stop)
-        round_columns(columns, start, factor.triangle(start, stop), low, high)
+        round_columns(columns, start, factor.triangle(start), low, high)
     chosen = torch.empty_like(columns.weight).scatter_(1, order, columns.quantized).mT.contiguous()
     # The error for damped moments is a sum over the columns; what damping adds to it is subtracted.
     missed = columns.wanted - columns.quantized * columns.steps

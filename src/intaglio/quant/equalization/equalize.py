@@ -15,7 +15,7 @@ from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import with_kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.corrections import CorrectionStep
@@ -41,7 +41,7 @@ from intaglio.tracing.captured import expect
 
 
 @check_arguments_except("prepared")
-@with_kept_memory
+@kept_memory()
 def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, group: Group | None = None) -> Prepared:
     """Return a prepared model of the same function with less quantization error, and with new observers.
 

@@ -1,0 +1,47 @@
+"""Freed memory is kept in blocks that may be nested and may end with an error."""
+
+import pytest
+
+from intaglio.quant.calibrate import kept_memory
+from intaglio.quant.calibrate.kept_memory import KEEPING_FREED, RETURNING_FREED
+
+
+class Library:
+    """A C library that stores the calls that it gets."""
+
+    def __init__(self):
+        self.calls = []
+
+    def mallopt(self, parameter, value):
+        self.calls.append((parameter, value))
+
+    def malloc_trim(self, left):
+        self.calls.append(("trim", left))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = Library()
+    monkeypatch.setattr(kept_memory, "_c_library", lambda: made)
+    return made
+
+
+def test_only_the_outermost_block_changes_the_allocator(library):
+    @kept_memory.kept_memory()
+    def inner():
+        return len(library.calls)
+
+    @kept_memory.kept_memory()
+    def outer():
+        assert inner() == inner() == len(KEEPING_FREED)
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        outer()
+    assert library.calls == [*KEEPING_FREED.items(), *RETURNING_FREED.items(), ("trim", 0)]
+
+
+def test_other_c_libraries_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(kept_memory, "_c_library", lambda: None)
+    with kept_memory.kept_memory():
+        pass
