@@ -22,7 +22,7 @@ from intaglio.quant.qdq.convert import Reference
 
 NOISE_FACTOR = 8.0
 FLOOR = 0.02
-"""Relative error that is always permitted, for what has no site: functions as polynomials, embedding tables."""
+"""Relative error that is always permitted, for what has no site: functions as polynomials."""
 RUNS = 3
 JUMPS = re.compile(
     r"round|ceil|floor|torch\.(eq|ne|lt|le|gt|ge|sign|logical|bitwise|where|sort|div)|rounding_mode|\.to\(|masked|~|&|\||\^|[<>]|threshold"
@@ -60,10 +60,14 @@ class NoisyModel(fx.Interpreter):
             if site.name in reference.qparams or isinstance(site.spec, Dynamic):
                 self.sites.setdefault(site.value, site)
         self.qparams: Mapping[str, QParams] = reference.qparams
+        self.tables = {table.node.args[0].name for table in reference.annotations.tables if table.is_quantized}
         self.generator = torch.Generator().manual_seed(seed)
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
+        if n.name in self.tables:
+            noise = torch.rand(value.shape, generator=self.generator) - 0.5
+            return value + noise * (value.amax(1, keepdim=True) - value.amin(1, keepdim=True)) / 255
         site = self.sites.get(n.name)
         if site is None or not isinstance(value, Tensor) or not value.is_floating_point():
             return value

@@ -44,6 +44,24 @@ def test_one_matrix_that_is_expanded_to_the_batch_is_the_weight_of_a_linear_laye
         assert (found(batch) - exact).square().sum() < 1e-3 * exact.square().sum()
 
 
+@pytest.mark.parametrize("padding", [0, 2])
+def test_convolutions_with_time_first_are_int8(padding):
+    """PyTorch's operator takes contiguous inputs only, which the result of a convolution in front of it is not."""
+
+    def forward(m, x):
+        return torch.conv_tbc(m.first(x).permute(2, 0, 1).contiguous(), m.taps, m.offsets, padding)
+
+    model = Body(forward, first=nn.Conv1d(8, 8, 3))
+    model.taps = nn.Parameter(torch.randn(3, 8, 5, generator=DRAW))
+    model.offsets = nn.Parameter(torch.randn(5, generator=DRAW))
+    x = torch.randn(4, 8, 9, generator=DRAW)
+    found = intaglio.quantize(randomize(model), [x], progress=False)
+    assert not found.coverage.islands
+    assert found.coverage.macs == 1
+    exact = model(x)  # torch.export fixes all sizes of conv_tbc
+    assert (found(x) - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
 EXPANDED = {
     "to more axes": ((8, 5), lambda m, x: torch.matmul(m.first(x).sum(0), m.constant.expand(x.shape[0], 8, 5))),
     "to more rows": ((1, 5), lambda m, x: torch.matmul(m.first(x).sum(-1).t(), m.constant.expand(x.shape[0], 5))),

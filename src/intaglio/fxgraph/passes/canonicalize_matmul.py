@@ -122,6 +122,27 @@ def constant_bmm_to_convolution(module: fx.GraphModule) -> int:
     return len(hits)
 
 
+def conv_tbc_to_convolution(module: fx.GraphModule) -> int:
+    """Replace ``torch.conv_tbc``, whose axes are time, batch and channels, by a one-dimensional convolution.
+
+    Its weight has the axes taps, input channels and output channels.
+    """
+    hits = [node for node in module.graph.nodes if operator(node) == "aten.conv_tbc.default"]
+    for node in hits:
+        given, kind = arguments(node), known_type(node)
+        (steps, batch, channels), (taps, _, outputs) = (known_type(given[name]).shape for name in ("self", "weight"))
+        image, filters = (
+            TensorType((batch, channels, steps), kind.dtype),
+            TensorType((outputs, channels, taps), kind.dtype),
+        )
+        x = call_before(node, image, aten.permute.default, given["self"], [1, 2, 0])
+        weight = call_before(node, filters, aten.permute.default, given["weight"], [2, 1, 0])
+        result = TensorType((batch, outputs, kind.shape[0]), kind.dtype)
+        x = call_before(node, result, aten.conv1d.default, x, weight, given["bias"], [1], [given["pad"]])
+        replace_node(node, call_before(node, kind, aten.permute.default, x, [2, 0, 1]))
+    return len(hits)
+
+
 def _multiplies_constants(node: fx.Node) -> bool:
     """Return whether a batched product has one constant operand, and static sizes but for the rows of the other one."""
     if operator(node) != "aten.bmm.default" or known_type(node).dtype is not DType.F32:
