@@ -85,6 +85,12 @@ def test_a_part_that_no_batch_calls_stays_in_float_with_the_reason(routed, route
     assert torch.equal(int8.dark.weight, routed.dark.weight)
 
 
+def test_the_report_says_why_the_whole_model_is_not_int8(routed, routed_data):
+    whole = intaglio.quantize(routed, routed_data, progress=False).coverage
+    (note,) = [note for note in whole.notes if note.startswith("the whole model cannot be captured: ")]
+    assert "data-dependent" in note
+
+
 def test_strict_refuses_parts(routed, routed_data):
     with pytest.raises(CaptureError, match="data-dependent"):
         intaglio.quantize(routed, routed_data, strict=True)

@@ -43,9 +43,8 @@ def quantize_parts(
     found = find_parts(copied, calls, quantize_part)
     if not found.parts:
         raise refused
-    quantized = PartlyQuantizedModel(copied, coverage_of(copied, found, size))
+    quantized = PartlyQuantizedModel(copied, coverage_of(copied, found, size, refused.problem.splitlines()[0]))
     logger.info("%r\n%s", quantized, quantized.coverage)
-    logger.info("the whole model cannot be captured: %s", refused.problem.splitlines()[0])
     return quantized
 
 

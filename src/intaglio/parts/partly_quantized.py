@@ -164,13 +164,14 @@ class PartlyQuantizedModel(nn.Module):
 FLOAT_MODEL_AND_BATCHES = "pass the float model that was quantized, and batches as quantize takes them"
 
 
-def coverage_of(model: nn.Module, found: FoundParts, size: int) -> Coverage:
+def coverage_of(model: nn.Module, found: FoundParts, size: int, refusal: str) -> Coverage:
     """Return the coverage of the whole model.
 
     Args:
         model: the model with its parts.
         found: the parts and what stays in float.
         size: bytes of the float model.
+        refusal: why the whole model cannot be captured.
     """
     parts = {path: _scaled(part.int8.coverage, found.macs[path]) for path, part in found.parts.items()}
     own = list(parts.values())
@@ -186,7 +187,7 @@ def coverage_of(model: nn.Module, found: FoundParts, size: int) -> Coverage:
         floats=(*found.floats, *[one for part in own for one in part.floats]),
         bytes_before=size,
         bytes_after=rest + sum(part.bytes_after for part in own),
-        notes=(parts_note(parts, total), *notes),
+        notes=(parts_note(parts, total), f"the whole model cannot be captured: {refusal}", *notes),
         hosts=tuple(one for part in own for one in part.hosts),
         loops=tuple(one for part in own for one in part.loops),
     )
