@@ -17,8 +17,11 @@ _CONVOLUTIONS = frozenset(
         torch.ops.aten.conv_transpose2d.input,
     }
 )
-"""Operators that get copies of images in other formats: PyTorch 2.13 ends with a segmentation fault at a convolution of
-one channel of an image in this format with a width of one."""
+"""Operators that get copies of images that have a width of one or are in other formats.
+
+PyTorch 2.13 ends with a segmentation fault at convolutions of images with a width of one: of one channel of an image in
+this format, and of an image in it with a bias, strides and a dilation along the width.
+"""
 
 
 def channels_last(value: Any) -> Any:
@@ -30,9 +33,14 @@ def channels_last(value: Any) -> Any:
 
 def run_operator(target: Any, args: Any, kwargs: Any) -> Any:
     """Call an operator with operands in any memory format."""
-    if target in _CONVOLUTIONS and not args[0].is_contiguous(memory_format=torch.channels_last):
+    if target in _CONVOLUTIONS and not _is_taken(args[0]):
         args = (args[0].contiguous(), *args[1:])
     return _RESHAPES.get(target, target)(*args, **kwargs)
+
+
+def _is_taken(image: torch.Tensor) -> bool:
+    """Return whether convolutions of PyTorch take an image in the format that it has."""
+    return image.shape[-1] != 1 and image.is_contiguous(memory_format=torch.channels_last)
 
 
 class ChannelsLastRun(fx.Interpreter):
