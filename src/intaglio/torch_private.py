@@ -355,7 +355,8 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         preserved = {
             operator for operator in operators if is_preserved(operator) and operator not in DECOMPOSED_COMPOSITES
         }
-        split = any(is_composite(operator) and operator not in preserved for operator in operators)
+        kept = preserved | {torch.ops.aten.reshape.default}  # decomposition makes it a view of its operand or of a copy
+        split = any(is_composite(operator) and operator not in kept for operator in operators)
         if len(graphs) == 1 and not split and all(map(_is_left_alone, used - preserved)):
             program.graph_module.graph.eliminate_dead_code()
             return program

@@ -440,6 +440,14 @@ class Halves(nn.Module):
         return y.float()
 
 
+class Copies(nn.Module):
+    """Dropout, and casts that change nothing or the element type."""
+
+    def forward(self, x):
+        x = nn.functional.dropout(x.to(torch.float32), training=self.training).relu().contiguous()
+        return x.transpose(0, 1).contiguous().to(torch.float64), x.to("cpu"), x.softmax(-1, dtype=torch.float32)
+
+
 DECOMPOSED = {
     "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
     "seen writes": (Seen(), (2, 4)),
@@ -454,6 +462,7 @@ LEFT_ALONE = {
     "in place": (nn.Sequential(nn.Linear(8, 4), nn.Hardtanh(inplace=True), nn.SiLU(inplace=True)), (2, 8)),
     "layers": (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Softmax(-1)), (2, 8)),
     "views": (Shapes(), (2, 4, 6)),
+    "copies": (Copies(), (2, 4, 6)),
     "recurrent": (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
 }
 

@@ -1,7 +1,7 @@
 """Decompositions of single operators of an exported graph, with the results of torch's own decompositions.
 
-`run_decompositions` traces the whole program again. Most convolutional networks need it only for batch norms,
-flattened images and in-place activations; after these are replaced here, nothing is left for it to do.
+`run_decompositions` traces the whole program again. Most networks need it only for batch norms, flattened images,
+in-place activations, dropout and casts; after these are replaced here, nothing is left for it to do.
 """
 
 from __future__ import annotations
@@ -34,10 +34,19 @@ OUT_OF_PLACE = {
     aten.tanh_.default: aten.tanh.default,
 }
 """In-place operators whose decomposition is the operator that returns its result."""
+COPIES = (
+    aten.contiguous.default,
+    aten.dropout.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+)
+"""Operators that return their operand, or a copy of it with another element type, in evaluation mode."""
 
 
 def decompose_single_operators(program: ExportedProgram) -> None:
-    """Replace batch norms in evaluation mode, flattened images and in-place operators whose write nothing else sees.
+    """Replace batch norms in evaluation mode, flattened images, in-place operators whose write nothing else sees, and
+    dropout and casts in programs without other writes.
 
     Numbers that the model reads from its own float tensors become Python numbers. Other operators stay as they are, for
     `torch_private.decompose_used_composites`.
@@ -55,12 +64,49 @@ def decompose_single_operators(program: ExportedProgram) -> None:
             else:
                 continue
         if found is not None:
-            found.meta = dict(node.meta)
-            node.replace_all_uses_with(found)
-            for spec in program.graph_signature.output_specs:
-                spec.arg.name = found.name if spec.arg.name == node.name else spec.arg.name
-            graph.erase_node(node)
+            _replace(program, node, found)
+    if not any(isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable for node in graph.nodes):
+        _replace_copies(program)
     program.graph_module.recompile()
+
+
+def _replace(program: ExportedProgram, node: fx.Node, found: fx.Node) -> None:
+    """Replace a node, which may be a result of the program."""
+    found.meta = found.meta or dict(node.meta)
+    node.replace_all_uses_with(found)
+    for spec in program.graph_signature.output_specs:
+        spec.arg.name = found.name if spec.arg.name == node.name else spec.arg.name
+    program.graph.erase_node(node)
+
+
+def _replace_copies(program: ExportedProgram) -> None:
+    """Remove operators that return their operand as it is, replace dropout and casts by copies, and remove checks of
+    element types that hold. Nothing writes into the operands. An operand that is an input does not become a result.
+    """
+    graph, results = program.graph, {spec.arg.name for spec in program.graph_signature.output_specs}
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        if node.target not in COPIES or (node.target is aten.dropout.default and node.args[2]):
+            continue
+        x, value = node.args[0], node.meta["val"]
+        copied: tuple[Any, dict[str, Any]] | None = None
+        if node.target is aten.dropout.default:
+            copied = aten.clone.default, {}
+        elif value.dtype is not x.meta["val"].dtype:
+            copied = aten._to_copy.default, {"dtype": value.dtype}
+        elif node.target is aten.contiguous.default and not _is_row_major(x.meta["val"]):
+            copied = aten.clone.default, {"memory_format": node.kwargs.get("memory_format", torch.contiguous_format)}
+        if copied is not None:
+            with graph.inserting_before(node):
+                _replace(program, node, _call(graph, copied[0], (x,), copied[1]))
+        elif x.op != "placeholder" or node.name not in results:
+            _replace(program, node, x)
+
+
+def _is_row_major(value: torch.Tensor) -> bool:
+    """Return whether a tensor is known to have no gaps between its rows, without adding a guard."""
+    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()
 
 
 def fold_numbers(program: ExportedProgram) -> None:
