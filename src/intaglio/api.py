@@ -16,6 +16,7 @@ from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import CaptureError, InputError
 from intaglio.integrations import ExportExample, integration_for
+from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
@@ -117,6 +118,7 @@ def quantize(
     refuse_quantized(model)
     options = options or CompileOptions()
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
+    build_ahead()
 
     integration = integration_for(model)
     splits = not strict and integration is None and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)

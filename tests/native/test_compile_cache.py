@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,14 @@ def wait_for_end(pid: int) -> None:
             return
         time.sleep(0.01)
     pytest.fail(f"process {pid} of the compiler is still running")
+
+
+def test_the_library_that_is_built_in_the_background_is_compiled_once(fresh_cache, counting_compiler, monkeypatch):
+    monkeypatch.setattr(library, "runtime", cache(library.runtime.__wrapped__))
+    library.build_ahead()
+    assert library.runtime().intaglio_parallel
+    library.build_ahead()
+    assert len(counting_compiler.read_text().split()) == 1
 
 
 def test_threads_that_build_the_same_text_compile_it_once(fresh_cache, counting_compiler):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 import warnings
 from functools import cache
 
-from intaglio.errors import BuildError
+from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 
@@ -35,7 +37,7 @@ SIGNATURES = {
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
-    "intaglio_round_columns": (*[_ARRAY] * 6, *[_COUNT] * 4, _VALUE, _VALUE, _INT),
+    "intaglio_round_columns": (*[_ARRAY] * 10, _VALUE, _VALUE, _INT),
 }
 
 
@@ -56,6 +58,17 @@ def open_library(isa: str) -> ctypes.CDLL:
 def runtime() -> ctypes.CDLL:
     """Return the library of this process; raise `BuildError` if it cannot be built."""
     return open_library(machine.isas()[0])
+
+
+def build_ahead() -> None:
+    """Build the library in the background if the cache has none. `runtime` waits for it, and reports errors."""
+    if not runtime.cache_info().currsize:
+        threading.Thread(target=_build_quietly, name="intaglio-build").start()
+
+
+def _build_quietly() -> None:
+    with contextlib.suppress(IntaglioError):
+        compiler.build(SOURCE, name="runtime", isa=machine.isas()[0])
 
 
 @cache
