@@ -7,6 +7,7 @@ short calibration may underestimate quiet channels. And the strength is chosen b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,12 +17,16 @@ from intaglio.quant.equalization.sampled_rows import FOLDS, SampledRows
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Migration strengths that are tried: the share of a channel's size that goes into the weights."""
+OUTPUT_COUNT = 512
+"""Number of outputs of the readers that suffice to compare strengths."""
 LEAST_GAIN = 0.9
 """Ratio of the errors with and without factors, below which factors are used; smaller gains may be noise."""
 
 
 def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.Tensor]) -> ChannelFactors | None:
     """Return the factors with the best strength; ``None`` if none of them reduces the error by more than noise.
+
+    Each fold of the samples is quantized with factors and ranges computed from the other folds.
 
     Args:
         extrema: extrema of the channels over all data.
@@ -31,47 +36,75 @@ def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.T
     if rows.sample_count < 2:
         return None
     weight = torch.cat(list(weights))
-    signal = (rows.values @ weight.t()).double().square().sum().item()
-    plain = _error(rows, weight, None)
-    errors = {strength: _error(rows, weight, strength) for strength in STRENGTHS}
+    columns, outputs = weight.abs().amax(0).double(), _spread_outputs(weight)
+    folds = _folds(rows, outputs)
+    signal = sum(fold.exact.double().square().sum().item() for fold in folds)
+    plain = sum(_error(fold, outputs, torch.ones(len(columns))) for fold in folds)
+    errors = {}
+    for strength in STRENGTHS:
+        factors = [_factors(fold.largest, columns, strength).float() for fold in folds]
+        errors[strength] = sum(_error(fold, outputs, of_fold) for fold, of_fold in zip(folds, factors, strict=True))
     strength = min(errors, key=lambda one: errors[one])
     if not errors[strength] < LEAST_GAIN * plain:
         return None
-    return ChannelFactors(
-        _factors(extrema.magnitudes.double(), weight.double(), strength), signal, plain, errors[strength]
-    )
+    return ChannelFactors(_factors(extrema.magnitudes.double(), columns, strength), signal, plain, errors[strength])
 
 
-def _factors(largest: torch.Tensor, weight: torch.Tensor, strength: float) -> torch.Tensor:
+class _Fold(NamedTuple):
+    """A fold of cross-validation.
+
+    Attributes:
+        training: positions of the samples of the other folds, f32[r, c].
+        largest: largest magnitude of each of their channels, f64[c].
+        validation: positions of the samples of this fold, f32[s, c].
+        exact: the results of the readers for them, f32[s, o].
+    """
+
+    training: torch.Tensor
+    largest: torch.Tensor
+    validation: torch.Tensor
+    exact: torch.Tensor
+
+
+def _spread_outputs(weight: torch.Tensor) -> torch.Tensor:
+    """Return `OUTPUT_COUNT` rows that are spread over a weight, or all of its rows if there are fewer."""
+    count = min(OUTPUT_COUNT, len(weight))
+    return weight[torch.arange(count) * len(weight) // count]
+
+
+def _folds(rows: SampledRows, weight: torch.Tensor) -> list[_Fold]:
+    """Return the folds that have samples."""
+    found, fold = [], rows.samples % FOLDS
+    for number in range(FOLDS):
+        training, validation = rows.values[fold != number], rows.values[fold == number]
+        if len(validation):
+            largest = training.abs().amax(0).double()
+            found.append(_Fold(training, largest, validation, validation @ weight.t()))
+    return found
+
+
+def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: float) -> torch.Tensor:
     """Return factors with a geometric mean of one, so that the value keeps its size.
 
     Before normalization, channels that are always zero or have zero weights get a factor of one.
+
+    Args:
+        largest: largest magnitude of each channel.
+        columns: largest magnitude of the weights of each channel.
+        strength: the share of a channel's size that goes into the weights.
     """
     activation = largest.clamp_min(largest.median())
-    columns = weight.abs().amax(0)
     found = activation**strength / columns.clamp_min(1e-12) ** (1 - strength)
     found = torch.where((activation > 0) & (columns > 0), found, torch.ones_like(found))
     return found / found.log().mean().exp()
 
 
-def _error(rows: SampledRows, weight: torch.Tensor, strength: float | None) -> float:
-    """Return the squared error of the results by cross-validation.
-
-    Each fold is quantized with factors and ranges computed from the other folds.
-    """
-    total, fold = 0.0, rows.samples % FOLDS
-    for number in range(FOLDS):
-        training, validation = rows.values[fold != number], rows.values[fold == number]
-        if not len(validation):
-            continue
-        factors = torch.ones(weight.shape[1])
-        if strength is not None:
-            factors = _factors(training.abs().amax(0).double(), weight.double(), strength).float()
-        scale, zero = numerics.affine_qparams(
-            (training / factors).min().item(), (training / factors).max().item(), 0, 255
-        )
-        quantized = numerics.round_clamp(validation / factors / scale, 0, 255, zero) - zero
-        steps = torch.from_numpy(numerics.symmetric_scale((weight * factors).abs().amax(1).numpy(), 127))[:, None]
-        integers = numerics.round_clamp(weight * factors / steps, -127, 127) * steps
-        total += (validation @ weight.t() - (quantized * scale) @ integers.t()).double().square().sum().item()
-    return total
+def _error(fold: _Fold, weight: torch.Tensor, factors: torch.Tensor) -> float:
+    """Return the squared error of the results of a fold that is quantized with factors and the range of the others."""
+    training = fold.training / factors
+    scale, zero = numerics.affine_qparams(training.min().item(), training.max().item(), 0, 255)
+    quantized = numerics.round_clamp(fold.validation / factors / scale, 0, 255, zero) - zero
+    scaled = weight * factors
+    steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(1).numpy(), 127))[:, None]
+    integers = numerics.round_clamp(scaled / steps, -127, 127) * steps
+    return (fold.exact - (quantized * scale) @ integers.t()).double().square().sum().item()
