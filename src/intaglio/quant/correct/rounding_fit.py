@@ -21,6 +21,8 @@ from intaglio.quant.recipes.choices import Rounding
 
 CHEAP_COLUMNS = 1024
 """Up to this many columns GPTQ takes less time than the moments that it reads."""
+CLEAR_GAIN = 0.5
+"""Ratio of the errors with and without a fit on one half of few samples, below which the other half is not tested."""
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
@@ -101,8 +103,8 @@ class RoundingFit:
     def validated(self, parts: SplitMoments) -> FittedWeight:
         """Return a fitted weight, or rounded to nearest if fits do not generalize.
 
-        Halves of few samples validate each other, and the weight is then fitted to all. Of more samples most are enough
-        to fit to, and the weight that was validated is returned.
+        Halves of few samples validate each other, unless the first one shows a clear gain, and the weight is then
+        fitted to all. Of more samples most are enough to fit to, and the weight that was validated is returned.
 
         Args:
             parts: moments of parts of the samples.
@@ -112,17 +114,19 @@ class RoundingFit:
         nearest_error = sum(part.sum().item() for part in plain)
         if not all(part.count for part in parts.both):
             return self.nearest(nearest_error)
-        fits = [self.fitted(parts.both[own], plain[own]) for own, _ in parts.directions]
-        errors = [
-            parts.both[other].errors(self.rows - fit.quantized * fit.step).sum().item()
-            for fit, (_, other) in zip(fits, parts.directions, strict=True)
-        ]
-        if not sum(errors) < sum(plain[other].sum().item() for _, other in parts.directions):
+        error = unfitted = 0.0
+        for own, other in parts.directions:
+            fit = self.fitted(parts.both[own], plain[own])
+            error += parts.both[other].errors(self.rows - fit.quantized * fit.step).sum().item()
+            unfitted += plain[other].sum().item()
+            if error < CLEAR_GAIN * unfitted:
+                break
+        if not error < unfitted:
             return self.nearest(nearest_error)
         cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
         if parts.crossed or cheap:
             return self.fitted(parts.whole, plain[0] + plain[1])
-        return fits[0]._replace(error=fits[0].error + errors[0], nearest_error=nearest_error)
+        return fit._replace(error=fit.error + error, nearest_error=nearest_error)
 
     @cached_property
     def _nearest(self) -> torch.Tensor:

@@ -38,7 +38,7 @@ LARGEST_MOMENTS = 1 << 27
 """Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
 LARGEST_WEIGHT = 1 << 26
 """Largest number of elements of a weight that is rounded by moments, in several copies of float64."""
-WEIGHTS_OF_A_POSITION = 4
+WEIGHTS_OF_A_POSITION = 3
 """With at least so many weights of one output for each position, operands are kept instead of their products: they take
 less memory, and what is computed from them takes less time."""
 GRAM_ROWS = 512

@@ -78,8 +78,7 @@ def gptq(
     if factor is None:
         return RoundedRows(plain, plain_error, plain_error)
     count = max(1, ROUNDED_AT_ONCE // (weight.shape[0] * weight.shape[2]))
-    steps = step.expand_as(weight)
-    parts = zip(weight.split(count, 1), steps.split(count, 1), strict=True)
+    parts = zip(weight.split(count, 1), step.expand(-1, weight.shape[1], -1).split(count, 1), strict=True)
     chosen, error = (torch.cat(part, 1) for part in zip(*(_spread(*p, factor, low, high) for p in parts), strict=True))
     return _better_rows(chosen, error, plain, plain_error)
 
@@ -91,20 +90,13 @@ def _spread(
 
     Columns are rounded one by one within blocks. The errors of all columns behind a block are spread over it at once.
     """
-    order = factor.order[..., None].expand_as(weight.mT)
-    columns = Columns.of(weight.mT.gather(1, order), steps.mT.gather(1, order))
+    columns = Columns.of(weight, steps, factor)
     spread = factor.spreading(columns.error)
     for start in reversed(range(0, weight.shape[2], COLUMN_BLOCK)):
         stop = min(start + COLUMN_BLOCK, weight.shape[2])
-        columns.wanted[:, start:stop] += spread(start, stop)
-        round_columns(columns, start, factor.triangle(start), low, high)
-    chosen = torch.empty_like(columns.weight).scatter_(1, order, columns.quantized).mT.contiguous()
-    # The error for damped moments is a sum over the columns; what damping adds to it is subtracted.
-    missed = columns.wanted - columns.quantized * columns.steps
-    damped, added = (
-        (size[:, None] @ part.square())[:, 0] for size, part in ((factor.pivots, missed), (factor.added, columns.error))
-    )
-    return chosen, (damped - added).clamp_min(0) + CANCELLATION * damped
+        round_columns(columns, start, spread(start, stop), low, high)
+    damped, added = columns.totals  # the error for damped moments, and what damping adds to it
+    return columns.chosen(), (damped - added).clamp_min(0) + CANCELLATION * damped
 
 
 def adaround(
