@@ -63,23 +63,17 @@ def draft_folder(parent: Path, prefix: str = PREFIX, mode: int = 0o777) -> Itera
         path = _new_path(parent, prefix)
         path.mkdir(mode)
         try:
-            with _opened_folder(path) as handle:
-                if not _locked(handle):
-                    continue
-                yield path
-                return
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process has removed it, which was not locked yet
+            continue
+        try:
+            if not _locked(handle):
+                continue
+            yield path
+            return
         finally:
+            os.close(handle)
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
-    """Open a folder and yield its descriptor, whose lock is held until the end."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
