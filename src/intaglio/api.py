@@ -118,7 +118,6 @@ def quantize(
     refuse_quantized(model)
     options = options or CompileOptions()
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
-    build_ahead()
 
     integration = integration_for(model)
     splits = not strict and integration is None and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
@@ -360,6 +359,7 @@ def _quantizer_for(
 
 def _capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
+    build_ahead()
     call, data = _first_call(model, data, example_inputs)
     return capture(model, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes), call, data
 

@@ -352,11 +352,9 @@ def _decompose(program: ExportedProgram) -> ExportedProgram:
         graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, fx.GraphModule)]
         used = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
         operators = [target for target in used if isinstance(target, OpOverload)]
-        preserved = {
-            operator for operator in operators if is_preserved(operator) and operator not in DECOMPOSED_COMPOSITES
-        }
+        preserved = {one for one in operators if is_preserved(one) and one not in DECOMPOSED_COMPOSITES}
         kept = preserved | {torch.ops.aten.reshape.default}  # decomposition makes it a view of its operand or of a copy
-        split = any(is_composite(operator) and operator not in kept for operator in operators)
+        split = any(map(is_composite, {*operators} - kept))
         if len(graphs) == 1 and not split and all(map(_is_left_alone, used - preserved)):
             program.graph_module.graph.eliminate_dead_code()
             return program

@@ -61,7 +61,7 @@ def runtime() -> ctypes.CDLL:
 
 
 def build_ahead() -> None:
-    """Build the library in the background if the cache has none. `runtime` waits for it, and reports errors."""
+    """Build the library in the background if the cache does not have it. `runtime` waits for it, and reports errors."""
     if not runtime.cache_info().currsize:
         threading.Thread(target=_build_quietly, name="intaglio-build").start()
 

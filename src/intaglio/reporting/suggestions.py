@@ -110,10 +110,11 @@ def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Ite
     default, regions = quantizer.recipe.default, start.reference.annotations.regions
     if default.shortcut != 16 and any(_in_16_bits(region).adds_shortcut for region in regions):
         yield _setting(
-            "Residual sums in 16 bits and sensitive first layers in float",
+            "Residual sums in 16 bits, and sensitive first layers in two bytes or in float",
             quantizer,
             "accurate",
             shortcut=16,
+            two_bytes_below=30.0,
             float_below=30.0,
         )
     other = "minmax" if default.method != "minmax" else "mse"

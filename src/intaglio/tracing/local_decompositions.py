@@ -34,7 +34,7 @@ OUT_OF_PLACE = {
     aten.tanh_.default: aten.tanh.default,
 }
 """In-place operators whose decomposition is the operator that returns its result."""
-COPIES = (
+COPYING = (
     aten.contiguous.default,
     aten.dropout.default,
     aten.to.dtype,
@@ -87,7 +87,7 @@ def _replace_copies(program: ExportedProgram) -> None:
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        if node.target not in COPIES or (node.target is aten.dropout.default and node.args[2]):
+        if node.target not in COPYING or (node.target is aten.dropout.default and node.args[2]):
             continue
         x, value = node.args[0], node.meta["val"]
         copied: tuple[Any, dict[str, Any]] | None = None

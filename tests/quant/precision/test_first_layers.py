@@ -6,56 +6,17 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import intaglio
 from intaglio import stages
 from intaglio.errors import SelectorError
 from intaglio.quant.qdq.parameters import Parameters
-from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from support.lowering import assert_equal_quantized, sqnr
 from support.nets import randomize
 from support.programs import assert_same_bits
-
-
-def smooth(count: int, seed: int, contrast: float = 0.02) -> Tensor:
-    """Bright images whose neighbouring pixels hardly differ."""
-    generator = torch.Generator().manual_seed(seed)
-    brightness = torch.rand(count, 3, 1, 1, generator=generator) * 2 - 1
-    details = torch.randn(count, 3, 5, 5, generator=generator) * contrast
-    return brightness + nn.functional.interpolate(details, 16, mode="bilinear")
-
-
-IMAGES, UNSEEN = smooth(32, 0), smooth(64, 1)
-
-
-def edges(first: int = 8) -> nn.Module:
-    """The first layer sees the differences of neighbouring pixels only, and has few multiply-accumulates."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(3, first, 3), nn.ReLU(), nn.Conv2d(first, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3)]
-        model = randomize(nn.Sequential(*layers)).eval()
-        with torch.no_grad():
-            model[0].weight -= model[0].weight.mean((2, 3), keepdim=True)
-            model[0].weight *= 20
-            model[0].bias *= 0.01
-    return model
-
-
-LIMITED, NEVER = Recipe.of({"*": {"float_below": 25.0}}), Recipe()
-
-
-def prepared(recipe: Recipe | None = None, model: nn.Module | None = None) -> stages.Prepared:
-    return stages.prepare(stages.capture(model or edges(), (IMAGES,)), Quantizer(recipe or LIMITED))
-
-
-def equalized(recipe: Recipe | None = None, images: Tensor = IMAGES, model: nn.Module | None = None) -> stages.Prepared:
-    return stages.equalize(prepared(recipe, model), [images])
-
-
-def converted(before: stages.Prepared) -> stages.Reference:
-    return stages.convert(before, stages.calibrate(before, [IMAGES], progress=False))
+from support.sensitive_inputs import IMAGES, LIMITED, NEVER, UNSEEN, below, converted, edges, equalized, prepared
 
 
 def layers_of(found: stages.Prepared) -> list[str]:
@@ -96,8 +57,8 @@ def test_inputs_that_rounding_hardly_changes_leave_the_layer_quantized():
 def test_the_recipe_chooses_the_limit():
     assert not equalized(NEVER).equalization.layers
     assert layers_of(equalized()) == ["0#0/conv2d.0"]
-    assert layers_of(equalized(Recipe.of({"*": {"float_below": 25.0}, "0": {"float_below": 0.0}}))) == []
-    strict = Recipe.of({"*": {"float_below": 90.0}})
+    assert layers_of(equalized(below(25.0, float_below=0.0))) == []
+    strict = below(90.0)
     assert layers_of(equalized(strict)) == ["0#0/conv2d.0"], "the second layer has too many multiply-accumulates"
 
 
@@ -107,7 +68,7 @@ def test_layers_behind_one_in_float_are_first_layers_too():
     wide.append(nn.Conv2d(128, 32, 3)).load_state_dict(
         wide.state_dict() | {"0.weight": model[0].weight[:4], "0.bias": model[0].bias[:4]}
     )
-    found = layers_of(equalized(Recipe.of({"*": {"float_below": 90.0}}), model=randomized_behind(wide)))
+    found = layers_of(equalized(below(90.0), model=randomized_behind(wide)))
     assert found == ["0#0/conv2d.0", "2#0/conv2d.0"]
 
 
@@ -121,7 +82,7 @@ def randomized_behind(model: nn.Sequential) -> nn.Module:
 def test_a_layer_with_most_of_the_multiply_accumulates_stays_quantized():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     model[0].load_state_dict(edges()[0].state_dict())
-    assert not equalized(Recipe.of({"*": {"float_below": 90.0}}), model=model.eval()).equalization.layers
+    assert not equalized(below(90.0), model=model.eval()).equalization.layers
 
 
 def test_saved_parameters_give_the_same_model_without_data():
@@ -138,7 +99,8 @@ def test_batches_of_any_size_are_measured_alike():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", ["float_below", "two_bytes_below"])
 @pytest.mark.parametrize("limit", [-1.0, float("inf"), float("nan")])
-def test_limits_that_mean_nothing_are_refused(limit):
-    with pytest.raises(SelectorError, match="float_below"):
-        Recipe.of({"*": {"float_below": limit}})
+def test_limits_that_mean_nothing_are_refused(name, limit):
+    with pytest.raises(SelectorError, match=name):
+        Recipe.of({"*": {name: limit}})

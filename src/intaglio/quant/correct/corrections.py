@@ -43,6 +43,8 @@ class Equalization:
         tables: value of an embedding whose table is int8 by the data -> what that costs in the results, in decibels.
         layers: value of a first layer that stays in float -> the signal-to-noise ratio in decibels that its rounded
             operand would leave in the results.
+        two_bytes: value of a layer that reads an input of the model in two bytes -> the ratio that one byte would
+            leave, and the smallest and the largest value of the operand.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class Equalization:
     coarse: Mapping[str, float] = field(default_factory=dict)
     tables: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, float] = field(default_factory=dict)
+    two_bytes: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -164,6 +167,7 @@ class Corrected:
             "coarse": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.coarse.items()},
             "tables": {name: _hexadecimal([cost])[0] for name, cost in self.equalization.tables.items()},
             "layers": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.layers.items()},
+            "two_bytes": {name: _hexadecimal(found) for name, found in self.equalization.two_bytes.items()},
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -184,12 +188,23 @@ class Corrected:
             {name: _floats([decibels])[0] for name, decibels in sections.get(key, {}).items()}
             for key in ("coarse", "tables", "layers")
         )
+        two_bytes = {name: _three(_floats(found)) for name, found in sections.get("two_bytes", {}).items()}
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        return Corrected(Equalization(inputs, factors, joined, splits, coarse, tables, layers), quantized, biases)
+        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes)
+        return Corrected(found, quantized, biases)
 
 
-SECTIONS = ("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "levels", "biases")
+SECTIONS = (
+    *("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "two_bytes"),
+    *("levels", "biases"),
+)
+
+
+def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
+    """Return three numbers; raise ValueError for more or fewer."""
+    first, second, third = values
+    return first, second, third
 
 
 def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:

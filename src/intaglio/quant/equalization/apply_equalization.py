@@ -27,7 +27,12 @@ from intaglio.quant.calibrate.prepare import Prepared, annotate_everything, repr
 from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.equalization.scalable_results import ScalableResult, factors_at, outside_operand, scalable_results
 from intaglio.quant.equalization.smoothquant import smooth, smoothable
-from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables, with_split_layers
+from intaglio.quant.precision.apply_decisions import (
+    with_data_floats,
+    with_int8_tables,
+    with_split_layers,
+    with_two_bytes,
+)
 
 
 def apply_equalization(
@@ -56,6 +61,7 @@ def apply_equalization(
     if precomputed is None:
         prepared = with_split_layers(prepared, found.splits)
         prepared = with_data_floats(prepared, found.concatenations, found.coarse, found.layers)
+        prepared = with_two_bytes(prepared, found.two_bytes)
     current = with_input_equalization(prepared, found) if precomputed is None else precomputed[0]
     if not found.factors:
         return _with_report(current, found, report)

@@ -32,7 +32,7 @@ from intaglio.quant.equalization.scalable_results import (
 )
 from intaglio.quant.equalization.smooth_factors import smoothing
 from intaglio.quant.equalization.smoothquant import smoothable
-from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables
+from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables, with_two_bytes
 from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.first_layers import sensitive_layers
 from intaglio.quant.precision.int8_tables import int8_tables
@@ -52,7 +52,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     additions). Concatenations that only readers of floats follow stay in float if their joint scale would leave fewer
     than 16 quantized values to one operand, as it does to scores beside boxes in pixels. So do values whose rounding
     would leave less than 20 dB of what readers of floats compute from them, such as the logarithm of a rounded score.
-    So do first layers whose rounded operand alone would leave less of the results than their setting ``float_below``.
+    Layers read an input of the model in two bytes if one byte alone would leave less of the results than their setting
+    ``two_bytes_below``, and layers behind them stay in float below ``float_below``.
 
     Args:
         prepared: the prepared model.
@@ -73,10 +74,11 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
     found = replace(decided, inputs=inputs)
     current = with_input_equalization(prepared, found)
-    if layers := sensitive_layers(current, calls, group):
-        prepared = with_data_floats(prepared, {}, {}, layers)
+    layers, two_bytes = sensitive_layers(current, calls, group)
+    if layers or two_bytes:
+        prepared = with_two_bytes(with_data_floats(prepared, {}, {}, layers), two_bytes)
         inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
-        found = replace(decided, inputs=inputs, layers=layers)
+        found = replace(decided, inputs=inputs, layers=layers, two_bytes=two_bytes)
         current = with_input_equalization(prepared, found)
     every = annotate_everything(current)
     factors, lines = _factors(current, every, calls, group)

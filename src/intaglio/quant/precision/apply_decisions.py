@@ -17,6 +17,7 @@ from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
 from intaglio.quant.precision.coarse_values import notes_on_coarse_values
 from intaglio.quant.precision.first_layers import notes_on_float_layers
 from intaglio.quant.precision.split_layers import notes_on_split_layers, split_layers, split_readers
+from intaglio.quant.precision.two_bytes import TwoBytes, notes_on_two_bytes, split_into_bytes
 
 
 def with_data_floats(
@@ -70,8 +71,31 @@ def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
     split_layers(module, {copies[node.name]: ends for node, ends in uneven.items()}, [copies[n.name] for n in layers])
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, before.data_floats)
-    model_info = prepared.model_info.with_stage(tuple(notes_on_split_layers(layers, uneven)))
+    return _reannotated(prepared, module, tuple(notes_on_split_layers(layers, uneven)))
+
+
+def with_two_bytes(prepared: Prepared, found: Mapping[str, tuple[float, float, float]]) -> Prepared:
+    """Return the model with layers that read their operand in two bytes.
+
+    Args:
+        prepared: the prepared model.
+        found: name of the value of a layer -> fields of `TwoBytes`.
+    """
+    before = prepared.annotations
+    named = _nodes_of_sites(before.module.graph, found)
+    if not named:
+        return prepared
+    layers = {node: TwoBytes(*found[name]) for name, node in named.items()}
+    module = copy_graph(before.module)
+    copies = {node.name: node for node in module.graph.nodes}
+    split_into_bytes(module, {copies[node.name]: operand for node, operand in layers.items()})
+    return _reannotated(prepared, module, notes_on_two_bytes(layers))
+
+
+def _reannotated(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...]) -> Prepared:
+    """Return a prepared model with another graph, annotated anew, and with notes."""
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, prepared.annotations.data_floats)
+    model_info = prepared.model_info.with_stage(notes)
     own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
     return reprepare(own, copy_graph(module))
 

@@ -1,4 +1,4 @@
-"""First layers that stay in float, because their rounded operand alone would cost too much in the results."""
+"""First layers that read two bytes or stay in float, because their rounded operand alone would cost too much."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import origin, tensor_type
+from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import padded_axes_of, visible_tokens
 from intaglio.ir import DType
@@ -27,24 +27,29 @@ from intaglio.quant.precision.coarse_values import listed_ratios
 from intaglio.quant.precision.measure_rounding import (
     Power,
     add_power,
+    extrema_of,
     first_samples,
     ranges_of,
     rounded,
     visible_values,
 )
+from intaglio.quant.precision.two_bytes import takes_two_bytes
 from intaglio.quant.recipes.choices import Role
 
 MOST_MACS = 0.05
-"""Largest share of the multiply-accumulates of all layers that may stay in float."""
+"""Largest share of the multiply-accumulates of all layers that may be added or stay in float."""
 
 
-def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> dict[str, float]:
-    """Return the first layers that should stay in float.
+def sensitive_layers(
+    prepared: Prepared, calls: Calls, group: Group
+) -> tuple[dict[str, float], dict[str, tuple[float, float, float]]]:
+    """Return the first layers that should stay in float, and those that should read two bytes.
 
     The operand of each first layer is rounded alone, with the range that it has in some samples. If the results of the
-    model then have a lower signal-to-noise ratio than the setting ``float_below`` of the layer, the layer stays in
-    float, and those behind it are first layers too. The noise of the values near the inputs passes through all others,
-    which amplify it in some networks, and the first layers have few multiply-accumulates.
+    model then have a lower signal-to-noise ratio than the setting ``two_bytes_below`` of a layer that reads an input,
+    the layer reads two bytes. If they have a lower one than ``float_below``, another layer stays in float. The layers
+    behind both are first layers too. The noise of the values near the inputs passes through all others, which amplify
+    it in some networks, and the first layers have few multiply-accumulates.
 
     Args:
         prepared: the prepared model, with its inputs quantized per channel.
@@ -52,26 +57,32 @@ def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> dict[str
         group: the ranks.
 
     Returns:
-        Name of a layer's value -> the lowest ratio in the results, in decibels.
+        Name of a layer's value -> the lowest ratio in the results, in decibels; and the same for layers that read two
+        bytes, with the extrema of their operand.
     """
     annotations = prepared.annotations
     if prepared.quantizer.annotator is not None or prepared.quantizer.patterns:
-        return {}
+        return {}, {}
     layers = [region for region in annotations.regions if _multiplies_weight(region)]
     left = MOST_MACS * sum(macs(region.anchor) for region in layers)
-    names, found = ValueNames(annotations.module.graph), dict[str, float]()
+    names, floats = ValueNames(annotations.module.graph), dict[str, float]()
+    two_bytes = dict[str, tuple[float, float, float]]()
     measure = _Measurement(prepared, first_samples(calls, group), group)
     first = _FirstLayers(annotations)
     for region in first:
-        cost = macs(region.anchor)
-        if not region.setting.float_below or cost > left:
+        cost, x = macs(region.anchor), layer_operands(region.anchor).x
+        doubles = x not in first.behind and takes_two_bytes(region.anchor)
+        in_bytes, in_float = region.setting.two_bytes_below or 0.0, region.setting.float_below or 0.0
+        least = max(in_bytes, in_float) if doubles else in_float
+        if not least or cost > left or (ratio := measure.decibels(x)) >= least:
             continue
-        ratio = measure.decibels(layer_operands(region.anchor).x)
-        if ratio < region.setting.float_below:
-            found[names.of(region.anchor)] = ratio
-            first.leave_in_float(region)
-            left -= cost
-    return found
+        if doubles and ratio < in_bytes:
+            two_bytes[names.of(region.anchor)] = (ratio, *measure.extrema(x, calls))
+        else:
+            floats[names.of(region.anchor)] = ratio
+        first.pass_over(region)
+        left -= cost
+    return floats, two_bytes
 
 
 def _multiplies_weight(region: Region) -> bool:
@@ -82,7 +93,8 @@ def _multiplies_weight(region: Region) -> bool:
 class _FirstLayers:
     """Iterates over the layers that read nothing quantized in front of them, in execution order.
 
-    Layers that are left in float meanwhile count as not quantized.
+    Layers that are passed over meanwhile count as not quantized. ``behind`` are their results and what is computed from
+    them.
     """
 
     def __init__(self, annotations: Annotations) -> None:
@@ -90,6 +102,7 @@ class _FirstLayers:
         self.graph = annotations.module.graph
         self.layers = {region.anchor: region for region in annotations.regions if region.record.anchor}
         self.unrounded: set[fx.Node] = set()
+        self.behind: set[fx.Node] = set()
 
     def __iter__(self) -> Iterator[Region]:
         for node in self.graph.nodes:
@@ -100,12 +113,15 @@ class _FirstLayers:
                 continue
             if node not in self.layers:
                 self.unrounded.add(node)
+                if not self.behind.isdisjoint(values):
+                    self.behind.add(node)
             elif _multiplies_weight(self.layers[node]):
                 yield self.layers[node]
 
-    def leave_in_float(self, region: Region) -> None:
+    def pass_over(self, region: Region) -> None:
         """Let the layers behind a layer be first layers too."""
         self.unrounded.add(region.anchor)
+        self.behind.add(region.anchor)
 
 
 class _Measurement:
@@ -127,6 +143,12 @@ class _Measurement:
             rounding = None if site is None else self._rounding(site)
             self.known[value] = math.inf if rounding is None else self._measured({value: rounding})
         return self.known[value]
+
+    def extrema(self, value: fx.Node, calls: Calls) -> tuple[float, float]:
+        """Return the extrema over all calls of what a layer reads: a value without a scale for each channel."""
+        source = value.args[1] if info(value).zero_points is not None else value
+        assert isinstance(source, fx.Node)
+        return extrema_of(self.prepared, {source.name}, calls, self.group)[source.name]
 
     def _measured(self, changes: Changes) -> float:
         powers = [Power() for _ in self.results]

@@ -58,8 +58,10 @@ class Setting:
             int8 that cost little in the results, by the calibration data.
         cache: keys and values that attention keeps between calls: in "float", or in "int8" with the calibrated scale of
             each layer.
-        float_below: signal-to-noise ratio of the results in decibels below which a first layer stays in float, if the
-            rounding of its operand alone leaves less, by the calibration data; 0 never leaves it in float.
+        two_bytes_below: signal-to-noise ratio of the results in decibels below which a layer reads an input of the
+            model in two bytes, if the rounding of this operand alone to one byte leaves less, by the calibration data;
+            0 never asks for two bytes.
+        float_below: the same ratio, below which a layer behind such layers stays in float; 0 never leaves it in float.
     """
 
     quantize: bool | None = None
@@ -78,6 +80,7 @@ class Setting:
     activations: str | None = None
     embeddings: str | None = None
     cache: str | None = None
+    two_bytes_below: float | None = None
     float_below: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,8 +111,10 @@ class Setting:
             raise SelectorError("recipe", None, f"method = {self.method!r}; {error}") from error
         if self.equalize is not None and not 0 <= self.equalize <= 1:
             raise SelectorError("recipe", None, f"equalize = {self.equalize}; it must be between 0 and 1")
-        if self.float_below is not None and not 0 <= self.float_below < math.inf:
-            raise SelectorError("recipe", None, f"float_below = {self.float_below}; it must be finite and at least 0")
+        for name in ("two_bytes_below", "float_below"):
+            ratio = getattr(self, name)
+            if ratio is not None and not 0 <= ratio < math.inf:
+                raise SelectorError("recipe", None, f"{name} = {ratio}; it must be finite and at least 0")
         if self.bits == 7 and self.activations_dtype not in (None, "u8", "u7"):
             raise SelectorError(
                 "recipe",
@@ -174,6 +179,7 @@ DEFAULT = Setting(
     activations="static",
     embeddings="auto",
     cache="float",
+    two_bytes_below=20.0,
     float_below=0.0,
 )
 """Default of models without attention."""
@@ -184,7 +190,7 @@ NAMED = {
     "default": UNSET,
     "convolutional": DEFAULT,
     "transformer": TRANSFORMER,
-    "accurate": Setting(shortcut=16, float_below=30.0),
+    "accurate": Setting(shortcut=16, two_bytes_below=30.0, float_below=30.0),
     "int8_dynamic": Setting(activations="token"),
 }
 """Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""
