@@ -56,9 +56,10 @@ class GraphComparison:
         self.data_movement = frozenset(
             value for value, site in self.sites.items() if isinstance(site.spec, Shared) and not site.spec.observed
         )
+        found = reference.parameters.corrected.equalization
         for name, node in self.nodes.items():
             other = theirs.get(name)
-            if other is None and reference.parameters.corrected.equalization and node.target in EQUALIZED:
+            if other is None and (found.splits or found.two_bytes or (found and node.target in EQUALIZED)):
                 continue
             replaced = node.target in EQUALIZED or name != node.name
             same = other is not None and (operator(other) == operator(node) or replaced)

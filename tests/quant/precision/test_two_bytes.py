@@ -76,6 +76,14 @@ def test_kernels_give_the_bits_of_the_integer_graph(model):
         assert_same_bits(*results)
 
 
+def test_the_model_can_be_compared_and_explained():
+    model = edges()
+    int8 = intaglio.quantize(model, [IMAGES], recipe=TWO_BYTES, progress=False)
+    rows = {(row.path, row.operator): row for row in intaglio.compare(model, int8, [UNSEEN]).rows}
+    assert rows["0", "aten.add.Tensor"].alone > 40
+    assert "two bytes" in str(intaglio.explain(int8, "0"))
+
+
 def test_a_layer_with_most_of_the_multiply_accumulates_reads_one_byte():
     model = nn.Sequential(nn.Flatten(), nn.Linear(768, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
     assert not equalized(Recipe.of({"*": {"two_bytes_below": 200.0}}), model=model).equalization.two_bytes
