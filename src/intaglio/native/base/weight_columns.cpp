@@ -109,10 +109,10 @@ void columns_body(void* context, int thread, int threads) {
 //   totals[2, groups, rows]: sums over columns of pivots * (wanted - rounded value)^2 and added * error^2
 INTAGLIO_EXPORT void intaglio_round_columns(const double* weight, const double* steps, const double* lower,
                                             const double* pivots, const double* added, const double* spread,
-                                            double* quantized, double* error, double* totals,
-                                            const int64_t* sizes, double low, double high, int threads) {
-    ColumnsJob job{weight,   steps,    lower,    pivots,   added,    spread,   quantized, error, totals,
-                   sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],  low,   high};
+                                            double* quantized, double* error, double* totals, const int64_t* sizes,
+                                            double low, double high, int threads) {
+    ColumnsJob job{weight,   steps,    lower,    pivots,   added,    spread,   quantized, error, totals, sizes[0],
+                   sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],  low,   high};
     const int64_t most = job.groups * job.rows * job.width * job.width / 2 / kWork + 1;
     if (job.groups * job.width * job.rows) intaglio_parallel(columns_body, &job, int(threads < most ? threads : most));
 }
