@@ -51,8 +51,19 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "bias": ("none", "weights", "outputs"),
         "equalize": (0.0, 0.5, 1.0),
         "results": ("int8", "float"),
+        "two_bytes_below": (0.0, 200.0),
     }
-    frequent = ("method", "weights", "functions", "shortcut", "residual", "activations", "embeddings", "results")
+    frequent = (
+        "method",
+        "weights",
+        "functions",
+        "shortcut",
+        "residual",
+        "activations",
+        "embeddings",
+        "results",
+        "two_bytes_below",
+    )
     found: dict[str, Any] = {}
     for name, values in choices.items():
         if rng.random() < (0.25 if name in frequent else 0.06):

@@ -25,7 +25,7 @@ FLOOR = 0.02
 """Relative error that is always permitted, for what has no site: functions as polynomials."""
 RUNS = 3
 JUMPS = re.compile(
-    r"round|ceil|floor|torch\.(eq|ne|lt|le|gt|ge|sign|logical|bitwise|where|sort|div|reciprocal)|rounding_mode|\.to\(|masked|~|&|\||\^|[<>]|threshold"
+    r"round|ceil|floor|torch\.(eq|ne|lt|le|gt|ge|sign|logical|bitwise|where|sort|div|reciprocal)|rounding_mode|\.to\(|masked|~|&|\||\^|[<>]|threshold|\.sign\("
     r"|max\(.*\)\.values|grid_sample\(.*mode='nearest'|(RMS|Layer)Norm\([12][,)]|EncoderLayer\([12],"
 )
 """Calls after which a small error may become a large one."""
@@ -39,6 +39,7 @@ COMPARED = {
     "bias",
     "equalize",
     "embeddings",
+    "two_bytes_below",
     "results",
 }
 """Settings of networks that are compared; weights of few bits have errors as large as the values."""
