@@ -63,16 +63,18 @@ def draft_folder(parent: Path, prefix: str = PREFIX, mode: int = 0o777) -> Itera
         path = _new_path(parent, prefix)
         path.mkdir(mode)
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process has removed it, which was not locked yet
-            continue
-        try:
-            if not _locked(handle):
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:  # another process has removed it, which was not locked yet
                 continue
-            yield path
-            return
+            try:
+                if not _locked(handle):
+                    continue
+                yield path
+                return
+            finally:
+                os.close(handle)
         finally:
-            os.close(handle)
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -72,7 +72,7 @@ class NodeInfo:
     """User pattern whose callback wrote the node, and the name of the match's last operator."""
     zero_points: Any = None
     """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
-    parameters: tuple[float, int] | None = None
+    fixed_parameters: tuple[float, int] | None = None
     """Scale and zero point of a value whose quantization is known beforehand."""
     adds_bytes: bool = False
     """True if the node adds the results for both bytes of an operand, which stay in float."""

@@ -194,7 +194,7 @@ def activation_site(name: str, node: fx.Node, setting: Setting) -> Site:
     if info(node).zero_points is not None:  # Pixels minus their zero points are quantized with scale 1.
         fixed = Fixed(1.0, info(node).zero_points)
         return Site(name, node.name, Role.ACTIVATION, fixed, DType.U8, 0, 255, 1, origin(node), "u8")
-    if (known := info(node).parameters) is not None:
+    if (known := info(node).fixed_parameters) is not None:
         return Site(name, node.name, Role.ACTIVATION, Fixed(*known), DType.U8, 0, 255, None, origin(node), "u8")
     kind = setting.activation
     assert setting.method is not None  # A decided recipe always has a method.

@@ -6,7 +6,7 @@ import base64
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,20 @@ class PerChannelBytes:
     zero_points: tuple[int, ...]
 
 
+class TwoBytes(NamedTuple):
+    """The operand of a layer that it reads in two bytes.
+
+    Attributes:
+        decibels: signal-to-noise ratio that the operand in one byte would leave in the results of the model.
+        low: smallest value of the operand.
+        high: largest value of the operand.
+    """
+
+    decibels: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Equalization:
     """Factors that equalize channels.
@@ -43,8 +57,7 @@ class Equalization:
         tables: value of an embedding whose table is int8 by the data -> what that costs in the results, in decibels.
         layers: value of a first layer that stays in float -> the signal-to-noise ratio in decibels that its rounded
             operand would leave in the results.
-        two_bytes: value of a layer that reads an input of the model in two bytes -> the ratio that one byte would
-            leave, and the smallest and the largest value of the operand.
+        two_bytes: value of a layer that reads an input of the model in two bytes -> its operand.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -54,7 +67,7 @@ class Equalization:
     coarse: Mapping[str, float] = field(default_factory=dict)
     tables: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, float] = field(default_factory=dict)
-    two_bytes: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    two_bytes: Mapping[str, TwoBytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -188,7 +201,7 @@ class Corrected:
             {name: _floats([decibels])[0] for name, decibels in sections.get(key, {}).items()}
             for key in ("coarse", "tables", "layers")
         )
-        two_bytes = {name: _three(_floats(found)) for name, found in sections.get("two_bytes", {}).items()}
+        two_bytes = {name: TwoBytes(*_floats(found)) for name, found in sections.get("two_bytes", {}).items()}
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
         found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes)
@@ -199,12 +212,6 @@ SECTIONS = (
     *("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "two_bytes"),
     *("levels", "biases"),
 )
-
-
-def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
-    """Return three numbers; raise ValueError for more or fewer."""
-    first, second, third = values
-    return first, second, third
 
 
 def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:

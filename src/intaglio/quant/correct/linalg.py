@@ -12,7 +12,7 @@ DAMPINGS = (0.01, 0.1, 1.0)
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
 COLUMN_BLOCK = 64
-"""Number of columns in a block: their part of the factor is computed at once from operands."""
+"""Number of columns in a block, whose part of the factor is computed at once; ``kWidth`` of weight_columns.cpp."""
 
 
 Spread = Callable[[int, int], torch.Tensor]

@@ -14,10 +14,11 @@ from intaglio.quant.annotate.annotate_graph import annotate_graph
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import DataFloats
 from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
+from intaglio.quant.correct.corrections import TwoBytes
 from intaglio.quant.precision.coarse_values import notes_on_coarse_values
 from intaglio.quant.precision.first_layers import notes_on_float_layers
 from intaglio.quant.precision.split_layers import notes_on_split_layers, split_layers, split_readers
-from intaglio.quant.precision.two_bytes import TwoBytes, notes_on_two_bytes, split_into_bytes
+from intaglio.quant.precision.two_bytes import notes_on_two_bytes, split_into_bytes
 
 
 def with_data_floats(
@@ -48,11 +49,8 @@ def with_data_floats(
         {**old.coarse, **{node.name: ratio for node, ratio in lossy.items()}},
         {**old.layers, **{node.name: ratio for node, ratio in sensitive.items()}},
     )
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, floats)
     notes = (*notes_on_concatenations(uneven), *notes_on_coarse_values(lossy), *notes_on_float_layers(sensitive))
-    model_info = prepared.model_info.with_stage(notes)
-    own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
-    return reprepare(own, copy_graph(module))
+    return _reannotated(prepared, module, notes, floats)
 
 
 def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]) -> Prepared:
@@ -71,30 +69,30 @@ def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
     split_layers(module, {copies[node.name]: ends for node, ends in uneven.items()}, [copies[n.name] for n in layers])
-    return _reannotated(prepared, module, tuple(notes_on_split_layers(layers, uneven)))
+    return _reannotated(prepared, module, tuple(notes_on_split_layers(layers, uneven)), before.data_floats)
 
 
-def with_two_bytes(prepared: Prepared, found: Mapping[str, tuple[float, float, float]]) -> Prepared:
+def with_two_bytes(prepared: Prepared, found: Mapping[str, TwoBytes]) -> Prepared:
     """Return the model with layers that read their operand in two bytes.
 
     Args:
         prepared: the prepared model.
-        found: name of the value of a layer -> fields of `TwoBytes`.
+        found: name of the value of a layer -> its operand.
     """
     before = prepared.annotations
     named = _nodes_of_sites(before.module.graph, found)
     if not named:
         return prepared
-    layers = {node: TwoBytes(*found[name]) for name, node in named.items()}
+    layers = {node: found[name] for name, node in named.items()}
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
     split_into_bytes(module, {copies[node.name]: operand for node, operand in layers.items()})
-    return _reannotated(prepared, module, notes_on_two_bytes(layers))
+    return _reannotated(prepared, module, notes_on_two_bytes(layers), before.data_floats)
 
 
-def _reannotated(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...]) -> Prepared:
+def _reannotated(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...], floats: DataFloats) -> Prepared:
     """Return a prepared model with another graph, annotated anew, and with notes."""
-    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, prepared.annotations.data_floats)
+    annotations = annotate_graph(module, prepared.quantizer, prepared.classes, floats)
     model_info = prepared.model_info.with_stage(notes)
     own = replace(prepared, annotations=with_specs(prepared, annotations), model_info=model_info)
     return reprepare(own, copy_graph(module))

@@ -22,6 +22,7 @@ from intaglio.quant.annotate.sites import Fixed, Site
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
+from intaglio.quant.correct.corrections import TwoBytes
 from intaglio.quant.precision.changed_run import ChangedRun, Changes
 from intaglio.quant.precision.coarse_values import listed_ratios
 from intaglio.quant.precision.measure_rounding import (
@@ -40,9 +41,7 @@ MOST_MACS = 0.05
 """Largest share of the multiply-accumulates of all layers that may be added or stay in float."""
 
 
-def sensitive_layers(
-    prepared: Prepared, calls: Calls, group: Group
-) -> tuple[dict[str, float], dict[str, tuple[float, float, float]]]:
+def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> tuple[dict[str, float], dict[str, TwoBytes]]:
     """Return the first layers that should stay in float, and those that should read two bytes.
 
     The operand of each first layer is rounded alone, with the range that it has in some samples. If the results of the
@@ -57,8 +56,8 @@ def sensitive_layers(
         group: the ranks.
 
     Returns:
-        Name of a layer's value -> the lowest ratio in the results, in decibels; and the same for layers that read two
-        bytes, with the extrema of their operand.
+        Name of a layer's value -> the lowest ratio in the results, in decibels; and the operand of each layer that
+        reads two bytes, by the same name.
     """
     annotations = prepared.annotations
     if prepared.quantizer.annotator is not None or prepared.quantizer.patterns:
@@ -66,7 +65,7 @@ def sensitive_layers(
     layers = [region for region in annotations.regions if _multiplies_weight(region)]
     left = MOST_MACS * sum(macs(region.anchor) for region in layers)
     names, floats = ValueNames(annotations.module.graph), dict[str, float]()
-    two_bytes = dict[str, tuple[float, float, float]]()
+    two_bytes = dict[str, TwoBytes]()
     measure = _Measurement(prepared, first_samples(calls, group), group)
     first = _FirstLayers(annotations)
     for region in first:
@@ -77,7 +76,7 @@ def sensitive_layers(
         if not least or cost > left or (ratio := measure.decibels(x)) >= least:
             continue
         if doubles and ratio < in_bytes:
-            two_bytes[names.of(region.anchor)] = (ratio, *measure.extrema(x, calls))
+            two_bytes[names.of(region.anchor)] = TwoBytes(ratio, *measure.extrema(x, calls))
         else:
             floats[names.of(region.anchor)] = ratio
         first.pass_over(region)

@@ -9,36 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from intaglio import numerics
 from intaglio.fxgraph.node_info import constant_path, known_type, origin, update_info
 from intaglio.fxgraph.nodes import call_before, constant_node, is_constant, layer_operands, replace_node
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
+from intaglio.quant.correct.corrections import TwoBytes
 from intaglio.quant.precision.coarse_values import listed_ratios
 
 aten = torch.ops.aten
-STEPS = 255
-"""Number of steps of the range of an operand that its high byte has."""
+BYTE_VALUES = 256
+"""Number of values of the low byte for one value of the high byte."""
 MIDDLE = 128
 """Quantized value of 0 in the low byte, which has as many negative as positive values."""
-
-
-class TwoBytes(NamedTuple):
-    """The operand of a layer that it reads in two bytes.
-
-    Attributes:
-        decibels: signal-to-noise ratio that the operand in one byte would leave in the results of the model.
-        low: smallest value of the operand.
-        high: largest value of the operand.
-    """
-
-    decibels: float
-    low: float
-    high: float
 
 
 def takes_two_bytes(layer: fx.Node) -> bool:
@@ -55,16 +42,15 @@ def split_into_bytes(module: fx.GraphModule, found: Mapping[fx.Node, TwoBytes]) 
     """
     for layer, operand in found.items():
         x, weight, bias = layer_operands(layer)
-        low, high = min(operand.low, 0.0), max(operand.high, 0.0)
-        step = (high - low) / STEPS
+        step, zero = numerics.affine_qparams(operand.low, operand.high, 0, BYTE_VALUES - 1)
         scaled = _call(layer, "mul.Scalar", x, known_type(x), 1 / step)
         upper = _call(layer, "round.default", scaled, known_type(x))
         rest = _call(layer, "sub.Tensor", scaled, known_type(x), upper)
-        lower = _call(layer, "mul.Scalar", rest, known_type(x), float(STEPS + 1))
-        update_info(upper, parameters=(1.0, round(-low / step)))
-        update_info(lower, parameters=(1.0, MIDDLE))
+        lower = _call(layer, "mul.Scalar", rest, known_type(x), float(BYTE_VALUES))
+        update_info(upper, fixed_parameters=(1.0, zero))
+        update_info(lower, fixed_parameters=(1.0, MIDDLE))
         parts = []
-        for byte, scale, own_bias in ((upper, step, bias), (lower, step / (STEPS + 1), None)):
+        for byte, scale, own_bias in ((upper, step, bias), (lower, step / BYTE_VALUES, None)):
             label = "high" if byte is upper else "low"
             values = getattr(module, str(weight.target)).detach()
             name = add_constant(module, f"{weight.target}_{label}", (values.double() * scale).float())
