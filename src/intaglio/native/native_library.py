@@ -15,7 +15,7 @@ from intaglio.native import cpu as machine
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 """C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
 
-SOURCE = '#include "base/pool.cpp"\n#include "base/statistics.cpp"\n#include "base/weight_columns.cpp"\n'
+SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in ("pool", "statistics", "squared_sums", "weight_columns"))
 
 
 class NativeCounts(ctypes.Structure):
@@ -37,6 +37,7 @@ SIGNATURES = {
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
+    "intaglio_squared_sums": (_ARRAY, _ARRAY, _COUNT, _INT, _ARRAY),
     "intaglio_round_columns": (*[_ARRAY] * 10, _VALUE, _VALUE, _INT),
 }
 

@@ -24,6 +24,8 @@ EXPONENT_BITS = 23 - MANTISSA_BITS
 SKETCH = 1 << (9 + MANTISSA_BITS)
 """Number of bins of the sketch, by sign, exponent and leading mantissa bits; the upper half is for negative values."""
 SIGNED_EXPONENTS = 1 << 9
+BLOCK_OF_SUMS, PARTIAL_SUMS = 1 << 12, 16
+"""Number of values of a block of `squared_sums`, and of its partial sums."""
 CHUNK = 1 << 20
 """Number of values that the NumPy fallback converts to float64 at a time."""
 
@@ -107,6 +109,22 @@ def channel_extrema(
     return low, high
 
 
+def squared_sums(exact: Float32Array, other: Float32Array, threads: int = 1) -> NDArray[np.float64]:
+    """Return sums over two arrays of equally many values, f64[3]: of the squares of the exact values, of the squares of
+    the other values, and of the squares of their differences. Positions where the exact value is not finite are left
+    out.
+    """
+    exact, other = _contiguous(exact), _contiguous(other)
+    if exact.size != other.size:
+        raise ValueError(f"arrays of {exact.size} and {other.size} values cannot be compared")
+    native = library.runtime_if_built()
+    if native is None:
+        return squared_sums_numpy(exact, other)
+    blocks = np.empty((-(-exact.size // BLOCK_OF_SUMS), 3))
+    native.intaglio_squared_sums(exact.ctypes.data, other.ctypes.data, exact.size, threads, blocks.ctypes.data)
+    return blocks.sum(0)
+
+
 def exponent_of(magnitude: float) -> int:
     """Return the smallest k with ``magnitude * 2^-k < HALF_BINS`` for a finite magnitude; `LOWEST_BINARY_EXPONENT` for
     zero.
@@ -169,6 +187,17 @@ def channel_extrema_numpy(x: Float32Array) -> tuple[Float32Array, Float32Array]:
     low = np.where(finite, keys, _INFINITY).min(axis=(0, 2), initial=_INFINITY)
     high = np.where(finite, keys, -_INFINITY).max(axis=(0, 2), initial=-_INFINITY)
     return _values(low), _values(high)
+
+
+def squared_sums_numpy(exact: Float32Array, other: Float32Array) -> NDArray[np.float64]:
+    """Compute `squared_sums` in NumPy, with the sums of a block in the order of the kernel."""
+    finite = np.isfinite(exact)
+    a, b = (np.where(finite, x, np.float32(0)).astype(np.float64).reshape(-1) for x in (exact, other))
+    squares = np.square(np.stack([a, b, a - b]))
+    rest = -exact.size % BLOCK_OF_SUMS
+    steps = np.pad(squares, ((0, 0), (0, rest))).reshape(3, -1, BLOCK_OF_SUMS // PARTIAL_SUMS, PARTIAL_SUMS)
+    partial = np.add.accumulate(steps, 2)[:, :, -1]  # in order, which `sum` does not promise
+    return np.add.accumulate(partial, 2)[:, :, -1].T.copy().sum(0)
 
 
 def _values(keys: NDArray[np.int32]) -> Float32Array:

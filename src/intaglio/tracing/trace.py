@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -324,14 +325,13 @@ def _rechecked(
     Raises:
         CaptureError: graph and model disagree.
     """
-    if captured.training or WRONG_TYPE not in (disagreement(captured, model_copy, args, kwargs) or ""):
-        return _checked(captured, model_copy, args, kwargs)
-    wide_args, wide_kwargs = larger_example(captured, args, kwargs)
-    try:
-        again = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), captured.training)
-        return _checked(again, model_copy, args, kwargs)
-    except CaptureError:
-        return _checked(captured, model_copy, args, kwargs)
+    reason = None if captured.training else disagreement(captured, model_copy, args, kwargs)
+    if WRONG_TYPE in (reason or ""):
+        wide_args, wide_kwargs = larger_example(captured, args, kwargs)
+        with contextlib.suppress(CaptureError):
+            again = to_captured(export(model_copy, wide_args, wide_kwargs, shapes), model_copy, (), captured.training)
+            return _checked(again, model_copy, args, kwargs)
+    return _agreeing(captured, model_copy, reason, (args, kwargs))
 
 
 def _fix_automatic_axes(shapes: Any, axis: int | str = 0) -> Any:
@@ -357,14 +357,16 @@ INDEPENDENT_PART = "capture a part of the model that does not depend on data or 
 
 
 def _checked(captured: Captured, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
-    if not captured.training and (reason := disagreement(captured, model, args, kwargs)) is not None:
-        raise CaptureError(
-            type(model).__name__,
-            None,
-            f"the captured graph does not compute what the model computes: {reason}",
-            remedy=_remedy_of_difference(captured, reason, (args, dict(kwargs))),
-        )
-    return captured
+    reason = None if captured.training else disagreement(captured, model, args, kwargs)
+    return _agreeing(captured, model, reason, (args, dict(kwargs)))
+
+
+def _agreeing(captured: Captured, model: nn.Module, reason: str | None, call: Any) -> Captured:
+    """Return the graph; raise `CaptureError` if there is a ``reason`` why it differs from the model in a call."""
+    if reason is None:
+        return captured
+    problem = f"the captured graph does not compute what the model computes: {reason}"
+    raise CaptureError(type(model).__name__, None, problem, remedy=_remedy_of_difference(captured, reason, call))
 
 
 def _remedy_of_difference(captured: Captured, reason: str, call: Any) -> str:

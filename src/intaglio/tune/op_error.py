@@ -14,6 +14,7 @@ from intaglio.fxgraph.node_info import info, origin, tensor_type
 from intaglio.fxgraph.nodes import name_of, operator
 from intaglio.ir import QParams
 from intaglio.quant.annotate.sites import Shared, Site
+from intaglio.quant.calibrate.sums_of_squares import sums_of_squares
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.float8 import float8
@@ -232,13 +233,10 @@ class ErrorSums:
 
     def add(self, key: str, exact: torch.Tensor, found: torch.Tensor) -> None:
         """Add the sums of squares of two tensors and of their difference to those of a key."""
-        exact, found = exact.detach().double(), found.detach().double()
-        finite = exact.isfinite()  # a mask of -inf is equal in both models, and has no error
-        if not finite.all():
-            exact, found = exact[finite], found[finite]
-        self.signal[key] = self.signal.get(key, 0.0) + exact.square().sum().item()
-        self.noise[key] = self.noise.get(key, 0.0) + (exact - found).square().sum().item()
-        self.found[key] = self.found.get(key, 0.0) + found.square().sum().item()
+        sums = sums_of_squares(exact, found)  # a mask of -inf is equal in both models, and has no error
+        self.signal[key] = self.signal.get(key, 0.0) + sums.signal
+        self.noise[key] = self.noise.get(key, 0.0) + sums.noise
+        self.found[key] = self.found.get(key, 0.0) + sums.found
 
     def cosine(self, key: str) -> float:
         """Return the cosine similarity, computed from the three sums by the law of cosines. It is 1 if both tensors are

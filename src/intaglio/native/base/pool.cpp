@@ -1,7 +1,7 @@
 // The thread pool. Workers are created when they are first needed, spin briefly for the next job, then sleep on a
 // futex. Each worker has its own ticket, so a job wakes only the workers it uses. Callers take idle workers for their
 // jobs, so jobs of several callers run at the same time.
-#include "base/pool.h"
+#include "base/process_library.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -185,8 +185,7 @@ __attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr
 // Run body(context, t, n) for t = 0 to n - 1, with t = 0 on the calling thread, and return when all have finished. n is
 // `threads`, or less if the system does not create that many threads, or 1 if the caller is itself inside a body.
 // Several callers may run at the same time, each with its own workers.
-extern "C" __attribute__((visibility("default"))) void intaglio_parallel(IntaglioBody body, void* context,
-                                                                         int threads) {
+INTAGLIO_EXPORT void intaglio_parallel(IntaglioBody body, void* context, int threads) {
     unsigned before = swap_float_mode(kDefaultFloatMode);
     if (inside || threads <= 1) {
         body(context, 0, 1);
@@ -200,8 +199,7 @@ extern "C" __attribute__((visibility("default"))) void intaglio_parallel(Intagli
 
 // Run a body as intaglio_parallel does, but divide the cores among callers that run at the same time: a thread without
 // a core would hold up all threads that wait for it. A caller that runs alone gets `threads`.
-extern "C" __attribute__((visibility("default"))) void intaglio_parallel_shared(IntaglioBody body, void* context,
-                                                                                int threads) {
+INTAGLIO_EXPORT void intaglio_parallel_shared(IntaglioBody body, void* context, int threads) {
     const int others = int(__atomic_fetch_add(&callers, 1, __ATOMIC_RELAXED));
     const int part = others ? intaglio_cores() / (others + 1) : threads;
     ++sharing;

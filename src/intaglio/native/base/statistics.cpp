@@ -1,14 +1,10 @@
 // Statistics of contiguous float32 arrays for calibration: extrema, histograms and sketches. Counts are integers and
 // extrema are exact, so the results depend neither on the number of threads nor on the float mode, which pool.cpp sets.
 // Vectors are those of the compiler, as wide as a register.
-#include "base/pool.h"
+#include "base/process_library.h"
 
 #include <pthread.h>
 #include <string.h>
-
-#define INTAGLIO_EXPORT extern "C" __attribute__((visibility("default")))
-
-extern "C" void intaglio_parallel(IntaglioBody body, void* context, int threads);
 
 namespace {
 

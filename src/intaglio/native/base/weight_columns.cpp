@@ -1,10 +1,6 @@
 // Rounding of weight columns one after the other for GPTQ, in float64. Every value is computed by the same operations
 // in the same order for any number of threads and any vector length, so that the results are those of PyTorch's loop.
-#include "base/pool.h"
-
-#define INTAGLIO_EXPORT extern "C" __attribute__((visibility("default")))
-
-extern "C" void intaglio_parallel(IntaglioBody body, void* context, int threads);
+#include "base/process_library.h"
 
 namespace {
 

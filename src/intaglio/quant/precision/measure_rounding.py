@@ -25,6 +25,7 @@ from intaglio.quant.annotate.sites import Observed, Site
 from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.calibrate.sums_of_squares import sums_of_squares
 from intaglio.quant.correct.calibration_cache import Calls
 from intaglio.quant.precision.coarse_values import MeasuredValue, measured_values
 
@@ -191,7 +192,7 @@ class _RoundingRun(ChannelsLastRun):
         module: fx.GraphModule,
         ranges: Mapping[MeasuredValue, Extrema],
         powers: Mapping[tuple[MeasuredValue, fx.Node], Power],
-        visible: Callable[[str, torch.Tensor], torch.Tensor],
+        visible: Callable[[str, torch.Tensor], list[torch.Tensor]],
     ) -> None:
         super().__init__(module)
         self.ranges, self.powers, self.visible = ranges, powers, visible
@@ -224,9 +225,9 @@ class _RoundingRun(ChannelsLastRun):
 
 def visible_values(
     padded: Mapping[str, PaddedAxes | None], visible: VisibleTokens, name: str, value: torch.Tensor
-) -> torch.Tensor:
-    """Return the values of a node that no padding mask hides."""
-    return torch.cat([group.flatten() for group in visible_groups(value, padded[name], visible)])
+) -> list[torch.Tensor]:
+    """Return the values of a node that no padding mask hides, in groups."""
+    return visible_groups(value, padded[name], visible)
 
 
 def rounded(value: torch.Tensor, extrema: Extrema, site: Site) -> torch.Tensor:
@@ -239,10 +240,9 @@ def rounded(value: torch.Tensor, extrema: Extrema, site: Site) -> torch.Tensor:
     return numerics.round_clamp(value / scale, site.qmin - zero, site.qmax - zero) * scale
 
 
-def add_power(power: Power, exact: torch.Tensor, result: torch.Tensor) -> None:
-    """Add the signal and the noise of one call, where the exact result is finite."""
-    known = exact.isfinite()
-    signal = exact[known].double()
-    noise = (result[known].double() - signal).square().sum().item()
-    power.signal.append(signal.square().sum().item())
+def add_power(power: Power, exact: Sequence[torch.Tensor], result: Sequence[torch.Tensor]) -> None:
+    """Add the signal and the noise of the visible values of one call, where the exact values are finite."""
+    sums = [sums_of_squares(a, b) for a, b in zip(exact, result, strict=True)]
+    noise = math.fsum(one.noise for one in sums)
+    power.signal.append(math.fsum(one.signal for one in sums))
     power.noise.append(math.inf if math.isnan(noise) else noise)
