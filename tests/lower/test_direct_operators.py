@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio import stages
+from support import lowering
 from support.lowering import quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
@@ -101,6 +102,26 @@ def test_movement_without_a_record_needs_no_island():
         for found, expected in zip(lowered(batch), reference(batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-2)
         assert [one.shape for one in lowered(batch)] == [one.shape for one in model(batch)]
+
+
+@pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
+def test_windows_of_sequences_of_any_length_need_no_island(isa):
+    def windows(m, x):
+        h = m.a(x).transpose(1, 2).unsqueeze(-1)
+        rows = F.unfold(h, (3, 1), padding=(1, 0)).transpose(1, 2)
+        return m.b(rows), F.unfold(h, (2, 1), dilation=(2, 1))
+
+    model = randomize(Body(windows, a=nn.Linear(6, 8), b=nn.Linear(24, 5)))
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    captured = stages.capture(model.eval(), (X,), dynamic_shapes=((free,),))
+    reference, low = lowering.lowered(captured, X, recipe=intaglio.Recipe.named("transformer"))
+    assert not low.islands
+    compiled = stages.compile(low, isa=isa)
+    for batch in (X, X[:1, :7], torch.cat([X, X], 1)):
+        assert_same_bits(compiled(batch), low(batch))
+        for found, expected in zip(low(batch), reference(batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-2)
+        assert [one.shape for one in low(batch)] == [one.shape for one in model(batch)]
 
 
 def selections(m, x):

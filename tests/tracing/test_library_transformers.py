@@ -234,3 +234,16 @@ def test_results_of_a_loaded_model_keep_their_class(library, monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers.modeling_outputs")
     plain = decode_signature(entry, ParameterTable(numbers.array()), {})
     assert plain.out_tree.type is OrderedDict
+
+
+def test_bidirectional_attention_without_a_padding_mask_gets_no_mask(library):
+    masking = sys.modules["transformers.masking_utils"]
+    before = masking._ignore_bidirectional_mask_sdpa
+    model = text_encoder(library, "Bert")
+    captured = capture(model, (words(2, 8)["input_ids"],))
+    assert not [
+        node for node in captured.module.graph.nodes if operator(node) in ("aten.where.self", "aten.ones.default")
+    ]
+    ids = words(3, 5)["input_ids"]
+    torch.testing.assert_close(captured(ids).last_hidden_state, model(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
+    assert masking._ignore_bidirectional_mask_sdpa is before

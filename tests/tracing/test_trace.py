@@ -448,11 +448,29 @@ class Copies(nn.Module):
         return x.transpose(0, 1).contiguous().to(torch.float64), x.to("cpu"), x.softmax(-1, dtype=torch.float32)
 
 
+class Divided(nn.Module):
+    """Divisions of axes, expansions, and in-place operators that change nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(inplace=True)
+
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        heads = self.dropout(a + b).unflatten(-1, (2, -1)).transpose(1, 2)
+        return heads * heads.mean(-1, keepdim=True).expand_as(heads), x.transpose(1, 2).unflatten(1, (3, 4))
+
+
+class Flattened(nn.Module):
+    """Flattened tensors that need a copy, whose size is a product, and whose first axis is flattened."""
+
+    def forward(self, x):
+        return x.transpose(1, 2).flatten(1), x.flatten(2), x.flatten(0, 1), x.flatten(), x[0, 0, 0].flatten()
+
+
 DECOMPOSED = {
-    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
     "seen writes": (Seen(), (2, 4)),
     "types": (Halves(), (2, 4)),
-    "strides": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Flatten(0)), (2, 4, 6, 6)),
 }
 LEFT_ALONE = {
     "convolutions": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)), (2, 3, 6, 6)),
@@ -463,6 +481,7 @@ LEFT_ALONE = {
     "layers": (nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Softmax(-1)), (2, 8)),
     "views": (Shapes(), (2, 4, 6)),
     "copies": (Copies(), (2, 4, 6)),
+    "divided": (Divided(), (2, 3, 12)),
     "recurrent": (nn.GRU(8, 4, batch_first=True), (2, 3, 8)),
 }
 
@@ -478,6 +497,24 @@ def test_functionalization_matches_that_of_torch(name, free):
     short = decompose_used_composites(program)
     assert (short is program) == (name in LEFT_ALONE)
     assert operators_of(short) == operators_of(long)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "free"),
+    [
+        *[(Flattened(), (4, 5, 6, 7), free) for free in [(), (0,), (0, 2), (1, 2, 3)]],
+        *[(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8), free) for free in [(), (0,), (0, 1)]],
+    ],
+)
+def test_tensors_are_reshaped_without_a_second_trace(model, example, free):
+    shapes = (dict.fromkeys(free, torch.export.Dim.AUTO),)
+    program = torch.export.export(model.eval(), (torch.randn(example),), dynamic_shapes=shapes)
+    decompose_single_operators(program)
+    assert decompose_used_composites(program) is program
+    assert "flatten" not in str(program.graph)
+    for extra in (0, 2):
+        x = torch.randn([size + extra if axis in free else size for axis, size in enumerate(example)])
+        torch.testing.assert_close(program.module()(x), model(x))
 
 
 def operators_of(program):

@@ -61,6 +61,19 @@ def test_loops_over_sizes_and_lists_of_arguments_are_no_obstacle():
     torch.testing.assert_close(captured(*few, flip=True), model(*few, flip=True))
 
 
+def test_distributions_in_a_model_do_not_check_their_parameters():
+    def likelihood(m: nn.Module, x: Tensor) -> Tensor:
+        mean, width = m.a(x).chunk(2, -1)
+        return torch.distributions.Normal(mean, F.softplus(width)).log_prob(x)
+
+    model, x = nets.randomize(Body(likelihood, a=nn.Linear(6, 12))), torch.randn(4, 6)
+    torch.distributions.Distribution.set_default_validate_args(True)
+    captured = stages.capture(model, x)
+    torch.testing.assert_close(captured(x[:2]), model(x[:2]))
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        torch.distributions.Normal(0.0, -1.0)
+
+
 @pytest.mark.case("problem 2")
 def test_observing_adds_no_condition_to_the_graph():
     """Problem 2: an observer is a module that counts, not operators with a branch on data among them."""

@@ -1,7 +1,7 @@
 """Decompositions of single operators of an exported graph, with the results of torch's own decompositions.
 
-`run_decompositions` traces the whole program again. Most networks need it only for batch norms, flattened images,
-in-place activations, dropout and casts; after these are replaced here, nothing is left for it to do.
+`run_decompositions` traces the whole program again. Most networks need it only for the operators that are replaced
+here; then nothing is left for it to do.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ COPYING = (
 
 
 def decompose_single_operators(program: ExportedProgram) -> None:
-    """Replace batch norms in evaluation mode, flattened images, in-place operators whose write nothing else sees, and
-    dropout and casts in programs without other writes.
+    """Replace batch norms in evaluation mode, operators that divide or reshape tensors, in-place operators whose write
+    nothing else sees, and dropout and casts in programs without other writes.
 
     Numbers that the model reads from its own float tensors become Python numbers. Other operators stay as they are, for
     `torch_private.decompose_used_composites`.
@@ -57,8 +57,12 @@ def decompose_single_operators(program: ExportedProgram) -> None:
         with graph.inserting_before(node):
             if node.target is aten.batch_norm.default:
                 found = _evaluated_norm(graph, node)
-            elif node.target is aten.flatten.using_ints:
-                found = _view(graph, node)
+            elif node.target in RESHAPING:
+                found = RESHAPING[node.target](graph, node)
+            elif _returns_operand(node) and not (node.args[0].op == "placeholder" and _is_result(program, node)):
+                found = node.args[0]
+            elif node.target is aten.lift_fresh_copy.default:
+                found = _call(graph, aten.clone.default, node.args)
             elif node.target in OUT_OF_PLACE and _is_unseen_write(node):
                 found = _call(graph, OUT_OF_PLACE[node.target], node.args, node.kwargs)
             else:
@@ -152,16 +156,82 @@ def _evaluated_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return graph.call_function(operator.getitem, (norm, 0))
 
 
-def _view(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Insert a view for the flattening of a contiguous tensor of which only the batch is symbolic, or return `None`."""
+def _flattened(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a view for the flattening of a contiguous tensor of which only the batch is symbolic, and a reshape for
+    that of any other. Return `None` if its size is unknown where the program begins."""
     x, start = node.args[0], node.args[1] if len(node.args) > 1 else 0
     before, after = x.meta["val"], node.meta["val"]
-    fixed = all(isinstance(size, int) for size in before.shape[1:])
-    if not fixed or not before.is_contiguous() or after.dim() == before.dim() or start % before.dim() == 0:
+    start, joined = start % max(before.dim(), 1), before.dim() - after.dim() + 1
+    sizes = _sizes(graph, before)
+    if before.dim() == 1 and x.op != "placeholder":
+        return x
+    if sizes is None or joined < 2:
         return None
-    batch = before.shape[0]
-    rows = batch if isinstance(batch, int) else _size_of_input(graph, batch)
-    return None if rows is None else _call(graph, aten.view.default, (x, [rows, *after.shape[1:]]))
+    size = sizes[start]
+    for other in sizes[start + 1 : start + joined]:
+        size = _product(graph, size, other)
+    fixed = all(isinstance(size, int) for size in before.shape[1:]) and before.is_contiguous()
+    shape = [*sizes[:start], size, *sizes[start + joined :]]
+    return _call(graph, aten.view.default if fixed else aten.reshape.default, (x, shape))
+
+
+def _unflattened(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a view for the division of an axis of a known size, or return `None`."""
+    x, after = node.args[0], node.meta["val"]
+    axis, sizes = node.args[1] % x.meta["val"].dim(), _sizes(graph, x.meta["val"])
+    parts = after.shape[axis : axis + len(node.args[2])]
+    if sizes is None or not all(isinstance(part, int) for part in parts):
+        return None
+    return _call(graph, aten.view.default, (x, [*sizes[:axis], *parts, *sizes[axis + 1 :]]))
+
+
+def _expanded(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert an expansion to the sizes of another tensor, or return `None` if these are unknown where the program
+    begins."""
+    sizes = _sizes(graph, node.meta["val"])
+    return None if sizes is None else _call(graph, aten.expand.default, (node.args[0], sizes))
+
+
+def _chunks(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Insert a split into the chunks of an axis of a known size, or return `None`."""
+    x, count, axis = (*node.args, 0)[:3]
+    size = x.meta["val"].shape[axis]
+    if not isinstance(size, int) or not size:
+        return None
+    return _call(graph, aten.split.Tensor, (x, -(-size // count), axis))
+
+
+RESHAPING = {
+    aten.chunk.default: _chunks,
+    aten.expand_as.default: _expanded,
+    aten.flatten.using_ints: _flattened,
+    aten.unflatten.int: _unflattened,
+}
+"""Operators that divide or reshape tensors -> functions that insert their decomposition."""
+
+
+def _returns_operand(node: fx.Node) -> bool:
+    """Return whether an in-place operator changes nothing: dropout in evaluation mode, or the end of a gradient."""
+    return node.target is aten.detach_.default or (node.target is aten.dropout_.default and not node.args[2])
+
+
+def _is_result(program: ExportedProgram, node: fx.Node) -> bool:
+    return any(spec.arg.name == node.name for spec in program.graph_signature.output_specs)
+
+
+def _sizes(graph: fx.Graph, value: torch.Tensor) -> list[int | fx.Node] | None:
+    """Return the sizes of a tensor, as nodes where they are symbolic; `None` if no input has one of them."""
+    sizes = [size if isinstance(size, int) else _size_of_input(graph, size) for size in value.shape]
+    return None if None in sizes else [size for size in sizes if size is not None]
+
+
+def _product(graph: fx.Graph, a: int | fx.Node, b: int | fx.Node) -> int | fx.Node:
+    """Return the product of two sizes, for which a node is inserted unless both are known."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    product = graph.call_function(operator.mul, (a, b))
+    product.meta = {"val": operator.mul(*(size if isinstance(size, int) else size.meta["val"] for size in (a, b)))}
+    return product
 
 
 def _size_of_input(graph: fx.Graph, size: torch.SymInt) -> fx.Node | None:

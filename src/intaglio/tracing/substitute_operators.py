@@ -1,4 +1,5 @@
-"""Substitute operators for recurrent layers and grouped products during export, with shape functions of their own.
+"""Substitutes during export: operators for recurrent layers and grouped products, with shape functions of their own,
+and no masks where none are needed.
 
 torch.export would trace every time step of a recurrent layer, which is slow (seconds for ten steps) and fixes the
 sequence length. It refuses grouped products of float32, which PyTorch computes on a CPU.
@@ -6,8 +7,10 @@ sequence length. It refuses grouped products of float32, which PyTorch computes 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +53,34 @@ class SubstituteOperators(TorchFunctionMode):
             ]  # a packed sequence has its batch sizes as second argument
             func = _operators()[name] if lists == [states > 1, True] else func
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_needless_values() -> Iterator[None]:
+    """Leave out what libraries compute during an export although no result depends on it.
+
+    Models of transformers get no mask of bidirectional attention in calls without a padding mask, as in calls that are
+    not traced; a graph would add a mask of zeros, which some models do not take. Distributions of PyTorch do not check
+    their parameters, which would be a branch that depends on data.
+    """
+    masking, distributions = sys.modules.get("transformers.masking_utils"), torch.distributions.Distribution
+    with contextlib.ExitStack() as stack:
+        stack.callback(distributions.set_default_validate_args, distributions._validate_args)
+        distributions.set_default_validate_args(False)
+        if (needs_none := getattr(masking, MASK_IS_NEEDLESS, None)) is not None:
+            stack.callback(setattr, masking, MASK_IS_NEEDLESS, needs_none)
+            setattr(masking, MASK_IS_NEEDLESS, functools.partial(_needs_no_mask, needs_none))
+        yield
+
+
+MASK_IS_NEEDLESS = "_ignore_bidirectional_mask_sdpa"
+"""Function of transformers. Without it, graphs of calls without a padding mask add a mask of zeros."""
+
+
+def _needs_no_mask(needs_none: Any, padding_mask: Any, kv_length: Any, local_size: Any = None, *rest: Any) -> Any:
+    if padding_mask is None and local_size is None:
+        return True
+    return needs_none(padding_mask, kv_length, local_size, *rest)
 
 
 def restore_torch_operators(program: ExportedProgram) -> ExportedProgram:

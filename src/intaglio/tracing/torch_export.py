@@ -52,7 +52,7 @@ from intaglio.tracing.local_decompositions import CONSTANT_KINDS, decompose_sing
 from intaglio.tracing.loops.unroll_scans import unroll_loops
 from intaglio.tracing.loops.while_loops import WHILE, loop_subgraphs, loops_of, while_loop
 from intaglio.tracing.operator_aliases import resolve_aliases
-from intaglio.tracing.substitute_operators import SubstituteOperators, restore_torch_operators
+from intaglio.tracing.substitute_operators import SubstituteOperators, restore_torch_operators, without_needless_values
 
 ADVICE = ("For more", "For extended", "For C++", "If you suspect", "The error above", "Caused by", "consider using")
 
@@ -67,7 +67,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], s
         with warnings.catch_warnings(), _quiet(), torch.no_grad(), uncompared_masks():
             warnings.simplefilter("ignore")
             forget_compiled_loops()
-            with SubstituteOperators(), without_size_caches(model, args, kwargs):
+            with SubstituteOperators(), without_needless_values(), without_size_caches(model, args, kwargs):
                 program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
             decompose_single_operators(program)  # first: no kernels of batch norms run to find aliases
             resolve_aliases(program)

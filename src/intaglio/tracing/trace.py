@@ -319,12 +319,8 @@ def _with_requested_sizes(
 def _rechecked(
     captured: Captured, model_copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any
 ) -> Captured:
-    """Return a graph that agrees with the float model. If its sizes only hold for the example, it is captured again
-    with a larger one.
-
-    Raises:
-        CaptureError: graph and model disagree.
-    """
+    """Return a graph that agrees with the float model, captured with a larger example if it needs one; raise
+    `CaptureError` if they disagree."""
     reason = None if captured.training else disagreement(captured, model_copy, args, kwargs)
     if WRONG_TYPE in (reason or ""):
         wide_args, wide_kwargs = larger_example(captured, args, kwargs)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import info, known_type, tensor_type
+from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
     call_before,
@@ -29,21 +28,19 @@ aten = torch.ops.aten
 COPY_TARGETS = ("aten.copy.default", "aten.fill.Tensor")
 FEW_COPIES = 8
 """Largest number of copies that one concatenation makes."""
-LARGEST_WINDOW = 64
-"""Largest number of taps of a window that `decompose_unfold` replaces."""
 
 
-def _call(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
+def call_like(old: fx.Node, shape: Shape, target: Any, *args: Any) -> fx.Node:
     """Insert a call with this shape and the element type of `old` in front of `old`."""
     return call_before(old, TensorType(shape, known_type(old).dtype), target, *args)
 
 
-def _reshaped(old: fx.Node, value: fx.Node, shape: Shape) -> fx.Node | None:
+def reshape_like(old: fx.Node, value: fx.Node, shape: Shape) -> fx.Node | None:
     """Insert a reshape in front of `old`; return ``None`` if several free sizes of the shape are unavailable."""
     sizes = [size_of(old, dim) for dim in shape]
     if sizes.count(None) > 1:
         return None
-    return _call(old, shape, aten.reshape.default, value, [-1 if size is None else size for size in sizes])
+    return call_like(old, shape, aten.reshape.default, value, [-1 if size is None else size for size in sizes])
 
 
 def expand_filled(module: fx.GraphModule) -> int:
@@ -64,7 +61,7 @@ def expand_filled(module: fx.GraphModule) -> int:
             continue
         name = add_constant(module, "filled", torch.full([1] * len(sizes), number, dtype=TORCH_DTYPES[kind.dtype]))
         one = constant_node(module, name, node.name)
-        replace_node(node, _call(node, kind.shape, aten.expand.default, one, sizes))
+        replace_node(node, call_like(node, kind.shape, aten.expand.default, one, sizes))
         hits += 1
     return hits
 
@@ -78,8 +75,8 @@ def decompose_expand(module: fx.GraphModule) -> int:
         if added == 0:
             continue
         for _ in range(added):
-            value = _call(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
-        replace_node(node, _call(node, known_type(node).shape, aten.expand.default, value, sizes))
+            value = call_like(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
+        replace_node(node, call_like(node, known_type(node).shape, aten.expand.default, value, sizes))
         hits += 1
     return hits
 
@@ -93,14 +90,14 @@ def decompose_padding(module: fx.GraphModule) -> int:
     hits = [node for node in module.graph.nodes if _pads_with_number(node)]
     for node in hits:
         given, value, kind = arguments(node), node.args[0], known_type(node)
-        padded = _call(node, kind.shape, aten.constant_pad_nd.default, value, given["pad"])
+        padded = call_like(node, kind.shape, aten.constant_pad_nd.default, value, given["pad"])
         inside = _data_among_padding(module, node)
         if kind.dtype is DType.BOOL:
             outside = call_before(node, known_type(inside), aten.logical_not.default, inside)
-            found = _call(node, kind.shape, aten.logical_or.default, padded, outside)
+            found = call_like(node, kind.shape, aten.logical_or.default, padded, outside)
         else:
             number = int(given["value"]) if kind.dtype is DType.I64 else float(given["value"])
-            found = _call(node, kind.shape, aten.where.ScalarOther, inside, padded, number)
+            found = call_like(node, kind.shape, aten.where.ScalarOther, inside, padded, number)
         replace_node(node, found)
     return len(hits)
 
@@ -142,7 +139,7 @@ def decompose_repeat(module: fx.GraphModule) -> int:
         value: fx.Node | None = source
         shape = (*[1] * (len(counts) - len(known_type(source).shape)), *known_type(source).shape)
         if shape != known_type(source).shape:
-            value = _reshaped(node, source, shape)
+            value = reshape_like(node, source, shape)
         for axis, count in enumerate(counts):
             if shape[axis] != 1 and count != 1 and value is not None:
                 value, shape = _repeated(node, value, shape, axis, count)
@@ -150,7 +147,7 @@ def decompose_repeat(module: fx.GraphModule) -> int:
         if value is None:
             continue
         if any(size not in (1, -1) for size in sizes):
-            value = _call(node, known_type(node).shape, aten.expand.default, value, sizes)
+            value = call_like(node, known_type(node).shape, aten.expand.default, value, sizes)
         replace_node(node, value)
         hits += 1
     return hits
@@ -166,9 +163,9 @@ def decompose_repeat_interleave(module: fx.GraphModule) -> int:
             continue
         axis, times = axis % len(shape), resolve_dims(count)
         one, wide = ((*shape[: axis + 1], size, *shape[axis + 1 :]) for size in (1, times))
-        value = _call(node, one, aten.unsqueeze.default, value, axis + 1)
+        value = call_like(node, one, aten.unsqueeze.default, value, axis + 1)
         sizes = [count if at == axis + 1 else -1 for at in range(len(wide))]
-        value = _reshaped(node, _call(node, wide, aten.expand.default, value, sizes), known_type(node).shape)
+        value = reshape_like(node, call_like(node, wide, aten.expand.default, value, sizes), known_type(node).shape)
         if value is not None:
             replace_node(node, value)
             hits += 1
@@ -182,12 +179,12 @@ def _repeated(
     times: Dim = resolve_dims(count)
     made = (*shape[:axis], shape[axis] * times, *shape[axis + 1 :])
     if isinstance(count, int) and count <= FEW_COPIES:
-        return _call(node, made, aten.cat.default, [value] * count, axis), made
+        return call_like(node, made, aten.cat.default, [value] * count, axis), made
     one, wide = ((*shape[:axis], size, *shape[axis:]) for size in (1, times))
-    value = _call(node, one, aten.unsqueeze.default, value, axis)
+    value = call_like(node, one, aten.unsqueeze.default, value, axis)
     sizes = [count if index == axis else -1 for index in range(len(wide))]
-    value = _call(node, wide, aten.expand.default, value, sizes)
-    return _reshaped(node, value, made), made
+    value = call_like(node, wide, aten.expand.default, value, sizes)
+    return reshape_like(node, value, made), made
 
 
 def decompose_roll(module: fx.GraphModule) -> int:
@@ -199,8 +196,8 @@ def decompose_roll(module: fx.GraphModule) -> int:
             parts = []
             for start, stop in ((cut, shape[axis]), (0, cut)):
                 part = (*shape[:axis], stop - start, *shape[axis + 1 :])
-                parts.append(_call(node, part, aten.slice.Tensor, value, axis, start, stop))
-            value = _call(node, shape, aten.cat.default, parts, axis)
+                parts.append(call_like(node, part, aten.slice.Tensor, value, axis, start, stop))
+            value = call_like(node, shape, aten.cat.default, parts, axis)
         replace_node(node, value)
     return len(hits)
 
@@ -230,9 +227,9 @@ def decompose_copy(module: fx.GraphModule) -> int:
             cast, dtype = TensorType(given.shape, kind.dtype), TORCH_DTYPES[kind.dtype]
             value = call_before(node, cast, aten._to_copy.default, value, dtype=dtype)
         for _ in range(len(kind.shape) - len(given.shape)):
-            value = _call(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
+            value = call_like(node, (1, *known_type(value).shape), aten.unsqueeze.default, value, 0)
         if given.shape != kind.shape:
-            value = _call(node, kind.shape, aten.expand.default, value, sizes)
+            value = call_like(node, kind.shape, aten.expand.default, value, sizes)
         replace_node(node, value)
         hits += 1
     return hits
@@ -264,8 +261,8 @@ def decompose_slice_scatter(module: fx.GraphModule) -> int:
                 continue
             kept = (*shape[:axis], last - first, *shape[axis + 1 :])
             inside = first == start and last == stop
-            parts.append(part if inside else _call(node, kept, aten.slice.Tensor, source, axis, first, last))
-        joined = parts[0] if len(parts) == 1 else _call(node, shape, aten.cat.default, parts, axis)
+            parts.append(part if inside else call_like(node, kept, aten.slice.Tensor, source, axis, first, last))
+        joined = parts[0] if len(parts) == 1 else call_like(node, shape, aten.cat.default, parts, axis)
         replace_node(node, joined)
     return hits
 
@@ -302,9 +299,9 @@ def _in_order(module: fx.GraphModule, node: fx.Node, order: list[int]) -> fx.Nod
     axis = given["dim"] % len(shape)
     length = len(order) + known_type(given["src"]).shape[axis]
     joined = (*shape[:axis], length, *shape[axis + 1 :])
-    both = _call(node, joined, aten.cat.default, [given["self"], given["src"]], axis)
+    both = call_like(node, joined, aten.cat.default, [given["self"], given["src"]], axis)
     name = add_constant(module, f"{node.name}_order", torch.tensor(order))
-    return _call(node, shape, aten.index_select.default, both, axis, constant_node(module, name, name))
+    return call_like(node, shape, aten.index_select.default, both, axis, constant_node(module, name, name))
 
 
 def _written_slice(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
@@ -322,75 +319,10 @@ def _written_slice(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
         if start is None:
             return None
         one = (*shape[:axis], 1, *shape[axis + 1 :])
-        return _call(node, one, aten.unsqueeze.default, part, axis), axis, start, start + 1
+        return call_like(node, one, aten.unsqueeze.default, part, axis), axis, start, start + 1
     bounds = (given["start"] or 0, size if given["end"] is None else given["end"])
     if given["step"] != 1 or not all(isinstance(bound, int) for bound in bounds):
         return None
     start, stop, _ = slice(*bounds).indices(size)
     length = known_type(part).shape[axis]
     return (part, axis, start, stop) if stop - start == length and start < stop else None
-
-
-def decompose_unfold(module: fx.GraphModule) -> int:
-    """Replace im2col (``F.unfold``) of an image of static size by padding and one slice for each tap of the window."""
-    hits = [node for node in module.graph.nodes if operator(node) == "aten.im2col.default" and _has_static_image(node)]
-    for node in hits:
-        given, value = arguments(node), node.args[0]
-        batch, channels, *sizes = known_type(value).shape
-        pads = given["padding"]
-        if any(pads):
-            sizes = [size + 2 * pad for size, pad in zip(sizes, pads, strict=True)]
-            around = [pads[1], pads[1], pads[0], pads[0]]
-            value = _call(node, (batch, channels, *sizes), aten.constant_pad_nd.default, value, around, 0.0)
-        kernel, spacing, stride = given["kernel_size"], given["dilation"], given["stride"]
-        counts = [(sizes[i] - spacing[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
-        taps = []
-        for place in product(*map(range, kernel)):
-            tap = value
-            for axis in range(2):
-                start = place[axis] * spacing[axis]
-                stop = start + (counts[axis] - 1) * stride[axis] + 1
-                shape = (*known_type(tap).shape[: 2 + axis], counts[axis], *known_type(tap).shape[3 + axis :])
-                tap = _call(node, shape, aten.slice.Tensor, tap, 2 + axis, start, stop, stride[axis])
-            one = (batch, channels, 1, counts[0] * counts[1])
-            taps.append(_call(node, one, aten.reshape.default, tap, [-1, *one[1:]]))
-        shape = (batch, channels, len(taps), counts[0] * counts[1])
-        joined = _call(node, shape, aten.cat.default, taps, 2)
-        shape = known_type(node).shape
-        replace_node(node, _call(node, shape, aten.reshape.default, joined, [-1, *shape[1:]]))
-    return len(hits)
-
-
-def decompose_windows(module: fx.GraphModule) -> int:
-    """Replace ``x.unfold(axis, size, step)`` of a static axis by a reshape, or by one slice for each window."""
-    hits = 0
-    for node in [node for node in module.graph.nodes if operator(node) == "aten.unfold.default"]:
-        value, made = node.args[0], known_type(node).shape
-        shape, (axis, size, step) = known_type(value).shape, node.args[1:4]
-        axis, count = axis % len(shape), made[axis % len(shape)]
-        if not isinstance(shape[axis], int) or not isinstance(count, int) or count > LARGEST_WINDOW:
-            continue
-        if step == size:
-            cut = (*shape[:axis], count * size, *shape[axis + 1 :])
-            part = _call(node, cut, aten.slice.Tensor, value, axis, 0, count * size)
-            joined = _reshaped(node, part, (*shape[:axis], count, size, *shape[axis + 1 :]))
-            if joined is None:
-                continue
-        else:
-            one = (*shape[:axis], size, *shape[axis + 1 :])
-            starts = range(0, count * step, step)
-            parts = [_call(node, one, aten.slice.Tensor, value, axis, start, start + size) for start in starts]
-            parts = [_call(node, (*one[:axis], 1, *one[axis:]), aten.unsqueeze.default, part, axis) for part in parts]
-            joined = _call(node, (*one[:axis], count, *one[axis:]), aten.cat.default, parts, axis)
-        order = [at for at in range(len(shape) + 1) if at != axis + 1] + [axis + 1]
-        replace_node(node, _call(node, made, aten.permute.default, joined, order))
-        hits += 1
-    return hits
-
-
-def _has_static_image(node: fx.Node) -> bool:
-    """Return whether channels, height and width are static, and the window has a few taps."""
-    kind, kernel = tensor_type(node.args[0]), arguments(node)["kernel_size"]
-    if kind is None or len(kind.shape) != 4 or kernel[0] * kernel[1] > LARGEST_WINDOW:
-        return False
-    return all(isinstance(size, int) for size in kind.shape[1:]) and info(node).dim is None

@@ -34,8 +34,8 @@ def sums_of_squares(exact: torch.Tensor, found: torch.Tensor) -> SumsOfSquares:
     if exact.dtype not in SHORT_FLOATS or found.dtype not in SHORT_FLOATS:
         return _sums_in_double(exact.double(), found.double())
     order = sorted(range(exact.dim()), key=exact.stride, reverse=True)  # reads channels-last values without a copy
-    values = [one.float().permute(order).contiguous().numpy() for one in (exact, found)]
-    return SumsOfSquares(*squared_sums(*values, threads=torch.get_num_threads()).tolist())
+    a, b = (one.float().permute(order).contiguous().numpy() for one in (exact, found))
+    return SumsOfSquares(*squared_sums(a, b, torch.get_num_threads()).tolist())
 
 
 def _sums_in_double(exact: torch.Tensor, found: torch.Tensor) -> SumsOfSquares:

@@ -39,14 +39,20 @@ NO_VALUES = (math.inf, -math.inf)
 
 
 class ValueRecorder(ChannelsLastRun):
-    """Runs a graph and calls ``see`` with the values of some nodes."""
+    """Computes some nodes of a graph with what they depend on, and calls ``see`` with their values."""
 
     def __init__(self, module: fx.GraphModule, names: Iterable[str], see: Callable[[str, torch.Tensor], None]) -> None:
         super().__init__(module)
         self.names, self.see = frozenset(names), see
+        self.needed = set[fx.Node]()
+        for node in reversed(module.graph.nodes):
+            if node.name in self.names or not self.needed.isdisjoint(node.users):
+                self.needed.add(node)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node."""
+        """Run a node; the value of one that nothing depends on is ``None``."""
+        if n not in self.needed and n.op != "placeholder":
+            return None
         value = super().run_node(n)
         if n.name in self.names:
             self.see(n.name, value)

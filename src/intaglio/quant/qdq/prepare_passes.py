@@ -66,10 +66,9 @@ from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_repeat_interleave,
     decompose_roll,
     decompose_slice_scatter,
-    decompose_unfold,
-    decompose_windows,
     expand_filled,
 )
+from intaglio.fxgraph.passes.window_decompositions import decompose_unfold, decompose_windows
 from intaglio.quant.qdq.imported.qdq_constants import convert_biases_to_i32, legalize_constants
 from intaglio.quant.qdq.imported.qdq_propagation import propagate_qdq
 from intaglio.quant.qdq.imported.qdq_to_u8 import convert_qdq_to_u8, decompose_unsupported_rhs
