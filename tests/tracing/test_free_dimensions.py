@@ -50,6 +50,40 @@ def test_all_compared_sizes_are_equal_for_the_common_multiple():
     assert common_multiples(pairs, {"n": 24, "m": 24}, excluded={"n"}) == {}
 
 
+def test_two_dimensions_get_factors_together():
+    h, w, n = symbol("h"), symbol("w"), symbol("n")
+    pairs = [(h * w // 4 * 4 * n, h * w * n)]
+    assert common_multiples(pairs, {"h": 8, "w": 8, "n": 4}, excluded={"n"}) == {"h": 2, "w": 2}
+    assert common_multiples(pairs, {"h": 8, "w": 5, "n": 4}, excluded={"n"}) == {"h": 4}
+    assert common_multiples(pairs, {"h": 3, "w": 2, "n": 4}, excluded={"n"}) == {}
+
+
+class Areas(nn.Module):
+    """Divides the pixels of an image into four areas and back, as attention of YOLO12 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1)
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        batch, channels, height, width = y.shape
+        areas = y.flatten(2).transpose(1, 2).reshape(batch * 4, height * width // 4, channels)
+        pixels = self.inside(areas).reshape(batch, height, width, channels)
+        return self.last(y + pixels.permute(0, 3, 1, 2))
+
+
+def test_an_image_that_is_divided_into_areas_has_free_sizes():
+    model, x = Areas().eval(), torch.randn(2, 3, 16, 16)
+    captured = capture(model, (x,), dynamic_shapes=FREE_IMAGE)
+    assert not captured.notes
+    for size in [(3, 3, 8, 12), (1, 3, 20, 4)]:
+        torch.testing.assert_close(captured(torch.ones(size)), model(torch.ones(size)))
+    with pytest.raises(InputError, match="x"):
+        captured(torch.ones(2, 3, 6, 10))  # 15 pixels
+
+
 class TwoBranches(nn.Module):
     """Adds images that were made smaller by a strided convolution and by a pool, which round sizes differently."""
 

@@ -12,6 +12,7 @@ from torch import fx
 from intaglio.errors import CaptureError
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, set_info, tensor_type, update_info
 from intaglio.ir import Dim, DType, Expression, Shape, TensorType, substitute
+from intaglio.ir.dims import divide
 from intaglio.ops import BY_TARGET, Call, OpDef
 from intaglio.signature import DTYPES
 from intaglio.torch_private import pytree, quantized_decomposed, schema_of, size_expression
@@ -59,8 +60,11 @@ def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Di
         for part in parts:
             total = total * part
         return total
-    if kind == "FloorDiv" and isinstance(parts[1], int):
-        return parts[0] // parts[1]
+    if kind == "FloorDiv":
+        if isinstance(parts[1], int):
+            return parts[0] // parts[1]
+        if (quotient := divide(*parts)) is not None:
+            return quotient
     if kind in ("Mod", "PythonMod") and isinstance(parts[1], int) and parts[1] > 0:
         return parts[0] - parts[0] // parts[1] * parts[1]
     if kind == "Pow" and isinstance(parts[1], int) and parts[1] > 0:

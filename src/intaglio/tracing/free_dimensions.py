@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import lcm
+from itertools import product
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,9 @@ UNBOUNDED = 2**31
 """Upper bounds of torch at or above this value mean that a dimension is unbounded."""
 SPECIALISED = 2
 """Lower bound that torch.export reports for every dynamic dimension; capture tests size 1 itself."""
+
+MOST_FACTORS = 2
+"""Largest number of dimensions whose factors are searched for together."""
 
 Sizes = Mapping["sympy.Symbol", Expression]
 """The size that each symbol of torch.export has: a dynamic dimension, or a multiple of one."""
@@ -78,32 +82,53 @@ def common_multiples(
         excluded: dimensions without a factor.
 
     Returns:
-        The smallest factors. Pairs with several dimensions, and pairs that no factor makes equal, are left out.
+        The factors of which the largest is smallest. Pairs with more than `MOST_FACTORS` dimensions that may have one,
+        and pairs that no factors make equal, are left out.
     """
     found: dict[str, int] = {}
     for a, b in compared:
-        names = symbols_of(a) | symbols_of(b)
-        if a == b or len(names) != 1 or names & set(excluded):
+        names = sorted((symbols_of(a) | symbols_of(b)) - set(excluded))
+        if a == b or not 0 < len(names) <= MOST_FACTORS:
             continue
-        (name,) = names
-        for factor in (number for number in range(1, example[name] + 1) if example[name] % number == 0):
-            multiple = {name: symbol(name) * factor}
-            if substitute(a, multiple) == substitute(b, multiple):
-                found[name] = lcm(found.get(name, 1), factor)
+        divisors = [[number for number in range(1, example[name] + 1) if example[name] % number == 0] for name in names]
+        for factors in sorted(product(*divisors), key=lambda some: (max(some), prod(some))):
+            multiples = {name: symbol(name) * factor for name, factor in zip(names, factors, strict=True)}
+            if substitute(a, multiples) == substitute(b, multiples):
+                found |= {name: lcm(found.get(name, 1), factor) for name, factor in zip(names, factors, strict=True)}
                 break
-    return found
+    return {name: factor for name, factor in found.items() if factor > 1}
 
 
 def _compared_sizes(program: ExportedProgram, sizes: Sizes) -> Iterator[tuple[Dim, Dim]]:
-    """Yield pairs of sizes that the model compared while it was traced, and that were equal."""
+    """Yield pairs of sizes that must be equal: those that the model compared while it was traced, and the numbers of
+    elements of tensors before and after their shape changes."""
     values = [node.meta.get("val") for node in program.graph.nodes]
     dynamic = [size for value in values for size in getattr(value, "shape", ()) if isinstance(size, torch.SymInt)]
-    for a, b in compared_expressions(dynamic[0]) if dynamic else ():
+    compared = compared_expressions(dynamic[0]) if dynamic else []
+    views = [node for node in program.graph.nodes if dynamic and node.target in VIEWS and -1 not in node.args[1]]
+    counts = [(_elements(node.args[0].meta["val"].shape), _elements(map(_size, node.args[1]))) for node in views]
+    for a, b in dict.fromkeys([*compared, *(pair for pair in counts if pair[0] != pair[1])]):
         if (a.free_symbols | b.free_symbols) <= sizes.keys():
             try:
                 yield dim_of_expression(a, sizes), dim_of_expression(b, sizes)
             except CaptureError:
                 continue  # an expression that sizes of tensors cannot have
+
+
+VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default})
+
+
+def _size(size: int | fx.Node) -> int | torch.SymInt:
+    """Return the value of a size of a view."""
+    found: int | torch.SymInt = size.meta["val"] if isinstance(size, fx.Node) else size
+    return found
+
+
+def _elements(shape: Iterable[int | torch.SymInt]) -> sympy.Expr:
+    """Return the number of elements of a shape."""
+    import sympy
+
+    return sympy.Mul(*(sympy.Integer(size) if isinstance(size, int) else size_expression(size) for size in shape))
 
 
 def _equal_symbols(program: ExportedProgram) -> dict[Any, Any]:
