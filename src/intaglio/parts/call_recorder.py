@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from intaglio.mac_counter import MacCounter
+from intaglio.parts.packed_sequences import PackedCall, is_recurrent
 from intaglio.quant.calibrate.batches import Call
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
@@ -29,6 +30,7 @@ class RecordedCalls:
         seen: number of calls with samples.
         size: bytes of the recorded arguments.
         every: one in this many calls is recorded.
+        packed: whether calls had a packed sequence. Those of its sequences of each length are recorded instead.
     """
 
     most: int | None = None
@@ -36,6 +38,7 @@ class RecordedCalls:
     seen: int = 0
     size: int = 0
     every: int = 1
+    packed: bool = False
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record a copy of the arguments of a call. Calls without samples are left out."""
@@ -77,7 +80,12 @@ def recorded_calls(modules: Mapping[str, nn.Module], most: int | None = None) ->
 
 def _recorder(log: RecordedCalls) -> Callable[..., None]:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        log.add(args, kwargs)
+        if not is_recurrent(module) or (call := PackedCall.of(args, kwargs, module.batch_first)) is None:
+            log.add(args, kwargs)
+            return
+        log.packed = True
+        for _, of_group in call.groups():
+            log.add(of_group, {})
 
     return record
 

@@ -101,7 +101,8 @@ def wide_enough(captured: Captured, part: nn.Module, log: RecordedCalls) -> Capt
 
 
 def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
-    """Return the axes of each leaf, except the first, whose size is not the same in all calls."""
+    """Return the axes of each leaf, except the first, whose size is not the same in all calls. Both the number of
+    sequences and their length are free if sequences were packed."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for call in log.calls:
         for index, leaf in enumerate(pytree.tree_leaves((call[0], dict(call[1])))):
@@ -111,6 +112,8 @@ def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
         index: tuple(axis for axis in range(1, len(own[0])) if len({shape[axis] for shape in own}) > 1)
         for index, own in shapes.items()
     }
+    if log.packed:
+        found[0] = (1,)
     return {index: axes for index, axes in found.items() if axes}
 
 

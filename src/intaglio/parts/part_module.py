@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from intaglio.errors import InputError
+from intaglio.parts.packed_sequences import PackedCall
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 from intaglio.tracing.earlier_results import plain_attributes
@@ -53,9 +54,10 @@ class QuantizedPart(nn.Module):
         self.int8 = int8
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the int8 model."""
+        """Run the int8 model, for sequences of each length together if they are packed."""
+        packed = PackedCall.of(args, kwargs, self._plain.get("batch_first"))
         try:
-            return self.int8(*args, **kwargs)
+            return self.int8(*args, **kwargs) if packed is None else packed.run(self.int8)
         except InputError as error:
             self.__dict__["_unfit"] = error.problem
             where = f"{self._path}, {error.where}"
