@@ -29,6 +29,7 @@ from intaglio.errors import BuildError
 from intaglio.native import units as library
 from intaglio.native.cache_folder import MOVE_CACHE, make_folder, read_entry, trusted_folder
 from intaglio.native.cpu import ISA_FLAGS
+from intaglio.native.split_program import split_program
 from intaglio.native.units import TranslationUnit, included, library_units
 
 CACHE_FORMAT = "2"
@@ -217,27 +218,31 @@ def _compile(
         draft.write_text(source, encoding="utf-8")
         draft.chmod(0o644)  # whatever the umask is: others must not be able to write to it
         os.replace(draft, text)
-        made, program = scratch / "kernel.so", text
-        if missing:
-            program = scratch / f"{path.stem}.o"
+        made, programs = scratch / "kernel.so", [text]
+        parts = _program_parts(source, text, scratch)
+        if missing or len(parts) > 1:
+            programs = [scratch / f"{part.stem}.o" for part in parts]
             commands = [
-                *_unit_commands(missing, command, scratch),
-                [*command, "-c", _headers(), str(text), "-o", str(program)],
+                [*command, "-c", _headers(), str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)
             ]
+            commands += _unit_commands(missing, command, scratch)
             _run_together([[part for part in line if part != "-shared"] for line in commands], name, scratch)
             for entry in missing:
                 _seal_as(scratch / entry.name, entry)
-        arguments = [
-            *command,
-            _headers(),
-            str(program),
-            *map(str, objects),
-            "-o",
-            str(made),
-            *LINK_FLAGS,
-        ]
+        arguments = [*command, _headers(), *map(str, [*programs, *objects]), "-o", str(made), *LINK_FLAGS]
         _run_together([arguments], name, scratch)
         _seal_as(made, path)
+
+
+def _program_parts(source: str, text: Path, scratch: Path) -> list[Path]:
+    """Return the files to compile for a program: its text, or parts of it that are written into a folder."""
+    texts = split_program(source, os.cpu_count() or 1)
+    if len(texts) == 1:
+        return [text]
+    parts = [scratch / f"{text.stem}_{index}.cpp" for index in range(len(texts))]
+    for part, content in zip(parts, texts, strict=True):
+        part.write_text(content, encoding="utf-8")
+    return parts
 
 
 def _headers() -> str:
