@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
-from intaglio.errors import CaptureError, InputError
+from intaglio.errors import CaptureError, InputError, IntaglioError, UnsupportedError
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
@@ -120,8 +120,10 @@ def quantize(
     quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
 
     integration = integration_for(model)
-    splits = not strict and integration is None and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
+    data = list(data) if integration is not None and isinstance(data, Iterator) else data
+    splits = not strict and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
     kept, data = _kept_first(data) if splits else (None, data)
+    modules: list[tuple[Captured, Prepared]] = []
 
     def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
         if example is not None and dynamic_shapes is not None:
@@ -135,20 +137,18 @@ def quantize(
         modules.append((captured, prepared))
         return _quantized(module, prepared, call, rest, samples, progress, options)
 
-    if integration is not None:
-        modules: list[tuple[Captured, Prepared]] = []
-        whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
-        check_selectors(quantizer.recipe, [captured for captured, _ in modules])
-        check_parts([prepared for _, prepared in modules])
-        return whole
     try:
+        if integration is not None:
+            whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
+            check_selectors(quantizer.recipe, [captured for captured, _ in modules])
+            check_parts([prepared for _, prepared in modules])
+            return whole
         captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
-    except CaptureError as refused:
-        if not splits:
+        return _quantized(model, prepare(captured, quantizer), call, rest, samples, progress, options)
+    except (CaptureError, UnsupportedError) as refused:
+        if not splits or (kept is not None and isinstance(refused, UnsupportedError)):  # the data is read by then
             raise
-
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
-    return _quantized(model, prepare(captured, quantizer), call, rest, samples, progress, options)
 
 
 def _prepared_for_example(quantizer: Quantizer, example: ExportExample, captured: Captured) -> Prepared:
@@ -160,7 +160,7 @@ def _prepared_for_example(quantizer: Quantizer, example: ExportExample, captured
 def _in_parts(
     model: nn.Module,
     data: Any,
-    refused: CaptureError,
+    refused: IntaglioError,
     quantizer: Quantizer,
     samples: int | None,
     options: CompileOptions,

@@ -255,3 +255,26 @@ def test_a_tuned_recipe_gives_a_model_of_the_class(library, float_model, tokeniz
     int8 = intaglio.quantize(float_model, data, recipe=tuned.recipe, progress=False)
     assert isinstance(int8, library.BertForSequenceClassification)
     assert torch.equal(int8(**data[0]).logits, tuned.model(**data[0]).logits)
+
+
+def test_a_model_that_cannot_be_captured_is_quantized_in_parts(library, tmp_path):
+    class Checked(library.BertModel):
+        def forward(self, input_ids, attention_mask=None):
+            found = super().forward(input_ids, attention_mask=attention_mask)
+            return found if found.pooler_output.sum().item() > 0 else found.pooler_output
+
+    torch.manual_seed(0)
+    config = library.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **SMALL)
+    model, ids = Checked(config).eval(), torch.randint(1, len(WORDS), (4, 6))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids).tril()} for _ in range(2)]
+    with pytest.raises(CaptureError, match="data-dependent"):
+        intaglio.quantize(model, batches, strict=True, progress=False)
+    int8 = intaglio.quantize(model, iter(batches), progress=False)
+    assert isinstance(int8, intaglio.PartlyQuantizedModel)
+    assert {"encoder", "pooler"} <= set(int8.parts)
+    assert int8.config is int8.model.config
+    torch.testing.assert_close(_pooled(int8(**batches[0])), _pooled(model(**batches[0])), rtol=0, atol=0.1)
+
+
+def _pooled(found):
+    return getattr(found, "pooler_output", found)

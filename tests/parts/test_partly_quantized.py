@@ -122,6 +122,56 @@ def test_a_part_whose_weights_are_read_outside_stays_in_float():
     assert int8(x).shape == model(x).shape
 
 
+class Sized(nn.Module):
+    """A backbone that also tells the size of its result and its data type."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 2
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1))
+
+    def size_of(self, size: int) -> int:
+        return -(-size // 2**self.steps)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Asking(nn.Module):
+    """Asks its backbone for what it needs to know, and reads a weight inside of it if ``reads`` is set."""
+
+    def __init__(self, reads: bool):
+        super().__init__()
+        self.backbone, self.reads = Sized(), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.backbone(x.to(self.backbone.dtype))
+        scale = self.backbone.layers[2].bias.mean() if self.reads else 1.0
+        return found * scale if found.sum().item() > 0 else found[..., : self.backbone.size_of(x.shape[-1])]
+
+
+def test_methods_and_the_data_type_of_a_part_can_be_asked_for():
+    torch.manual_seed(0)
+    model, x = Asking(reads=False).eval(), torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], progress=False)
+    assert list(int8.parts) == ["backbone"]
+    torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
+
+
+def test_parts_inside_of_one_that_cannot_take_its_place_are_quantized():
+    torch.manual_seed(0)
+    model, x = Asking(reads=True).eval(), torch.rand(4, 3, 12, 12)
+    int8 = intaglio.quantize(model, [x], progress=False)
+    assert list(int8.parts) == ["backbone.layers.0"]
+    assert next(int8.parameters()).dtype == torch.float32
+    assert "other modules read its attribute 'bias'" in {part.reason for part in int8.coverage.floats}
+    torch.testing.assert_close(int8(x), model(x), rtol=0, atol=0.05)
+
+
 def test_multiply_accumulates_outside_of_parts_count_as_float(routed, routed_data):
     class Outside(Routed):
         def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from intaglio.argument_checks import check_arguments
-from intaglio.errors import CaptureError
+from intaglio.errors import CaptureError, IntaglioError
 from intaglio.parts.find_parts import QuantizePart, calls_of, find_parts, float_copy
 from intaglio.parts.partly_quantized import PartlyQuantizedModel, coverage_of
 from intaglio.parts.saved_parts import read_parts
@@ -20,19 +20,19 @@ logger = logging.getLogger("intaglio")
 
 
 def quantize_parts(
-    model: nn.Module, data: Any, refused: CaptureError, samples: int | None, quantize_part: QuantizePart
+    model: nn.Module, data: Any, refused: IntaglioError, samples: int | None, quantize_part: QuantizePart
 ) -> PartlyQuantizedModel:
     """Return a copy of a model with its largest submodules that can be captured in int8.
 
     Args:
         model: the float model.
         data: an iterable of batches.
-        refused: the error of the capture of the whole model.
+        refused: why the whole model cannot be quantized.
         samples: number of samples to calibrate with (default: all).
         quantize_part: quantizes one captured submodule.
 
     Raises:
-        CaptureError: ``refused``, if no part can be quantized or the model fails on the data.
+        IntaglioError: ``refused``, if no part can be quantized or the model fails on the data.
     """
     copied = float_copy(model)
     try:

@@ -106,12 +106,16 @@ def find_parts(model: nn.Module, calls: Sequence[Call], quantize_part: QuantizeP
     """
     macs, total = count_macs(model, calls[0])
     search = _PartSearch(model, calls, quantize_part, macs)
-    search.run()
-    parts = {path: QuantizedPart(path, int8, model.get_submodule(path)) for path, int8 in search.quantized.items()}
+    waiting, parts = search.below("", model), dict[str, QuantizedPart]()
+    while waiting:
+        quantized = search.quantized(waiting)
+        made = {path: QuantizedPart(path, int8, search.modules[path]) for path, int8 in quantized.items()}
+        waiting = []
+        for path, reason in _put(model, made, calls):
+            del made[path]
+            waiting += search.instead_of(path, search.modules[path], reason)
+        parts |= made
     floats = list(search.floats)
-    for path, reason in _put(model, parts, calls):
-        floats.append(FloatPart(path, "module", reason, macs.get(id(search.modules[path]), 0)))
-        del parts[path]
     own = {path: macs.get(id(search.modules[path]), 0) for path in parts}
     rest = total - sum(own.values()) - sum(part.macs for part in floats)
     if rest > 0:
@@ -137,29 +141,31 @@ class _PartSearch:
     ) -> None:
         self.model, self.calls, self.quantize_part, self.macs = model, calls, quantize_part, macs
         self.modules = dict(model.named_modules())
-        self.quantized: dict[str, QuantizedModel] = {}
         self.floats: list[FloatPart] = []
         self.tried: set[int] = set()
         with recorded_calls(self.modules, most=1) as self.first:
             for call in calls:
                 run_call(model, call)
 
-    def run(self) -> None:
-        """Quantize the largest submodules for which that is possible.
+    def quantized(self, waiting: Sequence[_Candidate]) -> dict[str, QuantizedModel]:
+        """Quantize candidates, or submodules of those for which that is not possible, and return them by path.
 
         The model runs once more for each group of candidates whose recorded arguments fit into `MOST_BYTES`.
         """
-        waiting = self.below("", self.model)
+        found: dict[str, QuantizedModel] = {}
         while waiting:
             group = self.first_group(waiting)
-            waiting = waiting[len(group) :]
+            waiting = list(waiting[len(group) :])
             with recorded_calls({one.path: one.module for one in group}) as logs:
                 for call in self.calls:
                     run_call(self.model, call)
             for one in group:
-                reason = self.quantize(one, logs.pop(one.path))
-                if reason is not None:
-                    waiting += self.instead_of(one.path, one.module, reason)
+                result = self.quantize(one, logs.pop(one.path))
+                if isinstance(result, str):
+                    waiting += self.instead_of(one.path, one.module, result)
+                else:
+                    found[one.path] = result
+        return found
 
     def below(self, path: str, module: nn.Module) -> list[_Candidate]:
         """Return the largest submodules of a module that can be captured."""
@@ -195,7 +201,7 @@ class _PartSearch:
         sizes = accumulate(self.first[one.path].expected_bytes for one in waiting)
         return [one for one, size in zip(waiting, sizes, strict=True) if size <= MOST_BYTES or one is waiting[0]]
 
-    def quantize(self, one: _Candidate, log: RecordedCalls) -> str | None:
+    def quantize(self, one: _Candidate, log: RecordedCalls) -> QuantizedModel | str:
         """Quantize a candidate with its recorded calls, or return why that is not possible."""
         if (reason := _unsupported(log.calls) or _varying(log.calls)) is not None:
             return reason
@@ -203,11 +209,11 @@ class _PartSearch:
             captured = wide_enough(one.captured, one.part, log)
             args, kwargs = log.calls[0]
             data = [(*args, *kwargs.values()) for args, kwargs in log.calls]
-            self.quantized[one.path] = self.quantize_part(one.part, captured, (args, kwargs), data)
+            found = self.quantize_part(one.part, captured, (args, kwargs), data)
         except IntaglioError as error:
             return _first_line(error)
         logger.info("quantized the part %s", one.path)
-        return None
+        return found
 
 
 def _first_line(error: IntaglioError) -> str:
@@ -247,7 +253,7 @@ def _put(model: nn.Module, parts: Mapping[str, QuantizedPart], calls: Sequence[C
     while pending:
         try:
             run_call(model, pending[0])
-        except (IntaglioError, AttributeError):
+        except (IntaglioError, AttributeError, TypeError):
             unfit = [path for path, part in left.items() if part.unfit]
             if not unfit:
                 raise

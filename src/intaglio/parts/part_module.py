@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,19 +40,24 @@ def alone(module: nn.Module, path: str) -> nn.Module:
 class QuantizedPart(nn.Module):
     """The int8 model of a submodule in the place of that submodule.
 
-    It has the float module's attributes that are neither tensors nor modules, which code around it may read.
+    Code around it may read the float module's attributes that are neither tensors nor modules, call methods that use no
+    others, and ask for ``dtype`` and ``device`` if models of its library have them.
 
     Attributes:
         int8: the int8 model.
+        empty: no values, of the data type of the float module; code may ask for that of the first parameter.
     """
 
     def __init__(self, path: str, int8: QuantizedModel, float_module: nn.Module) -> None:
         super().__init__()
         self.eval()
-        self._path, self._unfit = path, ""
-        self._kind = type(float_module).__name__
-        self._plain = {name: value for name, value in plain_attributes(float_module).items() if _has_no_tensor(value)}
         self.int8 = int8
+        first = next(float_module.parameters(), torch.empty(0))
+        self.empty = nn.Parameter(torch.empty(0, dtype=first.dtype), requires_grad=False)
+        self._path, self._unfit = path, ""
+        self._kind = type(float_module)
+        self._plain = {name: value for name, value in plain_attributes(float_module).items() if _has_no_tensor(value)}
+        self._plain |= {name: getattr(float_module, name) for name in PROPERTIES if hasattr(self._kind, name)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the int8 model, for sequences of each length together if they are packed."""
@@ -77,13 +83,25 @@ class QuantizedPart(nn.Module):
         except AttributeError:
             if "_kind" not in self.__dict__ or name.startswith("__"):
                 raise
-            self.__dict__["_unfit"] = f"other modules read its attribute {name!r}"
-            problem = f"the quantized {self._kind} at {self._path} has no attribute {name!r}"
-            raise AttributeError(problem) from None
+            if inspect.isfunction(method := inspect.getattr_static(self._kind, name, None)):
+                return MethodType(method, self)
+            raise AttributeError(self._refused(f"attribute {name!r}")) from None
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(self._refused(f"item {key!r}"))
+
+    def _refused(self, what: str) -> str:
+        """Keep in mind that other modules read something that the part does not have, and return the error's text."""
+        self.__dict__["_unfit"] = f"other modules read its {what}"
+        return f"the quantized {self._kind.__name__} at {self._path} does not have the {what}"
 
     def train(self, mode: bool = True) -> QuantizedPart:
         """Stay in evaluation mode."""
         return self
+
+
+PROPERTIES = ("dtype", "device")
+"""Properties of models of transformers and diffusers, of their first parameter."""
 
 
 def _has_no_tensor(value: Any) -> bool:
