@@ -84,6 +84,28 @@ def test_an_image_that_is_divided_into_areas_has_free_sizes():
         captured(torch.ones(2, 3, 6, 10))  # 15 pixels
 
 
+class Neighbours(nn.Module):
+    """Adds what a linear layer computes of the neighbours of each node, as graph convolutions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.message, self.own = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x, edges):
+        messages = self.message(x)[edges[0]]
+        return self.own(x) + torch.zeros(x.shape[0], 8).index_add(0, edges[1], messages)
+
+
+def test_graphs_have_any_number_of_nodes_and_edges():
+    """A single node, or three, cannot have the edges of the example."""
+    model, x, edges = Neighbours().eval(), torch.randn(20, 6), torch.randint(20, (2, 50))
+    captured = capture(model, (x, edges))
+    assert not captured.notes
+    for nodes, count in [(7, 9), (20, 50), (35, 200)]:
+        some = torch.randn(nodes, 6), torch.randint(nodes, (2, count))
+        torch.testing.assert_close(captured(*some), model(*some))
+
+
 class TwoBranches(nn.Module):
     """Adds images that were made smaller by a strided convolution and by a pool, which round sizes differently."""
 

@@ -47,7 +47,8 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     """Return how graph and model differ, or ``None``.
 
     They are compared at every batch size in `BATCH_SIZES` (`TRAINING_BATCH_SIZES` in training) if the batch is dynamic,
-    and at two sequence lengths if these are.
+    and at two sequence lengths if these are. If the model itself fails at one of them, as with the edges of a graph of
+    which few nodes are left, they are compared at the size of the example and at twice that.
     """
     try:
         dims_of(captured.signature, bind(captured.signature, args, kwargs))
@@ -58,11 +59,21 @@ def disagreement(captured: Captured, model: nn.Module, args: tuple[Any, ...], kw
     batches = TRAINING_BATCH_SIZES if captured.training else BATCH_SIZES
     quotients = _quotients(captured)
     divided = set().union(*map(symbols_of, quotients)) & free_symbols(captured)
-    for batch in (*batches, *LARGER_BATCH_SIZES) if divided & _batch(captured) else batches:
+
+    def compared(batch: int) -> str | None:
         sizes = _sizes(captured, args, kwargs, batch, change_lengths=batch > 1)
         some_args, some_kwargs = resized(captured, args, kwargs, sizes)
-        if (reason := _differs(captured, model, some_args, some_kwargs, f"batch {batch}")) is not None:
+        return _differs(captured, model, some_args, some_kwargs, f"batch {batch}")
+
+    failure = None
+    for batch in (*batches, *LARGER_BATCH_SIZES) if divided & _batch(captured) else batches:
+        reason = compared(batch)
+        if reason is not None and MODEL_FAILS not in reason:
             return reason
+        failure = failure or reason
+    own = _example_batch(captured, args, kwargs)
+    if failure is not None and any(compared(batch) is not None for batch in (own, 2 * own)):
+        return failure
     if not divided:
         return None
     sizes = _sizes(captured, args, kwargs, BATCH_SIZES[-1], change_lengths=False)
@@ -140,7 +151,7 @@ def _differs(
         with torch.no_grad():
             expected = model(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
-        return f"with {label} the model itself fails: {error}"
+        return f"with {label} {MODEL_FAILS}: {error}"
     try:
         got = _call_checked(captured, clone_tensors(args), clone_tensors(kwargs))
     except Exception as error:
@@ -150,6 +161,8 @@ def _differs(
     return difference and f"with {label} {difference}"
 
 
+MODEL_FAILS = "the model itself fails"
+"""Part of the message about a call at which the float model raises an error."""
 WRONG_TYPE = "but torch.export states"
 """Part of the message about a value that does not have the shape of its type."""
 
@@ -252,6 +265,14 @@ def _lengths(captured: Captured) -> set[str]:
 def _batch(captured: Captured) -> set[str]:
     """Return the dynamic dimensions that are first axes of inputs."""
     return set().union(*[symbols_of(entry.type.shape[0]) for entry in captured.signature.inputs if entry.type.shape])
+
+
+def _example_batch(captured: Captured, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the largest size in the example of a first axis that is dynamic, or 1."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    inputs = [entry for entry in captured.signature.inputs if entry.type.shape]
+    sizes = [leaves[entry.leaf].shape[0] for entry in inputs if isinstance(entry.type.shape[0], Expression)]
+    return max(sizes, default=1)
 
 
 def _sizes(
