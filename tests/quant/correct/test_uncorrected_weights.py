@@ -1,13 +1,19 @@
 """Weights that are rounded to nearest without a look at data."""
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
 from intaglio import Recipe, stages
-from intaglio.quant.correct import correct_weights, second_moments
+from intaglio.quant.correct import correct_weights, effort
+from intaglio.quant.recipes.choices import Effort
 from intaglio.quant.recipes.recipe import Setting
 
 MIXING = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
@@ -34,18 +40,60 @@ def test_a_recipe_without_corrections_computes_no_moments(monkeypatch):
 def test_weights_with_large_moments_are_rounded_to_nearest(monkeypatch):
     corrected, nearest = weight_of(reference(rounding="gptq")), weight_of(reference(rounding="nearest"))
     assert not np.array_equal(corrected, nearest)
-    monkeypatch.setattr(second_moments, "LARGEST_MOMENTS", 35)
+    monkeypatch.setattr(effort, "LARGEST_MOMENTS", 35)
     assert np.array_equal(weight_of(reference(rounding="gptq")), nearest)
 
 
 def test_the_report_names_weights_with_large_moments(monkeypatch):
-    monkeypatch.setattr(second_moments, "LARGEST_MOMENTS", 35)
+    monkeypatch.setattr(effort, "LARGEST_MOMENTS", 35)
     model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
     line = "0: rounded to nearest, because the moments of its operand take 288 bytes"
     assert line in model.text("corrections")
 
 
 def test_the_report_names_weights_with_many_elements(monkeypatch):
-    monkeypatch.setattr(second_moments, "LARGEST_WEIGHT", 20)
+    monkeypatch.setattr(effort, "LARGEST_WEIGHT", 20)
     model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
     assert "0: rounded to nearest, because it has 24 elements" in model.text("corrections")
+
+
+def test_weights_that_would_take_too_long_are_rounded_to_nearest_with_what_they_would_gain(monkeypatch):
+    corrected, nearest = weight_of(reference(rounding="gptq")), weight_of(reference(rounding="nearest"))
+    monkeypatch.setitem(effort.ALLOWED_SECONDS, Effort.FAST, 0.0)
+    assert np.array_equal(weight_of(reference(rounding="gptq", effort="fast")), nearest)
+    assert np.array_equal(weight_of(reference(rounding="gptq", effort="best")), corrected)
+    recipe = {"*": {"effort": "fast"}}
+    model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, recipe=recipe, progress=False)
+    pattern = r"0: rounded to nearest, because it would take about \S+ s and \S+ \w+, and effort = 'fast' allows 0 s"
+    assert re.search(rf"{pattern}; measured with two samples and 32 rows, \S+ -> \S+ dB", model.text("corrections"))
+
+
+@pytest.mark.parametrize("level", list(Effort))
+def test_adaround_is_left_out_with_little_effort_only(level, monkeypatch):
+    monkeypatch.setitem(effort.ALLOWED_SECONDS, Effort.FAST, 0.0)
+    monkeypatch.setitem(effort.ALLOWED_SECONDS, Effort.DEFAULT, 0.0)
+    prepared = stages.prepare(
+        stages.capture(nn.Linear(6, 4).eval(), BATCHES[0]),
+        stages.Quantizer(Recipe(default=Setting(rounding="adaround", effort=level))),
+    )
+    (region,) = prepared.annotations.regions
+    assert (effort.takes_too_long(region, 64) is not None) == (level == Effort.FAST)
+
+
+@given(
+    outputs=st.integers(1, 3000), inputs=st.integers(1, 3000), positions=st.integers(1, 10**6), more=st.integers(1, 9)
+)
+def test_more_positions_cost_more_time_and_a_weight_with_more_rows_too(outputs, inputs, positions, more):
+    def cost(rows, count):
+        layer = nn.Linear(inputs, rows, device="meta")
+        return effort.predicted_cost(SimpleNamespace(layer=layer, setting=Setting(rounding="gptq")), count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(effort, "groups_of", lambda region: 1)
+        patch.setattr(effort, "row_length", lambda region: region.layer.in_features)
+        patch.setattr(effort, "weight_count", lambda region: region.layer.weight.numel())
+        some, rows = cost(outputs, positions), cost(outputs * more, positions)
+        assert 0 < some.seconds <= rows.seconds
+        assert 0 < some.size <= rows.size
+        if not effort.are_few(positions, inputs):
+            assert some.seconds <= cost(outputs, positions * more).seconds

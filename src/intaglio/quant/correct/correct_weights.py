@@ -26,10 +26,11 @@ from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
+from intaglio.quant.correct.effort import first_only, sampled_gain, takes_too_long, takes_too_much_memory
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.operand_columns import position_count
 from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group
-from intaglio.quant.correct.second_moments import Moments, has_moments, memory_refusal, moments, sum_over_ranks
+from intaglio.quant.correct.second_moments import Moments, has_moments, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
@@ -97,7 +98,7 @@ def correct(
         qparams,
         scales,
         corrector.imported_noise,
-        tuple(corrector.left_out()),
+        tuple(corrector.lines_of_left_out()),
     )
 
 
@@ -115,7 +116,8 @@ class _WeightCorrector:
         quantized_weights: weight site -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
-        too_large: regions whose weights are rounded to nearest because anything else takes too much memory -> why.
+        left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
+            why.
     """
 
     evaluation: LayerwiseEvaluation
@@ -127,7 +129,7 @@ class _WeightCorrector:
     quantized_weights: dict[str, np.ndarray] = field(default_factory=dict)
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     imported_noise: dict[str, float] = field(default_factory=dict)
-    too_large: dict[Region, str] = field(default_factory=dict)
+    left_out: dict[Region, str] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -146,8 +148,11 @@ class _WeightCorrector:
         if not corrects and not measures:
             return
         split, validating, positions = self._split(region, x)
-        if (reason := memory_refusal(region, positions)) is not None:
-            self.too_large[region] = reason
+        if (reason := takes_too_much_memory(region, positions)) is not None:
+            self.left_out[region] = reason
+            return
+        if (reason := takes_too_long(region, positions)) is not None:
+            self.left_out[region] = f"{reason}{self._gain_of_sample(region, x, weight, grid, validating)}"
             return
         if not corrects:
             self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
@@ -214,6 +219,17 @@ class _WeightCorrector:
                 q.with_offset(SIGN_OFFSET),
             )
         return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
+
+    def _gain_of_sample(
+        self, region: Region, x: fx.Node, weight: np.ndarray, grid: WeightGrid, validating: list[torch.Tensor]
+    ) -> str:
+        """Return what fitting a weight to one sample gains for another one, as the end of a sentence."""
+        fitted, other = (
+            self._moments(region, x, first_only(masks)) for masks in ([~mask for mask in validating], validating)
+        )
+        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        gain = sampled_gain(rows, step, grid, fitted, other)
+        return "" if gain is None else f"; {gain}"
 
     def _measure_imported(
         self, region: Region, site: Site, grid: WeightGrid, quantized: np.ndarray, found: Moments
@@ -309,9 +325,9 @@ class _WeightCorrector:
             before, after = (-10 * math.log10(max(mean, 1e-30)) for mean in means)
             yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
 
-    def left_out(self) -> Iterator[str]:
+    def lines_of_left_out(self) -> Iterator[str]:
         """Yield a line for each weight whose rounding data could not decide."""
-        for region, reason in self.too_large.items():
+        for region, reason in self.left_out.items():
             yield f"{origin(region.anchor).path or region.anchor.name}: rounded to nearest, because {reason}"
 
 

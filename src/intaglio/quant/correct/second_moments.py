@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from intaglio.formatting.number_text import size_text
 from intaglio.ir import DType, QParams
 from intaglio.native.cpu import IsaName, isas
 from intaglio.quant.annotate.regions import Region
@@ -22,7 +21,6 @@ from intaglio.quant.correct.operand_columns import (
     operand_columns,
     operand_zero_points,
     row_length,
-    weight_count,
 )
 from intaglio.torch_private import int8_matmul
 
@@ -34,10 +32,6 @@ EXACT_POSITIONS = 1 << 10
 """Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 represents exactly."""
 GATHERED = 1 << 25
 """Bytes of columns that are multiplied together if batches are small."""
-LARGEST_MOMENTS = 1 << 27
-"""Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
-LARGEST_WEIGHT = 1 << 26
-"""Largest number of elements of a weight that is rounded by moments, in several copies of float64."""
 WEIGHTS_OF_A_POSITION = 3
 """With at least so many weights of one output for each position, operands are kept instead of their products: they take
 less memory, and what is computed from them takes less time."""
@@ -70,7 +64,7 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Return the moments over the positions of both."""
         sums, counts = self.sums + other.sums, (self.count + other.count, self.samples + other.samples)
-        if self.operands is not None and other.operands is not None and _are_few(counts[0], sums.shape[1]):
+        if self.operands is not None and other.operands is not None and are_few(counts[0], sums.shape[1]):
             return Moments(None, sums, *counts, _in_order(torch.cat([self.operands, other.operands], 2)))
         return Moments(self.matrix + other.matrix, sums, *counts)
 
@@ -108,15 +102,6 @@ def has_moments(region: Region, site: Site) -> bool:
     return region.record.name in ("conv1d", "conv2d", "linear") and site.dtype in (DType.U8, DType.S8)
 
 
-def memory_refusal(region: Region, positions: int) -> str | None:
-    """Return why rounding a weight by moments of so many positions takes too much memory; ``None`` if it does not."""
-    groups, k, count = groups_of(region), row_length(region), weight_count(region)
-    moments = groups * k * (positions if _are_few(positions, k) else k)
-    if moments > LARGEST_MOMENTS:
-        return f"the moments of its operand take {size_text(8 * moments)}"
-    return f"it has {count:,} elements" if count > LARGEST_WEIGHT else None
-
-
 def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Moments:
     """Return the moments of an anchor's operand.
 
@@ -135,11 +120,11 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
             pending.append((columns ^ BYTE_OFFSET).view(torch.int8))
             count += columns.shape[2]
             # Each product costs a pass over [groups, k, k], so there should be few of them.
-            if not _are_few(count, k) and sum(part.numel() for part in pending) >= GATHERED:
+            if not are_few(count, k) and sum(part.numel() for part in pending) >= GATHERED:
                 products, pending = _with_products(products, sums, torch.cat(pending, 2)), pending[:1]
     offset = BYTE_OFFSET - operand_zero_points(region, q, groups, k)
     rest = torch.cat(pending, 2)
-    if _are_few(count, k):
+    if are_few(count, k):
         operands = _in_order(rest.to(torch.int16) + offset[..., None].to(torch.int16))
         return Moments(None, operands.sum(2, dtype=torch.int64), count, samples, operands)
     return _shifted(Moments(_with_products(products, sums, rest), sums, count, samples), offset)
@@ -151,14 +136,15 @@ def sum_over_ranks(found: Moments, group: Group) -> Moments:
         return found
     sums = torch.from_numpy(group.total(found.sums.numpy()))
     count, samples = map(int, group.total(np.array([found.count, found.samples])))
-    if _are_few(count, sums.shape[1]):
+    if are_few(count, sums.shape[1]):
         assert found.operands is not None
         parts = [torch.from_numpy(part) for part in group.gather(found.operands.numpy())]
         return Moments(None, sums, count, samples, _in_order(torch.cat(parts, 2)))
     return Moments(torch.from_numpy(group.total(found.matrix.numpy())), sums, count, samples)
 
 
-def _are_few(positions: int, k: int) -> bool:
+def are_few(positions: int, k: int) -> bool:
+    """Return whether the operands of so many positions are kept, for rows of a weight with k elements."""
     return positions * WEIGHTS_OF_A_POSITION <= k
 
 

@@ -62,6 +62,17 @@ class BiasCorrection(StrEnum):
     """The error of the layer's output from all quantization before it."""
 
 
+class Effort(StrEnum):
+    """Bounds of the predicted time in which one weight is fitted to data."""
+
+    FAST = "fast"
+    """A tenth of a second: small layers only."""
+    DEFAULT = "default"
+    """A minute, which layers of common networks do not need."""
+    BEST = "best"
+    """Any time."""
+
+
 class ResidualType(StrEnum):
     """Datatypes of values between convolutions, linear layers and products of activations."""
 

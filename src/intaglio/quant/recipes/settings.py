@@ -15,6 +15,7 @@ from intaglio.quant.recipes.choices import (
     ActivationMode,
     BiasCorrection,
     CacheType,
+    Effort,
     EmbeddingType,
     FloatResults,
     FunctionForm,
@@ -43,6 +44,7 @@ class Setting:
         rounding: how `correct` rounds weights: "gptq", "adaround" or "nearest".
         bias: what `correct` compensates in biases: "none", "weights" (rounded weights) or "outputs" (all quantization
             error).
+        effort: how long fitting one weight to data may take, predicted from its shape: "fast", "default" or "best".
         equalize: strength of `equalize`, the exponent alpha of its per-channel factors, 0 to 1.
         weights_dtype: name in `DATATYPES`; default s8.
         activations_dtype: name in `DATATYPES`; default u8, or u7 with ``bits=7``.
@@ -71,6 +73,7 @@ class Setting:
     functions: str | None = None
     rounding: str | None = None
     bias: str | None = None
+    effort: str | None = None
     equalize: float | None = None
     weights_dtype: str | None = None
     activations_dtype: str | None = None
@@ -91,6 +94,7 @@ class Setting:
             "functions": (None, *FunctionForm),
             "rounding": (None, *Rounding),
             "bias": (None, *BiasCorrection),
+            "effort": (None, *Effort),
             "weights_dtype": (None, *datatype_names(Role.WEIGHT)),
             "activations_dtype": (None, *datatype_names(Role.ACTIVATION)),
             "shortcut": (None, 8, 16),
@@ -172,6 +176,7 @@ DEFAULT = Setting(
     functions="table",
     rounding="gptq",
     bias="none",
+    effort="default",
     equalize=0.75,
     shortcut=8,
     residual="int8",

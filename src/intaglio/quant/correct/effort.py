@@ -1,0 +1,137 @@
+"""Seconds and bytes that fitting a weight to data takes, predicted from shapes, and what weights that are left out for
+that would gain."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from intaglio.formatting.number_text import size_text
+from intaglio.quant.annotate.regions import Region
+from intaglio.quant.correct.linalg import COLUMN_BLOCK
+from intaglio.quant.correct.operand_columns import groups_of, row_length, weight_count
+from intaglio.quant.correct.second_moments import Moments, are_few
+from intaglio.quant.correct.weight_rounding import ITERATIONS, gptq, nearest
+from intaglio.quant.qdq.weight_grid import WeightGrid
+from intaglio.quant.recipes.choices import Effort, Rounding
+
+LARGEST_MOMENTS = 1 << 27
+"""Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
+LARGEST_WEIGHT = 1 << 26
+"""Largest number of elements of a weight that is rounded by moments, in several copies of float64."""
+ALLOWED_SECONDS = {Effort.FAST: 0.1, Effort.DEFAULT: 60.0}
+"""Predicted seconds of one weight up to which it is fitted to data; any number with `Effort.BEST`."""
+WIDE_PRODUCTS, BYTE_PRODUCTS, COLUMN_PRODUCTS = 40e9, 150e9, 0.7e9
+"""Products of a second, as predicted on every machine, so that models do not depend on it: of float64 matrices, of
+bytes, and of the errors of columns that are rounded one by one. Two cores of a Zen 4 processor reach about as many."""
+FITS = 2.5
+"""Mean number of fits of a weight: to one part of the samples or to each, and to all."""
+SAMPLED_ROWS = 32
+"""Number of rows of a weight that are fitted to measure what all would gain."""
+COPIES_IN_MEMORY = 6
+"""Copies of moments and weights in float64 that are in memory at the same time."""
+
+
+class FittingCost(NamedTuple):
+    """Cost of fitting one weight.
+
+    Attributes:
+        seconds: time on two cores.
+        size: bytes of memory.
+    """
+
+    seconds: float
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.2g} s and {size_text(self.size)}"
+
+
+def predicted_cost(region: Region, positions: int) -> FittingCost:
+    """Return what fitting the weight of a layer costs.
+
+    Args:
+        region: the region of the layer.
+        positions: number of positions of the data at which the layer computes its outputs.
+    """
+    groups, k, count = groups_of(region), row_length(region), weight_count(region)
+    few = are_few(positions, k)
+    rank = positions if few else k
+    factor = groups * k * rank * (rank / 3 if not few else rank + COLUMN_BLOCK)
+    spread = count * (2 * rank if few else k / 2)
+    errors, fits = 4 * count * rank, 0.0 if region.setting.rounding == Rounding.NEAREST else FITS
+    wide = factor + fits * spread + errors
+    if region.setting.rounding == Rounding.ADAROUND:
+        wide += fits * ITERATIONS * 2 * count * k
+    seconds = wide / WIDE_PRODUCTS + fits * count * COLUMN_BLOCK / 2 / COLUMN_PRODUCTS
+    if not few:
+        seconds += groups * k * k * positions / BYTE_PRODUCTS
+    return FittingCost(seconds, 8 * COPIES_IN_MEMORY * (groups * k * rank + count))
+
+
+def takes_too_much_memory(region: Region, positions: int) -> str | None:
+    """Return why fitting a weight to data takes too much memory; ``None`` if it does not."""
+    groups, k, count = groups_of(region), row_length(region), weight_count(region)
+    moments = groups * k * (positions if are_few(positions, k) else k)
+    if moments > LARGEST_MOMENTS:
+        return f"the moments of its operand take {size_text(8 * moments)}"
+    return f"it has {count:,} elements" if count > LARGEST_WEIGHT else None
+
+
+def takes_too_long(region: Region, positions: int) -> str | None:
+    """Return why fitting a weight to data takes longer than its effort allows; ``None`` if it does not.
+
+    AdaRound always takes long, and only `Effort.FAST` leaves it out.
+    """
+    effort = Effort(region.setting.effort or Effort.DEFAULT)
+    allowed, cost = ALLOWED_SECONDS.get(effort, math.inf), predicted_cost(region, positions)
+    asked_for = region.setting.rounding == Rounding.ADAROUND and effort != Effort.FAST
+    if asked_for or cost.seconds <= allowed:
+        return None
+    return f"it would take about {cost}, and effort = {str(effort)!r} allows {allowed:g} s"
+
+
+class SampledGain(NamedTuple):
+    """Signal-to-noise ratios of the results in decibels, without and with a fitted weight."""
+
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"measured with two samples and {SAMPLED_ROWS} rows, {self.before:.1f} -> {self.after:.1f} dB"
+
+
+def sampled_gain(
+    rows: torch.Tensor, step: torch.Tensor, grid: WeightGrid, fitted: Moments, other: Moments
+) -> SampledGain | None:
+    """Return what GPTQ gains for some rows of a weight; ``None`` if the samples do not show it.
+
+    Args:
+        rows: the weight, float64 [groups, rows, k].
+        step: the distance of its quantized values, in the shape of the weight.
+        grid: its grid.
+        fitted: moments of the samples to fit to.
+        other: moments of samples that validate.
+    """
+    every = max(1, rows.shape[1] // SAMPLED_ROWS)
+    rows, step = rows[:, ::every][:, :SAMPLED_ROWS], step[:, ::every][:, :SAMPLED_ROWS]
+    chosen = gptq(rows, step, fitted, grid.low, grid.high).quantized
+    signal = other.errors(rows).sum().item()
+    plain = other.errors(rows - nearest(rows, step, grid.low, grid.high) * step).sum().item()
+    found = other.errors(rows - chosen * step).sum().item()
+    if not min(signal, plain, found) > 0:
+        return None
+    return SampledGain(10 * math.log10(signal / plain), 10 * math.log10(signal / found))
+
+
+def first_only(masks: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return masks of batches that select the first sample that the given ones select."""
+    left, found = True, []
+    for mask in masks:
+        chosen = torch.zeros_like(mask)
+        if left and mask.any():
+            chosen[int(mask.int().argmax())], left = True, False
+        found.append(chosen)
+    return found
