@@ -317,7 +317,9 @@ def test_compare_names_the_worst_operators_of_a_saved_file(run):
 def test_report_writes_a_page_and_a_summary(run, folder):
     ok(run(*QUANTIZE))
     words = ("report", "net.intaglio", "--float", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--calls", "2")
-    text = ok(run(*words, "--tries", "1"))
+    text = ok(run(*words, "--tries", "1", "--model-explorer", "explorer"))
+    assert "explorer holds the graphs and node data of Model Explorer" in text
+    assert {path.name for path in (folder / "explorer").iterdir()} >= {"graph.json", "precision.json"}
     assert "<!DOCTYPE html>" in (folder / "report.html").read_text(encoding="utf-8")
     assert "verdict: " in text
     assert "best change that was tried: " in text

@@ -213,6 +213,10 @@ def report(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="A saved model, or the JSON of a report, to show beside it."),
     ] = None,
+    model_explorer: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Folder for the graphs and node data of Model Explorer."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of samples to compare.")] = 64,
     calls: Annotated[int, typer.Option(min=0, help="Number of timed calls; 0 measures no times.")] = 20,
     tries: Annotated[
@@ -227,7 +231,7 @@ def report(
 
     page = out if out is not None or json else Path("report.html")
     with _stdout_kept_for_json(json):
-        request = command.ReportRequest(target, float_model, data, page, against, samples, calls, tries)
+        request = command.ReportRequest(target, float_model, data, page, against, model_explorer, samples, calls, tries)
         found, summary = command.run(request)
     if json or not quiet:
         show(found.to_dict() if json else summary, json, command.render)

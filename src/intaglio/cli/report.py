@@ -13,7 +13,7 @@ import intaglio
 from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_result, name_value_table
 from intaglio.formatting.number_text import size_text
-from intaglio.output_paths import check_file
+from intaglio.output_paths import check_file, check_folder
 from intaglio.reporting.number_formats import gain_text, microseconds
 
 
@@ -26,6 +26,7 @@ class ReportRequest:
     data: str | None
     out: Path | None
     against: Path | None
+    model_explorer: Path | None
     samples: int
     calls: int
     tries: int
@@ -35,6 +36,8 @@ class ReportRequest:
         targets.check_float_and_data(self.float_model, self.data)
         if self.out is not None:
             check_file(self.out)
+        if self.model_explorer is not None:
+            check_folder(self.model_explorer)
 
 
 def run(request: ReportRequest) -> tuple[intaglio.Report, dict[str, Any]]:
@@ -54,11 +57,13 @@ def run(request: ReportRequest) -> tuple[intaglio.Report, dict[str, Any]]:
     )
     if request.out is not None:
         found.save(request.out)
-    return found, _summary(found, request.out)
+    if request.model_explorer is not None:
+        found.save_model_explorer(request.model_explorer)
+    return found, _summary(found, request)
 
 
-def _summary(found: intaglio.Report, out: Path | None) -> dict[str, Any]:
-    data = found.data
+def _summary(found: intaglio.Report, request: ReportRequest) -> dict[str, Any]:
+    data, out = found.data, request.out
     best = next((one for one in data.suggestions if not one.failure), None)
     profiles = [graph.profile for graph in data.graphs if graph.profile is not None]
     return {
@@ -70,6 +75,7 @@ def _summary(found: intaglio.Report, out: Path | None) -> dict[str, Any]:
         "limits": data.limits,
         "out": None if out is None else str(out),
         "bytes": None if out is None else out.stat().st_size,
+        "model_explorer": None if request.model_explorer is None else str(request.model_explorer),
     }
 
 
@@ -93,3 +99,5 @@ def render(result: Result) -> Iterator[RenderableType]:
         yield f"note: {limit}"
     if result["out"]:
         yield f"{result['out']} ({size_text(result['bytes'])}) opens in any browser"
+    if result["model_explorer"]:
+        yield f"{result['model_explorer']} holds the graphs and node data of Model Explorer"

@@ -14,6 +14,7 @@ from intaglio.formatting.html_text import definition_list, element, html_table
 from intaglio.output_paths import check_file, read_text, write_text
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Settings, collect
+from intaglio.reporting.model_explorer import save_model_explorer
 from intaglio.reporting.number_formats import gain_text
 from intaglio.reporting.pages.page import page_of
 from intaglio.reporting.pages.view import cards
@@ -70,6 +71,21 @@ class Report:
             ArtifactError: the file cannot be written.
         """
         write_text(path, self.to_json())
+
+    @check_arguments
+    def save_model_explorer(self, folder: str | Path) -> list[Path]:
+        """Write the graphs for Model Explorer, and for each measure a file that colours their nodes.
+
+        Args:
+            folder: the folder, which is created. ``graph.json`` is the model to open; the others are its node data.
+
+        Returns:
+            The files that were written.
+
+        Raises:
+            ArtifactError: a file cannot be written.
+        """
+        return save_model_explorer(self.data, folder)
 
     @staticmethod
     @check_arguments
