@@ -100,6 +100,7 @@ NOT_FOLLOWED = {
     "install it with pip install 'intaglio[onnx]'": "needs a package registry",
     "install transformers": "needs a package registry",
     "install it with pip install 'intaglio[report]'": "needs a package registry",
+    "install it with pip install 'intaglio[plot]'": "needs a package registry",
     "capture the model with an example of larger sizes": "capture refuses such sizes before lowering does",
     "do not use this model on this machine": "needs a machine that computes other bits",
     "save the model with model.save; intaglio.load opens such files on every machine": "needs two machines",

@@ -10,8 +10,7 @@ from torch import fx
 
 from intaglio.fxgraph.nodes import is_constant, operands, record_of
 from intaglio.lower.facts.operator_facts import SiteFacts
-from intaglio.native.statistics import HALF_BINS
-from intaglio.quant.calibrate.tensor_statistics import Statistics, widen
+from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.qdq.operator_names import OperatorNames
 from intaglio.reporting.report_data import Histogram, WeightReport
 from intaglio.torch_private import buffers_of
@@ -22,27 +21,8 @@ MOST_BINS = 64
 
 def histogram_of(statistics: Statistics) -> Histogram | None:
     """Return the histogram of a value's statistics with at most `MOST_BINS` bins; ``None`` without finite values."""
-    if not statistics.finite:
-        return None
-    bins, exponent = statistics.bins, statistics.exponent
-    if not bins.any():
-        return Histogram(0.0, 1.0, (statistics.zeros,))
-    first, last = _occupied(bins, statistics.zeros)
-    while last - first >= MOST_BINS:
-        bins, exponent = widen(bins, 1), exponent + 1
-        first, last = _occupied(bins, statistics.zeros)
-    counts = bins[first : last + 1].copy()
-    if statistics.zeros:
-        counts[HALF_BINS - first] += statistics.zeros
-    width = math.ldexp(1.0, exponent)
-    return Histogram((first - HALF_BINS) * width, width, tuple(counts.tolist()))
-
-
-def _occupied(bins: np.ndarray, zeros: int) -> tuple[int, int]:
-    """Return the first and the last bin with values; zeros are in the bin that begins with 0."""
-    found = np.flatnonzero(bins)
-    first, last = int(found[0]), int(found[-1])
-    return (min(first, HALF_BINS), max(last, HALF_BINS)) if zeros else (first, last)
+    found = statistics.histogram(MOST_BINS)
+    return None if found is None else Histogram(*found)
 
 
 def weight_of(names: OperatorNames, name: str, facts: SiteFacts) -> WeightReport | None:

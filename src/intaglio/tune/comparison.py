@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from intaglio.errors import InputError
 from intaglio.formatting.html_text import element, html_table
+from intaglio.formatting.plots import MARK, MOST_BARS, horizontal_bars
 from intaglio.tune.verdict import verdict
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 
@@ -173,6 +175,31 @@ class Comparison:
     def _alone(self, selector: str) -> float:
         """Return the decibels alone of the worst operator that a selector leaves in float."""
         return min(row.alone for row in self.skipped_by(selector))
+
+    def plot(self, ax: Axes | None = None, *, most: int = MOST_BARS) -> Axes:
+        """Draw the worst operators: their own error as bars, and the error so far as marks, in decibels.
+
+        Args:
+            ax: axes of matplotlib to draw on (default: those of a new figure).
+            most: largest number of operators.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InputError: matplotlib is not installed, or no operators were compared.
+        """
+        if not self.rows:
+            raise InputError("compare", None, "no operator was compared", remedy=NEEDS_REFERENCE)
+        rows = self.listed[:most]
+        names, ratios = [row.name for row in rows], [row.alone for row in rows]
+        drawn = horizontal_bars(ax, names, ratios, "signal-to-quantization-noise ratio in dB", label="alone")
+        known = [(row.so_far, place) for place, row in enumerate(rows) if math.isfinite(row.so_far)]
+        if known:
+            drawn.scatter(*zip(*known, strict=True), color=MARK, marker="|", zorder=3, label="so far")
+        drawn.legend(loc="lower right", framealpha=0.9)
+        drawn.set_title(self._heading(), fontsize="medium")
+        return drawn
 
     def __repr__(self) -> str:
         result = f"{_decibels(self.results[0]).strip()} over {self.samples} samples" if self.results else "no results"

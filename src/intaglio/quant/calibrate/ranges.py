@@ -7,16 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intaglio.argument_checks import check_arguments
-from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
+from intaglio.errors import MALFORMED, ArtifactError, CalibrationError, InputError, did_you_mean
 from intaglio.formatting.html_text import element, html_table, shortened
+from intaglio.formatting.plots import MARK, MUTED, axes_for
 from intaglio.ir import QParams
 from intaglio.output_paths import read_text, write_text
+from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 RANGES_VERSION = 2
+PLOTTED_BINS = 128
+"""Largest number of bins of a plot."""
 SAME_MODEL = "merge ranges of the same model, prepared with the same recipe"
 
 
@@ -106,6 +113,40 @@ class Ranges:
         rows, more = shortened([(name, f"{s.low:.4g}", f"{s.high:.4g}", f"{s.count:,}") for name, s in found], "sites")
         table = html_table(("site", "smallest", "largest", "values"), rows, repr(self))
         return table + "".join(element("p", text) for text in (more, *map(str, self.findings)) if text)
+
+    def plot(self, site: str, ax: Axes | None = None, *, method: str = "mse") -> Axes:
+        """Draw the histogram of a site's values, and the range that a method chooses for them.
+
+        Args:
+            site: name of the site.
+            ax: axes of matplotlib to draw on (default: those of a new figure).
+            method: range method, as in recipes.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InputError: matplotlib is not installed, or there is no such site or method.
+        """
+        if site not in self.statistics:
+            raise InputError(
+                "plot", None, f"the ranges have no site {site!r}", remedy=did_you_mean(site, self.statistics)
+            )
+        try:
+            low, high = method_of(method)(self.statistics[site], 0, 255)
+        except ValueError as error:
+            raise InputError("plot", None, str(error), remedy="pass a method of recipes, such as 'minmax'") from error
+        drawn, found = axes_for(ax), self.statistics[site].histogram(PLOTTED_BINS)
+        if found is not None:
+            start, width, counts = found
+            places = [start + width * index for index in range(len(counts))]
+            drawn.bar(places, counts, width, align="edge", color=MUTED)
+            drawn.set_yscale("log")
+        for end in (low, high):
+            drawn.axvline(end, color=MARK)
+        drawn.set_xlabel(f"{site}; lines: the range of {method!r}, {low:.4g} to {high:.4g}")
+        drawn.set_ylabel("values")
+        return drawn
 
     @check_arguments
     def merge(self, other: Ranges) -> Ranges:

@@ -51,6 +51,13 @@ def widen(bins: Int64Array, steps: int) -> Int64Array:
     return bins
 
 
+def _occupied(bins: Int64Array, zeros: int) -> tuple[int, int]:
+    """Return the first and the last bin with values; zeros are in the bin that begins with 0."""
+    found = np.flatnonzero(bins)
+    first, last = int(found[0]), int(found[-1])
+    return (min(first, HALF_BINS), max(last, HALF_BINS)) if zeros else (first, last)
+
+
 def nearest_rank(share: Fraction, count: int) -> int:
     """Return the nearest rank: the smallest k such that k out of ``count`` are at least that share."""
     return math.ceil(share * count)
@@ -184,6 +191,24 @@ class Statistics:
     def finite(self) -> int:
         """Return the number of values that are neither NaN nor infinite."""
         return self.count - self.nans - self.infinities
+
+    def histogram(self, most: int) -> tuple[float, float, tuple[int, ...]] | None:
+        """Return the lower end of the first bin, the width of bins, and the number of values in each of at most
+        ``most`` bins; ``None`` without finite values. Zeros count in the bin that begins with 0."""
+        if not self.finite:
+            return None
+        bins, exponent = self.bins, self.exponent
+        if not bins.any():
+            return 0.0, 1.0, (self.zeros,)
+        first, last = _occupied(bins, self.zeros)
+        while last - first >= most:
+            bins, exponent = widen(bins, 1), exponent + 1
+            first, last = _occupied(bins, self.zeros)
+        counts = bins[first : last + 1].copy()
+        if self.zeros:
+            counts[HALF_BINS - first] += self.zeros
+        width = math.ldexp(1.0, exponent)
+        return (first - HALF_BINS) * width, width, tuple(counts.tolist())
 
     @property
     def largest_magnitude(self) -> float:

@@ -6,11 +6,15 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.formatting.number_text import count_text
+from intaglio.formatting.plots import MARK, MOST_BARS, MUTED, STRONG, horizontal_bars
 from intaglio.ir import Program, evaluate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MAX_LINE_LENGTH = 120
 """Maximum length of a printed line; longer lines are cut."""
@@ -115,6 +119,32 @@ class Profile:
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per part, for `pandas.DataFrame` and similar."""
         return [{**asdict(part), "gmacs": part.gmacs} for part in self.parts]
+
+    def plot(self, ax: Axes | None = None, *, most: int = MOST_BARS) -> Axes:
+        """Draw the slowest steps with their microseconds; float islands have the colour of marks.
+
+        Args:
+            ax: axes of matplotlib to draw on (default: those of a new figure).
+            most: largest number of steps.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        parts = self.worst(most)
+        colours = [MARK if part.island else STRONG if part.macs else MUTED for part in parts]
+        names, times = [part.name for part in parts], [part.microseconds for part in parts]
+        drawn = horizontal_bars(ax, names, times, "microseconds", color=colours)
+        for place, part in enumerate(parts):
+            if part.of_limit is not None:
+                drawn.text(
+                    part.microseconds, place, f" {100 * part.of_limit:.0f} % of peak", va="center", size="x-small"
+                )
+        drawn.margins(x=0.15)
+        drawn.set_title(repr(self), fontsize="medium")
+        return drawn
 
     def __repr__(self) -> str:
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
