@@ -126,7 +126,7 @@ class Ranges:
             The axes.
 
         Raises:
-            InputError: matplotlib is not installed, or there is no such site or method.
+            InputError: matplotlib is not installed, or the site or method is unknown.
         """
         if site not in self.statistics:
             raise InputError(
