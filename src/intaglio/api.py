@@ -18,6 +18,7 @@ from intaglio.errors import CaptureError, InputError, IntaglioError, Unsupported
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
+from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
@@ -58,6 +59,7 @@ logger = logging.getLogger("intaglio")
 
 @check_arguments_except("model")
 @log_once()
+@shows_progress("capture", "equalize", "calibrate", "correct", "compile")
 def quantize(
     model: nn.Module,
     data: Any = None,
@@ -97,7 +99,7 @@ def quantize(
         quantizer: a `stages.Quantizer`, which can also have patterns and user operators. Replaces ``recipe`` and
             ``input``.
         samples: number of samples after which calibration stops (default: all).
-        progress: whether to show a progress bar (default: if standard error is a terminal).
+        progress: whether to show progress (default: on a terminal and in a notebook).
         options: instruction sets, schedule search and the policy for new shapes. With ``tune=True`` the search measures
             with the first sample of the example inputs.
         strict: whether to raise an error if the model cannot be captured as a whole, and not to quantize parts of it.

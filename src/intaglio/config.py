@@ -59,5 +59,12 @@ def compiler() -> str | None:
 
 
 def show_progress() -> bool:
-    """Return whether progress bars may be drawn: standard error is a terminal and ``INTAGLIO_PROGRESS`` is not 0."""
-    return sys.stderr.isatty() and os.environ.get("INTAGLIO_PROGRESS", "1") != "0"
+    """Return whether progress may be shown: standard error is a terminal, or the code runs in a notebook, and
+    ``INTAGLIO_PROGRESS`` is not 0."""
+    return (sys.stderr.isatty() or in_notebook()) and os.environ.get("INTAGLIO_PROGRESS", "1") != "0"
+
+
+def in_notebook() -> bool:
+    """Return whether the code runs in a Jupyter kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -15,6 +15,7 @@ from intaglio.build.planned import Planned
 from intaglio.errors import InputError, did_you_mean
 from intaglio.ir import Schedule
 from intaglio.lower import Lowered
+from intaglio.progress import report_progress
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
@@ -112,6 +113,7 @@ def compile_native(lowered: Lowered, options: CompileOptions, example: Arguments
         InputError: ``on_new_shape="fallback"`` without a float model.
     """
     _check_fallback(options)
+    report_progress("compile")
     quantized = build.compile(lowered, isa=options.isa, schedules=searched_schedules(lowered, options, example))
     return _with_fallback(quantized, options)
 

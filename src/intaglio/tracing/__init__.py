@@ -12,6 +12,7 @@ from torch import nn
 from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import InputError
 from intaglio.fxgraph.graph_passes import run
+from intaglio.progress import report_progress
 from intaglio.tracing.capture_check import disagreement, resized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, fx_text
@@ -57,6 +58,7 @@ def capture(
     if isinstance(dynamic_shapes, torch.Tensor):
         problem = "dynamic_shapes is a tensor; it takes dimensions in the format of torch.export"
         raise InputError("capture", None, problem, remedy="pass dynamic_shapes that fit the model: ({0: Dim('n')},)")
+    report_progress("capture")
     from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import
 
     return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free)

@@ -63,7 +63,31 @@ def peek(data: Any) -> tuple[Any, Iterator[Any]]:
             "no batch: the iterable is empty, or was read to its end before",
             remedy="pass a list or a DataLoader; a generator can be read only once",
         )
-    return first, itertools.chain([first], found)
+    return first, CountedBatches(itertools.chain([first], found), length_of(data))
+
+
+class CountedBatches(Iterator[Any]):
+    """An iterator over batches that knows how many there were at its beginning, if that is known.
+
+    Attributes:
+        length: the number of batches, or ``None``.
+    """
+
+    def __init__(self, items: Iterator[Any], length: int | None) -> None:
+        self._items, self.length = items, length
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+def length_of(data: Any) -> int | None:
+    """Return the number of batches, or ``None`` if it is unknown."""
+    if isinstance(data, CountedBatches):
+        return data.length
+    try:
+        return 1 if isinstance(data, torch.Tensor) else len(data)
+    except TypeError:
+        return None
 
 
 _NOTHING = object()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from intaglio import config
 from intaglio.argument_checks import check_arguments_except
 from intaglio.errors import CalibrationError, InputError, did_you_mean
 from intaglio.ir import Signature
-from intaglio.quant.calibrate.batches import Binder, batches, peek
+from intaglio.progress import progress_shown, track
+from intaglio.quant.calibrate.batches import Binder, batches, length_of, peek
 from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
@@ -86,8 +85,8 @@ def calibrate(
     _reset(prepared, {name: Statistics() for name in before})
     try:
         group.agree(prepared.observers, "sites")
-        shown = (config.show_progress() if progress is None else progress) and group.rank == 0
-        seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, shown, group))
+        with progress_shown(False if group.rank else progress):
+            seen = group.run_on_all_ranks(lambda: _run(prepared, data, samples, group))
         ranges = _gathered(prepared, seen, group)
         if not ranges.samples and not _runs_itself(data):
             raise without_samples(ranges.batches)
@@ -164,7 +163,7 @@ def _gathered(prepared: Prepared, seen: dict[int, SeenBatch], group: Group) -> R
     return replace(ranges, findings=check_data(prepared, ranges))
 
 
-def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, group: Group) -> dict[int, SeenBatch]:
+def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> dict[int, SeenBatch]:
     """Run this rank's batches and return them by index."""
     if _runs_itself(data):
         data(prepared)
@@ -173,7 +172,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, progress: bool, gro
     binder, seen, observer_state = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.observer_state
     first, count, size = observer_state.batch - group.rank, 0, 0
     items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
-    for item in _with_progress(items, _length(data), progress):
+    for item in track(items, "calibrate", length_of(data)):
         args, kwargs = binder(item)
         index = observer_state.batch
         if samples is not None and group.size > 1 and (index - first) * size >= samples:
@@ -229,23 +228,3 @@ def _warn_of_repeats(data: Any) -> None:
             "intaglio.calibration.share(loader) gives every rank whole batches without repetition",
             stacklevel=6,
         )
-
-
-def _length(data: Any) -> int | None:
-    try:
-        return 1 if isinstance(data, torch.Tensor) else len(data)
-    except TypeError:
-        return None
-
-
-def _with_progress(items: Iterator[Any], total: int | None, show: bool) -> Iterator[Any]:
-    """Yield the items, with a progress bar if `show`."""
-    if not show:
-        yield from items
-        return
-    from rich.console import Console  # Imported here, because it takes a tenth of a second.
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, total=total)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from intaglio.ir import Signature
-from intaglio.quant.calibrate.batches import Binder, Call, batches, peek
+from intaglio.quant.calibrate.batches import Binder, Call, CountedBatches, batches, length_of, peek
 from intaglio.quant.calibrate.calibration_loop import batch_size, without_samples
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.signature import bind, clone_tensors, dims_of, initial_state
@@ -54,7 +54,7 @@ def cache_batches(data: Any, signature: Signature, samples: int) -> tuple[list[A
     if isinstance(data, Iterator):
         items = map(clone_tensors, items)
     found = [item for item, _ in _first(items, signature, samples, Group.current())]
-    return found, itertools.chain(found, items)
+    return found, CountedBatches(itertools.chain(found, items), length_of(data))
 
 
 def _first(data: Any, signature: Signature, samples: int, group: Group) -> Iterator[tuple[Any, Call]]:

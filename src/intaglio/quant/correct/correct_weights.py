@@ -17,6 +17,7 @@ from intaglio.fxgraph.node_info import info, known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
+from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
@@ -84,9 +85,13 @@ def correct(
     corrected = any(
         _is_corrected(annotations, region) or _is_measured(annotations, region) for region in annotations.regions
     )
+    count = sum(region.record.roles.weight is not None for region in annotations.regions)
+    done = 0
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         if region.record.roles.weight is not None:
+            report_progress("correct", done, count, origin(region.anchor).path)
             corrector.correct_region(region)
+            done += 1
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
     return Corrections(

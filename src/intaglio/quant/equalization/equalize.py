@@ -13,6 +13,7 @@ from typing import Any
 
 from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.nodes import layer_operands
+from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
@@ -70,6 +71,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     expect(prepared, Prepared, "equalize")
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
+    report_progress("equalize")
     prepared, decided = decide_by_data(prepared, calls, group)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
     found = replace(decided, inputs=inputs)

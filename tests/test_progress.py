@@ -1,0 +1,97 @@
+"""Progress of long work: what is shown, in which order, and that nothing is shown where it should not be."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import progress
+from intaglio.errors import CalibrationError
+
+NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)).eval()
+DATA = [torch.randn(4, 3, 8, 8) for _ in range(3)]
+
+
+class Recorder:
+    """A display that keeps what it was to show."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+        self.closed = 0
+
+    def show(self, stage, done, total, what):
+        self.seen.append((stage, done, total, what))
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def display(monkeypatch):
+    found = Recorder()
+    monkeypatch.setattr(progress, "_display", lambda show: None if show is False else found)
+    return found
+
+
+def test_quantize_shows_all_stages_with_their_numbers_and_layers(display):
+    intaglio.quantize(NET, DATA, progress=True)
+    stages = list(dict.fromkeys(stage for stage, *_ in display.seen))
+    assert stages == ["1/5 capture", "2/5 equalize", "3/5 calibrate", "4/5 correct", "5/5 compile"]
+    calibrated = [(done, total) for stage, done, total, _ in display.seen if stage == "3/5 calibrate"]
+    assert calibrated == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    corrected = [(done, total, what) for stage, done, total, what in display.seen if stage == "4/5 correct"]
+    assert corrected == [(0, 2, "0"), (1, 2, "3")]
+    assert display.closed == 1
+
+
+def test_nothing_is_shown_without_a_terminal_or_if_it_is_switched_off(capfd, display):
+    intaglio.quantize(NET, DATA, progress=False)
+    assert display.seen == []
+    assert display.closed == 0
+
+
+def test_the_default_shows_nothing_in_a_pipe(capfd):
+    intaglio.quantize(NET, DATA)
+    assert "calibrate" not in capfd.readouterr().err
+
+
+def test_an_error_removes_what_is_shown(display):
+    with pytest.raises(CalibrationError):
+        intaglio.quantize(NET, [DATA[0], DATA[0] * float("nan")], progress=True)
+    assert display.closed == 1
+    progress.report_progress("capture")
+    assert display.seen[-1][0] != "capture"
+
+
+def test_an_inner_context_leaves_the_outer_one_as_it_is(display):
+    with progress.progress_shown(True, ("first", "second")):
+        with progress.progress_shown(True, ("other",)):
+            progress.report_progress("second", 1, 2, "x")
+        progress.report_progress("first")
+    assert display.seen == [("2/2 second", 1, 2, "x"), ("1/2 first", 0, None, "")]
+    assert display.closed == 1
+
+
+def test_a_terminal_shows_the_stage_and_the_part_at_work(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.progress_shown(True, ("first", "second")):
+        assert list(progress.track(range(3), "first", 3)) == [0, 1, 2]
+        progress.report_progress("second", 2, 3, "layer [bold]1")
+    text = capfd.readouterr().err
+    assert "2/2 second" in text
+    assert "layer [bold]1" in text
+
+
+def test_a_notebook_gets_one_line_that_is_empty_at_the_end(monkeypatch):
+    shown, shell = [], type("ZMQInteractiveShell", (), {})()
+    handle = SimpleNamespace(update=lambda content, raw: shown.append(content["text/plain"]))
+    display = SimpleNamespace(display=lambda content, raw, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with progress.progress_shown(None, ("first", "second")):
+        progress.report_progress("first")
+        progress.report_progress("second", 1, 4, "layer")
+    assert shown == ["1/2 first", "2/2 second 1 of 4 layer", ""]
