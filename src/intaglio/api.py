@@ -14,7 +14,7 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.backends.native_backend import CompileOptions, compile_native
-from intaglio.errors import CaptureError, InputError, IntaglioError, UnsupportedError
+from intaglio.errors import CaptureError, InputError, IntaglioError, UnknownSizeError
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, quantize_parts
@@ -147,8 +147,8 @@ def quantize(
             return whole
         captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
         return _quantized(model, prepare(captured, quantizer), call, rest, samples, progress, options)
-    except (CaptureError, UnsupportedError) as refused:
-        if not splits or (kept is not None and isinstance(refused, UnsupportedError)):  # the data is read by then
+    except (CaptureError, UnknownSizeError) as refused:
+        if not splits or (kept is not None and isinstance(refused, UnknownSizeError)):  # the data is read by then
             raise
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
 

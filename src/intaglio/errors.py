@@ -62,6 +62,10 @@ class UnsupportedError(IntaglioError):
     """The model or the recipe asks for something that cannot be expressed in int8."""
 
 
+class UnknownSizeError(UnsupportedError):
+    """A value of the model has a size that depends on the values of its inputs."""
+
+
 class SelectorError(IntaglioError):
     """A selector of a recipe matches nothing or is malformed."""
 

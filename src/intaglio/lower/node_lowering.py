@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from intaglio.errors import UnsupportedError
+from intaglio.errors import UnknownSizeError
 from intaglio.fxgraph.float_forms import data_movement_of, float_kernel_of
 from intaglio.fxgraph.node_info import info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import is_constant, known_record, operands, operator, tensor_nodes
@@ -212,13 +212,13 @@ def _has_known_size(node: fx.Node, symbols: frozenset[str]) -> bool:
     return (dim is not None and symbols_of(dim) <= symbols) or (kind is not None and _symbols(node) <= symbols)
 
 
-def _unknown_size(node: fx.Node) -> UnsupportedError:
+def _unknown_size(node: fx.Node) -> UnknownSizeError:
     """Return the error for a value that a program reads or returns although its size depends on values."""
     where = origin(node)
     shape = ", ".join(map(str, known_type(node).shape))
     problem = f"its result has the shape [{shape}], which depends on the values of the inputs"
     remedy = "quantize the model with intaglio.eager, which takes sizes as they come"
-    return UnsupportedError(where.path or "model", where.operator, problem, remedy=remedy, source=where.source)
+    return UnknownSizeError(where.path or "model", where.operator, problem, remedy=remedy, source=where.source)
 
 
 def _region_unit(region: IntegerRegion) -> Unit:

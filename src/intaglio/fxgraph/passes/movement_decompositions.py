@@ -57,6 +57,9 @@ def expand_filled(module: fx.GraphModule) -> int:
         ):
             continue
         sizes = [size_of(node, dim) for dim in kind.shape]
+        like = node.args[0]
+        if None in sizes and isinstance(like, fx.Node) and (other := tensor_type(like)) and other.shape == kind.shape:
+            sizes = [size_along(node, like, axis) for axis in range(len(sizes))]
         if None in sizes:
             continue
         name = add_constant(module, "filled", torch.full([1] * len(sizes), number, dtype=TORCH_DTYPES[kind.dtype]))

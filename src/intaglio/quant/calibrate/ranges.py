@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import MALFORMED, ArtifactError, CalibrationError, InputError, did_you_mean
@@ -17,9 +17,6 @@ from intaglio.ir import QParams
 from intaglio.output_paths import read_text, write_text
 from intaglio.quant.calibrate.range_methods import method_of
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RANGES_VERSION = 2
 PLOTTED_BINS = 128
@@ -114,7 +111,8 @@ class Ranges:
         table = html_table(("site", "smallest", "largest", "values"), rows, repr(self))
         return table + "".join(element("p", text) for text in (more, *map(str, self.findings)) if text)
 
-    def plot(self, site: str, ax: Axes | None = None, *, method: str = "mse") -> Axes:
+    @check_arguments
+    def plot(self, site: str, ax: Any = None, *, method: str = "mse") -> Any:
         """Draw the histogram of a site's values, and the range that a method chooses for them.
 
         Args:

@@ -243,7 +243,7 @@ def rounded(value: torch.Tensor, extrema: Extrema, site: Site) -> torch.Tensor:
         high = max(high, -low)
         low = -high
     scale, zero = numerics.affine_qparams(low, high, site.qmin, site.qmax)
-    return (value / scale).round_().clamp_(site.qmin - zero, site.qmax - zero).mul_(scale)
+    return numerics.round_clamp(value / scale, site.qmin - zero, site.qmax - zero) * scale
 
 
 def add_power(power: Power, exact: Sequence[torch.Tensor], result: Sequence[torch.Tensor]) -> None:
