@@ -461,6 +461,13 @@ class Divided(nn.Module):
         return heads * heads.mean(-1, keepdim=True).expand_as(heads), x.transpose(1, 2).unflatten(1, (3, 4))
 
 
+class Lifted(nn.Module):
+    """A number as a tensor of its own, without a gradient, as DeBERTa has it, and values without one."""
+
+    def forward(self, x):
+        return x * torch.tensor(2.0).detach_() + (x + 1).detach_()
+
+
 class Flattened(nn.Module):
     """Flattened tensors that need a copy, whose size is a product, and whose first axis is flattened."""
 
@@ -469,6 +476,7 @@ class Flattened(nn.Module):
 
 
 DECOMPOSED = {
+    "lifted": (Lifted(), (2, 3)),
     "seen writes": (Seen(), (2, 4)),
     "types": (Halves(), (2, 4)),
 }

@@ -59,7 +59,7 @@ def decompose_single_operators(program: ExportedProgram) -> None:
                 found = _evaluated_norm(graph, node)
             elif node.target in RESHAPING:
                 found = RESHAPING[node.target](graph, node)
-            elif _returns_operand(node) and not (node.args[0].op == "placeholder" and _is_result(program, node)):
+            elif _returns_operand(program, node):
                 found = node.args[0]
             elif node.target is aten.lift_fresh_copy.default:
                 found = _call(graph, aten.clone.default, node.args)
@@ -210,13 +210,17 @@ RESHAPING = {
 """Operators that divide or reshape tensors -> functions that insert their decomposition."""
 
 
-def _returns_operand(node: fx.Node) -> bool:
-    """Return whether an in-place operator changes nothing: dropout in evaluation mode, or the end of a gradient."""
-    return node.target is aten.detach_.default or (node.target is aten.dropout_.default and not node.args[2])
-
-
-def _is_result(program: ExportedProgram, node: fx.Node) -> bool:
-    return any(spec.arg.name == node.name for spec in program.graph_signature.output_specs)
+def _returns_operand(program: ExportedProgram, node: fx.Node) -> bool:
+    """Return whether an in-place operator changes nothing: dropout in evaluation mode, or the end of the gradient of a
+    copy of a constant. An operand that is an input does not become a result."""
+    if node.target is aten.detach_.default:
+        source = node.args[0].args[0] if node.args[0].target is aten.clone.default else None
+        kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+        return source is not None and kinds.get(source.name) is InputKind.CONSTANT_TENSOR
+    if node.target is not aten.dropout_.default or node.args[2]:
+        return False
+    results = {spec.arg.name for spec in program.graph_signature.output_specs}
+    return node.args[0].op != "placeholder" or node.name not in results
 
 
 def _sizes(graph: fx.Graph, value: torch.Tensor) -> list[int | fx.Node] | None:
