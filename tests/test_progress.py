@@ -47,7 +47,7 @@ def test_quantize_shows_all_stages_with_their_numbers_and_layers(display):
     assert display.closed == 1
 
 
-def test_nothing_is_shown_without_a_terminal_or_if_it_is_switched_off(capfd, display):
+def test_nothing_is_shown_if_it_is_switched_off(display):
     intaglio.quantize(NET, DATA, progress=False)
     assert display.seen == []
     assert display.closed == 0
@@ -56,6 +56,18 @@ def test_nothing_is_shown_without_a_terminal_or_if_it_is_switched_off(capfd, dis
 def test_the_default_shows_nothing_in_a_pipe(capfd):
     intaglio.quantize(NET, DATA)
     assert "calibrate" not in capfd.readouterr().err
+
+
+def test_of_several_processes_one_shows_progress(display):
+    shown = progress.shows_progress("stage", only_if=lambda: False)(lambda progress=None: None)
+    shown(progress=True)
+    assert display.closed == 0
+
+
+def test_work_without_parts_is_reported_as_such(display):
+    with progress.progress_shown(True):
+        assert list(progress.track([], "stage", 0)) == []
+    assert display.seen == [("stage", 0, 0, "")]
 
 
 def test_an_error_removes_what_is_shown(display):

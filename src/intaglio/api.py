@@ -59,7 +59,7 @@ logger = logging.getLogger("intaglio")
 
 @check_arguments_except("model")
 @log_once()
-@shows_progress("capture", "equalize", "calibrate", "correct", "compile")
+@shows_progress("capture", "equalize", "calibrate", "correct", "compile", only_if=lambda: not Group.current().rank)
 def quantize(
     model: nn.Module,
     data: Any = None,
@@ -140,15 +140,14 @@ def quantize(
         return _quantized(module, prepared, call, rest, samples, progress, options)
 
     try:
-        if integration is not None:
-            whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
-            check_selectors(quantizer.recipe, [captured for captured, _ in modules])
-            check_parts([prepared for _, prepared in modules])
-            return whole
-        captured, call, rest = _capture_model(model, data, example_inputs, dynamic_shapes)
-        return _quantized(model, prepare(captured, quantizer), call, rest, samples, progress, options)
+        if integration is None:
+            return quantize_module(model, data, None)
+        whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
+        check_selectors(quantizer.recipe, [captured for captured, _ in modules])
+        check_parts([prepared for _, prepared in modules])
+        return whole
     except (CaptureError, UnknownSizeError) as refused:
-        if not splits or (kept is not None and isinstance(refused, UnknownSizeError)):  # the data is read by then
+        if not splits or (kept is not None and modules):  # an iterator may be read to its end after the capture
             raise
         return _in_parts(model, data if kept is None else chain(kept, data), refused, quantizer, samples, options)
 

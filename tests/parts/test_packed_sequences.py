@@ -87,6 +87,25 @@ def test_a_model_that_packs_sequences_is_int8_for_sequences_of_any_length(tmp_pa
     }
 
 
+class WithStates(Tagger):
+    """The same from given first states."""
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        states = torch.full((2, len(lengths), 10), 0.1)
+        return self.tags(pad_packed_sequence(self.layers(packed, (states, -states))[0], batch_first=True)[0])
+
+
+def test_any_number_of_sequences_may_have_a_length_if_the_first_states_are_given():
+    torch.manual_seed(0)
+    model = WithStates().eval()
+    int8 = intaglio.quantize(model, [sentences(5, 5), sentences(4, 4)], progress=False)
+    assert list(int8.parts) == ["layers", "tags"]
+    for batch in (sentences(3, 8, 1, 8, 8), sentences(1)):
+        exact, found = model(*batch), int8(*batch)
+        assert 10 * torch.log10(exact.square().sum() / (exact - found).square().sum()) > 25
+
+
 def test_the_layer_takes_sequences_of_lengths_that_the_data_lacks_but_no_other_features():
     torch.manual_seed(0)
     model = Tagger().eval()

@@ -15,7 +15,7 @@ ROW_HEIGHT, LEAST_HEIGHT, WIDTH = 0.25, 2.5, 8.0
 MOST_BARS = 30
 """Default for the largest number of bars."""
 MUTED, STRONG, MARK = "#9ecae1", "#2171b5", "#d94801"
-"""Colours of bars, of bars with more work of the same kind, and of marks."""
+"""Colours of bars, of the bars of steps with multiply-accumulates, and of marks."""
 
 
 def axes_for(ax: Axes | None, height: float = LEAST_HEIGHT) -> Axes:

@@ -236,7 +236,7 @@ def _compile(
 
 def _program_parts(source: str, text: Path, scratch: Path) -> list[Path]:
     """Return the files to compile for a program: its text, or parts of it that are written into a folder."""
-    texts = split_program(source, os.cpu_count() or 1)
+    texts = split_program(source, len(os.sched_getaffinity(0)))
     if len(texts) == 1:
         return [text]
     parts = [scratch / f"{text.stem}_{index}.cpp" for index in range(len(texts))]

@@ -7,6 +7,8 @@ from itertools import accumulate
 
 LEAST_BYTES = 1 << 15
 """Bytes of text of a part; shorter ones spend most of their time on the headers."""
+MOST_PARTS = 8
+"""Largest number of parts: each compiler needs some 200 MB of memory."""
 
 _STEP = re.compile(
     r"^static (void p\d+_\w*\(const struct Run\* r, int thread, int threads\)) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL
@@ -25,7 +27,7 @@ def split_program(source: str, most: int) -> list[str]:
         most: largest number of parts.
     """
     steps, segments = list(_STEP.finditer(source)), _SEGMENTS.search(source)
-    count = min(most, len(source) // LEAST_BYTES, len(steps))
+    count = min(most, MOST_PARTS, len(source) // LEAST_BYTES, len(steps))
     if count < 2 or segments is None or segments.start() < steps[-1].end():
         return [source]
     ends = list(accumulate(len(step[0]) for step in steps))

@@ -25,7 +25,8 @@ SKETCH = 1 << (9 + MANTISSA_BITS)
 """Number of bins of the sketch, by sign, exponent and leading mantissa bits; the upper half is for negative values."""
 SIGNED_EXPONENTS = 1 << 9
 BLOCK_OF_SUMS, PARTIAL_SUMS = 1 << 12, 16
-"""Number of values of a block of `squared_sums`, and of its partial sums."""
+"""Numbers of values and of partial sums of a block of `squared_sums`; ``kBlockOfSums`` and ``kPartial`` of
+squared_sums.cpp."""
 CHUNK = 1 << 20
 """Number of values that the NumPy fallback converts to float64 at a time."""
 

@@ -112,9 +112,7 @@ def varying_axes(log: RecordedCalls) -> dict[int, tuple[int, ...]]:
         index: tuple(axis for axis in range(1, len(own[0])) if len({shape[axis] for shape in own}) > 1)
         for index, own in shapes.items()
     }
-    if log.packed:
-        found[0] = (1,)
-    return {index: axes for index, axes in found.items() if axes}
+    return {index: (1,) if log.packed else axes for index, axes in found.items() if axes or log.packed}
 
 
 def _union(first: Mapping[int, Collection[int]], second: Mapping[int, Collection[int]]) -> dict[int, Collection[int]]:

@@ -57,7 +57,7 @@ class QuantizedPart(nn.Module):
         self._path, self._unfit = path, ""
         self._kind = type(float_module)
         self._plain = {name: value for name, value in plain_attributes(float_module).items() if _has_no_tensor(value)}
-        self._plain |= {name: getattr(float_module, name) for name in PROPERTIES if hasattr(self._kind, name)}
+        self._plain |= {name: getattr(first, name) for name in PROPERTIES if hasattr(self._kind, name)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the int8 model, for sequences of each length together if they are packed."""

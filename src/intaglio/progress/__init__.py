@@ -37,11 +37,10 @@ def report_progress(stage: str, done: int = 0, total: int | None = None, what: s
 
 def track(items: Iterable[Item], stage: str, total: int | None) -> Iterator[Item]:
     """Yield items, and report how many of a stage are done."""
-    done = 0
-    for done, item in enumerate(items):
-        report_progress(stage, done, total)
+    report_progress(stage, 0, total)
+    for done, item in enumerate(items, 1):
         yield item
-    report_progress(stage, done + 1, total)
+        report_progress(stage, done, total)
 
 
 @contextmanager
@@ -66,13 +65,18 @@ def progress_shown(show: bool | None, stages: Sequence[str] = ()) -> Iterator[No
         display.close()
 
 
-def shows_progress(*stages: str) -> Callable[[Function], Function]:
-    """Let a function show its progress, if its keyword argument ``progress`` allows it."""
+def shows_progress(*stages: str, only_if: Callable[[], bool]) -> Callable[[Function], Function]:
+    """Let a function show its progress, if its keyword argument ``progress`` allows it.
+
+    Args:
+        stages: names of its stages in their order.
+        only_if: whether this process shows progress at all; of several that work together, one does.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def shown(*args: Any, **kwargs: Any) -> Any:
-            with progress_shown(kwargs.get("progress"), stages):
+            with progress_shown(kwargs.get("progress") if only_if() else False, stages):
                 return function(*args, **kwargs)
 
         return cast(Function, shown)

@@ -25,12 +25,21 @@ class TerminalDisplay:
 
     def __init__(self) -> None:
         from rich.console import Console  # Imported here, because it takes a tenth of a second.
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        from rich.progress import TimeRemainingColumn as Remaining
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        more = (Remaining(compact=True), TextColumn("{task.fields[what]}", markup=False))
-        self.bar = Progress(*columns, *more, console=Console(stderr=True), transient=True)
+        self.bar = Progress(
+            *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+            *(TimeRemainingColumn(compact=True), TextColumn("{task.fields[what]}", markup=False)),
+            console=Console(stderr=True),
+            transient=True,
+        )
         self.stage, self.task = "", self.bar.add_task("", total=None, what="")
         self.bar.start()
 

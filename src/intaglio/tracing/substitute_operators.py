@@ -67,20 +67,21 @@ def without_needless_values() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(distributions.set_default_validate_args, distributions._validate_args)
         distributions.set_default_validate_args(False)
-        if (needs_none := getattr(masking, MASK_IS_NEEDLESS, None)) is not None:
-            stack.callback(setattr, masking, MASK_IS_NEEDLESS, needs_none)
-            setattr(masking, MASK_IS_NEEDLESS, functools.partial(_needs_no_mask, needs_none))
+        if (original := getattr(masking, LEAVES_OUT_MASK, None)) is not None:
+            stack.callback(setattr, masking, LEAVES_OUT_MASK, original)
+            setattr(masking, LEAVES_OUT_MASK, functools.partial(_leaves_out_mask, original))
         yield
 
 
-MASK_IS_NEEDLESS = "_ignore_bidirectional_mask_sdpa"
+LEAVES_OUT_MASK = "_ignore_bidirectional_mask_sdpa"
 """Function of transformers. Without it, graphs of calls without a padding mask add a mask of zeros."""
 
 
-def _needs_no_mask(needs_none: Any, padding_mask: Any, kv_length: Any, local_size: Any = None, *rest: Any) -> Any:
-    if padding_mask is None and local_size is None:
-        return True
-    return needs_none(padding_mask, kv_length, local_size, *rest)
+def _leaves_out_mask(original: Any, padding_mask: Any, *sizes: Any, **named_sizes: Any) -> Any:
+    """Return whether attention needs no mask: without a padding mask and a limit of the distance (the last size), or if
+    the function of transformers says so."""
+    limit = named_sizes.get("local_attention_size", sizes[1] if len(sizes) > 1 else None)
+    return (padding_mask is None and limit is None) or original(padding_mask, *sizes, **named_sizes)
 
 
 def restore_torch_operators(program: ExportedProgram) -> ExportedProgram:

@@ -21,7 +21,6 @@ from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import is_constant
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
-from intaglio.progress import track
 from intaglio.quant.calibrate.batches import Binder, Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
@@ -148,7 +147,7 @@ def _compared(
     """Run both models on all batches and return their comparison, with all calls if they are to be kept."""
     total, outcome, seen = ErrorSums(), ResultTotals(), 0
     calls, digest = list[Call](), hashlib.sha256()
-    for item in track(items, "compare", None):
+    for item in items:
         args, kwargs = compared.binder(item)
         if keep:
             calls.append(clone_tensors((args, kwargs)))

@@ -28,7 +28,7 @@ class SumsOfSquares(NamedTuple):
 def sums_of_squares(exact: torch.Tensor, found: torch.Tensor) -> SumsOfSquares:
     """Return the sums of squares of two tensors of one shape, without positions where the exact value is not finite.
 
-    They are the same for any number of threads.
+    Sums of values in float32, float16 and bfloat16 are the same for any number of threads.
     """
     exact, found = exact.detach(), found.detach()
     if exact.dtype not in SHORT_FLOATS or found.dtype not in SHORT_FLOATS:

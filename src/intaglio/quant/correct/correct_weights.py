@@ -228,7 +228,10 @@ class _WeightCorrector:
     def _gain_of_sample(
         self, region: Region, x: fx.Node, weight: np.ndarray, grid: WeightGrid, validating: list[torch.Tensor]
     ) -> str:
-        """Return what fitting a weight to one sample gains for another one, as the end of a sentence."""
+        """Return what fitting a weight to one sample gains for another one, as the end of a sentence; "" if the weight
+        is rounded to nearest anyway, or the samples do not show it."""
+        if region.setting.rounding == Rounding.NEAREST:
+            return ""
         fitted, other = (
             self._moments(region, x, first_only(masks)) for masks in ([~mask for mask in validating], validating)
         )

@@ -1,5 +1,4 @@
-"""Seconds and bytes that fitting a weight to data takes, predicted from shapes, and what weights that are left out for
-that would gain."""
+"""Time and memory of fitting a weight to data, predicted from shapes, and the gain that a sample of its rows shows."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ LARGEST_WEIGHT = 1 << 26
 ALLOWED_SECONDS = {Effort.FAST: 0.1, Effort.DEFAULT: 60.0}
 """Predicted seconds of one weight up to which it is fitted to data; any number with `Effort.BEST`."""
 WIDE_PRODUCTS, BYTE_PRODUCTS, COLUMN_PRODUCTS = 40e9, 150e9, 0.7e9
-"""Products of a second, as predicted on every machine, so that models do not depend on it: of float64 matrices, of
-bytes, and of the errors of columns that are rounded one by one. Two cores of a Zen 4 processor reach about as many."""
+"""Multiply-accumulates per second, about those of two cores of a Zen 4 processor: in products of float64 matrices, in
+products of bytes, and in spreading the errors of columns that are rounded one by one. They are the same on every
+machine, so that models do not depend on it."""
 FITS = 2.5
 """Mean number of fits of a weight: to one part of the samples or to each, and to all."""
 SAMPLED_ROWS = 32
@@ -128,10 +128,9 @@ def sampled_gain(
 
 def first_only(masks: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return masks of batches that select the first sample that the given ones select."""
-    left, found = True, []
-    for mask in masks:
-        chosen = torch.zeros_like(mask)
-        if left and mask.any():
-            chosen[int(mask.int().argmax())], left = True, False
-        found.append(chosen)
-    return found
+    chosen = [torch.zeros_like(mask) for mask in masks]
+    for mask, own in zip(masks, chosen, strict=True):
+        if mask.any():
+            own[int(mask.int().argmax())] = True
+            break
+    return chosen
