@@ -1,6 +1,7 @@
 """Calls of `QuantizedModel`: inputs in any memory, results with their structure, refusals."""
 
 import copy
+import weakref
 from functools import cache
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_program_reads_the_memory_of_the_caller(form):
     model, x = of_images(), form(picture())
     model(x)
     frame = model._frames[-1]
-    (entry,) = model._external_inputs
+    (entry,) = model._segments[0].read
     assert frame.external[entry.index] == x.data_ptr()
     assert tuple(frame.strides[5 * entry.index : 5 * entry.index + 4]) == x.stride()
 
@@ -105,6 +106,32 @@ def test_float_parts_of_another_type_are_refused_before_their_bytes_are_misread(
     model.islands.double()
     with pytest.raises(InputError, match=r"data type is torch\.float64, but the program reads f32"):
         model(picture())
+
+
+def test_values_between_float_parts_are_freed_after_their_last_use():
+    def chain(model: nn.Module, x: Tensor) -> Tensor:
+        first = model.c(x.atan2(torch.tensor(1.5)))
+        for _ in range(3):
+            x = model.c(x.atan2(torch.tensor(1.5)))
+        return x + first
+
+    model, lowered = built(chain, picture())
+    alive: list[weakref.ref[Tensor]] = []
+    counts = []
+
+    def count(*arguments: object) -> None:
+        counts.append(sum(value() is not None for value in alive))
+
+    def add(module: nn.Module, values: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
+        alive.extend(map(weakref.ref, results))
+
+    expected = lowered(picture())
+    for island in model.islands.values():
+        island.register_forward_pre_hook(count)
+        island.register_forward_hook(add)
+    assert len(model.islands) >= 3
+    assert_same(model(picture()), expected)
+    assert max(counts) == 0, counts
 
 
 def test_keyword_calls_equal_positional_calls():

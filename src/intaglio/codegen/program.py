@@ -262,10 +262,23 @@ def _plan_table(code: Code, context: Context) -> None:
 def _externals(plan: Plan) -> tuple[External, ...]:
     made = {name for step in plan.steps if not step.called for name in step.partition.ops[-1].outputs}
     made |= {plan.views[name].root for name in made if name in plan.views}
-    types, read = plan.graph.types, _read_dense(plan)
+    types, read, segments = plan.graph.types, _read_dense(plan), _segments_of_values(plan)
     return tuple(
-        External(n, types[n].shape, types[n].dtype, n in made, n in plan.row_major, n in read) for n in plan.external
+        External(
+            n, types[n].shape, types[n].dtype, n in made, n in plan.row_major, n in read, *segments.get(n, (0, -1))
+        )
+        for n in plan.external
     )
+
+
+def _segments_of_values(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return the first and the last segment in which a step of the program reads or writes a value or a view of it."""
+    found: dict[str, tuple[int, int]] = {}
+    for step in plan.steps:
+        if not step.called:
+            for name in {plan.root(name) for op in step.partition.ops for name in (*op.inputs, *op.outputs)}:
+                found[name] = found.get(name, (step.segment, 0))[0], step.segment
+    return found
 
 
 def _read_dense(plan: Plan) -> set[str]:

@@ -41,6 +41,8 @@ class External:
         is_output: The program writes the tensor.
         row_major: Tensors of three to five axes are row-major instead of channels last.
         dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
+        first_segment: First segment with a step of the program that reads or writes the tensor.
+        last_segment: Last such segment; smaller than ``first_segment`` if only islands use the tensor.
     """
 
     value: str
@@ -49,6 +51,8 @@ class External:
     is_output: bool
     row_major: bool = False
     dense: bool = False
+    first_segment: int = 0
+    last_segment: int = -1
 
     @property
     def is_image(self) -> bool:

@@ -32,6 +32,7 @@ MAX_IDLE_FRAMES = 16
 ARENA_GROWTH = 1.25
 """Factor by which an arena that is too small grows at least, so that increasing shapes do not allocate in every
 call."""
+UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
 class NewShapePolicy(StrEnum):
@@ -154,7 +155,7 @@ class CallPlan:
         symbols: sizes of the dynamic dimensions.
         layout: buffer offsets and the size of the arena.
         island_dims: size arguments of every float island.
-        outputs: name, shape and strides of every external tensor that the program writes.
+        outputs: shape and strides of every external tensor that the program writes, by name.
         input_shapes: shape of every external tensor that the program reads.
     """
 
@@ -165,8 +166,15 @@ class CallPlan:
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
-        self.outputs = [(e.value, s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output]
+        self.outputs = {e.value: (s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output}
         self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
+
+    def check_island_result(self, name: str, result: torch.Tensor) -> None:
+        """Raise `InputError` if the result of an island is not what the program reads."""
+        if name in self.input_shapes and (result.shape != self.input_shapes[name] or result.device.type != "cpu"):
+            given = f"it is {list(result.shape)} on {result.device}"
+            problem = f"{given}, but the program reads {self.input_shapes[name]} on the CPU"
+            raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
 
     @cached_property
     def checked_sizes(self) -> tuple[int, ...]:

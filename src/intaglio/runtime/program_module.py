@@ -15,12 +15,11 @@ from torch import nn
 from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
-from intaglio.ir import Dim, Graph, HostCall, ModelInfo, Program, Schedule, Signature
+from intaglio.ir import Dim, Graph, HostCall, IslandCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.call_plans import (
     MAX_IDLE_FRAMES,
     CallPlan,
-    ExternalInput,
     Frame,
     NewShapePolicy,
     SizeEvaluator,
@@ -33,6 +32,7 @@ from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, Library, input_tensors
+from intaglio.runtime.segment_values import segments_of
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
@@ -48,7 +48,6 @@ from intaglio.torch_private import is_in_jit_trace, is_traced, without_global_ho
 
 logger = logging.getLogger("intaglio")
 INSTEAD_OF_TRACING = "save the model with model.save(path) and load it with intaglio.load(path), or use model.export_c"
-UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
 class ProgramModule(ModelWithAttributes):
@@ -98,10 +97,7 @@ class ProgramModule(ModelWithAttributes):
         program, in_bytes = artifact.program, {graph.inputs[index] for index in self._byte_inputs}
         self._index = {external.value: i for i, external in enumerate(program.externals)}
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.is_output}
-        self._external_inputs = [
-            ExternalInput(self._index[e.value], e, e.value in in_bytes) for e in program.externals if not e.is_output
-        ]
-        self._calls = {s: [call for call in program.calls if call.after_segment == s] for s in range(program.segments)}
+        self._segments = segments_of(program, graph.outputs, in_bytes)
         self.max_plans = config.max_plans()
         self._plans: OrderedDict[Any, CallPlan] = OrderedDict()
         self._frames: list[Frame] = []
@@ -276,7 +272,13 @@ class ProgramModule(ModelWithAttributes):
 
     @with_memory_errors
     def _run(
-        self, leaves: Sequence[torch.Tensor], plan: CallPlan, allowed: int, clock: Clock | None = None
+        self,
+        leaves: Sequence[torch.Tensor],
+        plan: CallPlan,
+        allowed: int,
+        clock: Clock | None = None,
+        *,
+        keep: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Run all segments and islands in order.
 
@@ -285,9 +287,10 @@ class ProgramModule(ModelWithAttributes):
             plan: the plan of the call.
             allowed: the largest number of threads.
             clock: collects the time of steps and islands, if given.
+            keep: return all external values instead of freeing each after the last segment that uses it.
 
         Returns:
-            Every external value by name.
+            The results of the graph by name, or every external value.
         """
         values = dict(zip(self._inputs, leaves, strict=True))
         check_memory(self.signature, leaves)
@@ -298,43 +301,50 @@ class ProgramModule(ModelWithAttributes):
         if frame.layout is not plan.layout:
             frame.apply_layout(plan.layout)
         frame.run.times = clock.steps if clock else None
-        alive, thread_counts = [], plan.thread_counts(allowed)
-        for segment, calls in self._calls.items():
-            if calls:
-                for call in calls:
-                    if isinstance(call, HostCall):
-                        self._host(call, frame, plan, clock)
-                        continue
-                    dims = plan.island_dims[call.key]
-                    # islands and later segments read float32
-                    with torch.autocast("cpu", enabled=False), without_global_hooks():
-                        begin = time.perf_counter_ns()
-                        results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
-                        if clock:
-                            clock.islands[call.key] += time.perf_counter_ns() - begin
-                    for name, result in zip(call.outputs, results, strict=True):
-                        _check_island_result(name, result, plan)
-                    values.update(zip(call.outputs, results, strict=True))
-                continue
-            for name, sizes, strides in plan.outputs:
-                if name not in values:
-                    made = torch.empty_strided(sizes, strides, dtype=self._written[name], device="cpu")
-                    frame.external[self._index[name]] = made.data_ptr()
-                    values[name] = made
-            for entry in self._external_inputs:
-                if entry.value in values:
-                    tensor = entry.prepared(values[entry.value])
-                    frame.set_input(entry.index, tensor)
-                    alive.append(tensor)
-            plan.artifact.run(frame.run, segment, thread_counts[segment])
-            if frame.out_of_range.value:  # the frame is dropped, not reused
-                raise IndexError(INDEX_OUT_OF_RANGE)
+        prepared, thread_counts = dict[str, torch.Tensor](), plan.thread_counts(allowed)
+        for number, segment in enumerate(self._segments):
+            for call in segment.calls:
+                if isinstance(call, HostCall):
+                    self._host(call, frame, plan, clock)
+                else:
+                    values.update(self._island_results(call, values, plan, clock))
+            if not segment.calls:
+                for name in segment.written:
+                    if name not in values:
+                        sizes, strides = plan.outputs[name]
+                        values[name] = torch.empty_strided(sizes, strides, dtype=self._written[name], device="cpu")
+                        frame.external[self._index[name]] = values[name].data_ptr()
+                for entry in segment.read:
+                    prepared[entry.value] = entry.prepared(values[entry.value])
+                    frame.set_input(entry.index, prepared[entry.value])
+                plan.artifact.run(frame.run, number, thread_counts[number])
+                if frame.out_of_range.value:  # the frame is dropped, not reused
+                    raise IndexError(INDEX_OUT_OF_RANGE)
+            for name in segment.released:
+                prepared.pop(name, None)
+                if not keep:
+                    del values[name]
         clipped = frame.take_clipped()
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         if clipped:
             self._clipping.note(plan.artifact.program.range_checks, clipped, plan.checked_sizes)
         return values
+
+    def _island_results(
+        self, call: IslandCall, values: Mapping[str, torch.Tensor], plan: CallPlan, clock: Clock | None
+    ) -> dict[str, torch.Tensor]:
+        """Run a float island and return its results by name."""
+        dims = plan.island_dims[call.key]
+        # islands and later segments read float32
+        with torch.autocast("cpu", enabled=False), without_global_hooks():
+            begin = time.perf_counter_ns()
+            results = self.islands[call.key](*[values[name] for name in call.inputs], *dims)
+            if clock:
+                clock.islands[call.key] += time.perf_counter_ns() - begin
+        for name, result in zip(call.outputs, results, strict=True):
+            plan.check_island_result(name, result)
+        return dict(zip(call.outputs, results, strict=True))
 
     def _host(self, call: HostCall, frame: Frame, plan: CallPlan, clock: Clock | None) -> None:
         """Run a user-defined operator on quantized values in the arena."""
@@ -363,14 +373,6 @@ class ProgramModule(ModelWithAttributes):
         with torch.no_grad():
             self._run([*leaves, *self._state()], plan, allowed, clock)
         return clock
-
-
-def _check_island_result(name: str, result: torch.Tensor, plan: CallPlan) -> None:
-    """Raise `InputError` if the result of an island is not what the program reads."""
-    if name in plan.input_shapes and (result.shape != plan.input_shapes[name] or result.device.type != "cpu"):
-        given = f"it is {list(result.shape)} on {result.device}"
-        problem = f"{given}, but the program reads {plan.input_shapes[name]} on the CPU"
-        raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
 
 
 def _is_shape(value: Any) -> bool:

@@ -265,7 +265,7 @@ class QuantizedModel(ProgramModule):
         leaves = [tensor.clone() for tensor in tensors]
         with torch.no_grad():
             tensors = [*leaves, *initial_state(self.signature)]
-            values = self._run(tensors, self._plan_for(leaves), torch.get_num_threads())
+            values = self._run(tensors, self._plan_for(leaves), torch.get_num_threads(), keep=True)
         exact = exact_values(self.graph)
         names = [*self._written, *self._outputs]
         return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
