@@ -219,6 +219,7 @@ SPELLED = {
     "erf of another value": (lambda m, x: m.c(x) * 0.5 * (1.0 + torch.erf(x[:, :6] / 2**0.5)), "fuse_gelu", 0),
     "roll": (lambda m, x: m.c(x).roll((2, -3), (2, 3)), "decompose_roll", 1),
     "roll by all and by nothing": (lambda m, x: m.c(x).roll((9, 1), (2, 3)), "decompose_roll", 1),
+    "roll one axis of two": (lambda m, x: m.c(x).roll((2, 0), (2, 3)), "decompose_roll", 1),
     "roll flattened": (lambda m, x: m.c(x).roll(5), "decompose_roll", 0),
     "roll the batch": (lambda m, x: m.c(x).roll(1, 0), "decompose_roll", 0),
     "constant": (lambda m, x: m.c(x) * torch.tensor(3.0) - torch.tensor([[[2.0]]]), "scalar_constants_to_numbers", 2),

@@ -121,6 +121,32 @@ def test_neighbouring_axes_are_merged_where_a_permutation_has_too_many():
         assert sqnr(lowered(batch), model(batch)) > 30
 
 
+class VideoWindows(nn.Module):
+    """Windows of a video as in Swin Transformer 3D, which divide three axes and permute eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, frames, height, width, channels = x.shape
+        windows = x.view(n, frames // 2, 2, height // 3, 3, width // 2, 2, channels)
+        windows = windows.permute(0, 1, 3, 5, 2, 4, 6, 7).reshape(-1, 12, channels)
+        windows = self.inside(windows).relu()
+        windows = windows.view(n, frames // 2, height // 3, width // 2, 2, 3, 2, channels)
+        return self.outside(windows.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(x.shape))
+
+
+def test_windows_of_three_axes_are_permuted_with_merged_axes():
+    x = torch.randn(3, 4, 6, 6, 8, generator=torch.Generator().manual_seed(3))
+    model = randomize(VideoWindows())
+    reference, lowered = quantized(model, x, recipe=Recipe.named("transformer"))
+    assert not lowered.islands, lowered.skipped
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(lowered(batch), reference(batch), rtol=1e-4, atol=1e-4)
+        assert sqnr(lowered(batch), model(batch)) > 30
+
+
 class Drawn:
     """A graph that grows by drawn operators, each computed at once."""
 
@@ -148,7 +174,7 @@ class Drawn:
         shape, draw = list(self.value.shape), data.draw
         axis = draw(st.integers(0, len(shape) - 1))
         before, size, after = shape[:axis], shape[axis], shape[axis + 1 :]
-        kind = draw(st.sampled_from(["permute", "slice", "linear", "merge", "split"][: 5 if len(shape) < 6 else 4]))
+        kind = draw(st.sampled_from(["permute", "slice", "linear", "merge", "split"][: 5 if len(shape) < 9 else 4]))
         if kind == "permute":
             self.add(ATEN.permute.default, draw(st.permutations(range(len(shape)))))
         elif kind == "slice":

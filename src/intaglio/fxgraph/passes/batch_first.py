@@ -1,4 +1,4 @@
-"""Removal of permutations that move the batch axis away and back."""
+"""Shorter data movement: permutations that move the batch axis away and back, and permutations of many axes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ class AxisOrder:
     """Axes of a value as factors of the axes of its source.
 
     Attributes:
-        source: the atoms of each source axis.
-        axes: the atoms of each axis, outermost first; empty for axes of size 1.
-        roams: whether the batch left the first position at some step.
+        source: the factors of each source axis.
+        axes: the factors of each axis, outermost first; empty for axes of size 1.
+        batch_ever_moved: whether the batch left the first position at some step.
+        most_axes: largest number of axes at any step.
     """
 
     source: list[list[AxisFactor]]
     axes: list[list[AxisFactor]] = field(default_factory=list)
     batch_ever_moved: bool = False
+    most_axes: int = 0
 
     def batch_moved(self) -> bool:
         """Return whether the first axis no longer starts with the source's first axis."""
@@ -116,6 +118,7 @@ def _axis_order_after(moves: Sequence[fx.Node]) -> AxisOrder | None:
         if not is_known:
             return None
         axis_order.batch_ever_moved |= axis_order.batch_moved()
+        axis_order.most_axes = max(axis_order.most_axes, len(axis_order.axes))
     return axis_order
 
 
@@ -142,7 +145,7 @@ def _slice(axis_order: AxisOrder, node: fx.Node) -> bool:
 
 
 def _reshape(axis_order: AxisOrder, shape: Shape) -> bool:
-    """Distribute the atoms over a new shape, and split those that are too large for an axis."""
+    """Distribute the factors over a new shape, and split those that are too large for an axis."""
     waiting = [factor for axis in axis_order.axes for factor in axis]
     axes: list[list[AxisFactor]] = []
     for size in shape:
@@ -165,7 +168,7 @@ def _reshape(axis_order: AxisOrder, shape: Shape) -> bool:
 
 
 def _split(axis_order: AxisOrder, waiting: list[AxisFactor], outer: Dim) -> bool:
-    """Split the first waiting atom in two, with an outer one of size `outer`."""
+    """Split the first waiting factor in two, with an outer one of size `outer`."""
     factor = waiting[0]
     inner = divide(factor.size, outer) or None
     if inner is None or factor.count != factor.size:
@@ -245,12 +248,17 @@ def _insert_movement(
 
 
 def _shorten_movement(end: fx.Node) -> bool:
-    """Replace data movement that moves the batch away and back by the shortest equivalent."""
+    """Replace data movement that moves the batch away and back, or has too many axes, by the shortest equivalent."""
     found = _movement_source(end)
-    if found is None or not found[1].batch_ever_moved or found[1].batch_moved():
+    if found is None:
         return False
     source, axis_order = found
+    there_and_back = axis_order.batch_ever_moved and not axis_order.batch_moved()
+    if not there_and_back and axis_order.most_axes <= MAX_AXES:
+        return False
     steps = _shortest_movement(axis_order, known_type(source).shape, known_type(end).shape)
+    if not there_and_back and any(len(shape) > MAX_AXES for _, shape, _ in steps or ()):
+        return False
     value = None if steps is None else _insert_movement(end, source, steps)
     if value is None:
         return False

@@ -211,7 +211,9 @@ def _rolled_axes(node: fx.Node) -> list[tuple[int, int]] | None:
         return None
     given, shape = arguments(node), known_type(node).shape
     shifts, axes = given["shifts"], [axis % len(shape) for axis in given["dims"]]
-    if not axes or not all(isinstance(n, int) and n for n in (*shifts, *(shape[axis] for axis in axes))):
+    if not axes or not all(isinstance(number, int) for number in (*shifts, *(shape[axis] for axis in axes))):
+        return None
+    if any(shape[axis] == 0 for axis in axes):
         return None
     found = [(axis, -shift % shape[axis]) for axis, shift in zip(axes, shifts, strict=True)]
     return [(axis, cut) for axis, cut in found if cut]
