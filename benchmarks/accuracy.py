@@ -10,12 +10,18 @@ share of images that get the class the float model gives them; and the signal-to
     python benchmarks/accuracy.py --data FOLDER --networks efficientnet_lite0 --images 128 --batch 32 --limit 512
 
 EfficientNet-Lite0 gets the same photographs, enlarged to its size. It has classes of its own, so it has no top-1.
+
+Seconds are those until the engine could be called, its imports included, with nothing compiled before; MB are the peak
+of the process meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
+import tempfile
+import time
 from pathlib import Path
 
 import fresh
@@ -40,7 +46,11 @@ def score(engine: str, network: str, arguments: argparse.Namespace) -> dict[str,
     calibration = [(resized(batch),) for batch in images[: arguments.images].split(arguments.batch)]
     results = {}
     with torch.no_grad():
+        begin = time.perf_counter()
         run = ENGINES[engine](model, calibration[0], calibration, arguments.threads)
+        run(*calibration[0])  # torchao compiles at the first call
+        cost = {"seconds": time.perf_counter() - begin}
+        cost["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         for split in [split for split in SPLITS if (arguments.data / f"cifar10_{split}.npz").exists()]:
             _, images, labels = networks.cifar10(arguments.data, split)
             images, labels = images[: arguments.limit], labels[: arguments.limit]
@@ -52,6 +62,7 @@ def score(engine: str, network: str, arguments: argparse.Namespace) -> dict[str,
                 "top1": 100 * (got.argmax(1) == labels).double().mean().item() if got.shape[1] == CLASSES else None,
                 "agreement": 100 * (got.argmax(1) == expected.argmax(1)).double().mean().item(),
                 "sqnr_db": -10 * torch.log10(noise + 1e-14).item(),
+                **cost,
             }
     return results
 
@@ -78,18 +89,22 @@ def main() -> None:
     console, results = Console(highlight=False), {}
     for network in arguments.networks.split(","):
         table = Table(title=network)
-        for column in ("images", "engine", "top-1 %", "agreement %", "SQNR dB"):
+        for column in ("images", "engine", "top-1 %", "agreement %", "SQNR dB", "s", "peak MB"):
             table.add_column(column, justify="left" if column == "engine" else "right")
         for engine in arguments.engines.split(","):
             try:
-                found = results[f"{network}/{engine}"] = fresh.call(score, engine, network, arguments)
+                with tempfile.TemporaryDirectory() as folder:  # an empty cache of kernels
+                    caches = {"INTAGLIO_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+                    found = fresh.call(score, engine, network, arguments, environment=caches)
             except fresh.FailedError as error:
                 console.print(f"{engine} on {network} failed: {error}", markup=False)
                 continue
+            results[f"{network}/{engine}"] = found
             for split, figures in found.items():
                 shares = [figures[key] for key in ("top1", "agreement")]
                 shares = ["-" if share is None else f"{share:.2f}" for share in shares]
-                table.add_row(f"{figures['images']} {split}", engine, *shares, f"{figures['sqnr_db']:.1f}")
+                costs = f"{figures['sqnr_db']:.1f}", f"{figures['seconds']:.1f}", f"{figures['peak_mb']:.0f}"
+                table.add_row(f"{figures['images']} {split}", engine, *shares, *costs)
         console.print(table)
     record.append("accuracy", arguments, results)
 

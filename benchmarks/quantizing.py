@@ -2,11 +2,12 @@
 
     python benchmarks/quantizing.py
     python benchmarks/quantizing.py --networks resnet50,bert --engines intaglio,openvino --samples 128 --batch 16
+    python benchmarks/quantizing.py --engines intaglio,before --before ../checkout-of-an-earlier-commit
 
 Every engine runs in a process of its own, with an empty kernel cache, and is given the float model and the samples in
 memory. The clock starts when PyTorch and the engine are imported and ends when the first call could be made. OpenVINO
 converts the PyTorch model itself; ONNX Runtime's time includes the export to ONNX, and torchao's the compilation by
-Inductor, at the first call.
+Inductor, at the first call. The engine ``before`` is intaglio as it is in another folder, to compare two commits.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import importlib
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fresh
@@ -29,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-MODULES = {"intaglio": ("intaglio",), "openvino": ("openvino", "nncf")}
+MODULES = {"intaglio": ("intaglio",), "before": ("intaglio",), "openvino": ("openvino", "nncf")}
 """Engine -> what is imported before the clock starts."""
 
 
@@ -47,23 +50,27 @@ def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
     return ov.compile_model(quantized, "CPU", openvino_options(threads))
 
 
-def cost(engine: str, network: str, samples: int, batch: int, threads: int) -> dict[str, float]:
+def cost(engine: str, network: str, samples: int, batch: int, threads: int, source: str) -> dict[str, float]:
     """Return the seconds and the memory in MB of one engine, and the memory before it began."""
+    if engine == "before":
+        sys.path.insert(0, source)
     torch.set_num_threads(threads)
     model, shape = networks.build(network)
     torch.manual_seed(0)
     calibration = [networks.inputs(shape, batch) for _ in range(max(1, samples // batch))]
     for module in MODULES.get(engine, ()):
         importlib.import_module(module)
-    build: Callable[..., Any] = {"openvino": openvino}.get(engine) or ENGINES[engine]
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    if engine == "before" and not Path(sys.modules["intaglio"].__file__ or "").is_relative_to(source):
+        raise RuntimeError("intaglio was imported from another folder")
+    build: Callable[..., Any] = {"openvino": openvino, "before": ENGINES["intaglio"]}.get(engine) or ENGINES[engine]
+    resident, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     run = build(model, calibration[0], calibration, threads)
     if engine == "torchao":
         run(*calibration[0])
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    return {"seconds": seconds, "peak_mb": peak / 1024, "before_mb": before / 1024, "model_mb": parameters / 1e6}
+    return {"seconds": seconds, "peak_mb": peak / 1024, "before_mb": resident / 1024, "model_mb": parameters / 1e6}
 
 
 def main() -> None:
@@ -72,8 +79,12 @@ def main() -> None:
     parser.add_argument("--engines", default="intaglio,openvino")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--before", default="", help="folder of the other checkout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
+    if "before" in arguments.engines.split(",") and not Path(arguments.before, "src", "intaglio").is_dir():
+        parser.error("--before must be the folder of a checkout of intaglio")
+    source = str(Path(arguments.before, "src").absolute())
     table = Table(title=f"quantize and compile, {arguments.samples} samples, {arguments.threads} threads")
     for column in ("network", "engine", "s", "peak MB", "before MB", "float model MB"):
         table.add_column(column)
@@ -81,7 +92,7 @@ def main() -> None:
     quiet = record.idle()
     for network in arguments.networks.split(","):
         for engine in arguments.engines.split(","):
-            given = (engine, network, arguments.samples, arguments.batch, arguments.threads)
+            given = (engine, network, arguments.samples, arguments.batch, arguments.threads, source)
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     found = fresh.call(cost, *given, environment={"INTAGLIO_CACHE_DIR": folder})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -17,18 +18,12 @@ from intaglio.backends.native_backend import CompileOptions, compile_native
 from intaglio.errors import CaptureError, InputError, IntaglioError, UnknownSizeError
 from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
-from intaglio.parts import PartlyQuantizedModel, quantize_parts
+from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check_selectors, quantize_parts
 from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
-from intaglio.quant.calibrate.prepare import (
-    check_parts,
-    check_selectors,
-    prepare_part,
-    quantizer_for_part,
-    with_selectors_of,
-)
+from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
@@ -55,6 +50,8 @@ from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 logger = logging.getLogger("intaglio")
+COLLECTED_BYTES = 1 << 28
+"""Bytes of weights from which those that equalization replaced are freed at once; graphs refer to themselves."""
 
 
 @check_arguments_except("model")
@@ -125,7 +122,7 @@ def quantize(
     data = list(data) if integration is not None and isinstance(data, Iterator) else data
     splits = not strict and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
     kept, data = _kept_first(data) if splits else (None, data)
-    modules: list[tuple[Captured, Prepared]] = []
+    modules: list[PartOutline] = []
 
     def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
         if example is not None and dynamic_shapes is not None:
@@ -135,16 +132,17 @@ def quantize(
         example = example or ExportExample(example_inputs, dynamic_shapes)
         captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
-        prepared = _prepared_for_example(quantizer, example, captured)
-        modules.append((captured, prepared))
-        return _quantized(module, prepared, call, rest, samples, progress, options)
+        own = [_prepared_for_example(quantizer, example, captured)]
+        modules.append(PartOutline.of(captured, *own))
+        del captured
+        return _quantized(module, own, call, rest, samples, progress, options)
 
     try:
         if integration is None:
             return quantize_module(model, data, None)
         whole: QuantizedModel = integration.quantize_model(model, data, quantize_module)
-        check_selectors(quantizer.recipe, [captured for captured, _ in modules])
-        check_parts([prepared for _, prepared in modules])
+        check_selectors(quantizer.recipe, modules)
+        check_parts(modules)
         return whole
     except (CaptureError, UnknownSizeError) as refused:
         if not splits or (kept is not None and modules):  # an iterator may be read to its end after the capture
@@ -167,15 +165,15 @@ def _in_parts(
     options: CompileOptions,
 ) -> PartlyQuantizedModel:
     """Quantize the parts of a model whose capture was refused."""
-    captured_parts: list[Captured] = []
+    parts: list[PartOutline] = []
 
     def quantize_part(part: nn.Module, captured: Captured, call: Call, batches: Any) -> QuantizedModel:
-        captured_parts.append(captured)
-        own = quantizer_for_part(quantizer, captured)
-        return _quantized(part, prepare(captured, own), call, batches, None, False, options)
+        own = [prepare(captured, quantizer_for_part(quantizer, captured))]
+        parts.append(PartOutline.of(captured, *own))
+        return _quantized(part, own, call, batches, None, False, options)
 
     found = quantize_parts(model, data, refused, samples, quantize_part)
-    check_selectors(quantizer.recipe, captured_parts)
+    check_selectors(quantizer.recipe, parts)
     return found
 
 
@@ -200,19 +198,19 @@ def _kept_first(data: Any) -> tuple[list[Any] | None, Any]:
 
 def _quantized(
     model: nn.Module,
-    prepared: Prepared,
+    own: list[Prepared],
     call: Call,
     data: Any,
     samples: int | None,
     progress: bool | None,
     options: CompileOptions,
 ) -> QuantizedModel:
-    """Run the stages that follow `prepare` for one module."""
-    signature, quantizer = prepared.signature, prepared.quantizer
+    """Run the stages after `prepare` for the module in ``own``, which loses it, so that replaced weights are freed."""
+    signature, quantizer = own[0].signature, own[0].quantizer
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(signature, options.tune, range(len(signature.inputs)) if quantizer.input else ())
     given = quantizer.recipe.parameters
-    reference = _calibrate_and_convert(prepared, data, samples, progress) if given is None else convert(prepared, given)
+    reference = _calibrate_and_convert(own, data, samples, progress) if given is None else convert(own.pop(), given)
     if options.on_new_shape == NewShapePolicy.FALLBACK:
         options = replace(options, float_model=model)
     quantized = compile_native(requantize(reference), options, call)
@@ -336,7 +334,7 @@ def autotune(
     if given is not None or not prepared.observers:
         reference = convert(prepared, given)
     else:
-        reference = _convert_with_corrections(prepared, cached, data, samples, progress)
+        reference = _convert_with_corrections([prepared], cached, data, samples, progress)
     exact = copy_model(model).eval() if any(part.training for part in model.modules()) else model
     return autotuned(SearchStart(captured, quantizer, reference, cached), criterion, exact, isa)
 
@@ -374,11 +372,11 @@ def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call,
     return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}), data
 
 
-def _calibrate_and_convert(prepared: Prepared, data: Any, samples: int | None, progress: bool | None) -> Reference:
+def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, progress: bool | None) -> Reference:
     """Calibrate and convert. A model whose activations are all quantized dynamically needs no data."""
-    if not prepared.observers:
-        return convert(prepared)
-    return _convert_with_corrections(prepared, *_cached_batches(prepared, data, samples), samples, progress)
+    if not own[0].observers:
+        return convert(own.pop())
+    return _convert_with_corrections(own, *_cached_batches(own[0], data, samples), samples, progress)
 
 
 def _cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
@@ -388,12 +386,15 @@ def _cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple
 
 @kept_memory()
 def _convert_with_corrections(
-    prepared: Prepared, cached: list[Any], data: Any, samples: int | None, progress: bool | None
+    own: list[Prepared], cached: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:
     """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only calibrate and
     convert."""
+    prepared = own.pop()
     if not cached and Group.current().size == 1:
         return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
     prepared = equalize(prepared, cached)
+    if sum(tensor.nbytes for tensor in prepared.module.buffers()) > COLLECTED_BYTES:
+        gc.collect()
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
     return convert(prepared, ranges, correct(prepared, ranges, cached))

@@ -7,6 +7,7 @@ import ctypes
 import threading
 import warnings
 from functools import cache
+from pathlib import Path
 
 from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
@@ -15,7 +16,12 @@ from intaglio.native import cpu as machine
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 """C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
 
-SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in ("pool", "statistics", "squared_sums", "weight_columns"))
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+"""Functions of an OpenMP library that starts threads as GCC's does."""
+
+SOURCE = "".join(
+    f'#include "base/{name}.cpp"\n' for name in ("pool", "openmp", "statistics", "squared_sums", "weight_columns")
+)
 
 
 class NativeCounts(ctypes.Structure):
@@ -35,6 +41,7 @@ _ARRAY, _COUNT, _INT, _VALUE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ct
 SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_use_openmp": (ctypes.c_void_p,) * 3,
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
     "intaglio_squared_sums": (_ARRAY, _ARRAY, _COUNT, _INT, _ARRAY),
@@ -52,7 +59,23 @@ def open_library(isa: str) -> ctypes.CDLL:
             problem = f"this library of the kernel cache has no function {name}, so intaglio did not write it"
             raise BuildError(str(path), None, problem, remedy="delete the file and run the program again")
         function.argtypes, function.restype = types, None
+    if (found := _openmp_of_torch()) is not None:
+        library.intaglio_use_openmp(*found)
     return library
+
+
+def _openmp_of_torch() -> list[int | None] | None:
+    """Return the addresses of `OPENMP` in the library that PyTorch is linked with; ``None`` if there is none."""
+    try:
+        with Path("/proc/self/maps").open() as lines:
+            paths = (line.split(maxsplit=5)[-1].strip() for line in lines)
+            path = next((path for path in paths if path.endswith("/libtorch_cpu.so")), None)
+        if path is None:
+            return None
+        library = ctypes.CDLL(path)  # symbols of the libraries that it is linked with are found through it
+        return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in OPENMP]
+    except (OSError, AttributeError):
+        return None
 
 
 @cache

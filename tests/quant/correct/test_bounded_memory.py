@@ -1,4 +1,4 @@
-"""Corrections of layers with many weights for each result, in processes with limited memory."""
+"""Memory for quantizing: layers with many weights for each result, and the number of copies of weights."""
 
 import subprocess
 import sys
@@ -38,3 +38,46 @@ def test_large_layers_are_quantized_in_8_gb(layer):
         [sys.executable, "-c", SCRIPT.format(layer=layer)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+COUNTING = """
+import gc
+import torch
+from torch import nn
+import intaglio
+from intaglio import api
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(48), nn.Linear(48, 176), nn.Linear(176, 48)
+        self.norm.weight.data = torch.linspace(0.05, 6, 48)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+def counting(name):
+    original = getattr(api, name)
+
+    def counted(prepared, *arguments, **settings):
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+        print(name, len({one.data_ptr() for one in tensors if one.shape == (176, 48)}))
+        return original(prepared, *arguments, **settings)
+
+    setattr(api, name, counted)
+
+counting("equalize")
+counting("correct")
+torch.manual_seed(0)
+x = torch.randn(16, 9, 48) * torch.linspace(0.1, 8, 48)
+model = nn.Sequential(Block(), Block())
+quantized = intaglio.quantize(model, [x, 2 * x, x + 1, x - 1], recipe="transformer", progress=False)
+print(quantized.text("corrections").splitlines()[0][:17])
+"""
+
+
+def test_weights_that_equalization_replaces_are_freed():
+    done = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, check=True)
+    smoothed, copies = "smooth: 2 values,", 4  # the weights of the model and of its copy, and then the equalized ones
+    assert done.stdout.splitlines() == [f"equalize {copies}", f"correct {copies}", smoothed]

@@ -6,3 +6,7 @@
 #define INTAGLIO_EXPORT extern "C" __attribute__((visibility("default")))
 
 INTAGLIO_EXPORT void intaglio_parallel(IntaglioBody body, void* context, int threads);
+
+// Run a body as intaglio_parallel does, in threads of PyTorch's OpenMP library if it is known. The body may get fewer
+// threads, and must not wait for other threads.
+void parallel_between_operators(IntaglioBody body, void* context, int threads);

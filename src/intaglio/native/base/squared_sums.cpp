@@ -64,5 +64,5 @@ INTAGLIO_EXPORT void intaglio_squared_sums(const float* exact, const float* othe
                                            double* blocks) {
     SquaredSumsJob job{exact, other, count, blocks};
     const int64_t most = count / (kBlockOfSums * kBlocksOfThread) + 1;
-    if (count) intaglio_parallel(squared_sums_body, &job, int(threads < most ? threads : most));
+    if (count) parallel_between_operators(squared_sums_body, &job, int(threads < most ? threads : most));
 }

@@ -162,7 +162,7 @@ INTAGLIO_EXPORT void intaglio_channel_extrema(const float* x, int64_t outer, int
                                               int threads, float* low, float* high) {
     ChannelJob job{x, outer, channels, inner, low, high};
     threads = useful_threads(outer * channels * inner, threads);
-    intaglio_parallel(channel_body, &job, threads < channels ? threads : int(channels));
+    parallel_between_operators(channel_body, &job, threads < channels ? threads : int(channels));
 }
 
 // ---- counts --------------------------------------------------------------------------------------------------------
@@ -375,5 +375,5 @@ INTAGLIO_EXPORT void intaglio_count(const float* x, int64_t rows, int64_t column
     *total = IntaglioCounts{kInf, -kInf, 0, 0, 0, kLowest};
     for (int64_t row = 0; row < rows; ++row) low[row] = kInf, high[row] = -kInf;
     CountJob job{x, rows, columns, low, high, bins, sketch, sums, total};
-    if (rows * columns) intaglio_parallel(count_body, &job, useful_threads(rows * columns, threads));
+    if (rows * columns) parallel_between_operators(count_body, &job, useful_threads(rows * columns, threads));
 }

@@ -110,5 +110,6 @@ INTAGLIO_EXPORT void intaglio_round_columns(const double* weight, const double* 
     ColumnsJob job{weight,   steps,    lower,    pivots,   added,    spread,   quantized, error, totals, sizes[0],
                    sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7],  low,   high};
     const int64_t most = job.groups * job.rows * job.width * job.width / 2 / kWork + 1;
-    if (job.groups * job.width * job.rows) intaglio_parallel(columns_body, &job, int(threads < most ? threads : most));
+    if (job.groups * job.width * job.rows)
+        parallel_between_operators(columns_body, &job, int(threads < most ? threads : most));
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
-from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.user_patterns import patterns_of
 from intaglio.signature import bind, dims_of
 from intaglio.tracing.captured import Captured, GraphStage, expect
@@ -176,18 +175,12 @@ def prepare_part(captured: Captured, quantizer: Quantizer) -> Prepared:
     return _prepared(copy_graph(captured.module), captured, quantizer, PTQ_PASSES)
 
 
-def check_parts(parts: Sequence[Prepared]) -> None:
-    """Raise `UnsupportedError` if nothing in the modules that a model is made of is quantized."""
-    if not any(map(_quantizes_something, parts)):
-        raise _nothing_quantized("")
-
-
 def prepare_with_passes(
     module: fx.GraphModule, captured: Captured, quantizer: Quantizer, passes: PassLists
 ) -> Prepared:
     """Prepare a module with the given passes; the module is rewritten in place."""
     prepared = _prepared(module, captured, quantizer, passes)
-    if not _quantizes_something(prepared):
+    if not quantizes_something(prepared):
         annotations = prepared.annotations
         worst = sorted(annotations.skipped, key=lambda skip: -skip.macs)[:3]
         reasons = "; ".join(dict.fromkeys(map(str, worst)))
@@ -201,18 +194,18 @@ def prepare_with_passes(
                 "it is quantized already, and nothing else in it can be quantized",
                 remedy="import it with its quantization: intaglio.stages.from_qdq(model, example_inputs)",
             )
-        raise _nothing_quantized(reasons)
+        raise nothing_quantized(reasons)
     return prepared
 
 
-def _nothing_quantized(reasons: str) -> UnsupportedError:
+def nothing_quantized(reasons: str) -> UnsupportedError:
     """Return the error for a model in which nothing is quantized."""
     problem = "nothing in it can be quantized" + (f": {reasons}" if reasons else "")
     remedy = "check the recipe, and that the model has convolutions or linear layers with float32 weights"
     return UnsupportedError("model", None, problem, remedy=remedy)
 
 
-def _quantizes_something(prepared: Prepared) -> bool:
+def quantizes_something(prepared: Prepared) -> bool:
     """Return whether anything in a prepared model or in the bodies of its loops is quantized."""
     return any(_is_wanted(one.annotations) for one in (prepared, *prepared.bodies.values()))
 
@@ -266,13 +259,8 @@ def _prepared(
     )
 
 
-def check_selectors(recipe: Recipe, parts: Sequence[Captured]) -> None:
-    """Raise `SelectorError` if a selector matches no operator of any of these parts of a model."""
-    classes = {name: kind for part in parts for name, kind in part.classes.items()}
-    recipe.check([one for part in parts for one in _origins(part)], classes)
-
-
-def _origins(captured: Captured) -> list[Origin]:
+def origins_of(captured: Captured) -> list[Origin]:
+    """Return where each operator of a captured model and of its loop bodies comes from."""
     return [origin(node) for node in nodes_with_loop_bodies(captured.module) if node.op == "call_function"]
 
 
@@ -292,7 +280,7 @@ def quantizer_for_part(quantizer: Quantizer, part: Captured) -> Quantizer:
 
 def with_selectors_of(quantizer: Quantizer, part: Captured) -> Quantizer:
     """Return the quantizer without the selectors that match no operator of a part of a model."""
-    return replace(quantizer, recipe=quantizer.recipe.for_part(_origins(part), part.classes))
+    return replace(quantizer, recipe=quantizer.recipe.for_part(origins_of(part), part.classes))
 
 
 def run_passes(module: fx.GraphModule, quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:

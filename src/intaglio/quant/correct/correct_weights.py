@@ -35,7 +35,7 @@ from intaglio.quant.correct.second_moments import Moments, has_moments, moments,
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
-from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
+from intaglio.quant.qdq.weight_grid import WeightGrid, narrow, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
@@ -123,6 +123,7 @@ class _WeightCorrector:
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
             why.
+        last_set: weight node of the last region whose weight was set.
     """
 
     evaluation: LayerwiseEvaluation
@@ -135,6 +136,7 @@ class _WeightCorrector:
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     imported_noise: dict[str, float] = field(default_factory=dict)
     left_out: dict[Region, str] = field(default_factory=dict)
+    last_set: fx.Node | None = None
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -171,7 +173,7 @@ class _WeightCorrector:
             chosen = fit.validated(parts)
             self._record_noise(setting.rounding, chosen, parts.errors(rows))
             q, grid, step = chosen.qparams, chosen.grid, chosen.step
-            self.quantized_weights[site.name] = chosen.quantized.reshape(weight.shape).numpy().astype(np.int32)
+            self.quantized_weights[site.name] = narrow(chosen.quantized.reshape(weight.shape).numpy())
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
         self._set_weight(weight_node, grid, quantized_now)
@@ -181,7 +183,13 @@ class _WeightCorrector:
             self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, parts, split)
 
     def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
-        """Let the evaluation use the dequantized weight from now on."""
+        """Let the evaluation use the dequantized weight from now on, and drop that of the operator before.
+
+        A weight that several operators read stays.
+        """
+        if self.last_set is not None and self.last_set is not node and len(self.last_set.users) == 1:
+            del self.evaluation.weights[self.last_set.name]
+        self.last_set = node
         self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
 
     def _operands(self, x: fx.Node) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from intaglio.errors import CalibrationError
-from intaglio.fxgraph.graph_passes import copy_graph
+from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -83,6 +83,7 @@ def apply_equalization(
     plain = {values[site].name: tensor for site, tensor in factors.items() if site not in smoothed}
     _rewrite(module, every.regions, [values[s] for s in factors if s not in smoothed], plain)
     smooth(module, [smoothed[site] for site in factors if site in smoothed], own)
+    drop_unused_constants(module)
     return _with_report(reprepare(prepared, module), found, report)
 
 

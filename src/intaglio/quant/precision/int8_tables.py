@@ -31,10 +31,14 @@ from intaglio.quant.recipes.choices import Role
 
 MOST_DECIBELS = 0.05
 """Signal-to-noise ratio that all int8 tables together may cost in each result of the model."""
+LEAST_SHARE = 0.001
+"""Share of the bytes of all parameters below which a table is not worth the runs that measure its rounding."""
 
 
 def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, float]:
     """Return the tables whose rounding adds little to the noise of all other quantization, largest first.
+
+    Tables of less than `LEAST_SHARE` of the parameters stay in float.
 
     The noise of a table is that of the float model with this table rounded. The other noise is that of the float model
     with all activations and weights rounded to nearest, so that a table is chosen only if it costs little in int8.
@@ -48,7 +52,13 @@ def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, flo
         Name of an embedding's value -> what its table costs, in decibels.
     """
     annotations = prepared.annotations
-    undecided = [node for node in _undecided(annotations) if not _has_float_readers(node.args[0], annotations)]
+    least = LEAST_SHARE * sum(values.nbytes for values in annotations.module.buffers())
+    undecided = [
+        node
+        for node in _undecided(annotations)
+        if getattr(annotations.module, str(node.args[0].target)).nbytes >= least
+        and not _has_float_readers(node.args[0], annotations)
+    ]
     results = [node for node in annotations.module.graph.output_node().all_input_nodes if node.op != "placeholder"]
     if not undecided or not results:
         return {}

@@ -47,6 +47,12 @@ class WeightGrid:
         return (quantized * self.multiples).astype(np.int8)
 
 
+def narrow(quantized: np.ndarray) -> np.ndarray:
+    """Return quantized values in the smallest signed integer type that holds them."""
+    low, high = (int(edge) for edge in (quantized.min(initial=0), quantized.max(initial=0)))
+    return quantized.astype(np.min_scalar_type(min(low, -1 - high)))
+
+
 def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> WeightGrid:
     """Return the grid of a weight with known scales.
 
