@@ -103,6 +103,13 @@ def openvino_int8(model: nn.Module, example: Inputs, calibration: list[Inputs], 
         return openvino_call(openvino_int8_model(model, example, calibration, Path(folder)), threads)
 
 
+def openvino_int8_default(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Run:
+    """The same with OpenVINO's default precision of float values, which is bfloat16 on processors that have it."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = openvino_int8_model(model, example, calibration, Path(folder))
+        return openvino_call(built, threads, precision=None)
+
+
 def openvino_int8_model(model: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> Any:
     import nncf
     import openvino as ov
@@ -185,6 +192,7 @@ ENGINES: dict[str, Callable[..., Run]] = {
         onnxruntime_int8,
         openvino,
         openvino_int8,
+        openvino_int8_default,
         intaglio,
         intaglio_precise,
         intaglio_accurate,
@@ -222,12 +230,13 @@ def onnxruntime_call(path: Path, threads: int) -> Run:
     )
 
 
-def openvino_options(threads: int) -> dict[str, Any]:
-    return {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
+def openvino_options(threads: int, precision: str | None = "f32") -> dict[str, Any]:
+    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    return options if precision is None else {**options, "INFERENCE_PRECISION_HINT": precision}
 
 
-def openvino_call(model: object, threads: int) -> Run:
+def openvino_call(model: object, threads: int, precision: str | None = "f32") -> Run:
     import openvino as ov
 
-    asked = ov.Core().compile_model(model, "CPU", openvino_options(threads)).create_infer_request()
+    asked = ov.Core().compile_model(model, "CPU", openvino_options(threads, precision)).create_infer_request()
     return lambda *inputs: torch.from_numpy(asked.infer([tensor.numpy() for tensor in inputs])[0])

@@ -20,11 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cost_tables
 import zoo_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "zoo.md", ROOT / "benchmarks" / "README.md")
+PAGES = tuple(
+    ROOT / name for name in ("README.md", "docs/index.md", "docs/corrections.md", "docs/zoo.md", "benchmarks/README.md")
+)
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 """Text between two comments, which `fill` writes. The first comment names the row of `TABLES`."""
 
@@ -317,6 +320,9 @@ TABLES = {
     "zoo": lambda: zoo_tables.page(recorded("zoo"), table),
     "zoo_blind": lambda: table(*zoo_tables.blind(recorded("zoo"))),
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
+    "quantizing": lambda: table(*cost_tables.quantizing(recorded("quantizing"))),
+    "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
+    "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
 

@@ -32,8 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-MODULES = {"intaglio": ("intaglio",), "before": ("intaglio",), "openvino": ("openvino", "nncf")}
+MODULES = {"intaglio": ("intaglio.api",), "before": ("intaglio.api",), "openvino": ("openvino", "nncf")}
 """Engine -> what is imported before the clock starts."""
+PAUSE = 2
+"""Seconds before each engine, in which the process of the last one ends and its memory is freed."""
 
 
 def openvino(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> Any:
@@ -79,12 +81,12 @@ def main() -> None:
     parser.add_argument("--engines", default="intaglio,openvino")
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--before", default="", help="folder of the other checkout")
+    parser.add_argument("--before", type=Path, default=Path(), help="folder of the other checkout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    if "before" in arguments.engines.split(",") and not Path(arguments.before, "src", "intaglio").is_dir():
+    if "before" in arguments.engines.split(",") and not (arguments.before / "src" / "intaglio").is_dir():
         parser.error("--before must be the folder of a checkout of intaglio")
-    source = str(Path(arguments.before, "src").absolute())
+    source = str((arguments.before / "src").absolute())
     table = Table(title=f"quantize and compile, {arguments.samples} samples, {arguments.threads} threads")
     for column in ("network", "engine", "s", "peak MB", "before MB", "float model MB"):
         table.add_column(column)
@@ -92,10 +94,12 @@ def main() -> None:
     quiet = record.idle()
     for network in arguments.networks.split(","):
         for engine in arguments.engines.split(","):
+            time.sleep(PAUSE)
             given = (engine, network, arguments.samples, arguments.batch, arguments.threads, source)
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    found = fresh.call(cost, *given, environment={"INTAGLIO_CACHE_DIR": folder})
+                    caches = {"INTAGLIO_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": folder}
+                    found = fresh.call(cost, *given, environment=caches)
                 except fresh.FailedError as error:
                     table.add_row(network, engine, str(error)[:60])
                     continue

@@ -47,6 +47,37 @@ def test_quantize_shows_all_stages_with_their_numbers_and_layers(display):
     assert display.closed == 1
 
 
+def test_compare_shows_how_many_samples_are_done(display):
+    model = intaglio.quantize(NET, DATA, progress=False)
+    intaglio.compare(NET, model, DATA, samples=12, progress=True)
+    assert [entry for entry in display.seen if entry[0] == "compare"] == [("compare", n, 12, "") for n in (0, 4, 8)]
+    count = len(display.seen)
+    intaglio.compare(NET, model, DATA, progress=False)
+    assert len(display.seen) == count
+
+
+def test_report_and_explain_show_the_changes_they_try(display):
+    model = intaglio.quantize(NET, DATA, progress=False)
+    intaglio.report(NET, model, DATA, calls=2, tries=1, progress=True)
+    stages = list(dict.fromkeys(stage for stage, *_ in display.seen))
+    assert stages == ["1/4 capture", "2/4 compare", "3/4 profile", "4/4 changes"]
+    changes = [(done, total, what) for stage, done, total, what in display.seen if stage == "4/4 changes"]
+    assert [done for done, _, _ in changes] == list(range(changes[0][1]))
+    assert all(what for _, _, what in changes)
+    display.seen.clear()
+    intaglio.explain(model, "0", NET, DATA, calls=2, progress=True)
+    assert set(stages) == {stage for stage, *_ in display.seen}
+    assert display.closed == 2
+
+
+def test_autotune_shows_its_trials(display):
+    metrics = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9])
+    with pytest.warns(UserWarning, match="no trial reaches the metric"):
+        intaglio.autotune(NET, DATA, lambda model: next(metrics), evaluations=3, progress=True)
+    trials = [(done, total, what) for stage, done, total, what in display.seen if stage == "5/5 trials"]
+    assert trials == [(1, 3, "0 more in float"), (2, 3, "2 more in float")]
+
+
 def test_nothing_is_shown_if_it_is_switched_off(display):
     intaglio.quantize(NET, DATA, progress=False)
     assert display.seen == []

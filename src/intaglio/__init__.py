@@ -11,6 +11,7 @@ __all__ = [
     "CompileOptions",
     "Image",
     "PartlyQuantizedModel",
+    "Pool",
     "QuantizedModel",
     "Recipe",
     "Report",
@@ -43,12 +44,14 @@ if TYPE_CHECKING:
     from intaglio.reporting.explanation import explain
     from intaglio.reporting.make_report import Report, report
     from intaglio.runtime import QuantizedModel
+    from intaglio.serving import Pool
     from intaglio.tune.compare_models import compare
 else:
     MODULES = {
         "CompileOptions": "intaglio.backends.native_backend",
         "Image": "intaglio.quant.recipes.image",
         "PartlyQuantizedModel": "intaglio.parts",
+        "Pool": "intaglio.serving",
         "QuantizedModel": "intaglio.runtime",
         "Recipe": "intaglio.quant.recipes.recipe",
         "Report": "intaglio.reporting.make_report",

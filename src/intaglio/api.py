@@ -273,6 +273,7 @@ def from_checkpoint(
 
 @check_arguments_except("model")
 @log_once()
+@shows_progress("capture", "equalize", "calibrate", "correct", "trials", only_if=lambda: not Group.current().rank)
 def autotune(
     model: nn.Module,
     data: Any,
@@ -364,8 +365,7 @@ def _capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_sha
 
 
 def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call, Any]:
-    """Return the arguments of the example call (default: those of the first batch), and data that still starts with
-    it."""
+    """Return the arguments of the example call, by default the first batch, and data that still starts with it."""
     if example_inputs is None:
         first, data = peek(data)
         return binder_for(model)(first), data

@@ -126,7 +126,20 @@ def test_help_does_not_wait_for_torch(words):
 
 def test_every_command_has_help(run):
     text = ok(run("--help"))
-    for command in ("demo", "doctor", "quantize", "inspect", "compare", "report", "explain", "bench"):
+    shown = (
+        "demo",
+        "doctor",
+        "quantize",
+        "inspect",
+        "compare",
+        "report",
+        "explain",
+        "diff",
+        "export",
+        "verify",
+        "bench",
+    )
+    for command in shown:
         assert command in text
         assert "--json" in ok(run(command, "--help"))
 

@@ -60,6 +60,8 @@ FOLLOWED_ELSEWHERE = {
     "pass what quantize, load or eager.convert returns": "reporting/test_collected_numbers.py",
     "leave samples out": "reporting/test_collected_numbers.py",
     "pass 0 to measure no times": "reporting/test_collected_numbers.py",
+    "pass {}=1, or leave it out": "serving/test_pool.py",
+    "pass a positive {}, or leave it out": "serving/test_pool.py",
     "pass 0 to try no changes": "reporting/test_collected_numbers.py",
     "write it again with this version: report.save_json(path)": "reporting/test_report_json.py",
     "nearest: {}": "reporting/test_explanation.py",

@@ -46,6 +46,7 @@ Shape = Annotated[
     list[str] | None,
     typer.Option(metavar="1,3,224,224", help="Use random numbers of this shape as an input; once per input."),
 ]
+WithExample = Annotated[bool, typer.Option("--with-example", help="Store the arguments of one call for verify.")]
 
 
 class TextStage(StrEnum):
@@ -115,6 +116,7 @@ def quantize(
     example: Annotated[
         str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
     ] = None,
+    with_example: WithExample = False,
     tune: Tune = False,
     evaluate: Annotated[
         str | None,
@@ -136,8 +138,8 @@ def quantize(
     from intaglio.cli.show import show
 
     with _stdout_kept_for_json(json):
-        isas = tuple(name.strip() for name in isa.split(",")) if isa else None
-        request = command.Request(target, data, out, skip or (), only or (), recipe, samples, isas, example)
+        selection = skip or (), only or ()
+        request = command.Request(target, data, out, *selection, recipe, samples, _names(isa), example, with_example)
         if evaluate is None:
             if recipe_out is not None:
                 raise typer.BadParameter(
@@ -265,6 +267,55 @@ def explain(
 
 
 @app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    second: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Another one.")],
+    data: Data = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run both in the interpreter, which is slow, and list values that differ.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what differs between two saved models, and how far their results are from each other."""
+    import intaglio.cli.diff as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run(first, second, data, trace)
+    show(result, json, command.render)
+
+
+@app.command()
+def export(
+    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the sources, which is created if needed.")],
+    isa: IsaList = None,
+    json: Json = False,
+) -> None:
+    """Write a saved model as C sources that run without Python, with the same bits."""
+    import intaglio.cli.export as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run(target, out, _names(isa))
+    show(result, json, command.render)
+
+
+@app.command()
+def verify(
+    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    json: Json = False,
+) -> None:
+    """Check that this machine gives the same bits as the one that saved a model with an example."""
+    import intaglio.cli.verify_bits as command
+    from intaglio.cli.show import show
+
+    with _stdout_kept_for_json(json):
+        result = command.run(target)
+    show(result, json, command.render)
+
+
+@app.command()
 def bench(
     target: Target,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch size. Default: that of the data.")] = None,
@@ -287,9 +338,14 @@ def bench(
     from intaglio.cli.show import show
 
     with _stdout_kept_for_json(json):
-        names = tuple(name.strip() for name in against.split(",") if name.strip())
+        names = _names(against) or ()
         result = command.run(target, batch, threads, seconds, names, data, example_shape or (), float_model, isa)
     show(result, json, command.render)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """Return the names of a list with commas; ``None`` without a list."""
+    return tuple(name.strip() for name in text.split(",") if name.strip()) if text else None
 
 
 @contextlib.contextmanager

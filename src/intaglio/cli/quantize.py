@@ -20,6 +20,7 @@ from intaglio.cli import targets
 from intaglio.cli.show import Result, coverage_parts, coverage_result
 from intaglio.errors import ArtifactError
 from intaglio.formatting.number_text import size_text
+from intaglio.quant.calibrate.batches import peek
 from intaglio.tune import compare_results
 
 ACCURACY_SAMPLES = 64
@@ -39,6 +40,7 @@ class Request:
     samples: int | None
     isa: Sequence[str] | None
     example: str | None
+    with_example: bool = False
 
     def check(self, recipe_out: Path | None = None) -> None:
         """Raise an error, which names the option, before any work if a file cannot be written."""
@@ -50,6 +52,12 @@ class Request:
                 raise typer.BadParameter(
                     f"the folder {str(path.parent)!r} does not exist; create it first", param_hint=option
                 )
+
+    def example_call(self) -> Any:
+        """Return the arguments of one call: those of ``--example``, else the first batch."""
+        if self.example:
+            return targets.example(self.example)
+        return peek(targets.batches(self.data))[0]
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
@@ -75,7 +83,7 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
     quantized = intaglio.quantize(model, **options, options=compiled, strict=True)
     assert isinstance(quantized, intaglio.QuantizedModel)
-    return {**_save(quantized, request.out, begin), "accuracy": _accuracy(model, quantized, request.data)}
+    return {**_save(quantized, request, begin), "accuracy": _accuracy(model, quantized, request.data)}
 
 
 def _accuracy(model: nn.Module, quantized: intaglio.QuantizedModel, data: str) -> dict[str, Any] | None:
@@ -109,15 +117,15 @@ def run_autotune(
         "left": tuned.left,
         "trials": [asdict(trial) for trial in tuned.trials],
     }
-    return {**_save(tuned.model, request.out, begin), "autotune": found, "report": str(tuned)}
+    return {**_save(tuned.model, request, begin), "autotune": found, "report": str(tuned)}
 
 
-def _save(quantized: Any, out: Path, begin: float) -> dict[str, Any]:
-    quantized.save(out)
+def _save(quantized: Any, request: Request, begin: float) -> dict[str, Any]:
+    quantized.save(request.out, example=request.example_call() if request.with_example else None)
     return {
         "model": quantized.model_info.name,
-        "out": str(out),
-        "file_bytes": out.stat().st_size,
+        "out": str(request.out),
+        "file_bytes": request.out.stat().st_size,
         "seconds": time.perf_counter() - begin,
         "coverage": coverage_result(quantized.coverage),
     }

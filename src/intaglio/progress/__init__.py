@@ -21,7 +21,7 @@ _shown: ContextVar[tuple[Display, Sequence[str]] | None] = ContextVar("shown", d
 
 
 def report_progress(stage: str, done: int = 0, total: int | None = None, what: str = "") -> None:
-    """Report how far a stage is. Nothing happens unless progress is shown.
+    """Report how far a stage is. Nothing happens unless progress is shown, or if it is shown for other stages.
 
     Args:
         stage: what is done, such as "calibrate".
@@ -31,8 +31,10 @@ def report_progress(stage: str, done: int = 0, total: int | None = None, what: s
     """
     if (shown := _shown.get()) is not None:
         display, stages = shown
-        number = f"{stages.index(stage) + 1}/{len(stages)} " if len(stages) > 1 and stage in stages else ""
-        display.show(f"{number}{stage}", done, total, what)
+        if len(stages) < 2:
+            display.show(stage, done, total, what)
+        elif stage in stages:
+            display.show(f"{stages.index(stage) + 1}/{len(stages)} {stage}", done, total, what)
 
 
 def track(items: Iterable[Item], stage: str, total: int | None) -> Iterator[Item]:

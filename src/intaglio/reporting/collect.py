@@ -17,6 +17,7 @@ from intaglio.ir import Graph
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.facts.operator_facts import ModelFacts
 from intaglio.parts import PartlyQuantizedModel
+from intaglio.progress import report_progress
 from intaglio.reporting.operators import OperatorSteps, graph_report, steps_of
 from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
 from intaglio.reporting.run_record import run_record
@@ -134,6 +135,7 @@ def _add_program(
     if facts is None:
         found.limits.append(f"{name or 'model'}: {NO_FACTS}")
         facts = ModelFacts()
+    report_progress("profile")
     profile, problem = _profile(program, run, settings.calls)
     if problem:
         found.limits.append(f"{name or 'model'}: the time of its steps was not measured: {problem}")

@@ -10,6 +10,7 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments_except
 from intaglio.formatting.html_text import definition_list, element
+from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Collection, Settings, collect
 from intaglio.reporting.describe import describe, input_lines
@@ -110,6 +111,7 @@ def _change_line(change: Suggestion) -> tuple[str, str]:
 
 @check_arguments_except("model", "float_model")
 @log_once()
+@shows_progress("capture", "compare", "profile", "changes", only_if=lambda: True)
 def explain(
     model: Any,
     where: str,
@@ -118,6 +120,7 @@ def explain(
     *,
     samples: int | None = 64,
     calls: int = 20,
+    progress: bool | None = None,
 ) -> Explanation:
     """Explain why operators run in int8 or float, where their scales come from, what they cost and what would change.
 
@@ -133,6 +136,7 @@ def explain(
         data: an iterable of batches, as for `compare`.
         samples: number of samples to compare (``None``: all).
         calls: number of timed calls; 0 measures no times.
+        progress: whether to show progress (default: on a terminal and in a notebook).
 
     Returns:
         The explanation, which prints as text and shows as HTML in a notebook.

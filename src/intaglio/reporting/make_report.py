@@ -12,6 +12,7 @@ from intaglio.argument_checks import check_arguments, check_arguments_except, ch
 from intaglio.errors import InputError
 from intaglio.formatting.html_text import definition_list, element, html_table
 from intaglio.output_paths import check_file, read_text, write_text
+from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Settings, collect
 from intaglio.reporting.model_explorer import save_model_explorer
@@ -118,6 +119,7 @@ class Report:
 
 @check_arguments_except("model", "float_model")
 @log_once()
+@shows_progress("capture", "compare", "profile", "changes", only_if=lambda: True)
 def report(
     float_model: nn.Module | None,
     model: Any,
@@ -127,6 +129,7 @@ def report(
     calls: int = 20,
     tries: int = 3,
     against: Any = None,
+    progress: bool | None = None,
 ) -> Report:
     """Measure what a quantized model costs in accuracy and time, operator by operator, for a page to look at.
 
@@ -142,6 +145,7 @@ def report(
         tries: number of operators that are left in float one at a time to see what it gains; 0 tries no changes.
         against: another quantized form of the same model, a `Report`, or the path of a report's JSON file, to show
             beside this one.
+        progress: whether to show progress (default: on a terminal and in a notebook).
 
     Returns:
         The report. Its ``data`` holds the numbers of `compare`, `QuantizedModel.profile` and ``model.coverage``.

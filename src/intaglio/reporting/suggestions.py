@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx
 from intaglio.errors import IntaglioError
 from intaglio.fxgraph.nodes import record_of
 from intaglio.lower.facts.operator_facts import OperatorFacts
+from intaglio.progress import report_progress
 from intaglio.quant.annotate.refusals import macs
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.calibrate.batches import Call
@@ -91,12 +92,19 @@ class Trials:
         Args:
             count: number of the worst operators to leave in float, one at a time; 0 tries nothing.
         """
-        found = map(self.tried, model_changes(self.start, self.comparison, count) if count else ())
+        found = self._tried_all(model_changes(self.start, self.comparison, count) if count else ())
         return tuple(sorted(found, key=lambda one: (bool(one.failure), -one.gain)))
 
     def for_operator(self, facts: OperatorFacts) -> tuple[Suggestion, ...]:
         """Return changes of the kernel of one operator."""
-        return tuple(map(self.tried, operator_changes(self.start, facts)))
+        return tuple(self._tried_all(operator_changes(self.start, facts)))
+
+    def _tried_all(self, changes: Iterable[Change]) -> Iterator[Suggestion]:
+        """Try changes, and report how many are done."""
+        listed = list(changes)
+        for done, change in enumerate(listed):
+            report_progress("changes", done, len(listed), change.title)
+            yield self.tried(change)
 
 
 def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Iterator[Change]:

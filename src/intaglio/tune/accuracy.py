@@ -16,6 +16,7 @@ from torch import nn
 from intaglio import build
 from intaglio.errors import InputError, UnsupportedError
 from intaglio.lower import requantize
+from intaglio.progress import report_progress
 from intaglio.quant.calibrate.calibration_loop import calibrate
 from intaglio.quant.calibrate.prepare import Prepared, prepare
 from intaglio.quant.correct.corrections import Corrected
@@ -210,6 +211,7 @@ def autotuned(start: SearchStart, criterion: Criterion, exact: nn.Module, isa: s
 
     def measure(left: Left) -> float:
         nonlocal best
+        report_progress("trials", len(trials) + 1, criterion.evaluations, f"{len(left)} more in float")
         reference = start.reference_leaving(left) if left else start.reference
         model = build.compile(requantize(reference), isa=isa)
         model.kept_attributes = kept

@@ -21,7 +21,9 @@ from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import is_constant
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
+from intaglio.progress import report_progress, shows_progress
 from intaglio.quant.calibrate.batches import Binder, Call, binder_for, log_once, peek
+from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameters
@@ -39,8 +41,14 @@ from intaglio.tune.verdict import ResultTotals, classifies
 
 @check_arguments
 @log_once()
+@shows_progress("compare", only_if=lambda: not Group.current().rank)
 def compare(
-    exact: nn.Module | Captured | Prepared, quantized: Any, data: Any, *, samples: int | None = None
+    exact: nn.Module | Captured | Prepared,
+    quantized: Any,
+    data: Any,
+    *,
+    samples: int | None = None,
+    progress: bool | None = None,
 ) -> Comparison:
     """Compare a quantized model with its float model on the same batches.
 
@@ -54,6 +62,7 @@ def compare(
         quantized: a `Reference`, an int8 model, another stage, or a converted model of eager mode.
         data: an iterable of batches as for `calibrate`, which is read once.
         samples: number of samples after which to stop (default: all).
+        progress: whether to show progress (default: on a terminal and in a notebook).
 
     Returns:
         The error of every operator alone and accumulated, the error of the results, and a verdict about them.
@@ -148,6 +157,7 @@ def _compared(
     total, outcome, seen = ErrorSums(), ResultTotals(), 0
     calls, digest = list[Call](), hashlib.sha256()
     for item in items:
+        report_progress("compare", seen, samples)
         args, kwargs = compared.binder(item)
         if keep:
             calls.append(clone_tensors((args, kwargs)))

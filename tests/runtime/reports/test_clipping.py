@@ -15,6 +15,7 @@ from intaglio import numerics, stages
 from intaglio.errors import InputError
 from intaglio.quant.calibrate.range_methods import METHODS
 from intaglio.runtime import QuantizedModel
+from intaglio.runtime.reports.clipping import ClippedValue, Clipping
 from support.lowering import quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
@@ -43,6 +44,21 @@ def plain() -> QuantizedModel:
 @pytest.fixture
 def model(plain: QuantizedModel) -> QuantizedModel:
     return copy.deepcopy(plain)
+
+
+def test_prometheus_reads_the_report(model):
+    assert model.clipping.to_prometheus().count("\n") == 4
+    for _ in range(3):
+        model(50 * images())
+    (value,) = model.clipping.values
+    lines = [line for line in model.clipping.to_prometheus().splitlines() if not line.startswith("#")]
+    labels = f'{{module="{value.path}",value="{value.value}"}}'
+    assert lines == [f"intaglio_clipped_share{labels} {value.share:.9g}", f"intaglio_clipped_calls_total{labels} 3"]
+
+
+def test_labels_for_prometheus_are_escaped():
+    text = Clipping((ClippedValue('a"b', "c\\d\n", 0.0, 1.0, 0.5, 2),)).to_prometheus()
+    assert r'{module="a\"b",value="c\\d\n"} 0.5' in text
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -19,6 +19,21 @@ that it was calibrated with."""
 DEVIATIONS = 3
 """Standard deviations above this share that the share of a few elements must be, so that chance alone does not warn."""
 CALIBRATE_MORE = "calibrate with data like that of this call"
+METRICS = (
+    (
+        "intaglio_clipped_share",
+        "gauge",
+        "Largest share of a value's elements that a call clipped.",
+        "share",
+    ),
+    (
+        "intaglio_clipped_calls_total",
+        "counter",
+        "Calls that clipped elements of a value.",
+        "calls",
+    ),
+)
+"""Name, type, help and attribute of `ClippedValue` of each metric for Prometheus."""
 Place = tuple[str, str, float, float]
 """Module, name and range of a value."""
 
@@ -70,6 +85,28 @@ class Clipping:
         if not self.values:
             return "no values outside of their calibrated ranges"
         return "\n".join(["values outside of their calibrated ranges:", *(f"  {value}" for value in self.values)])
+
+    def to_prometheus(self) -> str:
+        """Return the report in the text format of Prometheus, for an endpoint that it reads.
+
+        Each value has a gauge ``intaglio_clipped_share``, the largest share of its elements that a call clipped, and a
+        counter ``intaglio_clipped_calls_total``, with the labels ``module`` and ``value``.
+
+        Examples:
+            >>> text = model.clipping.to_prometheus()
+        """
+        lines = []
+        for name, kind, what, attribute in METRICS:
+            lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
+            for value in self.values:
+                labels = f'module="{_label(value.path)}",value="{_label(value.value)}"'
+                lines.append(f"{name}{{{labels}}} {getattr(value, attribute):.9g}")
+        return "\n".join(lines) + "\n"
+
+
+def _label(text: str) -> str:
+    """Return the value of a label with the characters escaped that the format of Prometheus escapes."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 class ClippingMonitor:

@@ -1,0 +1,94 @@
+"""Tables of what quantizing costs and of accuracy by the number of samples, from the recorded results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Line = dict[str, Any]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+NETWORKS = {
+    "resnet50": "ResNet-50",
+    "wide_resnet50_2": "Wide-ResNet-50-2",
+    "mobilenet_v2": "MobileNetV2",
+    "minilm": "MiniLM-L6 (128 tokens)",
+    "bert": "BERT-base (128 tokens)",
+}
+ENGINES = {
+    "intaglio": "intaglio",
+    "openvino": "OpenVINO and NNCF",
+    "onnxruntime_int8": "ONNX Runtime",
+    "torchao": "torchao and Inductor",
+}
+TRAINED = {
+    "cifar_resnet20": "ResNet-20",
+    "cifar_resnet56": "ResNet-56",
+    "minilm": "all-MiniLM-L6-v2",
+    "efficientnet_lite0": "EfficientNet-Lite0",
+}
+HARD = {
+    "intaglio": "intaglio",
+    "intaglio_accurate": 'intaglio, `recipe="accurate"`',
+    "openvino_int8": "OpenVINO and NNCF",
+    "onnxruntime_int8": "ONNX Runtime",
+    "torchao": "torchao and Inductor",
+}
+NOTHING = "–"
+
+
+def quantizing(lines: Iterable[Line]) -> Table:
+    """Return seconds and GB of every engine, from the newest line in which nothing else ran and all were measured."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        results = line["results"]
+        if results.get("idle") and all(f"resnet50/{engine}" in results for engine in ENGINES):
+            found = results
+    rows = []
+    for network, title in NETWORKS.items():
+        own = found.get(f"{network}/intaglio")
+        if own is not None:
+            cells = (_cost(found.get(f"{network}/{engine}")) for engine in ENGINES)
+            rows.append((title, f"{own['model_mb']:.0f} MB", *cells))
+    return ("network", "float parameters", *ENGINES.values()), rows
+
+
+def _cost(found: Line | None) -> str:
+    """Return the seconds and the largest memory of a process."""
+    return NOTHING if found is None else f"{found['seconds']:.1f} s, {found['peak_mb'] / 1000:.2f} GB"
+
+
+def few_samples(lines: Iterable[Line]) -> Table:
+    """Return decibels of each recipe by the number of samples, from the newest line of each trained network."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    recipes: tuple[str, ...] = ("plain", "equalized", "GPTQ", "default", "accurate")
+    for line in lines:
+        for name, figures in line["results"].items():
+            network, samples, recipe = name.split("/")
+            if network in TRAINED and "accurate" in line["arguments"]["recipes"].split(","):
+                found.setdefault((network, int(samples)), {})[recipe] = figures["sqnr_db"]
+    rows = []
+    for network, title in TRAINED.items():
+        for at, samples in enumerate(sorted(count for name, count in found if name == network)):
+            figures = found[network, samples]
+            rows.append((title if at == 0 else "", str(samples), *(f"{figures[recipe]:.1f}" for recipe in recipes)))
+    head = ("network", "samples", "nearest rounding", "equalization", "GPTQ", "default", '`"accurate"`')
+    return head, rows
+
+
+def hard_networks(lines: Iterable[Line]) -> Table:
+    """Return accuracy, seconds and memory of every engine on trained networks, from the newest line of each."""
+    found: dict[tuple[str, str], Line] = {}
+    for line in lines:
+        for name, splits in line["results"].items():
+            network, engine = name.split("/")
+            if engine in HARD and network in TRAINED and "seconds" in splits["jpeg"]:
+                found[network, engine] = splits["jpeg"]
+    rows = []
+    for network, title in TRAINED.items():
+        for engine, name in HARD.items():
+            if (network, engine) in found:
+                figures = found[network, engine]
+                accuracy = f"{figures['agreement']:.2f} %", f"{figures['sqnr_db']:.1f} dB"
+                rows.append((title if engine == "intaglio" else "", name, *accuracy, _cost(figures)))
+    return ("network", "engine", "same class as float32", "SQNR", "to quantize and compile"), rows
