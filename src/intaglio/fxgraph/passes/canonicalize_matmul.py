@@ -145,10 +145,12 @@ def conv_tbc_to_convolution(module: fx.GraphModule) -> int:
 
 def _multiplies_constants(node: fx.Node) -> bool:
     """Return whether a batched product has one constant operand, and static sizes but for the rows of the other one."""
-    if operator(node) != "aten.bmm.default" or known_type(node).dtype is not DType.F32:
+    if operator(node) not in ("aten.bmm.default", MATMUL) or known_type(node).dtype is not DType.F32:
         return False
     constant = [is_constant(factor) for factor in node.args[:2]]
     shapes = [known_type(factor).shape for factor in node.args[:2]]
+    if any(len(shape) != 3 for shape in shapes) or shapes[0][0] != shapes[1][0]:
+        return False
     groups, depth = shapes[0][0], shapes[0][2]
     return sum(constant) == 1 and isinstance(groups, int) and groups > 1 and isinstance(depth, int)
 

@@ -58,6 +58,7 @@ from intaglio.fxgraph.passes.indices.sorting import (
     sums_of_integers,
 )
 from intaglio.fxgraph.passes.lift_slices import lift_slices
+from intaglio.fxgraph.passes.many_axes import merge_pointwise_axes
 from intaglio.fxgraph.passes.movement_decompositions import (
     decompose_copy,
     decompose_expand,
@@ -137,7 +138,8 @@ OPERATOR_PASSES: tuple[Pass, ...] = (
     decompose_glu,  # before layers whose output is only read in slices are split
     decompose_split,  # the next two look at slices
     decompose_select,
-    keep_batch_first,
+    merge_pointwise_axes,
+    keep_batch_first,  # after axes are merged: it shortens the data movement that this leaves
     split_linear_by_slices,  # after `keep_batch_first`: slices of a layer must run along its output channels
     decompose_stack,  # after selects: stacked elements are slices by now
     decompose_expand,
