@@ -1,4 +1,4 @@
-"""Tables of what quantizing costs and of accuracy by the number of samples, from the recorded results."""
+"""Tables of calls a second, of the cost of quantizing and of accuracy by the number of samples."""
 
 from __future__ import annotations
 
@@ -58,6 +58,20 @@ def _cost(found: Line | None) -> str:
     return NOTHING if found is None else f"{found['seconds']:.1f} s, {found['peak_mb'] / 1000:.2f} GB"
 
 
+def throughput(lines: Iterable[Line]) -> Table:
+    """Return calls a second of intaglio's pool and of OpenVINO's streams, from the newest line of an idle machine."""
+    results = next((line["results"] for line in reversed(list(lines)) if line["results"]["idle"]), {})
+    rows = []
+    for network, title in NETWORKS.items():
+        if network in results:
+            best = {engine: max(found["rates"]) for engine, found in results[network].items()}
+            others = [best["openvino_int8"], best["openvino_int8_default"]]
+            ratio = f"{best['intaglio'] / max(others):.2f}"
+            rows.append((title, *(f"{rate:.1f}" for rate in (best["intaglio"], *others)), ratio))
+    head = ("network", "`Pool.fastest`", "OpenVINO, floats in float32", "OpenVINO, default", "intaglio / best other")
+    return head, rows
+
+
 def few_samples(lines: Iterable[Line]) -> Table:
     """Return decibels of each recipe by the number of samples, from the newest line of each trained network."""
     found: dict[tuple[str, int], dict[str, float]] = {}
@@ -71,7 +85,8 @@ def few_samples(lines: Iterable[Line]) -> Table:
     for network, title in TRAINED.items():
         for at, samples in enumerate(sorted(count for name, count in found if name == network)):
             figures = found[network, samples]
-            rows.append((title if at == 0 else "", str(samples), *(f"{figures[recipe]:.1f}" for recipe in recipes)))
+            cells = (f"{figures[recipe]:.1f}" if recipe in figures else NOTHING for recipe in recipes)
+            rows.append((title if at == 0 else "", str(samples), *cells))
     head = ("network", "samples", "nearest rounding", "equalization", "GPTQ", "default", '`"accurate"`')
     return head, rows
 

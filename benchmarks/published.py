@@ -25,9 +25,8 @@ import zoo_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(
-    ROOT / name for name in ("README.md", "docs/index.md", "docs/corrections.md", "docs/zoo.md", "benchmarks/README.md")
-)
+PAGE_NAMES = ("index", "corrections", "deploying", "zoo")
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGE_NAMES))
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 """Text between two comments, which `fill` writes. The first comment names the row of `TABLES`."""
 
@@ -321,6 +320,7 @@ TABLES = {
     "zoo_blind": lambda: table(*zoo_tables.blind(recorded("zoo"))),
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
     "quantizing": lambda: table(*cost_tables.quantizing(recorded("quantizing"))),
+    "throughput": lambda: table(*cost_tables.throughput(recorded("throughput"))),
     "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +21,7 @@ from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check
 from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import kept_memory
+from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory
 from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.imported_weights.fill_model import imported_recipe
@@ -50,8 +49,6 @@ from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 logger = logging.getLogger("intaglio")
-COLLECTED_BYTES = 1 << 28
-"""Bytes of weights from which those that equalization replaced are freed at once; graphs refer to themselves."""
 
 
 @check_arguments_except("model")
@@ -135,6 +132,7 @@ def quantize(
         own = [_prepared_for_example(quantizer, example, captured)]
         modules.append(PartOutline.of(captured, *own))
         del captured
+        collect_large(own[0].module.buffers())
         return _quantized(module, own, call, rest, samples, progress, options)
 
     try:
@@ -394,7 +392,6 @@ def _convert_with_corrections(
     if not cached and Group.current().size == 1:
         return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
     prepared = equalize(prepared, cached)
-    if sum(tensor.nbytes for tensor in prepared.module.buffers()) > COLLECTED_BYTES:
-        gc.collect()
+    collect_large(prepared.module.buffers())
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
     return convert(prepared, ranges, correct(prepared, ranges, cached))

@@ -30,7 +30,7 @@ from intaglio.quant.correct.corrections import Corrections, CorrectionStep, Roun
 from intaglio.quant.correct.effort import first_only, sampled_gain, takes_too_long, takes_too_much_memory
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.operand_columns import position_count
-from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group
+from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group, steps_by_group
 from intaglio.quant.correct.second_moments import Moments, has_moments, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
@@ -166,7 +166,7 @@ class _WeightCorrector:
             return
         fitted = self._moments(region, x, [~mask for mask in validating])
         parts = SplitMoments(fitted, self._moments(region, x, validating), split.crossed)
-        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
@@ -243,7 +243,7 @@ class _WeightCorrector:
         fitted, other = (
             self._moments(region, x, first_only(masks)) for masks in ([~mask for mask in validating], validating)
         )
-        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         gain = sampled_gain(rows, step, grid, fitted, other)
         return "" if gain is None else f"; {gain}"
 
@@ -252,7 +252,7 @@ class _WeightCorrector:
     ) -> None:
         """Store the ratio of noise to signal in the results of an imported weight that is rounded again."""
         weight, _ = parameters_of(self.evaluation.annotations.module, region)
-        rows, step = (by_group(region, np.broadcast_to(part, weight.shape)) for part in (weight, grid.steps))
+        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         signal = found.errors(rows).sum().item()
         if signal > 0:
             noise = found.errors(rows - by_group(region, quantized) * step).sum().item()

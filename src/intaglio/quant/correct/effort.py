@@ -110,7 +110,7 @@ def sampled_gain(
 
     Args:
         rows: the weight, float64 [groups, rows, k].
-        step: the distance of its quantized values, in the shape of the weight.
+        step: the distances of its quantized values, [groups, rows, k] or [groups, rows, 1].
         grid: its grid.
         fitted: moments of the samples to fit to.
         other: moments of samples that validate.

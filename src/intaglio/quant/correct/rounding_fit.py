@@ -33,7 +33,7 @@ class FittedWeight(NamedTuple):
     Attributes:
         qparams: its scales.
         grid: the grid of these scales.
-        step: the distance of quantized values, float64 [groups, rows, k].
+        step: the distances of quantized values, float64 [groups, rows, k] or [groups, rows, 1].
         quantized: the quantized values, float64 [groups, rows, k].
         error: the error of the results.
         nearest_error: their error with the given scales and each weight rounded to nearest.
@@ -74,7 +74,7 @@ class RoundingFit:
 
     @cached_property
     def step(self) -> torch.Tensor:
-        """Return the distance of quantized values with the given scales, float64 [groups, rows, k]."""
+        """Return the distances of quantized values with the given scales, as `steps_by_group` does."""
         return self._steps(self.grid)
 
     def nearest(self, error: float) -> FittedWeight:
@@ -134,7 +134,7 @@ class RoundingFit:
         return nearest(self.rows, self.step, self.grid.low, self.grid.high)
 
     def _steps(self, grid: WeightGrid) -> torch.Tensor:
-        return by_group(self.region, np.broadcast_to(grid.steps, self.weight.shape))
+        return steps_by_group(self.region, grid, self.weight.shape)
 
     def _rescaled(self, found: Moments, plain: torch.Tensor) -> QParams:
         """Return the scales, one for each output channel, with which GPTQ gives the least error in the results.
@@ -150,6 +150,15 @@ class RoundingFit:
             best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
         scales = (torch.tensor(self.qparams.scales, dtype=torch.float64) * best.reshape(-1)).float()
         return replace(self.qparams, scale=tuple(scales.tolist()))
+
+
+def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the distances of quantized values of a weight of this shape, float64 [groups, rows, k], or [groups, rows,
+    1] if each row has one."""
+    steps = grid.steps
+    if steps.size not in (1, shape[0]) or any(size != 1 for size in steps.shape[1:]):
+        return by_group(region, np.broadcast_to(steps, shape))
+    return by_group(region, np.broadcast_to(steps.reshape(-1, 1), (shape[0], 1)))
 
 
 def by_group(region: Region, weight: np.ndarray) -> torch.Tensor:
