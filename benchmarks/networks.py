@@ -21,12 +21,12 @@ Shape = tuple[int, ...]
 
 
 def build(name: str, data: Path | None = None, image: int = 224, sequence: int = 128) -> tuple[nn.Module, Shape]:
-    """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm (these need
-    transformers), efficientnet_lite0 (this needs two packages), or a torchvision model. The shape of text is its
-    length."""
+    """Names: resnet18, resnet50, cifar_resnet20, cifar_resnet56 (these need ``data``), bert, minilm, llama_small (these
+    need transformers), yolov8n (this needs ultralytics), efficientnet_lite0 (this needs two packages), or a torchvision
+    model. The shape of text is its length."""
     if name == "efficientnet_lite0":
         return efficientnet_lite0(), (3, LITE0_SIZE, LITE0_SIZE)
-    if name in TEXT_ENCODERS:
+    if name in (*TEXT_ENCODERS, "llama_small"):
         return text_encoder(name), (sequence,)
     if name.startswith("cifar_resnet"):
         if data is None:
@@ -66,6 +66,15 @@ def count_macs(model: nn.Module, shape: Shape) -> int:
 
 TEXT_ENCODERS = {"bert": {}, "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}}
 """BERT-base, and the sizes of all-MiniLM-L6: 12 heads each."""
+LLAMA_SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "use_cache": False,
+}
+"""Sizes of a small Llama, without its output layer."""
 
 
 class TextEncoder(nn.Module):
@@ -81,9 +90,11 @@ class TextEncoder(nn.Module):
 
 def text_encoder(name: str) -> nn.Module:
     declare_operators()
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
     torch.manual_seed(0)
+    if name == "llama_small":
+        return TextEncoder(LlamaModel(LlamaConfig(attn_implementation="sdpa", **LLAMA_SMALL))).eval()
     return TextEncoder(BertModel(BertConfig(attn_implementation="sdpa", **TEXT_ENCODERS[name]))).eval()
 
 
@@ -131,7 +142,26 @@ class ResNet(nn.Module):
         return self.fc(self.pool(self.blocks(self.stem(x))).flatten(1))
 
 
+class Detections(nn.Module):
+    """The boxes and scores of a detector of Ultralytics."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.model(images)[0]
+
+
+def yolov8n() -> nn.Module:
+    declare_operators()
+    from ultralytics.nn.tasks import DetectionModel
+
+    return Detections(DetectionModel("yolov8n.yaml", verbose=False).eval())
+
+
 LOCAL_NETWORKS = {
+    "yolov8n": yolov8n,
     "resnet18": lambda: ResNet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: ResNet((3, 4, 6, 3), bottleneck=True),
 }

@@ -132,7 +132,6 @@ def quantize(
         own = [_prepared_for_example(quantizer, example, captured)]
         modules.append(PartOutline.of(captured, *own))
         del captured
-        collect_large(own[0].module.buffers())
         return _quantized(module, own, call, rest, samples, progress, options)
 
     try:
@@ -205,6 +204,7 @@ def _quantized(
 ) -> QuantizedModel:
     """Run the stages after `prepare` for the module in ``own``, which loses it, so that replaced weights are freed."""
     signature, quantizer = own[0].signature, own[0].quantizer
+    collect_large(own[0].module.buffers())
     if not isinstance(options.tune, bool):  # fail before calibration, not after it
         copied_inputs(signature, options.tune, range(len(signature.inputs)) if quantizer.input else ())
     given = quantizer.recipe.parameters

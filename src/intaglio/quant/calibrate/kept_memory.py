@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 COLLECTED_BYTES = 1 << 28
-"""Bytes of a model's tensors from which it is worth a fraction of a second to free what is no longer used."""
+"""Bytes of a model's tensors from which it is worth a fraction of a second to free what nothing uses."""
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
 """Parameters of ``mallopt`` in the C library of GNU."""
 KEEPING_FREED = {TRIM_THRESHOLD: -1, TOP_PAD: 1 << 26, MMAP_MAX: 0}
@@ -48,8 +48,10 @@ def kept_memory() -> Iterator[None]:
 
 
 def collect_large(tensors: Iterable[torch.Tensor]) -> None:
-    """Free objects that only refer to each other, such as graphs, and return their memory to the system, if these
-    tensors of the same model have more than `COLLECTED_BYTES`."""
+    """Collect what only refers to itself, such as graphs, and return its memory to the system.
+
+    Nothing happens if these tensors of the model have at most `COLLECTED_BYTES`.
+    """
     if sum(tensor.nbytes for tensor in tensors) > COLLECTED_BYTES:
         gc.collect()
         if (library := _c_library()) is not None:
