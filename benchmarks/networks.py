@@ -157,7 +157,10 @@ def yolov8n() -> nn.Module:
     declare_operators()
     from ultralytics.nn.tasks import DetectionModel
 
-    return Detections(DetectionModel("yolov8n.yaml", verbose=False).eval())
+    model = Detections(DetectionModel("yolov8n.yaml", verbose=False).eval())
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 224, 224))  # its head keeps the grid of the last size, which a trace must not change
+    return model
 
 
 LOCAL_NETWORKS = {
