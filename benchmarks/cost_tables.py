@@ -1,4 +1,4 @@
-"""Tables of calls a second, of the cost of quantizing and of accuracy by the number of samples."""
+"""Tables of calls a second, and of the cost of quantizing and its accuracy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ ENGINES = {
 TRAINED = {
     "cifar_resnet20": "ResNet-20",
     "cifar_resnet56": "ResNet-56",
-    "minilm": "all-MiniLM-L6-v2",
     "efficientnet_lite0": "EfficientNet-Lite0",
 }
 HARD = {
@@ -72,25 +71,6 @@ def throughput(lines: Iterable[Line]) -> Table:
             ratio = f"{best['intaglio'] / max(others):.2f}"
             rows.append((title, *(f"{rate:.1f}" for rate in (best["intaglio"], *others)), ratio))
     head = ("network", "`Pool.fastest`", "OpenVINO, floats in float32", "OpenVINO, default", "intaglio / best other")
-    return head, rows
-
-
-def few_samples(lines: Iterable[Line]) -> Table:
-    """Return decibels of each recipe by the number of samples, from the newest line of each trained network."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    recipes: tuple[str, ...] = ("plain", "equalized", "GPTQ", "default", "accurate")
-    for line in lines:
-        for name, figures in line["results"].items():
-            network, samples, recipe = name.split("/")
-            if network in TRAINED and "accurate" in line["arguments"]["recipes"].split(","):
-                found.setdefault((network, int(samples)), {})[recipe] = figures["sqnr_db"]
-    rows = []
-    for network, title in TRAINED.items():
-        for at, samples in enumerate(sorted(count for name, count in found if name == network)):
-            figures = found[network, samples]
-            cells = (f"{figures[recipe]:.1f}" if recipe in figures else NOTHING for recipe in recipes)
-            rows.append((title if at == 0 else "", str(samples), *cells))
-    head = ("network", "samples", "nearest rounding", "equalization", "GPTQ", "default", '`"accurate"`')
     return head, rows
 
 

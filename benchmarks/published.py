@@ -321,7 +321,6 @@ TABLES = {
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
     "quantizing": lambda: table(*cost_tables.quantizing(recorded("quantizing"))),
     "throughput": lambda: table(*cost_tables.throughput(recorded("throughput"))),
-    "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
