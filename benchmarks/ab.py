@@ -130,12 +130,8 @@ def main() -> None:
             best = (f"{min(found[key]):.3f}" for key in ("first_ms", "second_ms"))
             bits = "the same" if found["same_bits"] else "differ"
             table.add_row(network, *best, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", verdict(low, high), bits)
-    console = Console(highlight=False)
-    console.print(table)
-    quiet = record.busy() <= record.IDLE_SHARE and quiet
-    if not quiet:
-        console.print("Others used this machine: figures that are not worth quoting.")
-    record.append("ab", arguments, {"idle": quiet, **results})
+    Console(highlight=False).print(table)
+    record.append("ab", arguments, {"idle": record.still_idle(quiet), **results})
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-Line = dict[str, Any]
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+from zoo_tables import NOTHING, Line, Table
 
 NETWORKS = {
     "resnet50": "ResNet-50",
@@ -35,7 +33,6 @@ HARD = {
     "onnxruntime_int8": "ONNX Runtime",
     "torchao": "torchao and Inductor",
 }
-NOTHING = "–"
 
 
 def quantizing(lines: Iterable[Line]) -> Table:

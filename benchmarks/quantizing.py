@@ -106,11 +106,8 @@ def main() -> None:
             results[f"{network}/{engine}"] = found
             figures = (f"{found[key]:.1f}" for key in ("seconds", "peak_mb", "before_mb", "model_mb"))
             table.add_row(network, engine, *figures)
-    console = Console(highlight=False)
-    console.print(table)
-    if not quiet:
-        console.print("Others used this machine: figures that are not worth quoting.")
-    record.append("quantizing", arguments, {"idle": quiet, **results})
+    Console(highlight=False).print(table)
+    record.append("quantizing", arguments, {"idle": record.still_idle(quiet), **results})
 
 
 if __name__ == "__main__":

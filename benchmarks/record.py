@@ -80,6 +80,14 @@ def idle() -> bool:
     return share <= IDLE_SHARE
 
 
+def still_idle(before: bool) -> bool:
+    """Whether the machine was idle before and is now; says so if it was not."""
+    quiet = busy() <= IDLE_SHARE and before
+    if not quiet:
+        print("Others used this machine: figures that are not worth quoting.")
+    return quiet
+
+
 def append(name: str, arguments: argparse.Namespace, results: dict) -> None:
     """One line behind results/{name}.jsonl. Folders of this machine are left out."""
     given = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}

@@ -137,12 +137,8 @@ def main() -> None:
             best = max(one["rates"])
             ratio = f"{own / best:.2f}" if own else "-"
             table.add_row(network, engine, f"{best:.1f}", ratio, one["setting"])
-    console = Console(highlight=False)
-    console.print(table)
-    quiet = record.busy() <= record.IDLE_SHARE and quiet
-    if not quiet:
-        console.print("Others used this machine: figures that are not worth quoting.")
-    record.append("throughput", arguments, {"idle": quiet, **results})
+    Console(highlight=False).print(table)
+    record.append("throughput", arguments, {"idle": record.still_idle(quiet), **results})
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import torch
 
 import intaglio
 from intaglio import QuantizedModel
-from intaglio.cli import bench, doctor, main
+from intaglio.cli import bench, doctor
 from intaglio.cli.app import TextStage
 from intaglio.cli.show import show
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
+from support.command_line import runner
 
 BROUGHT = """
 import intaglio
@@ -77,16 +78,7 @@ def folder(tmp_path, monkeypatch):
 def run(folder, capsys, monkeypatch):
     """`run(*words)`: exit code, stdout, stderr."""
     monkeypatch.setattr(bench, "PAUSE", 0)
-
-    def go(*words):
-        code = 0
-        try:
-            main(words)
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
-
-    return go
+    return runner(capsys)
 
 
 def ok(result):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio.cli import main
+from support.command_line import runner
 from support.nets import randomize
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -33,16 +33,7 @@ def run(tmp_path, monkeypatch, capsys):
         "other": {"recipe": {"*": {"rounding": "nearest"}}},
     }.items():
         intaglio.quantize(model, [X, X + 1], progress=False, **given).save(f"{name}.intaglio", example=X)
-
-    def go(*words):
-        code = 0
-        try:
-            main(words)
-        except SystemExit as ended:
-            code = ended.code or 0
-        return code, *capsys.readouterr()
-
-    return go
+    return runner(capsys)
 
 
 def test_a_file_does_not_differ_from_itself(run):
@@ -111,3 +102,40 @@ def test_quantize_stores_an_example_to_verify_with(run, tmp_path):
     words = ("quantize", "brought_example:net", "--data", "brought_example:data", "--out", "linear.intaglio")
     assert run(*words, "--with-example")[0] == 0
     assert run("verify", "linear.intaglio")[0] == 0
+
+
+def test_data_that_is_read_only_once_needs_an_example_before_the_work(run, tmp_path):
+    (tmp_path / "brought_once.py").write_text(
+        "import torch\nfrom torch import nn\nnet = nn.Linear(4, 3)\nx = torch.randn(8, 4)\ndata = iter([x, x + 1])\n"
+    )
+    words = ("quantize", "brought_once:net", "--data", "brought_once:data", "--out", "once.intaglio", "--with-example")
+    code, _, err = run(*words)
+    assert code == 2
+    assert "--example" in err
+    assert not (tmp_path / "once.intaglio").exists()
+    assert run(*words, "--example", "brought_once:x")[0] == 0
+    assert run("verify", "once.intaglio")[0] == 0
+
+
+class Named(nn.Module):
+    """A network whose arguments are not in the order of the alphabet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(6, 3)
+
+    def forward(self, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        return self.first(narrow).relu() + self.second(wide)
+
+
+def test_arguments_by_name_reach_their_inputs(run, tmp_path):
+    batch = {"narrow": torch.randn(8, 4), "wide": torch.randn(8, 6)}
+    model = randomize(Named())
+    for name, recipe in {"default": {}, "nearest": {"*": {"rounding": "nearest"}}}.items():
+        intaglio.quantize(model, [batch, batch], recipe=recipe, progress=False).save(f"{name}.intaglio")
+    torch.save(batch, tmp_path / "batch.pt")
+    (tmp_path / "brought_named.py").write_text("import torch\ndata = [torch.load('batch.pt')]\n")
+    words = ("diff", "default.intaglio", "nearest.intaglio", "--data", "brought_named:data", "--trace", "--json")
+    code, out, err = run(*words)
+    assert code == 0, err
+    assert isinstance(json.loads(out)["trace"], list)

@@ -22,7 +22,6 @@ from intaglio.cli import targets
 from intaglio.cli.show import Result, name_value_table, table
 from intaglio.cli.targets import Call
 from intaglio.errors import InputError
-from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 
@@ -265,13 +264,10 @@ def resized(call: Call, batch: int) -> Call:
 
 def _random_call(model: QuantizedModel, batch: int | None) -> Call:
     """Return random inputs of the types that a saved model takes."""
-    kinds = [entry.type for entry in model.signature.inputs]
-    if any(kind.dtype is not DType.F32 for kind in kinds):
-        problem = "the model takes inputs that are not float32, for which random numbers make no sense; pass --data"
-        raise typer.BadParameter(problem, param_hint="TARGET")
-    sizes = {name: batch or BENCH_BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
-    shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]
-    return targets.random_inputs(shapes), {}
+    call = targets.random_call(model, batch or BENCH_BATCH)
+    if call is None:
+        raise typer.BadParameter(targets.NEEDS_DATA, param_hint="TARGET")
+    return call
 
 
 def render(result: Result) -> Iterator[RenderableType]:

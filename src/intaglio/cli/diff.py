@@ -17,9 +17,10 @@ from intaglio.cli import targets
 from intaglio.cli.show import Result, name_value_table, table
 from intaglio.cli.targets import Call
 from intaglio.formatting.number_text import size_text
-from intaglio.ir import DType, Graph, Op, TensorType, evaluate, symbols_of
+from intaglio.ir import Graph, Op, TensorType
 from intaglio.ops import BY_NAME, interpret
 from intaglio.runtime import QuantizedModel
+from intaglio.signature import bind, initial_state
 from intaglio.torch_private import pytree
 
 BATCH = 2
@@ -30,7 +31,7 @@ def run(first: Path, second: Path, data: str | None, trace: bool) -> dict[str, A
     """Compare two files and return the result for JSON."""
     models = [targets.load_saved(str(path)) for path in (first, second)]
     a, b = (model for model in models if model is not None)
-    call = targets.call_and_batches(a, data, ())[0] if data is not None else _random_call(a)
+    call = targets.call_and_batches(a, data, ())[0] if data is not None else targets.random_call(a, BATCH)
     found: dict[str, Any] = {
         "files": [_file(path, model) for path, model in zip((first, second), (a, b), strict=True)],
         "changes": list(_changes(a.graph, b.graph)),
@@ -85,6 +86,8 @@ def _range(values: Sequence[float]) -> str:
 
 def _constant_changes(before: Op, after: Op, a: Graph, b: Graph) -> Iterator[dict[str, Any]]:
     """Yield the differences of the constants that an operator reads, such as weights, in the order of its operands."""
+    if len(before.inputs) != len(after.inputs):
+        yield {"what": "operands", "first": str(len(before.inputs)), "second": str(len(after.inputs))}
     for place, (left, right) in enumerate(zip(before.inputs, after.inputs, strict=False)):
         if left not in a.constants or right not in b.constants:
             continue
@@ -95,16 +98,6 @@ def _constant_changes(before: Op, after: Op, a: Graph, b: Graph) -> Iterator[dic
         elif not np.array_equal(own, other):
             differ = int((own != other).sum())
             yield {"what": f"operand {place}", "first": "", "second": f"{differ} of {own.size} elements differ"}
-
-
-def _random_call(model: QuantizedModel) -> Call | None:
-    """Return random inputs for a model of float inputs; ``None`` for others."""
-    kinds = [entry.type for entry in model.signature.inputs]
-    if any(kind.dtype is not DType.F32 for kind in kinds):
-        return None
-    sizes = {name: BATCH for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
-    shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]
-    return targets.random_inputs(shapes), {}
 
 
 def _results(a: QuantizedModel, b: QuantizedModel, call: Call) -> list[dict[str, Any]]:
@@ -131,8 +124,7 @@ def _decibels(first: np.ndarray, second: np.ndarray) -> float | None:
 def _trace(a: QuantizedModel, b: QuantizedModel, call: Call | None) -> list[dict[str, Any]]:
     """Return the values, by name, at which both models differ, in execution order, with the distance of each."""
     if call is None:
-        problem = "the models take inputs that are not float32, for which random numbers make no sense; pass --data"
-        raise typer.BadParameter(problem, param_hint="--trace")
+        raise typer.BadParameter(targets.NEEDS_DATA, param_hint="--trace")
     if a.islands or b.islands or a.hosts or b.hosts:
         problem = "one of the models has float islands or host operators, which the interpreter does not run"
         raise typer.BadParameter(problem, param_hint="--trace")
@@ -150,8 +142,7 @@ def _trace(a: QuantizedModel, b: QuantizedModel, call: Call | None) -> list[dict
 
 def _values(model: QuantizedModel, call: Call) -> Mapping[str, np.ndarray]:
     """Return every computed value of a call, from the interpreter."""
-    leaves = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-    arrays = [leaf.numpy() for leaf in [*leaves, *model.buffers()]][: len(model.graph.inputs)]
+    arrays = [leaf.numpy() for leaf in [*bind(model.signature, *call), *initial_state(model.signature)]]
     values: dict[str, np.ndarray] = {}
     interpret(model.graph, arrays, BY_NAME, watch=values.__setitem__)
     return values

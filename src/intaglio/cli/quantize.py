@@ -53,11 +53,18 @@ class Request:
                     f"the folder {str(path.parent)!r} does not exist; create it first", param_hint=option
                 )
 
-    def example_call(self) -> Any:
-        """Return the arguments of one call: those of ``--example``, else the first batch."""
+    def stored_example(self) -> Any:
+        """Return the arguments of the call to store: those of ``--example``, else the first batch; ``None`` to store
+        none."""
+        if not self.with_example:
+            return None
         if self.example:
             return targets.example(self.example)
-        return peek(targets.batches(self.data))[0]
+        batches = targets.batches(self.data)
+        if isinstance(targets.imported_object(self.data, "--data"), Iterator) or not isinstance(batches, Iterable):
+            problem = "the data can be read only once, or is a function that runs the model; pass --example too"
+            raise typer.BadParameter(problem, param_hint="--with-example")
+        return peek(batches)[0]
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
@@ -80,10 +87,11 @@ def run(request: Request, tune: bool = False) -> dict[str, Any]:
     """Quantize, save and return the result for JSON."""
     request.check()
     model, options, begin = targets.float_model(request.target), request.options(), time.perf_counter()
+    example = request.stored_example()
     compiled = intaglio.CompileOptions(isa=request.isa, tune=tune)
     quantized = intaglio.quantize(model, **options, options=compiled, strict=True)
     assert isinstance(quantized, intaglio.QuantizedModel)
-    return {**_save(quantized, request, begin), "accuracy": _accuracy(model, quantized, request.data)}
+    return {**_save(quantized, request.out, example, begin), "accuracy": _accuracy(model, quantized, request.data)}
 
 
 def _accuracy(model: nn.Module, quantized: intaglio.QuantizedModel, data: str) -> dict[str, Any] | None:
@@ -104,7 +112,7 @@ def run_autotune(
     """Quantize as much as the metric allows, save and return the result for JSON."""
     request.check(recipe_out)
     model, metric = targets.float_model(request.target), targets.imported_object(evaluate, "--evaluate")
-    options, begin = request.options(), time.perf_counter()
+    options, example, begin = request.options(), request.stored_example(), time.perf_counter()
     tuned = intaglio.autotune(
         model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, isa=request.isa, **options
     )
@@ -117,15 +125,15 @@ def run_autotune(
         "left": tuned.left,
         "trials": [asdict(trial) for trial in tuned.trials],
     }
-    return {**_save(tuned.model, request, begin), "autotune": found, "report": str(tuned)}
+    return {**_save(tuned.model, request.out, example, begin), "autotune": found, "report": str(tuned)}
 
 
-def _save(quantized: Any, request: Request, begin: float) -> dict[str, Any]:
-    quantized.save(request.out, example=request.example_call() if request.with_example else None)
+def _save(quantized: Any, out: Path, example: Any, begin: float) -> dict[str, Any]:
+    quantized.save(out, example=example)
     return {
         "model": quantized.model_info.name,
-        "out": str(request.out),
-        "file_bytes": request.out.stat().st_size,
+        "out": str(out),
+        "file_bytes": out.stat().st_size,
         "seconds": time.perf_counter() - begin,
         "coverage": coverage_result(quantized.coverage),
     }

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from torch import nn
 
 import intaglio
 from intaglio.errors import ArtifactError
+from intaglio.ir import DType, evaluate, symbols_of
 from intaglio.quant.calibrate.batches import binder_for, peek
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import NAMED
 from intaglio.runtime import QuantizedModel
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+NEEDS_DATA = "the model takes inputs that are not float32, for which random numbers make no sense; pass --data"
 
 
 def recipe(text: str | None) -> Recipe:
@@ -133,6 +135,16 @@ def random_inputs(shapes: Sequence[str]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(_shape(text), generator=generator) for text in shapes)
 
 
+def random_call(model: QuantizedModel, size: int) -> Call | None:
+    """Return random inputs of a saved model, with free dimensions of this size; ``None`` if an input is not float32."""
+    kinds = [entry.type for entry in model.signature.inputs]
+    if any(kind.dtype is not DType.F32 for kind in kinds):
+        return None
+    sizes = {name: size for kind in kinds for dim in kind.shape for name in symbols_of(dim)}
+    shapes = [",".join(str(evaluate(dim, sizes)) for dim in kind.shape) for kind in kinds]
+    return random_inputs(shapes), {}
+
+
 def _shape(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in text.split(","))
@@ -171,6 +183,8 @@ def call_and_batches(model: nn.Module, data: str | None, shapes: Sequence[str]) 
             problem = "the data is a function that runs the model, but this command needs batches"
             raise typer.BadParameter(problem, param_hint="--data")
         first, rest = peek(found)
+        if isinstance(model, QuantizedModel) and isinstance(first, Mapping):
+            return ((), dict(first)), rest  # the names are those of the float model's forward
         return binder_for(model)(first), rest
     if not shapes:
         raise typer.BadParameter("a float model needs inputs; pass --data or --example-shape", param_hint="TARGET")

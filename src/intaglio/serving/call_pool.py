@@ -50,7 +50,8 @@ class Pool:
 
     Each stream runs one call at a time with its own threads, and all streams read the same weights. On a machine with
     several cores, several streams of few threads finish more calls a second than one stream that uses all cores, and
-    each call takes longer. Results are those of the model, in the same bits.
+    each call takes longer. Results are those of the model, in the same bits. Calls of a model that updates its buffers
+    depend on each other, so a pool is not for them.
 
     A pool is a context manager: at the end of the block it waits for the calls that were submitted.
 

@@ -52,13 +52,21 @@ def test_prometheus_reads_the_report(model):
         model(50 * images())
     (value,) = model.clipping.values
     lines = [line for line in model.clipping.to_prometheus().splitlines() if not line.startswith("#")]
-    labels = f'{{module="{value.path}",value="{value.value}"}}'
+    ends = f'low="{value.low:.9g}",high="{value.high:.9g}"'
+    labels = f'{{module="{value.path}",value="{value.value}",{ends}}}'
     assert lines == [f"intaglio_clipped_share{labels} {value.share:.9g}", f"intaglio_clipped_calls_total{labels} 3"]
 
 
 def test_labels_for_prometheus_are_escaped():
     text = Clipping((ClippedValue('a"b', "c\\d\n", 0.0, 1.0, 0.5, 2),)).to_prometheus()
-    assert r'{module="a\"b",value="c\\d\n"} 0.5' in text
+    assert r'{module="a\"b",value="c\\d\n",low="0",high="1"} 0.5' in text
+
+
+def test_values_of_one_name_have_series_of_their_own():
+    values = tuple(ClippedValue("body", "x", 0.0, high, 0.5, 1) for high in (1.0, 2.0))
+    lines = Clipping(values).to_prometheus().splitlines()
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(series) == len(set(series)) == 4
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -90,7 +90,8 @@ class Clipping:
         """Return the report in the text format of Prometheus, for an endpoint that it reads.
 
         Each value has a gauge ``intaglio_clipped_share``, the largest share of its elements that a call clipped, and a
-        counter ``intaglio_clipped_calls_total``, with the labels ``module`` and ``value``.
+        counter ``intaglio_clipped_calls_total``. Their labels are ``module``, ``value``, and the ends of the range,
+        ``low`` and ``high``, because values of two loop bodies or parts may have the same name.
 
         Examples:
             >>> text = model.clipping.to_prometheus()
@@ -99,7 +100,8 @@ class Clipping:
         for name, kind, what, attribute in METRICS:
             lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}"]
             for value in self.values:
-                labels = f'module="{_label(value.path)}",value="{_label(value.value)}"'
+                labels = f'module="{_label(value.path)}",value="{_label(value.value)}",'
+                labels += f'low="{value.low:.9g}",high="{value.high:.9g}"'
                 lines.append(f"{name}{{{labels}}} {getattr(value, attribute):.9g}")
         return "\n".join(lines) + "\n"
 
