@@ -19,9 +19,8 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Functions of an OpenMP library that starts threads as GCC's does."""
 
-SOURCE = "".join(
-    f'#include "base/{name}.cpp"\n' for name in ("pool", "openmp", "statistics", "squared_sums", "weight_columns")
-)
+PARTS = ("pool", "openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
+SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in PARTS)
 
 
 class NativeCounts(ctypes.Structure):
@@ -46,6 +45,8 @@ SIGNATURES = {
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
     "intaglio_squared_sums": (_ARRAY, _ARRAY, _COUNT, _INT, _ARRAY),
     "intaglio_round_columns": (*[_ARRAY] * 10, _VALUE, _VALUE, _INT),
+    "intaglio_split_rows": (_ARRAY, _ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 3),
+    "intaglio_row_errors": (*[_ARRAY] * 3, _COUNT, _COUNT, _INT, _ARRAY),
 }
 
 

@@ -11,8 +11,18 @@ from torch.nn import functional as F
 import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
+from intaglio.native.row_errors import split_rows_numpy
 from intaglio.quant.correct.linalg import COLUMN_BLOCK, DAMPINGS, LEAST_DAMPING, operand_factor, ordered_factor
-from intaglio.quant.correct.second_moments import EXACT_POSITIONS, Moments, float_gram, integer_gram, moments
+from intaglio.quant.correct.second_moments import (
+    EXACT_POSITIONS,
+    LEAST_SPLIT,
+    Moments,
+    Operands,
+    are_few,
+    float_gram,
+    integer_gram,
+    moments,
+)
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.equalization.channel_records import FoldExtrema
 from intaglio.quant.equalization.sampled_rows import SampledRows
@@ -234,7 +244,7 @@ def test_few_operands_are_kept_in_an_order_of_their_own(layer, x):
     assert found.products is None
     assert torch.equal(found.matrix, products)
     assert torch.equal(found.sums.double(), sums)
-    assert torch.equal(found.operands, backwards.operands)
+    assert torch.equal(found.operands.wide, backwards.operands.wide)
 
 
 def test_products_of_many_columns_are_those_of_all_pairs(monkeypatch):
@@ -299,18 +309,48 @@ def loss(quantized, weight, step, matrix):
     return ((error @ matrix) * error).sum(2)
 
 
+def random_operands(groups, k, count, make):
+    """Operands from -200 to 199, some of which are never anything but zero."""
+    offset = torch.randint(-72, 73, (groups, k), generator=make)
+    signed = torch.randint(-128, 128, (groups, k, count), generator=make)
+    silent = torch.rand(k, generator=make) < 0.2
+    signed[:, silent] = -offset[:, silent, None]
+    return Operands.of(signed.to(torch.int8), offset)
+
+
 @st.composite
 def problems(draw):
     groups, rows, k = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 150))
     rank, seed = draw(st.integers(1, 40)), draw(st.integers(0, 2**31))
     make = torch.Generator().manual_seed(seed)
-    x = torch.randint(-200, 200, (groups, k, rank), generator=make)
-    x[:, torch.rand(k, generator=make) < 0.2] = 0  # inputs that are never anything but zero
+    operands = random_operands(groups, k, rank, make)
+    x = operands.wide.long()
     weight = torch.randn(groups, rows, k, generator=make, dtype=torch.float64)
     step = weight.abs().amax(2, keepdim=True) / draw(st.sampled_from([1, 7, 127]))
     if draw(st.booleans()):
-        return weight, step, Moments(None, x.sum(2), rank, rank, x.to(torch.int16))
+        return weight, step, Moments(None, x.sum(2), rank, rank, operands)
     return weight, step, Moments((x @ x.transpose(1, 2)).double(), x.sum(2), rank, rank)
+
+
+@given(rows=st.integers(1, 40), k=st.integers(LEAST_SPLIT, 700), share=st.floats(0.01, 1), seed=st.integers(0, 2**31))
+def test_errors_by_bytes_differ_by_what_rounding_rows_to_two_bytes_can_change(rows, k, share, seed):
+    make = torch.Generator().manual_seed(seed)
+    count = max(1, int(share * k))
+    operands = random_operands(1, k, count, make)
+    x = operands.wide
+    weight = torch.randn(1, rows, k, generator=make, dtype=torch.float64)
+    noise = weight - nearest(weight, weight.abs().amax(2, keepdim=True) / 127, -127, 127)
+    products = x @ x.mT
+    found = Moments(None if are_few(count, k) else products, x.long().sum(2), count, count, operands)
+    both = found + found
+    torch.testing.assert_close(both.matrix, 2 * products)
+    for some in (weight, noise):
+        split = split_rows_numpy(some[0].numpy(), operands.offset[0].numpy())
+        upper, lower = torch.from_numpy(split.digits.astype("float64"))
+        lost = some[0] - (256 * upper + lower) * torch.from_numpy(split.units)[:, None]
+        exact, most = (((r @ products[0]) * r).sum(1) for r in (some[0], lost))
+        for errors in (found.errors(some)[0], both.errors(some)[0] / 2):
+            assert ((errors.sqrt() - exact.sqrt()).abs() <= most.sqrt() + 1e-9 * exact.sqrt()).all()
 
 
 @given(problem=problems())

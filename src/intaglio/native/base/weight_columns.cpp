@@ -8,8 +8,6 @@ constexpr int kRows = 32;           // rows that one call of `round_rows` rounds
 constexpr int kWidth = 64;          // largest number of columns of a block
 constexpr int64_t kWork = 1 << 15;  // products per thread; with fewer, another thread costs more than it saves
 
-constexpr double kInteger = 6755399441055744.0;  // 1.5 * 2^52: sums with it are rounded to integers, ties to even
-
 struct ColumnsJob {
     const double *weight, *steps, *lower, *pivots, *added, *spread;
     double *quantized, *error, *totals;

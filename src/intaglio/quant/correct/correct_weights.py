@@ -30,7 +30,7 @@ from intaglio.quant.correct.corrections import Corrections, CorrectionStep, Roun
 from intaglio.quant.correct.effort import first_only, sampled_gain, takes_too_long, takes_too_much_memory
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.operand_columns import position_count
-from intaglio.quant.correct.rounding_fit import FittedWeight, RoundingFit, by_group, steps_by_group
+from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
 from intaglio.quant.correct.second_moments import Moments, has_moments, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
@@ -167,11 +167,13 @@ class _WeightCorrector:
         fitted = self._moments(region, x, [~mask for mask in validating])
         parts = SplitMoments(fitted, self._moments(region, x, validating), split.crossed)
         rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
+        signal_and_noise: tuple[float, float] | None = None
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
             chosen = fit.validated(parts)
-            self._record_noise(setting.rounding, chosen, parts.errors(rows))
+            signal_and_noise = parts.errors(rows), chosen.error
+            self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
             q, grid, step = chosen.qparams, chosen.grid, chosen.step
             self.quantized_weights[site.name] = narrow(chosen.quantized.reshape(weight.shape).numpy())
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
@@ -180,7 +182,9 @@ class _WeightCorrector:
         if measures:
             self._measure_imported(region, site, grid, quantized_now, parts.whole)
         if setting.bias != BiasCorrection.NONE:
-            self._correct_bias(region, rows, rows - by_group(region, quantized_now) * step, parts, split)
+            lost = rows - by_group(region, quantized_now) * step
+            signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
+            self._correct_bias(region, lost, signal_and_noise, parts, split)
 
     def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
         """Let the evaluation use the dequantized weight from now on, and drop that of the operator before.
@@ -258,16 +262,16 @@ class _WeightCorrector:
             noise = found.errors(rows - by_group(region, quantized) * step).sum().item()
             self.imported_noise[site.name] = noise / signal
 
-    def _record_noise(self, name: str, chosen: FittedWeight, signal: float) -> None:
-        """Store the ratios of noise to signal in the results, for nearest rounding and for the chosen rounding."""
+    def _record_noise(self, name: str, signal: float, before: float, after: float) -> None:
+        """Store the ratios of noise to signal in the results before and after a correction."""
         if signal > 0:
-            self.noise_ratios.setdefault(name, []).append((chosen.nearest_error / signal, chosen.error / signal))
+            self.noise_ratios.setdefault(name, []).append((before / signal, after / signal))
 
     def _correct_bias(
         self,
         region: Region,
-        rows: torch.Tensor,
         error: torch.Tensor,
+        signal_and_noise: tuple[float, float],
         parts: SplitMoments,
         split: ValidationSplit,
     ) -> None:
@@ -277,6 +281,13 @@ class _WeightCorrector:
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
         concerns more than the weights, and may even increase their error. The bias stays as it is if the error has
         another mean in the samples that validate.
+
+        Args:
+            region: the region of the layer.
+            error: what rounding takes from the weight, float64 [groups, rows, k].
+            signal_and_noise: sums of squares of the results, and of their errors due to the rounded weight.
+            parts: moments of parts of the samples.
+            split: the division of the samples into these parts.
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
@@ -293,10 +304,8 @@ class _WeightCorrector:
             mean = (parts.fitted.sums + parts.validating.sums).double() / max(count, 1)
             lost = (error @ mean[..., None])[..., 0]
             moved = lost.reshape(-1) * self.evaluation.qparams[self.evaluation.sites[x.name].name].step
-            signal, before = parts.errors(rows), parts.errors(error)
-            if signal > 0:
-                after = before - count * lost.square().sum().item()
-                self.noise_ratios.setdefault("bias of weights", []).append((before / signal, after / signal))
+            signal, before = signal_and_noise
+            self._record_noise("bias of weights", signal, before, before - count * lost.square().sum().item())
         self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
     def _output_errors(

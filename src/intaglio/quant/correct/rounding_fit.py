@@ -21,8 +21,10 @@ from intaglio.quant.recipes.choices import Rounding
 
 CHEAP_COLUMNS = 1024
 """Up to this many columns GPTQ takes less time than the moments that it reads."""
-CLEAR_GAIN = 0.5
+CLEAR_GAIN = 0.75
 """Ratio of the errors with and without a fit on one half of few samples, below which the other half is not tested."""
+VALIDATED_ROWS = 256
+"""Number of rows of a weight that suffice to decide whether its fit generalizes."""
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 
@@ -81,30 +83,31 @@ class RoundingFit:
         """Round each weight to the nearest step of the given scales, which has this error."""
         return FittedWeight(self.qparams, self.grid, self.step, self._nearest, error, error)
 
-    def fitted(self, found: Moments, plain: torch.Tensor) -> FittedWeight:
+    def fitted(self, found: Moments, plain: torch.Tensor, rows: slice = slice(None)) -> FittedWeight:
         """Round the weight for these moments, with scales for these moments where the data type asks for it.
 
         Args:
             found: the moments.
             plain: the errors of rounding each row to nearest, [groups, rows].
+            rows: the rows of each group whose quantized values, steps and errors are returned.
         """
         found = replace(found)  # The factor, which takes as much memory as the moments, is only kept for this call.
-        q, grid, record, step = self.qparams, self.grid, self.site.record, self.step
-        rounding, known = ROUNDINGS[self.method], None
-        if record.squares and not self.site.group and len(q.scales) == len(self.weight):
+        q, grid, step = self.qparams, self.grid, self.step
+        if self._has_fitted_scales:
             q = self._rescaled(found, plain)
-            grid = weight_grid(self.weight, np.array(q.scales), record, 0, self.region.record.roles.outputs)
+            grid = weight_grid(self.weight, np.array(q.scales), self.site.record, 0, self.region.record.roles.outputs)
             step = self._steps(grid)
-        else:
-            known = plain
-        rows = rounding(self.rows, step, found, grid.low, grid.high, known)
-        return FittedWeight(q, grid, step, rows.quantized, rows.error.sum().item(), plain.sum().item())
+        plain = plain[:, rows]
+        known = None if self._has_fitted_scales else plain
+        fit = ROUNDINGS[self.method](self.rows[:, rows], step[:, rows], found, grid.low, grid.high, known)
+        return FittedWeight(q, grid, step[:, rows], fit.quantized, fit.error.sum().item(), plain.sum().item())
 
     def validated(self, parts: SplitMoments) -> FittedWeight:
         """Return a fitted weight, or rounded to nearest if fits do not generalize.
 
         Halves of few samples validate each other, unless the first one shows a clear gain, and the weight is then
-        fitted to all. Of more samples most are enough to fit to, and the weight that was validated is returned.
+        fitted to all; some rows of the weight are enough to validate. Of more samples most are enough to fit to, and
+        the weight that was validated is returned.
 
         Args:
             parts: moments of parts of the samples.
@@ -114,19 +117,31 @@ class RoundingFit:
         nearest_error = sum(part.sum().item() for part in plain)
         if not all(part.count for part in parts.both):
             return self.nearest(nearest_error)
+        cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
+        refitted = parts.crossed or cheap
+        rows = self._validated_rows() if refitted else slice(None)
         error = unfitted = 0.0
         for own, other in parts.directions:
-            fit = self.fitted(parts.both[own], plain[own])
-            error += parts.both[other].errors(self.rows - fit.quantized * fit.step).sum().item()
-            unfitted += plain[other].sum().item()
+            fit = self.fitted(parts.both[own], plain[own], rows)
+            error += parts.both[other].errors(self.rows[:, rows] - fit.quantized * fit.step).sum().item()
+            unfitted += plain[other][:, rows].sum().item()
             if error < CLEAR_GAIN * unfitted:
                 break
         if not error < unfitted:
             return self.nearest(nearest_error)
-        cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
-        if parts.crossed or cheap:
+        if refitted:
             return self.fitted(parts.whole, plain[0] + plain[1])
         return fit._replace(error=fit.error + error, nearest_error=nearest_error)
+
+    @property
+    def _has_fitted_scales(self) -> bool:
+        """Return whether the scales of all rows are fitted to the moments."""
+        return bool(self.site.record.squares) and not self.site.group and len(self.qparams.scales) == len(self.weight)
+
+    def _validated_rows(self) -> slice:
+        """Return evenly spread rows of each group, or all of them if there are few or their scales are fitted."""
+        every = 1 if self._has_fitted_scales else max(1, self.rows.shape[1] // VALIDATED_ROWS)
+        return slice(None, None, every)
 
     @cached_property
     def _nearest(self) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from intaglio.ir import DType, QParams
 from intaglio.native.cpu import IsaName, isas
+from intaglio.native.row_errors import row_errors, split_rows
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
@@ -39,6 +41,48 @@ GRAM_ROWS = 512
 """Rows of the products that are computed at once; products to the right of them are the same as those below."""
 ERROR_BLOCK = 512
 """Columns of an error that are multiplied at once by those of the moments that are not left of them."""
+LEAST_SPLIT = 256
+"""Weights of one output from which on errors are computed by products of bytes, with rows rounded to two bytes. Each
+rounding is at most 2^-16 of the largest element of its row; together they change an error by about 1 in 100,000."""
+
+
+class Operands(NamedTuple):
+    """Operands x of all positions, in an order that their values define.
+
+    Attributes:
+        signed: x minus its offset, int8 [groups, k, positions].
+        offset: int32 [groups, k].
+    """
+
+    signed: torch.Tensor
+    offset: torch.Tensor
+
+    @staticmethod
+    def of(signed: torch.Tensor, offset: torch.Tensor) -> Operands:
+        """Sort the positions by their bytes, whatever the order of the data was."""
+        columns = signed.permute(2, 0, 1).contiguous().numpy()
+        if len(columns):
+            ordered = np.sort(columns.reshape(len(columns), -1).view(f"V{columns[0].nbytes}")[:, 0])
+            signed = torch.from_numpy(ordered.view(np.int8).reshape(columns.shape)).permute(1, 2, 0).contiguous()
+        return Operands(signed, offset.to(torch.int32))
+
+    @property
+    def wide(self) -> torch.Tensor:
+        """Return x as float64."""
+        return self.signed.double() + self.offset[..., None]
+
+    def joined(self, other: Operands) -> Operands:
+        """Return the positions of both, which have the same offset."""
+        return Operands.of(torch.cat([self.signed, other.signed], 2), self.offset)
+
+    def errors(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what `Moments.errors` returns, for one group."""
+        threads = torch.get_num_threads()
+        split = split_rows(rows[0].numpy(), self.offset[0].numpy(), threads)
+        digits = torch.from_numpy(split.digits).flatten(0, 1)
+        products = _byte_products(digits, self.signed[0].t().contiguous())
+        found = row_errors(products.unflatten(0, (2, -1)).numpy(), split, threads)
+        return torch.from_numpy(found)[None]
 
 
 @dataclass(frozen=True)
@@ -48,28 +92,32 @@ class Moments:
     The vector x has the quantized operands of one result minus their zero points, in the order of a row of the weight.
 
     Attributes:
-        products: sum of x x^T, float64 [groups, k, k]; ``None`` if there are so few positions that x are kept.
+        products: sum of x x^T, float64 [groups, k, k]; ``None`` if there are so few positions that x are kept instead.
         sums: sum of x, int64 [groups, k].
         count: number of positions.
         samples: number of samples that they are from.
-        operands: x of all positions, int16 [groups, k, positions], in an order that their values define.
+        operands: x of all positions, if there are few.
     """
 
     products: torch.Tensor | None
     sums: torch.Tensor
     count: int
     samples: int
-    operands: torch.Tensor | None = None
+    operands: Operands | None = None
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments over the positions of both."""
         sums, counts = self.sums + other.sums, (self.count + other.count, self.samples + other.samples)
-        if self.operands is not None and other.operands is not None and are_few(counts[0], sums.shape[1]):
-            return Moments(None, sums, *counts, _in_order(torch.cat([self.operands, other.operands], 2)))
-        return Moments(self.matrix + other.matrix, sums, *counts)
+        few = are_few(counts[0], sums.shape[1])
+        operands = None
+        if self.operands and other.operands and (few or are_kept(counts[0], sums)):
+            operands = self.operands.joined(other.operands)
+        return Moments(None if few else self.matrix + other.matrix, sums, *counts, operands)
 
     def errors(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``row M row^T`` of each row, [groups, rows], for float64 [groups, rows, k] and M = sum of x x^T."""
+        if self.operands is not None and are_kept(self.count, self.sums):
+            return self.operands.errors(rows)
         if self.products is None:
             return (rows @ self._wide).square().sum(2)
         total = rows.new_zeros(rows.shape[:2])
@@ -94,7 +142,7 @@ class Moments:
     def _wide(self) -> torch.Tensor:
         """Return the operands as float64."""
         assert self.operands is not None
-        return self.operands.double()
+        return self.operands.wide
 
 
 def has_moments(region: Region, site: Site) -> bool:
@@ -111,7 +159,7 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
         q: parameters of the operand.
     """
     groups, k = groups_of(region), row_length(region)
-    count = samples = 0
+    count, samples, kept = 0, 0, True
     products, sums = None, torch.zeros(groups, k, dtype=torch.int64)
     pending = [torch.zeros(groups, k, 0, dtype=torch.int8)]
     for batch in quantized:
@@ -120,14 +168,20 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
             pending.append((columns ^ BYTE_OFFSET).view(torch.int8))
             count += columns.shape[2]
             # Each product costs a pass over [groups, k, k], so there should be few of them.
-            if not are_few(count, k) and sum(part.numel() for part in pending) >= GATHERED:
+            if (
+                not are_few(count, k)
+                and not are_kept(count, sums)
+                and sum(part.numel() for part in pending) >= GATHERED
+            ):
                 products, pending = _with_products(products, sums, torch.cat(pending, 2)), pending[:1]
     offset = BYTE_OFFSET - operand_zero_points(region, q, groups, k)
     rest = torch.cat(pending, 2)
+    operands = Operands.of(rest, offset) if kept else None
     if are_few(count, k):
-        operands = _in_order(rest.to(torch.int16) + offset[..., None].to(torch.int16))
-        return Moments(None, operands.sum(2, dtype=torch.int64), count, samples, operands)
-    return _shifted(Moments(_with_products(products, sums, rest), sums, count, samples), offset)
+        sums = rest.sum(2, dtype=torch.int64) + count * offset
+        return Moments(None, sums, count, samples, operands)
+    found = _shifted(Moments(_with_products(products, sums, rest), sums, count, samples), offset)
+    return replace(found, operands=operands)
 
 
 def sum_over_ranks(found: Moments, group: Group) -> Moments:
@@ -136,25 +190,24 @@ def sum_over_ranks(found: Moments, group: Group) -> Moments:
         return found
     sums = torch.from_numpy(group.total(found.sums.numpy()))
     count, samples = map(int, group.total(np.array([found.count, found.samples])))
-    if are_few(count, sums.shape[1]):
+    few, operands = are_few(count, sums.shape[1]), None
+    if few or are_kept(count, sums):
         assert found.operands is not None
-        parts = [torch.from_numpy(part) for part in group.gather(found.operands.numpy())]
-        return Moments(None, sums, count, samples, _in_order(torch.cat(parts, 2)))
-    return Moments(torch.from_numpy(group.total(found.matrix.numpy())), sums, count, samples)
+        parts = [torch.from_numpy(part) for part in group.gather(found.operands.signed.numpy())]
+        operands = Operands.of(torch.cat(parts, 2), found.operands.offset)
+    products = None if few else torch.from_numpy(group.total(found.matrix.numpy()))
+    return Moments(products, sums, count, samples, operands)
 
 
 def are_few(positions: int, k: int) -> bool:
-    """Return whether the operands of so many positions are kept, for rows of a weight with k elements."""
+    """Return whether the operands of so many positions are kept instead of moments, for rows with k elements."""
     return positions * WEIGHTS_OF_A_POSITION <= k
 
 
-def _in_order(operands: torch.Tensor) -> torch.Tensor:
-    """Sort the positions of int16 [groups, k, positions] by their bytes, whatever the order of the data was."""
-    columns = operands.permute(2, 0, 1).contiguous().numpy()
-    if not len(columns):
-        return operands
-    ordered = np.sort(columns.reshape(len(columns), -1).view(f"V{columns[0].nbytes}")[:, 0])
-    return torch.from_numpy(ordered.view(np.int16).reshape(columns.shape)).permute(1, 2, 0).contiguous()
+def are_kept(positions: int, sums: torch.Tensor) -> bool:
+    """Return whether the operands of so many positions are kept for errors, with sums [groups, k] of these operands."""
+    groups, k = sums.shape
+    return groups == 1 and LEAST_SPLIT <= k <= ROWS_AT_ONCE and positions <= k
 
 
 def _with_products(total: torch.Tensor | None, sums: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
@@ -189,6 +242,13 @@ def integer_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if x.shape[1] == 1:  # _int_mm misreads the strides of a single column.
         x, y = F.pad(x, (0, 1)), F.pad(y, (0, 1))
     return int8_matmul(x, y.t())
+
+
+def _byte_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a b^T`` of int8 [rows, k] in int32; sums of at most 2^16 products are exact in float64, too."""
+    if IsaName.AVX512VNNI in isas():
+        return integer_gram(a, b)
+    return (a.double() @ b.double().t()).to(torch.int32)
 
 
 def float_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

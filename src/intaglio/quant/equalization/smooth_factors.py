@@ -17,7 +17,7 @@ from intaglio.quant.equalization.sampled_rows import FOLDS, SampledRows
 
 STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Migration strengths that are tried: the share of a channel's size that goes into the weights."""
-OUTPUT_COUNT = 512
+OUTPUT_COUNT = 256
 """Number of outputs of the readers that suffice to compare strengths."""
 LEAST_GAIN = 0.9
 """Ratio of the errors with and without factors, below which factors are used; smaller gains may be noise."""
@@ -54,16 +54,21 @@ class _Fold(NamedTuple):
     """A fold of cross-validation.
 
     Attributes:
-        training: positions of the samples of the other folds, f32[r, c].
-        largest: largest magnitude of each of their channels, f64[c].
+        low: smallest value of each channel in the samples of the other folds, f32[c].
+        high: largest value of each of these channels, f32[c].
         validation: positions of the samples of this fold, f32[s, c].
         exact: the results of the readers for them, f32[s, o].
     """
 
-    training: torch.Tensor
-    largest: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
     validation: torch.Tensor
     exact: torch.Tensor
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """Return the largest magnitude of each channel in the samples of the other folds, f64[c]."""
+        return torch.maximum(-self.low, self.high).double()
 
 
 def _spread_outputs(weight: torch.Tensor) -> torch.Tensor:
@@ -78,8 +83,7 @@ def _folds(rows: SampledRows, weight: torch.Tensor) -> list[_Fold]:
     for number in range(FOLDS):
         training, validation = rows.values[fold != number], rows.values[fold == number]
         if len(validation):
-            largest = training.abs().amax(0).double()
-            found.append(_Fold(training, largest, validation, validation @ weight.t()))
+            found.append(_Fold(*training.aminmax(dim=0), validation, validation @ weight.t()))
     return found
 
 
@@ -101,8 +105,8 @@ def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: float) -> t
 
 def _error(fold: _Fold, weight: torch.Tensor, factors: torch.Tensor) -> float:
     """Return the squared error of the results of a fold that is quantized with factors and the range of the others."""
-    training = fold.training / factors
-    scale, zero = numerics.affine_qparams(training.min().item(), training.max().item(), 0, 255)
+    low, high = (fold.low / factors).min().item(), (fold.high / factors).max().item()
+    scale, zero = numerics.affine_qparams(low, high, 0, 255)
     quantized = numerics.round_clamp(fold.validation / factors / scale, 0, 255, zero) - zero
     scaled = weight * factors
     steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(1).numpy(), 127))[:, None]

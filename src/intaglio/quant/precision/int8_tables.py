@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET
 from intaglio.fxgraph.padding_masks import padded_axes_of, visible_tokens
+from intaglio.ir import DType
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.distributed import Group
@@ -20,6 +22,7 @@ from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.correct.calibration_cache import Calls
 from intaglio.quant.precision.changed_run import ChangedRun, Changes
 from intaglio.quant.precision.measure_rounding import (
+    MEASURED_SAMPLES,
     Power,
     add_power,
     first_samples,
@@ -33,6 +36,10 @@ MOST_DECIBELS = 0.05
 """Signal-to-noise ratio that all int8 tables together may cost in each result of the model."""
 LEAST_SHARE = 0.001
 """Share of the bytes of all parameters below which a table is not worth the runs that measure its rounding."""
+LEAST_VALUES = 1024
+"""Number of values of each result in which noise is measured; its power is then known to a few percent."""
+LEAST_SAMPLES = 2
+"""Number of samples in which noise is measured at least."""
 
 
 def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, float]:
@@ -62,7 +69,7 @@ def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, flo
     results = [node for node in annotations.module.graph.output_node().all_input_nodes if node.op != "placeholder"]
     if not undecided or not results:
         return {}
-    some = first_samples(calls, group)
+    some = first_samples(calls, group, _sample_count(results))
     tables: dict[str, list[fx.Node]] = {}
     for node in undecided:
         tables.setdefault(str(node.args[0].target), []).append(node)
@@ -77,6 +84,13 @@ def int8_tables(prepared: Prepared, calls: Calls, group: Group) -> dict[str, flo
             found |= {names.of(node): _decibels(max(shares)) for node in tables[table]}
             total = after
     return found
+
+
+def _sample_count(results: list[fx.Node]) -> int:
+    """Return how many samples have enough values of each result; axes of variable size count as one value."""
+    types = [kind for node in results if (kind := tensor_type(node)) is not None and kind.dtype is DType.F32]
+    least = min((math.prod(size for size in kind.shape[1:] if isinstance(size, int)) for kind in types), default=1)
+    return min(MEASURED_SAMPLES, max(LEAST_SAMPLES, -(-LEAST_VALUES // max(least, 1))))
 
 
 def _undecided(annotations: Annotations) -> list[fx.Node]:

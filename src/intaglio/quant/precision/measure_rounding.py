@@ -178,13 +178,13 @@ def coarse_values(prepared: Prepared, calls: Calls, group: Group) -> dict[str, f
     return {name: ratio for name, ratio in found.items() if ratio < LEAST_DECIBELS}
 
 
-def first_samples(calls: Calls, group: Group) -> Calls:
-    """Return this rank's calls among the first ones of all ranks with `MEASURED_SAMPLES` samples."""
+def first_samples(calls: Calls, group: Group, most: int = MEASURED_SAMPLES) -> Calls:
+    """Return this rank's calls among the first ones of all ranks with ``most`` samples."""
     sizes = group.gather([max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls])
     total, kept = 0, 0
     for place in range(max(map(len, sizes))):
         for rank, own in enumerate(sizes):
-            if place < len(own) and total < MEASURED_SAMPLES:
+            if place < len(own) and total < most:
                 total += own[place]
                 kept += rank == group.rank
     return calls[:kept]
