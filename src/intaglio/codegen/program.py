@@ -43,6 +43,7 @@ from intaglio.codegen.emitters.emit_steps import (
     emit_quantize,
     emit_table,
 )
+from intaglio.codegen.shared_bodies import with_shared_bodies
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
 from intaglio.ir.names import sanitized
@@ -115,7 +116,7 @@ def emit(plan: Plan, name: str) -> Program:
     code()
     for _, family in sorted(context.families.items()):
         code(family.declaration)
-    for body in bodies:
+    for body in with_shared_bodies(bodies):
         code()
         code(body)
     code()

@@ -10,9 +10,8 @@ LEAST_BYTES = 1 << 15
 MOST_PARTS = 8
 """Largest number of parts: each compiler needs some 200 MB of memory."""
 
-_STEP = re.compile(
-    r"^static (void p\d+_\w*\(const struct Run\* r, int thread, int threads\)) \{\n.*?^\}\n", re.MULTILINE | re.DOTALL
-)
+_HEAD = r"void p\d+_\w*\(const struct Run\* r, int thread, int threads[^)]*\)"
+_STEP = re.compile(rf"^(?P<shared>SHARED )?static (?P<head>{_HEAD}) \{{\n.*?^\}}\n", re.MULTILINE | re.DOTALL)
 _SEGMENTS = re.compile(r"^static void segment\d", re.MULTILINE)
 
 
@@ -39,6 +38,11 @@ def _part(source: str, steps: list[re.Match[str]], owners: list[int], part: int,
     """Return the text of one part, in which steps of other parts are declared."""
     pieces, at = list[str](), 0
     for step, owner in zip(steps, owners, strict=True):
-        pieces += [source[at : step.start()], step[0].removeprefix("static ") if owner == part else f"{step[1]};\n"]
+        pieces += [source[at : step.start()], _definition(step) if owner == part else f"{step['head']};\n"]
         at = step.end()
     return "".join([*pieces, source[at:] if part == 0 else source[at:segments]])
+
+
+def _definition(step: re.Match[str]) -> str:
+    """Return the definition of a step that other parts may call."""
+    return f"{step['shared'] or ''}{step[0][step.start('head') - step.start() :]}"

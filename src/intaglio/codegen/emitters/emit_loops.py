@@ -10,7 +10,7 @@ from intaglio import numerics
 from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.emitters.loop_variables import Loop
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, Op, numel
+from intaglio.ir import DType, Op, QParams, numel
 from intaglio.ops.loop_ops.primitives import Lanes, primitive
 from intaglio.plan.loops.loop_records import LoopVariant
 from intaglio.plan.loops.loop_stages import LoopStage
@@ -270,7 +270,7 @@ def _load(name: str, loop: Loop) -> str:
 def _load_interleaved(op: Op, loop: Loop) -> str:
     """Return a load fused with its dequantize, with elements interleaved over the vectors of a block."""
     (name,), q = op.inputs, loop.body.types[op.inputs[0]].qparams
-    return f"read_interleaved<COUNT>({loop.names[name]}_row + e, i, count, {q.zero}, {number(q.step)})"
+    return f"read_interleaved<COUNT>({loop.names[name]}_row + e, i, count, {zero_point(q)}, {number(q.step)})"
 
 
 def _store(name: str, loop: Loop) -> str:
@@ -287,7 +287,7 @@ def _quantize_and_store(name: str, loop: Loop, interleaved: bool) -> str:
     stride, (source,) = loop.context.dim(step), loop.schedule.producers[name].inputs
     at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {stride}")
     inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
-    numbers = f"{number(inverse)}, {q.zero}, {q.qmin}, {q.qmax}, {int(small)}, {int(interleaved)}"
+    numbers = f"{number(inverse)}, {zero_point(q)}, {q.qmin}, {q.qmax}, {int(small)}, {int(interleaved)}"
     return f"quantize_and_write<COUNT>({at}, {stride}, count, {loop.names[source]}, {numbers});"
 
 
@@ -314,11 +314,11 @@ def _value(op: Op, loop: Loop) -> str:
     row = primitive(op)
     if row.dequantizes:
         q = types[op.inputs[0]].qparams
-        return f"dequantize_lanes({given[0]}, {q.zero}, {number(q.step)})"
+        return f"dequantize_lanes({given[0]}, {zero_point(q)}, {number(q.step)})"
     if row.quantizes:
         q = result.qparams
         bounds = f"{number(q.qmin - q.zero)}, {number(q.qmax - q.zero)}"
-        return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {q.zero}, {bounds})"
+        return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {zero_point(q)}, {bounds})"
     if not row.c:
         return _cast(given[0], types[op.inputs[0]].dtype, result.dtype)
     if row.takes_number and op.inputs[1] in constants and op.inputs[0] not in constants:
@@ -341,6 +341,11 @@ def _cast(value: str, source: DType, result: DType) -> str:
         return value if source is DType.BOOL else nonzero
     real = {DType.I64: f"__builtin_convertvector({value}, Reals)", DType.BOOL: f"ones({value})"}.get(source, value)
     return f"to_bfloat16({real})" if result is DType.BF16 and source is not DType.BF16 else real
+
+
+def zero_point(q: QParams) -> str:
+    """Return a zero point as a C literal that is told from sizes by its type."""
+    return f"(int32_t){q.zero}"
 
 
 def number(value: float | np.ndarray) -> str:

@@ -59,10 +59,10 @@ struct __attribute__((aligned(64))) IntaglioBarrier {
 
 enum { INTAGLIO_BARRIER_SPINS = 2000 };
 
-// Wait until `threads` threads have called the function. Spin for some tens of microseconds at most, then sleep. Sleep
-// at once if threads share cores: spinning would hold up the very thread that is waited for.
-static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int threads) {
-    if (threads <= 1) return;
+// Wait for the other threads of a barrier. Spin for some tens of microseconds at most, then sleep. Sleep at once if
+// threads share cores: spinning would hold up the very thread that is waited for. Programs call it in many places, of
+// which each would take a millisecond to compile.
+static inline __attribute__((noinline)) void intaglio_wait_for_others(struct IntaglioBarrier* barrier, int threads) {
     uint32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == (uint32_t)threads) {
         __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
@@ -78,4 +78,9 @@ static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int th
     __atomic_fetch_add(&barrier->sleepers, 1, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&barrier->phase, __ATOMIC_SEQ_CST) == phase) intaglio_sleep(&barrier->phase, phase);
     __atomic_fetch_sub(&barrier->sleepers, 1, __ATOMIC_RELAXED);
+}
+
+// Wait until `threads` threads have called the function.
+static inline void intaglio_barrier_wait(struct IntaglioBarrier* barrier, int threads) {
+    if (threads > 1) intaglio_wait_for_others(barrier, threads);
 }

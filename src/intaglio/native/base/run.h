@@ -23,6 +23,13 @@ struct Run {
     int64_t* clipped;      // clipped values: the sum, then one count per checked range; null: not counted
 };
 
+// A function with the body of several steps, of which the compiler must not make copies for each of them.
+#if defined(__clang__)
+#define SHARED __attribute__((noinline))
+#else
+#define SHARED __attribute__((noinline, noclone))
+#endif
+
 // Return the constant at an offset in bytes.
 template <class T>
 static inline const T* constant(const struct Run* r, int64_t offset) {
@@ -31,15 +38,18 @@ static inline const T* constant(const struct Run* r, int64_t offset) {
 
 // Add the time since the last reading to `step`, if times are measured: all threads wait for each other, then the first
 // reads the clock. Step -1 starts the clock.
-static inline void time_step(const struct Run* r, int64_t step, int64_t steps, int thread, int threads) {
+static inline __attribute__((noinline)) void read_clock(const struct Run* r, int64_t step, int64_t steps, int thread,
+                                                        int threads) {
     struct timespec now;
-    if (!r->times) return;
     intaglio_barrier_wait(r->barrier, threads);
     if (thread) return;
     clock_gettime(CLOCK_MONOTONIC, &now);
     const int64_t nanoseconds = now.tv_sec * 1000000000 + now.tv_nsec;
     if (step >= 0) r->times[step] += nanoseconds - r->times[steps];
     r->times[steps] = nanoseconds;
+}
+static inline void time_step(const struct Run* r, int64_t step, int64_t steps, int thread, int threads) {
+    if (r->times) read_clock(r, step, steps, thread, threads);
 }
 
 // A sub-batch: images `first` to `first + count` of the batch. The arena has slots of equal size for the activations of
