@@ -17,9 +17,11 @@ import pytest
 
 from intaglio import config
 from intaglio.errors import BuildError, InputError
+from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 from intaglio.native import native_library as library
-from intaglio.native.compile import build, is_intact, load
+from intaglio.native.compile import build, build_units, is_intact, load
+from intaglio.native.units import library_units
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
 
@@ -401,3 +403,12 @@ def child_status(check) -> int:
         signal.alarm(60)
         os._exit(0 if check() else 1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_units_that_were_built_ahead_are_not_compiled_again(fresh_cache, monkeypatch):
+    units = library_units('#include "products/matmul.h"\n')
+    build_units(units, isa=machine.isas()[0])
+    built = sorted((fresh_cache / "kernels").glob("library_*.o"))
+    assert [path.name.rsplit("-", 1)[0] for path in built] == [unit.name for unit in units]
+    monkeypatch.setattr(compiler, "_unit_commands", lambda missing, command, scratch: pytest.fail("compiled again"))
+    build_units(units, isa=machine.isas()[0])

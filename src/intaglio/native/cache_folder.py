@@ -7,7 +7,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import stat
+import time
+from collections import defaultdict
 from pathlib import Path
 
 from intaglio import config
@@ -17,6 +20,10 @@ MOVE_CACHE = "set INTAGLIO_CACHE_DIR to a folder that you can write to and that 
 OWN_CACHE = "remove it if it is not yours, or set INTAGLIO_CACHE_DIR to a folder that only you can write to"
 STICKY_CACHE = "run chmod go-w on it, or chmod +t, or set INTAGLIO_CACHE_DIR to a folder that only you can write to"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+GRACE_SECONDS = 60
+"""Entries built or used this recently are not evicted, because a process may not have loaded them yet."""
+ABANDONED_SECONDS = 3600
 
 logger = logging.getLogger("intaglio")
 
@@ -115,3 +122,29 @@ def _distrust(info: os.stat_result) -> str | None:
 
 def _warn(path: Path, reason: str) -> None:
     logger.warning("%s in the cache is not used and is made again: %s", path, reason)
+
+
+def evict(folder: Path) -> None:
+    """Remove the least recently used entries until the folder is within its limit, and files left by crashed builds."""
+    now = time.time()
+    sizes: dict[str, int] = defaultdict(int)
+    used: dict[str, float] = defaultdict(float)
+    for file in os.scandir(folder):
+        try:
+            info = file.stat()
+        except FileNotFoundError:
+            continue
+        if file.is_dir():
+            if now - info.st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(file.path, ignore_errors=True)
+            continue
+        stem = Path(file.name).stem
+        sizes[stem] += info.st_size
+        used[stem] = max(used[stem], info.st_mtime)
+    excess = sum(sizes.values()) - config.cache_limit_bytes()
+    for stem in sorted(used, key=lambda stem: used[stem]):
+        if excess <= 0 or now - used[stem] < GRACE_SECONDS:
+            return
+        for suffix in (".so", ".o", ".cpp"):
+            (folder / f"{stem}{suffix}").unlink(missing_ok=True)
+        excess -= sizes[stem]

@@ -13,12 +13,9 @@ import ctypes
 import hashlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,7 +24,7 @@ from intaglio import config
 from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
 from intaglio.native import units as library
-from intaglio.native.cache_folder import MOVE_CACHE, make_folder, read_entry, trusted_folder
+from intaglio.native.cache_folder import MOVE_CACHE, evict, make_folder, read_entry, trusted_folder
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.split_program import split_program
 from intaglio.native.units import TranslationUnit, included, library_units
@@ -35,9 +32,6 @@ from intaglio.native.units import TranslationUnit, included, library_units
 CACHE_FORMAT = "2"
 SEAL = b"\nintaglio sha256 "
 SEAL_BYTES = len(SEAL) + 64
-GRACE_SECONDS = 60
-"""Entries built or used this recently are not evicted, because a process may not have called `load` on them yet."""
-ABANDONED_SECONDS = 3600
 ERROR_LINES = 20
 BUILD_PREFIX = ".build-"
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
@@ -85,19 +79,51 @@ def build(
     objects = {_unit_path(unit, command, isa, folder): unit for unit in (*units, *library_units(source))}
     key = _key(source, command, isa, headers, [path.name for path in objects])
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
-    with _locks.setdefault(path, threading.Lock()):
-        try:
-            if force or not is_intact(path):
-                make_folder(folder)
-                _compile(source, command, name, path, objects)
-                _evict(folder)
-            for entry in (path, *objects):
-                _touch(entry)
-        except OSError as error:
-            raise BuildError(
-                name, None, f"the kernel cache {folder} cannot be used: {error}", remedy=MOVE_CACHE
-            ) from error
+    with _locked(*sorted(objects), path), _folder_errors(name, folder):
+        if force or not is_intact(path):
+            make_folder(folder)
+            _compile(source, command, name, path, objects)
+            evict(folder)
+        for entry in (path, *objects):
+            _touch(entry)
     return path
+
+
+def build_units(units: Sequence[TranslationUnit], *, isa: str) -> None:
+    """Compile those of some units that the cache does not have, one after the other.
+
+    Raises:
+        BuildError: as for `build`.
+    """
+    for unit in units:
+        command, folder = (_compiler(unit.name), *COMPILE_FLAGS, *ISA_FLAGS[isa]), trusted_folder("kernels")
+        entry = _unit_path(unit, command, isa, folder)
+        with _locked(entry), _folder_errors(unit.name, folder):
+            if is_intact(entry):
+                continue
+            make_folder(folder)
+            with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
+                _run_together(_without_linking(_unit_commands({entry: unit}, command, scratch)), unit.name, scratch)
+                _seal_as(scratch / entry.name, entry)
+
+
+@contextlib.contextmanager
+def _locked(*paths: Path) -> Iterator[None]:
+    """Let other threads of this process that need one of these entries wait for it."""
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(_locks.setdefault(path, threading.Lock()))
+        yield
+
+
+@contextlib.contextmanager
+def _folder_errors(name: str, folder: Path) -> Iterator[None]:
+    """Raise errors of the file system as `BuildError`."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"the kernel cache {folder} cannot be used: {error}"
+        raise BuildError(name, None, problem, remedy=MOVE_CACHE) from error
 
 
 def text_key(source: str, isa: str, units: Sequence[TranslationUnit] = ()) -> str:
@@ -120,7 +146,7 @@ def install(content: bytes, *, name: str) -> Path:
     """
     folder = trusted_folder("kernels")
     path = folder / f"trusted-{hashlib.sha256(content).hexdigest()}.so"
-    try:
+    with _folder_errors(name, folder):
         if read_entry(path) != content:
             make_folder(folder)
             with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
@@ -128,11 +154,8 @@ def install(content: bytes, *, name: str) -> Path:
                 draft.write_bytes(content)
                 draft.chmod(0o755)
                 os.replace(draft, path)
-            _evict(folder)
+            evict(folder)
         _touch(path)
-    except OSError as error:
-        problem = f"the kernel cache {folder} cannot be used: {error}"
-        raise BuildError(name, None, problem, remedy=MOVE_CACHE) from error
     return path
 
 
@@ -226,7 +249,7 @@ def _compile(
                 [*command, "-c", _headers(), str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)
             ]
             commands += _unit_commands(missing, command, scratch)
-            _run_together([[part for part in line if part != "-shared"] for line in commands], name, scratch)
+            _run_together(_without_linking(commands), name, scratch)
             for entry in missing:
                 _seal_as(scratch / entry.name, entry)
         arguments = [*command, _headers(), *map(str, [*programs, *objects]), "-o", str(made), *LINK_FLAGS]
@@ -264,6 +287,11 @@ def _unit_commands(missing: dict[Path, TranslationUnit], command: tuple[str, ...
         else:
             found.append([*command, *UNIT_FLAGS, "-c", _headers(), str(text), "-o", str(scratch / entry.name)])
     return [*([[command[0], "-c", *assembly]] * bool(assembly)), *found]
+
+
+def _without_linking(commands: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return commands that make object files."""
+    return [[part for part in line if part != "-shared"] for line in commands]
 
 
 def _seal_as(made: Path, path: Path) -> None:
@@ -343,29 +371,3 @@ def _touch(path: Path) -> None:
     """Mark an entry as used now."""
     with contextlib.suppress(OSError):  # a read-only cache still works
         os.utime(path)
-
-
-def _evict(folder: Path) -> None:
-    """Remove the least recently used entries until the folder is within its limit, and files left by crashed builds."""
-    now = time.time()
-    sizes: dict[str, int] = defaultdict(int)
-    used: dict[str, float] = defaultdict(float)
-    for file in os.scandir(folder):
-        try:
-            info = file.stat()
-        except FileNotFoundError:
-            continue
-        if file.is_dir():
-            if now - info.st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(file.path, ignore_errors=True)
-            continue
-        stem = Path(file.name).stem
-        sizes[stem] += info.st_size
-        used[stem] = max(used[stem], info.st_mtime)
-    excess = sum(sizes.values()) - config.cache_limit_bytes()
-    for stem in sorted(used, key=lambda stem: used[stem]):
-        if excess <= 0 or now - used[stem] < GRACE_SECONDS:
-            return
-        for suffix in (".so", ".o", ".cpp"):
-            (folder / f"{stem}{suffix}").unlink(missing_ok=True)
-        excess -= sizes[stem]

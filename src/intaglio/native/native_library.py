@@ -12,6 +12,7 @@ from pathlib import Path
 from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
+from intaglio.native.units import library_units
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 """C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
@@ -21,6 +22,8 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 PARTS = ("pool", "openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
 SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in PARTS)
+USUAL = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
+"""What most programs include."""
 
 
 class NativeCounts(ctypes.Structure):
@@ -86,7 +89,10 @@ def runtime() -> ctypes.CDLL:
 
 
 def build_ahead() -> None:
-    """Build the library in the background if the cache does not have it. `runtime` waits for it, and reports errors."""
+    """Build the library and what most programs are linked with in the background, if the cache does not have them.
+
+    What needs them waits for them, and reports errors.
+    """
     if not runtime.cache_info().currsize:
         threading.Thread(target=_build_quietly, name="intaglio-build").start()
 
@@ -94,6 +100,7 @@ def build_ahead() -> None:
 def _build_quietly() -> None:
     with contextlib.suppress(IntaglioError):
         compiler.build(SOURCE, name="runtime", isa=machine.isas()[0])
+        compiler.build_units(library_units(USUAL), isa=machine.isas()[0])
 
 
 @cache
