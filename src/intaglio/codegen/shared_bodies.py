@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST_LENGTH = 1000
+LEAST_LENGTH = 400
 """Characters of a body from which on it is shared; shorter ones compile in no time."""
 
 _PARAMETERS = "const struct Run* r, int thread, int threads"

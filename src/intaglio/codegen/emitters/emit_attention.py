@@ -8,7 +8,7 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
-from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
+from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames, zero_point
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.ops import op_def
@@ -34,7 +34,7 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
         _mask(code, op.inputs[3], context)
     code(f"a.batch = {context.dim(batch)}, a.heads = {heads}, a.shared = {_number(heads) // _number(groups)};")
     code(f"a.queries = {context.dim(queries)}, a.keys = {context.dim(keys)}, a.depth = {depth}, a.width = {width};")
-    code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {types[op.inputs[0]].qparams.zero};")
+    code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {zero_point(types[op.inputs[0]].qparams)};")
     for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
         code(f"a.{field} = {context.number(factor, 'float', field)};")
     code(f"a.limits = {context.limits(op)};")
