@@ -280,14 +280,8 @@ class _WeightCorrector:
         By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
         concerns more than the weights, and may even increase their error. The bias stays as it is if the error has
-        another mean in the samples that validate.
-
-        Args:
-            region: the region of the layer.
-            error: what rounding takes from the weight, float64 [groups, rows, k].
-            signal_and_noise: sums of squares of the results, and of their errors due to the rounded weight.
-            parts: moments of parts of the samples.
-            split: the division of the samples into these parts.
+        another mean in the samples that validate. ``error`` is what rounding takes from the weight, and
+        ``signal_and_noise`` are the sums of squares of the results and of their errors.
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:

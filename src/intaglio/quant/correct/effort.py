@@ -11,7 +11,8 @@ from intaglio.formatting.number_text import size_text
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.correct.linalg import COLUMN_BLOCK
 from intaglio.quant.correct.operand_columns import groups_of, row_length, weight_count
-from intaglio.quant.correct.second_moments import Moments, are_few
+from intaglio.quant.correct.second_moments import Moments, are_few, are_kept
+from intaglio.quant.correct.validation_split import VALIDATED_ROWS
 from intaglio.quant.correct.weight_rounding import ITERATIONS, gptq, nearest
 from intaglio.quant.qdq.weight_grid import WeightGrid
 from intaglio.quant.recipes.choices import Effort, Rounding
@@ -26,8 +27,10 @@ WIDE_PRODUCTS, BYTE_PRODUCTS, COLUMN_PRODUCTS = 40e9, 150e9, 0.7e9
 """Multiply-accumulates per second, about those of two cores of a Zen 4 processor: in products of float64 matrices, in
 products of bytes, and in spreading the errors of columns that are rounded one by one. They are the same on every
 machine, so that models do not depend on it."""
-FITS = 2.5
-"""Mean number of fits of a weight: to one part of the samples or to each, and to all."""
+VALIDATING_FITS = 1.5
+"""Mean number of fits of some rows of a weight to a part of the samples, before all rows are fitted to all of them."""
+BYTES_OF_ERRORS = 4
+"""Byte products for each weight and position to take its errors: two bytes, for the signal and for the noise."""
 SAMPLED_ROWS = 32
 """Number of rows of a weight that are fitted to measure what all would gain."""
 COPIES_IN_MEMORY = 6
@@ -61,13 +64,17 @@ def predicted_cost(region: Region, positions: int) -> FittingCost:
     rank = positions if few else k
     factor = groups * k * rank * (rank / 3 if not few else rank + COLUMN_BLOCK)
     spread = count * (2 * rank if few else k / 2)
-    errors, fits = 4 * count * rank, 0.0 if region.setting.rounding == Rounding.NEAREST else FITS
-    wide = factor + fits * spread + errors
+    validated = min(1, VALIDATED_ROWS * groups * k / max(1, count))
+    fits = 0.0 if region.setting.rounding == Rounding.NEAREST else 1 + VALIDATING_FITS * validated
+    in_bytes = are_kept(positions, groups, k)
+    wide = factor + fits * spread + (0 if in_bytes else 4 * count * rank)
     if region.setting.rounding == Rounding.ADAROUND:
         wide += fits * ITERATIONS * 2 * count * k
     seconds = wide / WIDE_PRODUCTS + fits * count * COLUMN_BLOCK / 2 / COLUMN_PRODUCTS
     if not few:
         seconds += groups * k * k * positions / BYTE_PRODUCTS
+    if in_bytes:
+        seconds += BYTES_OF_ERRORS * count * positions / BYTE_PRODUCTS
     return FittingCost(seconds, 8 * COPIES_IN_MEMORY * (groups * k * rank + count))
 
 

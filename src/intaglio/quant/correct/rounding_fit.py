@@ -14,7 +14,7 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.second_moments import Moments
-from intaglio.quant.correct.validation_split import SplitMoments
+from intaglio.quant.correct.validation_split import VALIDATED_ROWS, SplitMoments
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import Rounding
@@ -23,8 +23,6 @@ CHEAP_COLUMNS = 1024
 """Up to this many columns GPTQ takes less time than the moments that it reads."""
 CLEAR_GAIN = 0.75
 """Ratio of the errors with and without a fit on one half of few samples, below which the other half is not tested."""
-VALIDATED_ROWS = 256
-"""Number of rows of a weight that suffice to decide whether its fit generalizes."""
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 """Ratios to the scales chosen from the weights alone; with few bits, the operand decides which of them is best."""
 

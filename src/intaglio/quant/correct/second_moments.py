@@ -110,13 +110,13 @@ class Moments:
         sums, counts = self.sums + other.sums, (self.count + other.count, self.samples + other.samples)
         few = are_few(counts[0], sums.shape[1])
         operands = None
-        if self.operands and other.operands and (few or are_kept(counts[0], sums)):
+        if self.operands and other.operands and (few or are_kept(counts[0], *sums.shape)):
             operands = self.operands.joined(other.operands)
         return Moments(None if few else self.matrix + other.matrix, sums, *counts, operands)
 
     def errors(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``row M row^T`` of each row, [groups, rows], for float64 [groups, rows, k] and M = sum of x x^T."""
-        if self.operands is not None and are_kept(self.count, self.sums):
+        if self.operands is not None and are_kept(self.count, *self.sums.shape):
             return self.operands.errors(rows)
         if self.products is None:
             return (rows @ self._wide).square().sum(2)
@@ -170,7 +170,7 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
             # Each product costs a pass over [groups, k, k], so there should be few of them.
             if (
                 not are_few(count, k)
-                and not are_kept(count, sums)
+                and not are_kept(count, *sums.shape)
                 and sum(part.numel() for part in pending) >= GATHERED
             ):
                 products, pending = _with_products(products, sums, torch.cat(pending, 2)), pending[:1]
@@ -191,7 +191,7 @@ def sum_over_ranks(found: Moments, group: Group) -> Moments:
     sums = torch.from_numpy(group.total(found.sums.numpy()))
     count, samples = map(int, group.total(np.array([found.count, found.samples])))
     few, operands = are_few(count, sums.shape[1]), None
-    if few or are_kept(count, sums):
+    if few or are_kept(count, *sums.shape):
         assert found.operands is not None
         parts = [torch.from_numpy(part) for part in group.gather(found.operands.signed.numpy())]
         operands = Operands.of(torch.cat(parts, 2), found.operands.offset)
@@ -204,9 +204,8 @@ def are_few(positions: int, k: int) -> bool:
     return positions * WEIGHTS_OF_A_POSITION <= k
 
 
-def are_kept(positions: int, sums: torch.Tensor) -> bool:
-    """Return whether the operands of so many positions are kept for errors, with sums [groups, k] of these operands."""
-    groups, k = sums.shape
+def are_kept(positions: int, groups: int, k: int) -> bool:
+    """Return whether the operands of so many positions are kept for errors, for rows with k elements."""
     return groups == 1 and LEAST_SPLIT <= k <= ROWS_AT_ONCE and positions <= k
 
 

@@ -19,6 +19,8 @@ from intaglio.quant.correct.spread_places import spread_places
 
 CROSSED_SAMPLES = 64
 """Number of samples below which two halves validate each other; otherwise an eighth of the samples validates."""
+VALIDATED_ROWS = 256
+"""Number of rows of a weight that suffice to decide whether its fit generalizes."""
 PROJECTED = 4096
 """Largest number of elements of a sample that are compared."""
 INTERVALS = 9
