@@ -73,9 +73,10 @@ SOAK_MADE ?= 10000
 soak: $(STAMP)
 	PYTHONPATH=tests .venv/bin/python -m fuzz.soak --seconds $(SOAK_SECONDS) --made $(SOAK_MADE)
 
-# Exported programs on aarch64, riscv64 and an old x86-64, under emulators, where cross compilers are installed.
+# Exported programs on aarch64, riscv64 and an old x86-64, and the microkernels for aarch64, under emulators, where cross
+# compilers are installed.
 isa: $(STAMP)
-	.venv/bin/python -m pytest -q -n auto -m slow -rs tests/runtime/export/test_other_processors.py
+	.venv/bin/python -m pytest -q -n auto -m slow -rs tests/runtime/export/test_other_processors.py tests/kernels/test_neon_kernels.py
 
 lint: format types
 

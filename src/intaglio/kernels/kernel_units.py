@@ -30,7 +30,8 @@ def kernel_units(families: Iterable[KernelFamily], isa: str) -> tuple[Translatio
 
 @cache
 def _sources() -> str:
-    """Return the digest of the generators in this folder and of the headers that portable kernels include."""
+    """Return the digest of the generators in this folder and of the headers that kernels in C++ include."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    texts += [text for _, text in sorted(included('#include "products/portable_tile.h"').items())]
+    headers = '#include "tiles/portable_tile.h"\n#include "tiles/neon_tile.h"\n'
+    texts += [text for _, text in sorted(included(headers).items())]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()

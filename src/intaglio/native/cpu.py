@@ -16,12 +16,16 @@ class IsaName(StrEnum):
 
     AVX512VNNI = "avx512vnni"
     AVX2 = "avx2"
+    NEON_I8MM = "neon_i8mm"
+    NEON_DOT = "neon_dot"
     PORTABLE = "portable"
 
 
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     IsaName.AVX512VNNI.value: ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
     IsaName.AVX2.value: ("-mavx2", "-mf16c"),
+    IsaName.NEON_I8MM.value: ("-march=armv8.2-a+dotprod+i8mm",),
+    IsaName.NEON_DOT.value: ("-march=armv8.2-a+dotprod",),
     IsaName.PORTABLE.value: (),
 }
 """Compiler flags per instruction set, best first. They never depend on the machine that compiles (no
@@ -31,9 +35,14 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 CPU_FLAGS: dict[str, frozenset[str]] = {
     IsaName.AVX512VNNI.value: frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
     IsaName.AVX2.value: frozenset({"avx2", "f16c"}),
+    IsaName.NEON_I8MM.value: frozenset({"asimddp", "i8mm"}),
+    IsaName.NEON_DOT.value: frozenset({"asimddp"}),
     IsaName.PORTABLE.value: frozenset(),
 }
 """Flags that /proc/cpuinfo must list for each instruction set."""
+
+AARCH64 = frozenset({IsaName.NEON_I8MM.value, IsaName.NEON_DOT.value})
+"""Instruction sets of 64-bit ARM processors; all others but the portable one are those of x86-64."""
 
 
 class Caches(NamedTuple):
@@ -51,7 +60,7 @@ TYPICAL_CACHES = Caches(32 << 10, 1 << 20, 16 << 20)
 def read_flags(text: str) -> frozenset[str]:
     """Return the CPU flags of the first processor in the text of /proc/cpuinfo."""
     for line in text.splitlines():
-        if line.startswith("flags"):
+        if line.startswith(("flags", "Features")):  # the latter on AArch64
             return frozenset(line.partition(":")[2].split())
     return frozenset()
 

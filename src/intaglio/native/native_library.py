@@ -20,8 +20,8 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Functions of an OpenMP library that starts threads as GCC's does."""
 
-PARTS = ("pool", "openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
-SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in PARTS)
+QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
+SOURCE = '#include "base/pool.cpp"\n' + "".join(f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING)
 USUAL = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
 """What most programs include."""
 

@@ -16,7 +16,7 @@ from intaglio.errors import BuildError, UnsupportedError, did_you_mean
 from intaglio.ir import DType, Program, Shape, Signature
 from intaglio.kernels import ISAS
 from intaglio.native.compile import COMPILE_FLAGS
-from intaglio.native.cpu import ISA_FLAGS
+from intaglio.native.cpu import AARCH64, ISA_FLAGS, IsaName
 from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.output_paths import check_folder, expanded
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text
@@ -127,6 +127,8 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
         )
         remedy = did_you_mean(unknown[0], ISA_FLAGS) if requested else None
         raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}", remedy=remedy)
+    if len({isa in AARCH64 for isa in requested if isa != IsaName.PORTABLE}) > 1:
+        raise BuildError(f"isa={requested}", None, "one export cannot have kernels for both x86-64 and AArch64")
     return [isa for isa in ISA_FLAGS if isa in requested]
 
 

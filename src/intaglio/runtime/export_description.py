@@ -12,6 +12,9 @@ from intaglio.runtime.export_weights import HEADER, PADDING_BYTES, WEIGHTS_VERSI
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
 
+AARCH64_BITS = {"asimddp": ("AT_HWCAP", 20), "i8mm": ("AT_HWCAP2", 13)}
+"""Flag -> entry of the auxiliary vector that Linux passes to programs, and its bit there."""
+
 
 def inputs_of(model: CompiledModel) -> list[tuple[str, Shape, DType]]:
     """Return name, shape and element type of each input."""
@@ -210,9 +213,15 @@ def _cost_function(program: Program) -> str:
 
 def _cpu_test(isa: str) -> str:
     """Return the C function that tests whether the processor and the operating system support an instruction set."""
-    flags = [flag.replace("_vnni", "vnni") for flag in sorted(CPU_FLAGS[isa])]
-    tests = " && ".join(f'__builtin_cpu_supports("{flag}")' for flag in flags) or "1"
+    tests = " && ".join(_flag_test(flag) for flag in sorted(CPU_FLAGS[isa])) or "1"
     return f"int {isa}_runs_here(void) {{ return {tests}; }}"
+
+
+def _flag_test(flag: str) -> str:
+    """Return the C expression that tests for a flag of /proc/cpuinfo."""
+    if (place := AARCH64_BITS.get(flag)) is not None:
+        return "(getauxval({}) >> {} & 1)".format(*place)
+    return f'__builtin_cpu_supports("{flag.replace("_vnni", "vnni")}")'
 
 
 def _program_table(programs: Sequence[Program], name: str) -> str:

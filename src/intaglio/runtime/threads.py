@@ -21,9 +21,12 @@ from intaglio.native.cpu import IsaName
 MACS_PER_SECOND: Mapping[str, float] = {
     IsaName.AVX512VNNI: 220e9,
     IsaName.AVX2: 72e9,
+    IsaName.NEON_I8MM: 72e9,
+    IsaName.NEON_DOT: 72e9,
     IsaName.PORTABLE: 7.3e9,
 }
-"""Rate of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18)."""
+"""Rate of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18). Those of AArch64 are
+assumed, not measured."""
 
 BYTES_PER_SECOND = 24e9
 """Rate at which one thread reads and writes activations in addition. Quantize reaches 44e9, max_pool 80e9, and the

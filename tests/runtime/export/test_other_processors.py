@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,14 +24,22 @@ pytestmark = pytest.mark.slow(reason="cross compilers build five networks, and a
 
 @dataclass(frozen=True)
 class Machine:
-    """A processor: prefix of its compilers, and command that runs its programs."""
+    """A processor: prefix of its compilers, command that runs its programs, and instruction sets to export."""
 
     prefix: str
     emulator: tuple[str, ...]
+    isas: tuple[str, ...] = ("portable",)
+
+
+def arm(processor: str, *isas: str) -> Machine:
+    command = ("qemu-aarch64", "-cpu", processor, "-L", "/usr/aarch64-linux-gnu")
+    return Machine("aarch64-linux-gnu-", command, isas)
 
 
 MACHINES = {
-    "aarch64": Machine("aarch64-linux-gnu-", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")),
+    "aarch64": arm("cortex-a53", "neon_i8mm", "neon_dot", "portable"),
+    "aarch64 with dot products": arm("cortex-a76", "neon_i8mm", "neon_dot"),
+    "aarch64 with i8mm": arm("max", "neon_i8mm", "neon_dot"),
     "riscv64": Machine("riscv64-linux-gnu-", ("qemu-riscv64", "-L", "/usr/riscv64-linux-gnu")),
     "x86-64 without AVX": Machine("", ("qemu-x86_64", "-cpu", "Nehalem")),
 }
@@ -101,18 +110,28 @@ def quantized(name: str) -> tuple[QuantizedModel, Tensor]:
     return intaglio.quantize(randomize(network()).eval(), [example()], progress=False), example()
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("machine", MACHINES)
-def test_exported_programs_have_the_same_bits_on_other_processors(machine, name, tmp_path):
-    processor = MACHINES[machine]
+def result_of(name: str, processor: Machine, folder: Path) -> subprocess.CompletedProcess[bytes]:
+    """Run an exported network on a processor."""
     for program in (f"{processor.prefix}gcc", f"{processor.prefix}g++", processor.emulator[0]):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}: apt install qemu-user g++-aarch64-linux-gnu g++-riscv64-linux-gnu")
     model, example = quantized(name)
-    folder = tmp_path / "exported"
-    model.export_c(folder, isa="portable")
-    run = executable(folder, processor.prefix)
-    command = [*processor.emulator, str(run), *arguments(folder, [example], tmp_path)]
-    found = subprocess.run(command, capture_output=True, check=False)
+    model.export_c(folder / "exported", isa=processor.isas)
+    run = executable(folder / "exported", processor.prefix)
+    command = [*processor.emulator, str(run), *arguments(folder / "exported", [example], folder)]
+    return subprocess.run(command, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_exported_programs_have_the_same_bits_on_other_processors(machine, name, tmp_path):
+    found = result_of(name, MACHINES[machine], tmp_path)
+    model, example = quantized(name)
     assert found.returncode == 0, found.stderr.decode()
     assert found.stdout == expected(model, [example])
+
+
+def test_a_processor_without_the_instructions_is_told_so(tmp_path):
+    found = result_of("perceptron", arm("cortex-a53", "neon_i8mm", "neon_dot"), tmp_path)
+    assert found.returncode == 1
+    assert b"exported for none of the instruction sets of this processor" in found.stderr

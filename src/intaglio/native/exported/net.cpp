@@ -8,6 +8,9 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 // These functions get names of this network's own, because a program may be linked with several exported networks.
 #define intaglio_parallel net_parallel
