@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -53,9 +54,31 @@ def _number(variable: str, default: int) -> int:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler (``CXX``, else ``g++``, else ``c++``), or ``None`` if none is found."""
-    names = (os.environ["CXX"],) if os.environ.get("CXX") else ("g++", "c++")
-    return next((path for name in names if (path := shutil.which(name))), None)
+    """Return the path of the C++ compiler, or ``None`` if none is found.
+
+    It is the one in ``CXX``; else ``g++``, ``c++`` or ``clang++``; else one of these with a version in its name, such
+    as ``clang++-19``, the newest; else the program ``zig`` of the Python package ``ziglang``, which contains clang.
+    """
+    if chosen := os.environ.get("CXX"):
+        return shutil.which(chosen)
+    found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+    return found or _versioned_compiler() or _packaged_compiler()
+
+
+def _versioned_compiler() -> str | None:
+    """Return the newest program in ``PATH`` such as ``g++-14`` or ``clang++-19``."""
+    folders, kinds = [Path(folder) for folder in os.get_exec_path()], ("g++-*", "clang++-*")
+    found = [path for folder in folders for kind in kinds for path in folder.glob(kind)]
+    versions = {str(path): path.name.rpartition("-")[2] for path in found if os.access(path, os.X_OK)}
+    numbered = [path for path, version in versions.items() if version.isdecimal()]
+    return max(numbered, key=lambda path: int(versions[path]), default=None)
+
+
+def _packaged_compiler() -> str | None:
+    """Return the program ``zig`` of the package ``ziglang`` (the extra ``compiler``), which is not imported."""
+    found = importlib.util.find_spec("ziglang")
+    folders = found.submodule_search_locations if found else None
+    return next((path for folder in folders or () if (path := shutil.which(os.path.join(folder, "zig")))), None)
 
 
 def show_progress() -> bool:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import intaglio
-from intaglio import QuantizedModel
 from intaglio.cli import bench, doctor
 from intaglio.cli.app import TextStage
 from intaglio.cli.show import show
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
+from intaglio.runtime.saved.savable_model import SavableModel
 from support.command_line import runner
 
 BROUGHT = """
@@ -426,7 +426,7 @@ def test_a_folder_that_is_missing_is_found_before_the_work(run):
 
 
 def test_a_version_without_save_is_an_error_before_the_work(run, monkeypatch):
-    monkeypatch.delattr(QuantizedModel, "save")
+    monkeypatch.delattr(SavableModel, "save")
     code, out, err = run(*QUANTIZE)
     assert (code, out) == (1, "")
     assert "cannot write files" in err

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import signal
 import subprocess
@@ -139,6 +140,7 @@ def wait_for_end(pid: int) -> None:
 
 def test_the_library_that_is_built_in_the_background_is_compiled_once(fresh_cache, counting_compiler, monkeypatch):
     monkeypatch.setattr(library, "runtime", cache(library.runtime.__wrapped__))
+    monkeypatch.setattr(library, "_trusted", [])
     library.build_ahead()
     assert library.runtime().intaglio_parallel
     library.build_ahead()
@@ -212,7 +214,8 @@ def test_without_a_compiler_the_error_says_what_to_install(fresh_cache, monkeypa
     monkeypatch.setenv("CXX", chosen)
     if not chosen:
         monkeypatch.setenv("PATH", "")
-    with pytest.raises(BuildError, match="install g\\+\\+") as caught:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="install g\\+\\+ or clang") as caught:
         build(answer(1), name="conv1", isa="portable")
     assert caught.value.where == "conv1"
     assert "CXX" in str(caught.value)
@@ -236,7 +239,7 @@ def test_a_compile_error_has_the_path_and_the_compilers_message(fresh_cache):
 )
 def test_programs_that_call_libstdcxx_or_libm_do_not_link(fresh_cache, body):
     include, function = body.split("\n")
-    with pytest.raises(BuildError, match="undefined reference"):
+    with pytest.raises(BuildError, match=r"undefined (reference|symbol)|file not found"):
         build(f"{include}\n{EXPORT}{function}", name="calls", isa="portable")
 
 

@@ -19,6 +19,8 @@ from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import cpu as machine
 from intaglio.native.compile import install
+from intaglio.native.native_library import use_trusted
+from intaglio.native.toolchain import NO_COMPILER
 from intaglio.ops import OpDef, check_graph, checked_records
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
 from intaglio.runtime import (
@@ -39,8 +41,10 @@ from intaglio.runtime import (
 from intaglio.runtime.artifact import program_key
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.saved.archive import Contents, read
-from intaglio.runtime.saved.model_file import Library
+from intaglio.runtime.saved.saved_libraries import Library
 from intaglio.runtime.saved.state_dict_io import with_state_parameters_of
+
+TRUST_INSTEAD = "or, if you know the origin of the file, load the program in it: load(path, trust=True)"
 
 logger = logging.getLogger("intaglio")
 
@@ -154,6 +158,8 @@ def _opened(
 ) -> QuantizedModel:
     """Return the model of a file's content with compiled programs, and those of loop bodies first."""
     chosen = isas_to_build(isa)[0]
+    if trust and saved.runtime is not None:
+        use_trusted(saved.runtime)
     loops = {name: loop for module, _ in saved.islands.values() for name, loop in loops_in(module).items()}
     for name, body in saved.bodies.items():
         loops[name].body = _opened(body, path, trust, isa, given)
@@ -172,7 +178,7 @@ def _opened(
             general, name, tuned = plan_graph(saved.graph), saved.model_info.name, saved.schedules
             check_schedules(tuned, general)
             own = library.schedules if library else tuned.get(chosen)
-            planned = _scheduled(general, present[0] if library else chosen, own)
+            planned = _scheduled(general, present[0] if library else chosen, own, library.caches if library else None)
             program = _emit(planned, name)
             if library is not None and library.key != program_key(program):
                 library, planned = None, _scheduled(general, chosen, tuned.get(chosen))
@@ -191,10 +197,22 @@ def _opened(
     if library is None:
         if trust:
             logger.info("%s: the file has no library for %s of this version; it is built from the graph", path, chosen)
-        return _model(replace(saved, libraries={}), planned, build_artifact(program), hosts)
+        with _trust_as_remedy(not trust and chosen in saved.libraries):
+            return _model(replace(saved, libraries={}), planned, build_artifact(program), hosts)
     if program.isa != chosen:
         logger.info("%s: has a library for %s, none for %s, which this machine runs", path, program.isa, chosen)
     return _model(saved, planned, open_artifact(program, install(library.content, name=program.name)), hosts)
+
+
+@contextlib.contextmanager
+def _trust_as_remedy(has_library: bool) -> Iterator[None]:
+    """Name ``trust=True`` in the error of a machine without a compiler if the file has a library for the machine."""
+    try:
+        yield
+    except BuildError as error:
+        if not has_library or error.remedy != NO_COMPILER:
+            raise
+        raise BuildError(error.where, None, error.problem, remedy="; ".join((NO_COMPILER, TRUST_INSTEAD))) from error
 
 
 def _warn_of_lost_fallback(saved: SavedModel, path: str | Path) -> None:
@@ -224,10 +242,12 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _scheduled(plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = None) -> Plan:
-    """Return the plan with schedules for an instruction set and the cache sizes of this machine."""
+def _scheduled(
+    plan: Plan, isa: str, schedules: Mapping[str, Schedule] | None = None, caches: tuple[int, int] | None = None
+) -> Plan:
+    """Return the plan with schedules for an instruction set and cache sizes (default: those of this machine)."""
     sizes = machine.caches()
-    return schedule_plan(plan, ISAS[isa], CacheSizes(sizes.l1, sizes.l2), schedules)
+    return schedule_plan(plan, ISAS[isa], CacheSizes(*(caches or (sizes.l1, sizes.l2))), schedules)
 
 
 def _emit(plan: Plan, name: str) -> Program:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from intaglio.formatting.number_text import size_text
 from intaglio.kernels import ISAS
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
+from intaglio.native.toolchain import NO_COMPILER, find_toolchain, version_of
 
 BUSY = 0.15
 """Share of processor time used by other processes above which measurements mean little."""
@@ -85,14 +85,12 @@ def _too_busy(found: Mapping[str, Any]) -> bool:
 
 def _compiler() -> dict[str, str] | None:
     """Return path and version of the C++ compiler, or ``None`` if it does not run."""
-    path = config.compiler()
-    if path is None:
-        return None
     try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
+        toolchain = find_toolchain("doctor")
+        lines = version_of(toolchain).splitlines()
+    except BuildError:
         return None
-    return {"path": path, "version": text.splitlines()[0] if text else ""}
+    return {"path": toolchain.path, "version": lines[0] if lines else ""}
 
 
 def _cache() -> dict[str, Any]:
@@ -132,7 +130,7 @@ def find_traps(found: Mapping[str, Any]) -> list[str]:
     usable = min(allowed, quota or allowed)
     result = []
     if found["compiler"] is None:
-        result.append("there is no C++ compiler, so no program can be built: install g++, or set CXX")
+        result.append(f"there is no C++ compiler, so no program can be built: {NO_COMPILER}")
     if "build_error" in found:
         result.append(f"the program that measures the machine could not be built: {found['build_error']}")
     if allowed < found["cores"]:

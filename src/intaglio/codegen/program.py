@@ -132,7 +132,7 @@ def emit(plan: Plan, name: str) -> Program:
         _calls(context),
         plan.segments(),
         len(plan.lifetimes) + 2 * (tiling is not None),
-        {"schedules": dict(plan.schedules)},
+        {"schedules": dict(plan.schedules), "caches": (plan.target.caches.l1, plan.target.caches.l2)},
         tuple(notes),
         tuple(context.families.values()),
         tuple(context.range_checks),

@@ -17,16 +17,15 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
-from intaglio import config
 from intaglio.drafts import draft_folder
 from intaglio.errors import BuildError
 from intaglio.native import units as library
 from intaglio.native.cache_folder import MOVE_CACHE, evict, make_folder, read_entry, trusted_folder
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.split_program import split_program
+from intaglio.native.toolchain import Toolchain, find_toolchain
 from intaglio.native.units import TranslationUnit, included, library_units
 
 CACHE_FORMAT = "2"
@@ -37,17 +36,6 @@ BUILD_PREFIX = ".build-"
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 """Messages of compilers and linkers that cannot write their results."""
 
-# g++ contracts a*b+c into one rounding, even written as intrinsics, unless told not to; AVX-512 flags imply FMA.
-COMPILE_FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"),
-    *("-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"),
-    # Without this, g++ 12 mistakes an address that was split into integers for a null pointer, concludes that the
-    # function writes nothing, and removes calls of it.
-    "-fno-delete-null-pointer-checks",
-)
-# Only libc is linked and nothing may stay undefined: a call into libstdc++ or libm is an error when building, with
-# g++ and clang alike. (libpthread is empty since glibc 2.34.)
-LINK_FLAGS = ("-nodefaultlibs", "-Wl,--no-undefined", "-Wl,--gc-sections", "-lpthread", "-lc", "-lgcc")
 # The linker drops functions of an object file that are never called.
 UNIT_FLAGS = ("-ffunction-sections",)
 
@@ -74,15 +62,13 @@ def build(
     Raises:
         BuildError: No compiler was found, it rejects the text, or the cache folder cannot be written.
     """
-    command = (_compiler(name), *COMPILE_FLAGS, *ISA_FLAGS[isa])
-    folder = trusted_folder("kernels")
-    objects = {_unit_path(unit, command, isa, folder): unit for unit in (*units, *library_units(source))}
-    key = _key(source, command, isa, headers, [path.name for path in objects])
-    path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so"
+    toolchain = find_toolchain(name)
+    path, objects = _entries(source, toolchain, name, isa, headers, units)
+    folder = path.parent
     with _locked(*sorted(objects), path), _folder_errors(name, folder):
         if force or not is_intact(path):
             make_folder(folder)
-            _compile(source, command, name, path, objects)
+            _compile(source, toolchain, isa, name, path, objects)
             evict(folder)
         for entry in (path, *objects):
             _touch(entry)
@@ -96,14 +82,14 @@ def build_units(units: Sequence[TranslationUnit], *, isa: str) -> None:
         BuildError: as for `build`.
     """
     for unit in units:
-        command, folder = (_compiler(unit.name), *COMPILE_FLAGS, *ISA_FLAGS[isa]), trusted_folder("kernels")
-        entry = _unit_path(unit, command, isa, folder)
+        toolchain, folder = find_toolchain(unit.name), trusted_folder("kernels")
+        entry = _unit_path(unit, toolchain, isa, folder)
         with _locked(entry), _folder_errors(unit.name, folder):
             if is_intact(entry):
                 continue
             make_folder(folder)
             with draft_folder(folder, BUILD_PREFIX, mode=0o700) as scratch:
-                _run_together(_without_linking(_unit_commands({entry: unit}, command, scratch)), unit.name, scratch)
+                _run_together(_unit_commands({entry: unit}, toolchain, isa, scratch), unit.name, scratch)
                 _seal_as(scratch / entry.name, entry)
 
 
@@ -124,6 +110,17 @@ def _folder_errors(name: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         problem = f"the kernel cache {folder} cannot be used: {error}"
         raise BuildError(name, None, problem, remedy=MOVE_CACHE) from error
+
+
+def is_built(source: str, *, name: str, isa: str) -> bool:
+    """Return whether the cache has what `build` would return for this text. Without a compiler, whose version is in the
+    keys, nothing can be found.
+    """
+    try:
+        path, _ = _entries(source, find_toolchain(name), name, isa)
+    except BuildError:
+        return False
+    return is_intact(path)
 
 
 def text_key(source: str, isa: str, units: Sequence[TranslationUnit] = ()) -> str:
@@ -186,32 +183,27 @@ def is_intact(path: Path) -> bool:
 
 
 _FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
-_NO_COMPILER = "install g++ (Debian, Ubuntu: apt install g++), or set CXX to the path of a C++ compiler"
 
 
-def _compiler(name: str) -> str:
-    """Return the path of the C++ compiler; raise `BuildError` if there isn't one."""
-    found = config.compiler()
-    if found is None:
-        chosen = os.environ.get("CXX")
-        problem = f"CXX is {chosen!r}, which is not a program" if chosen else "no C++ compiler is found (CXX, g++, c++)"
-        raise BuildError(name, None, problem, remedy=_NO_COMPILER)
-    return found
+def _entries(
+    source: str,
+    toolchain: Toolchain,
+    name: str,
+    isa: str,
+    headers: tuple[str, ...] = (),
+    units: Sequence[TranslationUnit] = (),
+) -> tuple[Path, dict[Path, TranslationUnit]]:
+    """Return the path of a shared object in the cache, and those of the object files that it is linked from."""
+    folder = trusted_folder("kernels")
+    objects = {_unit_path(unit, toolchain, isa, folder): unit for unit in (*units, *library_units(source))}
+    key = _key(source, toolchain, isa, headers, [path.name for path in objects])
+    return folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)[:80]}-{key[:16]}.so", objects
 
 
-@cache
-def _version(compiler: str) -> str:
-    """Return the compiler's version text, which is part of every key."""
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(compiler, None, f"the compiler in CXX does not run: {error}", remedy=_NO_COMPILER) from error
-
-
-def _key(source: str, command: tuple[str, ...], isa: str, headers: tuple[str, ...], objects: Sequence[str]) -> str:
+def _key(source: str, toolchain: Toolchain, isa: str, headers: tuple[str, ...], objects: Sequence[str]) -> str:
     """Return the key of a shared object: the digest of everything that it is built from."""
     texts = included(source, headers)
-    parts = [CACHE_FORMAT, isa, *command, *LINK_FLAGS, _version(command[0]), _without_comments(source), *objects]
+    parts = [CACHE_FORMAT, isa, *toolchain.key(ISA_FLAGS[isa]), _without_comments(source), *objects]
     parts += [part for name in sorted(texts) for part in (name, texts[name])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -221,15 +213,15 @@ def _without_comments(source: str) -> str:
     return re.sub(r"^ *//.*\n", "", source, flags=re.MULTILINE)
 
 
-def _unit_path(unit: TranslationUnit, command: tuple[str, ...], isa: str, folder: Path) -> Path:
+def _unit_path(unit: TranslationUnit, toolchain: Toolchain, isa: str, folder: Path) -> Path:
     """Return the path of a unit's object file in the cache."""
-    parts = [CACHE_FORMAT, isa, *command, *UNIT_FLAGS, _version(command[0]), unit.digest]
+    parts = [CACHE_FORMAT, isa, *toolchain.key(ISA_FLAGS[isa]), *UNIT_FLAGS, unit.digest]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return folder / f"{unit.name}-{key[:16]}.o"
 
 
 def _compile(
-    source: str, command: tuple[str, ...], name: str, path: Path, objects: dict[Path, TranslationUnit]
+    source: str, toolchain: Toolchain, isa: str, name: str, path: Path, objects: dict[Path, TranslationUnit]
 ) -> None:
     """Write the entry ``path`` and those of ``objects`` that are missing.
 
@@ -243,17 +235,16 @@ def _compile(
         os.replace(draft, text)
         made, programs = scratch / "kernel.so", [text]
         parts = _program_parts(source, text, scratch)
-        if missing or len(parts) > 1:
+        if missing or len(parts) > 1 or not toolchain.links_sources:
             programs = [scratch / f"{part.stem}.o" for part in parts]
-            commands = [
-                [*command, "-c", _headers(), str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)
-            ]
-            commands += _unit_commands(missing, command, scratch)
-            _run_together(_without_linking(commands), name, scratch)
+            compile_one = _compile_command(toolchain, isa)
+            commands = [[*compile_one, str(a), "-o", str(b)] for a, b in zip(parts, programs, strict=True)]
+            commands += _unit_commands(missing, toolchain, isa, scratch)
+            _run_together(commands, name, scratch)
             for entry in missing:
                 _seal_as(scratch / entry.name, entry)
-        arguments = [*command, _headers(), *map(str, [*programs, *objects]), "-o", str(made), *LINK_FLAGS]
-        _run_together([arguments], name, scratch)
+        link = [*toolchain.link_command(ISA_FLAGS[isa])] + [_headers()] * toolchain.links_sources
+        _run_together([[*link, *map(str, [*programs, *objects]), "-o", str(made), *toolchain.libraries]], name, scratch)
         _seal_as(made, path)
 
 
@@ -268,30 +259,32 @@ def _program_parts(source: str, text: Path, scratch: Path) -> list[Path]:
     return parts
 
 
+def _compile_command(toolchain: Toolchain, isa: str) -> list[str]:
+    """Return the beginning of a command that compiles a C++ file to an object file."""
+    return [*toolchain.compile_command(ISA_FLAGS[isa]), _headers()]
+
+
 def _headers() -> str:
     """Return the compiler option that adds this folder to the include path."""
     return f"-I{library.HEADER_FOLDER}"
 
 
-def _unit_commands(missing: dict[Path, TranslationUnit], command: tuple[str, ...], scratch: Path) -> list[list[str]]:
+def _unit_commands(
+    missing: dict[Path, TranslationUnit], toolchain: Toolchain, isa: str, scratch: Path
+) -> list[list[str]]:
     """Write the texts of ``missing`` units into a folder and return the commands that compile them there.
 
     One command assembles all assembly texts.
     """
-    assembly, found = [], []
+    assembly, found, compile_one = [], [], _compile_command(toolchain, isa)
     for entry, unit in missing.items():
         text = scratch / f"{entry.stem}{unit.suffix}"
         text.write_text(unit.text(), encoding="utf-8")
         if unit.suffix == ".s":
             assembly += [str(text)]
         else:
-            found.append([*command, *UNIT_FLAGS, "-c", _headers(), str(text), "-o", str(scratch / entry.name)])
-    return [*([[command[0], "-c", *assembly]] * bool(assembly)), *found]
-
-
-def _without_linking(commands: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return commands that make object files."""
-    return [[part for part in line if part != "-shared"] for line in commands]
+            found.append([*compile_one, *UNIT_FLAGS, str(text), "-o", str(scratch / entry.name)])
+    return [*([[*toolchain.frontend, "-c", *assembly]] * bool(assembly)), *found]
 
 
 def _seal_as(made: Path, path: Path) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import threading
 import warnings
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
+from intaglio.native.toolchain import find_toolchain
 from intaglio.native.units import library_units
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -53,9 +55,51 @@ SIGNATURES = {
 }
 
 
+@dataclass(frozen=True)
+class RuntimeLibrary:
+    """The native library in a file of a model.
+
+    Attributes:
+        content: Bytes of the shared object.
+        isa: Instruction set.
+        key: Digest of the text that it was compiled from.
+    """
+
+    content: bytes = field(repr=False)
+    isa: str
+    key: str
+
+
+_trusted: list[RuntimeLibrary] = []
+"""The library that `use_trusted` was called with last."""
+
+
+def use_trusted(library: RuntimeLibrary) -> None:
+    """Let `runtime` load a library from a file that the user trusts, so that it needs no compiler.
+
+    It is used if this version's text was compiled for an instruction set of this machine, if the process has not loaded
+    a library before, and if the cache does not have one.
+    """
+    if library.isa in machine.isas() and library.key == compiler.text_key(SOURCE, library.isa):
+        _trusted[:] = [library]
+
+
+def runtime_library(isa: str) -> RuntimeLibrary:
+    """Return the library for an instruction set, from `use_trusted` or built. Raise `BuildError` if that fails."""
+    key = compiler.text_key(SOURCE, isa)
+    found = [library for library in _trusted if library.key == key]
+    if found and not compiler.is_built(SOURCE, name="runtime", isa=isa):
+        return found[0]
+    return RuntimeLibrary(compiler.read_library(compiler.build(SOURCE, name="runtime", isa=isa)), isa, key)
+
+
 def open_library(isa: str) -> ctypes.CDLL:
     """Build thread pool and kernels for ``isa`` and load them with their argument types set."""
-    path = compiler.build(SOURCE, name="runtime", isa=isa)
+    return _opened(compiler.build(SOURCE, name="runtime", isa=isa))
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """Load a library with its argument types set, and pass it PyTorch's OpenMP."""
     library = compiler.load(path)
     for name, types in SIGNATURES.items():
         function = getattr(library, name, None)
@@ -85,14 +129,21 @@ def _openmp_of_torch() -> list[int | None] | None:
 @cache
 def runtime() -> ctypes.CDLL:
     """Return the library of this process; raise `BuildError` if it cannot be built."""
-    return open_library(machine.isas()[0])
+    isa = machine.isas()[0]
+    if _trusted and not compiler.is_built(SOURCE, name="runtime", isa=isa):
+        return _opened(compiler.install(_trusted[0].content, name="runtime"))
+    return open_library(isa)
 
 
 def build_ahead() -> None:
     """Build the library and what most programs are linked with in the background, if the cache does not have them.
 
     What needs them waits for them, and reports errors.
+
+    Raises:
+        BuildError: No compiler is found, so what is about to be quantized could not be compiled.
     """
+    find_toolchain("quantize")
     if not runtime.cache_info().currsize:
         threading.Thread(target=_build_quietly, name="intaglio-build").start()
 

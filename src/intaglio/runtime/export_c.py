@@ -15,8 +15,8 @@ from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError, did_you_mean
 from intaglio.ir import DType, Program, Shape, Signature
 from intaglio.kernels import ISAS
-from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.cpu import AARCH64, ISA_FLAGS, IsaName
+from intaglio.native.toolchain import COMPILE_FLAGS
 from intaglio.native.units import HEADER_FOLDER, included, library_files
 from intaglio.output_paths import check_folder, expanded
 from intaglio.runtime.export_description import description, inputs_of, largest_rank, outputs_of, shape_text

@@ -31,7 +31,8 @@ from intaglio.runtime.kept_attributes import ModelWithAttributes
 from intaglio.runtime.reports.clipping import ClippingMonitor
 from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
-from intaglio.runtime.saved.model_file import Example, Library, input_tensors
+from intaglio.runtime.saved.model_file import Example, input_tensors
+from intaglio.runtime.saved.saved_libraries import Library
 from intaglio.runtime.segment_values import segments_of
 from intaglio.signature import (
     TORCH_DTYPES,

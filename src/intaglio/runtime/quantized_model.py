@@ -12,30 +12,18 @@ from typing import Any
 
 import torch
 
-from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError, did_you_mean
 from intaglio.formatting.html_text import element
 from intaglio.formatting.number_text import size_text
-from intaglio.native.cpu import ISA_FLAGS
 from intaglio.native.peak_throughput import int8_rates
-from intaglio.output_paths import check_file
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
-from intaglio.runtime.float_islands import HostLoop, loops_in
-from intaglio.runtime.program_module import INSTEAD_OF_TRACING, ProgramModule
+from intaglio.runtime.program_module import INSTEAD_OF_TRACING
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.reports.profile import Profile, profile_of
 from intaglio.runtime.saved import state_dict_io
-from intaglio.runtime.saved.model_file import (
-    Example,
-    SavedModel,
-    copied_inputs,
-    digest_of,
-    exact_values,
-    library_of,
-    save,
-)
+from intaglio.runtime.saved.savable_model import SavableModel
 from intaglio.signature import bind, initial_state
 
 PROBE_SECONDS = 0.002
@@ -44,7 +32,7 @@ PROBE_SECONDS = 0.002
 CPU_FLOAT32_REMEDY = "keep the int8 model on the CPU and in its data types, and convert its inputs and results instead"
 
 
-class QuantizedModel(ProgramModule):
+class QuantizedModel(SavableModel):
     """Runs an int8 program and is called like the float model.
 
     It uses at most as many threads as ``torch.set_num_threads`` allows, and fewer if more would not help. Several
@@ -170,56 +158,6 @@ class QuantizedModel(ProgramModule):
         self.coverage.assert_int8(macs)
 
     @check_arguments
-    def save(self, path: str | Path, *, example: Any = None, library: bool = True) -> None:
-        """Write the model to one file for `intaglio.load`. An existing file is replaced only once the new one is
-        complete.
-
-        Args:
-            path: the file.
-            example: arguments of one call (a tuple, a dictionary by name, or the only argument), which are stored with
-                a digest of their results for `verify` (default: the example that the model has, if any).
-            library: whether to store the compiled programs too, one for each instruction set, for loading with
-                ``trust=True``.
-
-        Raises:
-            ArtifactError: the file cannot be written. An existing file is left unchanged.
-        """
-        check_file(path)
-        stored = self.example
-        if example is not None:
-            tensors = copied_inputs(self.signature, example, self._byte_inputs)
-            stored = Example(tensors, self._exact_digest(tensors))
-        save(self._saved(stored, library), path, config.VERSION)
-
-    def _saved(self, example: Example | None, library: bool) -> SavedModel:
-        """Return the contents of a file of this model."""
-        program, libraries = self.artifact.program, {}
-        if library:
-            built = {**self.libraries, program.isa: library_of(program, self.artifact.library_bytes())}
-            libraries = {isa: built[isa] for isa in ISA_FLAGS if isa in built}
-        islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
-        bodies = {name: loop.body._saved(None, library) for name, loop in self.loops.items()}
-        return SavedModel(
-            self.graph,
-            self.signature,
-            islands,
-            self.coverage,
-            self.model_info,
-            libraries,
-            example,
-            self.schedules,
-            self.on_new_shape,
-            bodies,
-            self.kept_attributes,
-        )
-
-    @property
-    def loops(self) -> dict[str, HostLoop]:
-        """Return the loops that Python drives because their number of iterations depends on data, by name. The body of
-        each is a `QuantizedModel`."""
-        return {name: loop for module in self.islands.values() for name, loop in loops_in(module).items()}
-
-    @check_arguments
     def export_c(self, folder: str | Path, *, isa: str | Sequence[str] | None = None) -> None:
         """Write the program as C sources that build and run without Python, with bit-identical results.
 
@@ -237,38 +175,6 @@ class QuantizedModel(ProgramModule):
             ArtifactError: the folder cannot be written.
         """
         export_c(self, folder, (isa,) if isinstance(isa, str) else isa)
-
-    def verify(self) -> None:
-        """Run the example stored with the model and compare every integer result bit for bit.
-
-        Results that depend on a float island are left out, because PyTorch's float operators differ between CPUs.
-
-        Raises:
-            ArtifactError: a bit differs.
-            InputError: the model has no example.
-        """
-        if self.example is None:
-            remedy = "store one with model.save(path, example=x) and load the file: intaglio.load(path).verify()"
-            raise InputError("verify", None, "the model has no stored example", remedy=remedy)
-        found = self._exact_digest(self.example.tensors)
-        if found != self.example.digest:
-            raise ArtifactError(
-                "verify",
-                None,
-                f"the results of the stored example differ: their digest is {found[:16]} here "
-                f"({self.artifact.program.isa}), and {self.example.digest[:16]} in the file",
-                remedy="do not use this model on this machine, and report it: results must be the same everywhere",
-            )
-
-    def _exact_digest(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the digest of the results of a call that do not depend on a float island."""
-        leaves = [tensor.clone() for tensor in tensors]
-        with torch.no_grad():
-            tensors = [*leaves, *initial_state(self.signature)]
-            values = self._run(tensors, self._plan_for(leaves), torch.get_num_threads(), keep=True)
-        exact = exact_values(self.graph)
-        names = [*self._written, *self._outputs]
-        return digest_of(values, [name for name in dict.fromkeys(names) if name in exact])
 
     # -- overridden methods of nn.Module -------------------------------------------------------------------------------
 

@@ -7,6 +7,10 @@
 #include <signal.h>
 #include <time.h>
 
+#if defined(INTAGLIO_SHARED_LIBC)
+extern "C" int __register_atfork(void (*before)(), void (*parent)(), void (*child)(), void* library);
+#endif
+
 namespace {
 
 constexpr int kMaxWorkers = 1023;
@@ -178,7 +182,13 @@ void forget_workers() {
     callers = sharing;
 }
 
-__attribute__((constructor)) void watch_fork() { pthread_atfork(nullptr, nullptr, forget_workers); }
+__attribute__((constructor)) void watch_fork() {
+#if defined(INTAGLIO_SHARED_LIBC)  // what pthread_atfork calls, which is in a static part of glibc
+    __register_atfork(nullptr, nullptr, forget_workers, nullptr);
+#else
+    pthread_atfork(nullptr, nullptr, forget_workers);
+#endif
+}
 
 }  // namespace
 

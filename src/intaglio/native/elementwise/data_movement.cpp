@@ -54,6 +54,20 @@ static void for_each_iteration(const struct Copy* c, int runs, int thread, int t
 
 enum { VECTOR_BYTES = 16, LINE_BYTES = 64 };
 
+// Return the elements of `a` and of `b` behind it that are at the given places, which are constants.
+template <typename Vector>
+static inline Vector shuffled(Vector a, Vector b, Vector places) {
+#if defined(__clang__)  // it has no shuffle with places in a variable, and makes one of this loop
+    enum { COUNT = sizeof(Vector) / sizeof(a[0]) };
+    Vector found;
+#pragma GCC unroll 16
+    for (int i = 0; i < COUNT; ++i) found[i] = places[i] < COUNT ? a[places[i]] : b[places[i] - COUNT];
+    return found;
+#else
+    return __builtin_shuffle(a, b, places);
+#endif
+}
+
 // Transpose a square of elements whose rows are vectors: element j of row i becomes element i of row j. Each step
 // interleaves row i with the row half of the square below it, which moves one bit of the row's index to the index of
 // the element.
@@ -71,8 +85,8 @@ static void transpose_square(const uint8_t* in, int64_t from, uint8_t* out, int6
     for (int step = 1; step < SIDE; step *= 2) {
 #pragma GCC unroll 8
         for (int i = 0; i < SIDE / 2; ++i) {
-            next[2 * i] = __builtin_shuffle(rows[i], rows[i + SIDE / 2], low);
-            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + SIDE / 2], high);
+            next[2 * i] = shuffled(rows[i], rows[i + SIDE / 2], low);
+            next[2 * i + 1] = shuffled(rows[i], rows[i + SIDE / 2], high);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < SIDE; ++i) rows[i] = next[i];

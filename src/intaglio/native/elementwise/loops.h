@@ -267,10 +267,17 @@ static inline Reals accumulate_min(Reals least, Reals x, int64_t count) {
 // Reduce LANES partial results to one value in every lane: the upper half is combined with the lower half until one is
 // left.
 static inline Reals upper(Reals x, int half) {
+#if defined(__clang__)  // it has no shuffle with places in a variable
+    const Reals padded[2] = {x, Reals{}};
+    Reals found;
+    memcpy(&found, (const char*)padded + half * sizeof(float), sizeof found);
+    return found;
+#else
     static const int32_t places[2 * LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     RealBits place;
     memcpy(&place, places + half, sizeof place);
     return __builtin_shuffle(x, place);
+#endif
 }
 #define REDUCE_LANES(name, joined)                                             \
     static inline Reals name(const Reals* lanes) {                             \

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from intaglio.errors import MALFORMED, ArtifactError
-from intaglio.ir import Dim, Graph, ModelInfo, Program, Schedule, Signature, VerifyError, symbols_of
-from intaglio.native.compile import read_library
+from intaglio.ir import Dim, Graph, ModelInfo, Schedule, Signature, VerifyError, symbols_of
+from intaglio.native.native_library import RuntimeLibrary
 from intaglio.ops import verify
-from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
 from intaglio.runtime.kept_attributes import KeptAttributes
@@ -35,6 +34,15 @@ from intaglio.runtime.saved.json_codec import (
     decode_graph,
     encode_dim,
     encode_graph,
+)
+from intaglio.runtime.saved.saved_libraries import (
+    Library,
+    library_entries,
+    library_members,
+    schedule_entries,
+    schedules_of,
+    take_libraries,
+    take_member,
 )
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
 from intaglio.signature import bind, dims_of
@@ -57,27 +65,6 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Library:
-    """A shared library for one instruction set, the digest of the text it was compiled from (``key``), and the
-    schedules of that text by output value."""
-
-    content: bytes = field(repr=False)
-    key: str
-    schedules: Mapping[str, Schedule]
-
-
-def library_of(program: Program, content: bytes) -> Library:
-    """Return the library of a program from the bytes of its shared library."""
-    return Library(content, program_key(program), program.notes.get("schedules", {}))
-
-
-def build_library(program: Program) -> Library:
-    """Compile a program, or find it in the cache, without loading it. This machine need not support the instruction
-    set."""
-    return library_of(program, read_library(build_program(program)))
-
-
-@dataclass(frozen=True)
 class SavedModel:
     """Contents of a file.
 
@@ -93,6 +80,7 @@ class SavedModel:
         on_new_shape: policy of the saved model; the float model itself is not stored.
         bodies: bodies of loops in float islands, by name.
         attributes: plain attributes of the float model.
+        runtime: thread pool for the libraries, with which they run without a compiler.
     """
 
     graph: Graph
@@ -106,6 +94,7 @@ class SavedModel:
     on_new_shape: str = NewShapePolicy.PLAN.value
     bodies: Mapping[str, SavedModel] = field(default_factory=dict)
     attributes: KeptAttributes = field(default_factory=KeptAttributes)
+    runtime: RuntimeLibrary | None = None
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -143,7 +132,7 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
     if saved.example is not None:
         inputs = {f"input{i}": _plain_tensor(tensor) for i, tensor in enumerate(saved.example.tensors)}
         members["example.safetensors"] = _safetensors(path, safetensors.torch.save, inputs)
-    members.update({f"program-{isa}.so": library.content for isa, library in saved.libraries.items()})
+    members.update(library_members(saved.libraries, saved.runtime))
     coverage = {key: value for key, value in asdict(saved.coverage).items() if key not in ("bytes_after", "notes")}
     manifest = {
         "intaglio": version,
@@ -152,9 +141,8 @@ def _members(saved: SavedModel, path: str | Path, version: str) -> tuple[dict[st
         "bytes": saved.model_info.bytes,
         "notes": list(saved.model_info.notes),
         "on_new_shape": saved.on_new_shape,
-        "isa": list(saved.libraries),
-        "libraries": {isa: _library_entry(library) for isa, library in saved.libraries.items()},
-        "schedules": {isa: _schedule_entries(chosen) for isa, chosen in saved.schedules.items()},
+        **library_entries(saved.libraries, saved.runtime),
+        "schedules": {isa: schedule_entries(chosen) for isa, chosen in saved.schedules.items()},
         "coverage": coverage,
         "signature": signature,
         "example": saved.example and saved.example.digest,
@@ -207,14 +195,6 @@ def _safetensors(path: str | Path, writer: Callable[[Any], bytes], tensors: Mapp
         raise ArtifactError(str(path), None, f"a tensor of this model cannot be saved: {error}") from error
 
 
-def _library_entry(library: Library) -> Any:
-    return {"key": library.key, "schedules": _schedule_entries(library.schedules)}
-
-
-def _schedule_entries(schedules: Mapping[str, Schedule]) -> Any:
-    return {name: asdict(schedule) for name, schedule in schedules.items()}
-
-
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
@@ -240,27 +220,28 @@ def decode(path: str | Path, contents: Contents) -> SavedModel:
 def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
     """Decode a manifest and its members. Members are removed from ``members`` as they are read, to free memory
     early."""
-    arrays = safetensors.numpy.load(_take(members, "weights.safetensors"))
+    arrays = safetensors.numpy.load(take_member(members, "weights.safetensors"))
     parameters = ParameterTable(arrays.pop(SCALES_MEMBER))
-    graph = verify(decode_graph(from_json(_take(members, "graph.json")), parameters, arrays), "load")
+    graph = verify(decode_graph(from_json(take_member(members, "graph.json")), parameters, arrays), "load")
     signature = decode_signature(manifest["signature"], parameters, arrays)
     islands = _islands(
-        from_json(_take(members, "islands.json")), safetensors.torch.load(_take(members, "islands.safetensors"))
+        from_json(take_member(members, "islands.json")),
+        safetensors.torch.load(take_member(members, "islands.safetensors")),
     )
-    texts = {as_text(stage): as_text(text) for stage, text in from_json(_take(members, "texts.json")).items()}
+    texts = {as_text(stage): as_text(text) for stage, text in from_json(take_member(members, "texts.json")).items()}
     notes = tuple(map(as_text, manifest["notes"]))
     model_info = ModelInfo(as_text(manifest["name"]), checked_integer(manifest["bytes"]), notes, texts)
     example = None
     if manifest["example"] is not None:
-        inputs = safetensors.torch.load(_take(members, "example.safetensors"))
+        inputs = safetensors.torch.load(take_member(members, "example.safetensors"))
         tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
         example = Example(tensors, as_text(manifest["example"]))
     bodies = {}
     for name, inner in manifest.get("bodies", {}).items():
         parts = [member for member in members if member.startswith(f"{checked_identifier(name)}/")]
         bodies[name] = _decoded(inner, {member.partition("/")[2]: members.pop(member) for member in parts})
-    libraries = {isa: _library(_take(members, f"program-{isa}.so"), e) for isa, e in manifest["libraries"].items()}
-    chosen = {as_text(isa): _schedules(entry) for isa, entry in manifest.get("schedules", {}).items()}
+    libraries, runtime = take_libraries(manifest, members)
+    chosen = {as_text(isa): schedules_of(entry) for isa, entry in manifest.get("schedules", {}).items()}
     if members:
         raise ValueError(f"the members {', '.join(sorted(members))} are not described")
     _check_references(graph, signature, islands)
@@ -280,13 +261,8 @@ def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
         as_text(manifest.get("on_new_shape", NewShapePolicy.PLAN.value)),
         bodies,
         decode_attributes(manifest["attributes"]) if "attributes" in manifest else KeptAttributes(),
+        runtime,
     )
-
-
-def _take(members: dict[str, bytes], name: str) -> bytes:
-    if name not in members:
-        raise ValueError(f"'{name}' is missing")
-    return members.pop(name)
 
 
 def _islands(entries: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[FloatIsland, tuple[Dim, ...]]]:
@@ -333,17 +309,6 @@ def _check_references(graph: Graph, signature: Signature, islands: Mapping[str, 
             raise ValueError(f"{key} has {found} inputs and outputs, but the graph passes {expected}")
         if unknown := set().union(*map(symbols_of, dims)).difference(graph.symbols()):
             raise ValueError(f"the sizes {', '.join(sorted(unknown))} of {key} are not sizes of the graph")
-
-
-def _library(content: bytes, entry: Any) -> Library:
-    return Library(content, as_text(entry["key"]), _schedules(entry["schedules"]))
-
-
-def _schedules(entries: Any) -> dict[str, Schedule]:
-    return {
-        as_text(name): Schedule(**{checked_identifier(key): checked_integer(value) for key, value in fields.items()})
-        for name, fields in entries.items()
-    }
 
 
 def _coverage(entry: Any, notes: tuple[str, ...]) -> Coverage:
