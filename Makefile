@@ -15,7 +15,7 @@ export PYTHONUNBUFFERED = 1
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX = $(CURDIR)/.venv/bytecode
 
-.PHONY: demo bench test tests slow sanitize fuzz fuzz-graphs fuzz-files fuzz-weights faults soak isa lint format types docs clean check check-torch
+.PHONY: demo bench test tests slow package sanitize fuzz fuzz-graphs fuzz-files fuzz-weights faults soak isa lint format types docs clean check check-torch
 
 demo: $(STAMP)
 	.venv/bin/python examples/demo.py
@@ -34,6 +34,10 @@ tests: $(STAMP)
 # What is slow and rarely breaks, with ten times the examples of properties, and the pages of the site.
 slow: $(STAMP) $(DOCS)
 	INTAGLIO_HYPOTHESIS=thorough .venv/bin/python -m pytest -q -n auto --dist worksteal -m "slow or examples"
+
+# Wheel and sdist, built and installed in environments of their own, with the Pythons that are found.
+package: $(STAMP)
+	.venv/bin/python -m pytest -q -m slow -rs tests/end_to_end/test_clean_installation.py
 
 # Exported programs of the networks that can be exported, under AddressSanitizer and UndefinedBehaviorSanitizer, the pool under TSan.
 sanitize: $(STAMP)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from intaglio.kernels import ISAS, KernelFamily, TileSpec
-from intaglio.native.compile import COMPILE_FLAGS
 from intaglio.native.cpu import ISA_FLAGS
+from intaglio.native.toolchain import COMPILE_FLAGS
 from intaglio.native.units import HEADER_FOLDER
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu")
