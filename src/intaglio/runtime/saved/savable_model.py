@@ -15,6 +15,7 @@ from intaglio.native.cpu import ISA_FLAGS
 from intaglio.output_paths import check_file
 from intaglio.runtime.float_islands import HostLoop, loops_in
 from intaglio.runtime.program_module import ProgramModule
+from intaglio.runtime.saved.fingerprints import fingerprint_of
 from intaglio.runtime.saved.model_file import Example, SavedModel, copied_inputs, digest_of, exact_values, save
 from intaglio.runtime.saved.saved_libraries import library_of, runtime_for
 from intaglio.signature import initial_state
@@ -68,6 +69,21 @@ class SavableModel(ProgramModule):
             self.kept_attributes,
             runtime,
         )
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 digest, as 64 hexadecimal digits, of what determines the model's results: its operators,
+        weights, scales, float parts and the version of the arithmetic.
+
+        A saved and loaded model has the same fingerprint on every machine, and a model with another weight or scale has
+        a different one. Instruction sets, schedules, module names, source lines and plain attributes do not count, nor
+        does the code of user-defined operators, which a model cannot read.
+
+        Raises:
+            ArtifactError: a float part of the model has no form that can be written.
+        """
+        islands = {key: (module, self.island_dims[key]) for key, module in self.islands.items()}
+        bodies = {name: loop.body.fingerprint() for name, loop in self.loops.items()}
+        return fingerprint_of(self.graph, islands, initial_state(self.signature), bodies)
 
     @property
     def loops(self) -> dict[str, HostLoop]:
