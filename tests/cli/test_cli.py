@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import intaglio
-from intaglio.cli import bench, doctor
-from intaglio.cli.app import TextStage
+from intaglio.cli.commands import bench, doctor
+from intaglio.cli.options import TextStage
 from intaglio.cli.show import show
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
@@ -520,8 +520,8 @@ def test_bench_states_a_ratio_only_above_noise(capsys):
 
 
 def test_demo_quantizes_and_compares(run, monkeypatch):
-    monkeypatch.setattr("intaglio.cli.demo.DEMO_SECONDS", 0.01)
-    monkeypatch.setattr("intaglio.cli.demo.TRAINING_STEPS", 20)
+    monkeypatch.setattr("intaglio.cli.commands.demo.DEMO_SECONDS", 0.01)
+    monkeypatch.setattr("intaglio.cli.commands.demo.TRAINING_STEPS", 20)
     found = parsed(run("demo", "--json"))
     assert found["coverage"]["macs"] == 1
     assert found["same_answer"] > 0.9

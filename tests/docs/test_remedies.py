@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import intaglio
 from intaglio import build, eager, patterns, stages
-from intaglio.cli import bench
+from intaglio.cli.commands import bench
 from intaglio.config import cache_limit_bytes
 from intaglio.eager.recording.recorder import Recorder
 from intaglio.errors import IntaglioError

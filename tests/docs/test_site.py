@@ -251,5 +251,5 @@ def test_a_command_line_of_the_pages_has_options_that_exist(line):
 
 def test_every_command_is_documented():
     assert {line.split()[1] for line in LINES} <= set(COMMANDS)
-    described = re.findall(r"^\| `intaglio (\w+)` \|", PAGES["cli.md"], re.MULTILINE)
+    described = re.findall(r"^\| `intaglio ([\w-]+)` \|", PAGES["cli.md"], re.MULTILINE)
     assert sorted(described) == sorted(COMMANDS)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from intaglio.cli.options import (
+    Data,
+    FloatModel,
+    Isa,
+    IsaList,
+    Json,
+    Only,
+    Quiet,
+    RecipeFile,
+    Samples,
+    SavedFile,
+    Shape,
+    Skip,
+    Target,
+    TextStage,
+    Tune,
+    WithExample,
+)
+from intaglio.cli.reserved_output import reserved_output
+from intaglio.cli.sharing import sharing
 
 app = typer.Typer(
     help="Quantize PyTorch models to int8 for the CPU, and inspect, compare and time them.",
@@ -17,51 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Tune = Annotated[bool, typer.Option("--tune", help="Measure which kernel schedules are faster; takes seconds.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON value, and nothing else on stdout.")]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="A saved file, or MODULE:NAME of a float model.")]
-Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")]
-Skip = Annotated[
-    list[str] | None, typer.Option(metavar="SELECTOR", help="Leave these operators in float; may be repeated.")
-]
-Only = Annotated[
-    list[str] | None, typer.Option(metavar="SELECTOR", help="Quantize only these operators; may be repeated.")
-]
-RecipeFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", help="TOML file with settings by selector, or the name of a recipe, such as accurate."
-    ),
-]
-Samples = Annotated[int | None, typer.Option(min=1, help="Stop calibration after this many samples.")]
-Isa = Annotated[str | None, typer.Option(help="Instruction set. Default: the best one that this CPU supports.")]
-IsaList = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST", help="Instruction sets to compile for, such as avx512vnni,avx2. Default: this CPU's best."
-    ),
-]
-Shape = Annotated[
-    list[str] | None,
-    typer.Option(metavar="1,3,224,224", help="Use random numbers of this shape as an input; once per input."),
-]
-WithExample = Annotated[bool, typer.Option("--with-example", help="Store the arguments of one call for verify.")]
-
-
-class TextStage(StrEnum):
-    """Stages whose text `intaglio inspect` prints."""
-
-    captured = "captured"
-    quantizer = "quantizer"
-    sites = "sites"
-    corrections = "corrections"
-    reference = "reference"
-    parameters = "parameters"
-    operators = "operators"
-    integer = "integer"
-    plan = "plan"
-    program = "program"
 
 
 def _version(requested: bool) -> None:
@@ -82,25 +54,25 @@ def common(
 
 
 @app.command()
-def demo(json: Json = False) -> None:
+def demo(quiet: Quiet = False, json: Json = False) -> None:
     """Quantize a small built-in network on generated data and compare it with the float network. Takes seconds."""
-    import intaglio.cli.demo as command
+    import intaglio.cli.commands.demo as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run()
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor(quiet: Quiet = False, json: Json = False) -> None:
     """Measure what this machine can do for int8, and report problems with its setup."""
-    import intaglio.cli.doctor as command
+    import intaglio.cli.commands.doctor as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run()
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
@@ -131,13 +103,14 @@ def quantize(
     recipe_out: Annotated[
         Path | None, typer.Option(dir_okay=False, help="File to write the resulting recipe to.")
     ] = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Quantize a float model to an int8 file. With --evaluate, leave operators in float until a metric is reached."""
-    import intaglio.cli.quantize as command
+    import intaglio.cli.commands.quantize as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         selection = skip or (), only or ()
         request = command.Request(target, data, out, *selection, recipe, samples, _names(isa), example, with_example)
         if evaluate is None:
@@ -152,7 +125,7 @@ def quantize(
                     "--evaluate does not search schedules: use only one of the two options", param_hint="--tune"
                 )
             result = command.run_autotune(request, evaluate, max_drop, evaluations, recipe_out)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
@@ -167,21 +140,22 @@ def inspect(
     skip: Skip = None,
     only: Only = None,
     recipe: RecipeFile = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Show which operators run in int8, which stay in float and why, and what a selector matches."""
-    import intaglio.cli.inspect as command
+    import intaglio.cli.commands.inspect as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         name = stage.value if stage else None
         result = command.run(target, name, match or (), data, example_shape or (), skip or (), only or (), recipe)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
 def compare(
-    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    target: SavedFile,
     float_model: Annotated[
         str, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
     ],
@@ -190,23 +164,22 @@ def compare(
     worst: Annotated[
         int, typer.Option(min=1, help="Number of the worst operators to list as options for quantize.")
     ] = 3,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Show where a saved model loses accuracy, operator by operator."""
-    import intaglio.cli.compare as command
+    import intaglio.cli.commands.compare as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run(target, float_model, data, samples, worst)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
 def report(
-    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
-    float_model: Annotated[
-        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
-    ] = None,
+    target: SavedFile,
+    float_model: FloatModel = None,
     data: Data = None,
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, help="HTML file to write. Default: report.html, none with --json.")
@@ -224,19 +197,18 @@ def report(
     tries: Annotated[
         int, typer.Option(min=0, help="Number of the worst operators to try in float; 0 tries no changes.")
     ] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Write a page that shows what a saved model costs in accuracy and time, operator by operator."""
-    import intaglio.cli.report as command
+    import intaglio.cli.commands.report as command
     from intaglio.cli.show import show
 
     page = out if out is not None or json else Path("report.html")
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         request = command.ReportRequest(target, float_model, data, page, against, model_explorer, samples, calls, tries)
         found, summary = command.run(request)
-    if json or not quiet:
-        show(found.to_dict() if json else summary, json, command.render)
+    show(found.to_dict() if json else summary, json, command.render, quiet)
 
 
 @app.command()
@@ -249,70 +221,72 @@ def explain(
         str,
         typer.Argument(metavar="NAME", help="Path of a module, operator (aten.relu), or line (net.py:12)."),
     ],
-    float_model: Annotated[
-        str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
-    ] = None,
+    float_model: FloatModel = None,
     data: Data = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of samples to compare.")] = 64,
     calls: Annotated[int, typer.Option(min=0, help="Number of timed calls; 0 measures no times.")] = 20,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Show why an operator of a saved model is in int8 or float, what it costs, and what would change."""
-    import intaglio.cli.explain as command
+    import intaglio.cli.commands.explain as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         found = command.run(command.ExplainRequest(target, where, float_model, data, samples, calls))
-    show(found.to_dict() if json else {}, json, lambda _: [str(found)])
+    show(found.to_dict() if json else {}, json, lambda _: [str(found)], quiet)
 
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    first: SavedFile,
     second: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Another one.")],
     data: Data = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="Run both in the interpreter, which is slow, and list values that differ.")
     ] = False,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Show what differs between two saved models, and how far their results are from each other."""
-    import intaglio.cli.diff as command
+    import intaglio.cli.commands.diff as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run(first, second, data, trace)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
 def export(
-    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    target: SavedFile,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the sources, which is created if needed.")],
     isa: IsaList = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Write a saved model as C sources that run without Python, with the same bits."""
-    import intaglio.cli.export as command
+    import intaglio.cli.commands.export as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run(target, out, _names(isa))
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
 def verify(
-    target: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="A saved int8 model.")],
+    target: SavedFile,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Check that this machine gives the same bits as the one that saved a model with an example."""
-    import intaglio.cli.verify_bits as command
+    import intaglio.cli.commands.verify_bits as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         result = command.run(target)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 @app.command()
@@ -331,16 +305,17 @@ def bench(
         str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model, if TARGET is a saved file.")
     ] = None,
     isa: Isa = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Time the int8 model and float engines in alternation."""
-    import intaglio.cli.bench as command
+    import intaglio.cli.commands.bench as command
     from intaglio.cli.show import show
 
-    with _stdout_kept_for_json(json):
+    with reserved_output(json, quiet):
         names = _names(against) or ()
         result = command.run(target, batch, threads, seconds, names, data, example_shape or (), float_model, isa)
-    show(result, json, command.render)
+    show(result, json, command.render, quiet)
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
@@ -348,8 +323,4 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     return tuple(name.strip() for name in text.split(",") if name.strip()) if text else None
 
 
-@contextlib.contextmanager
-def _stdout_kept_for_json(json: bool) -> Iterator[None]:
-    """Redirect the output of models and libraries to stderr if stdout is reserved for JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
-        yield
+app.add_typer(sharing)

@@ -19,8 +19,12 @@ PLAIN_WIDTH = 120
 Result = Mapping[str, Any]
 
 
-def show(result: Result, as_json: bool, render: Callable[[Result], Iterable[RenderableType]]) -> None:
-    """Print a result as JSON or as the parts that ``render`` yields."""
+def show(
+    result: Result, as_json: bool, render: Callable[[Result], Iterable[RenderableType]], quiet: bool = False
+) -> None:
+    """Print a result as JSON or, unless ``quiet`` is set, as the parts that ``render`` yields."""
+    if quiet and not as_json:
+        return
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
         return

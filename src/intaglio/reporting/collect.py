@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from intaglio import eager
 from intaglio.eager.quantization_state import session_of
-from intaglio.errors import InputError, IntaglioError
+from intaglio.errors import ArtifactError, InputError, IntaglioError
 from intaglio.ir import Graph
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.facts.operator_facts import ModelFacts
@@ -20,7 +20,7 @@ from intaglio.parts import PartlyQuantizedModel
 from intaglio.progress import report_progress
 from intaglio.reporting.operators import OperatorSteps, graph_report, steps_of
 from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
-from intaglio.reporting.run_record import run_record
+from intaglio.reporting.run_record import fingerprint_of_programs, run_record
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.profile import Profile
 from intaglio.signature import bind
@@ -72,6 +72,7 @@ class _Collected:
     graphs: list[GraphReport] = field(default_factory=list)
     texts: list[Mapping[str, str]] = field(default_factory=list)
     integer: list[Graph] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     isa: str = ""
 
@@ -118,6 +119,7 @@ def _of_program(float_model: nn.Module | None, model: QuantizedModel, data: Any,
         _add_program(found, "", model, run, settings, own=False)
         for name, loop in model.loops.items():
             _add_program(found, name, loop.body, None, replace(settings, calls=0), own=False)
+        del found.fingerprints[1:]  # that of the model includes the bodies
     made = _report(model.model_info.name, ModelKind.WHOLE, model.coverage, run, found)
     return Collection(made, {"": run} if run is not None else {})
 
@@ -145,6 +147,8 @@ def _add_program(
     found.graphs.append(graph_report(name, facts, steps_of(facts, program), rows, compared, profile, comparison))
     found.texts.append(program.model_info.texts)
     found.integer.append(program.graph)
+    with suppress(ArtifactError):  # float parts that no file can hold
+        found.fingerprints.append(program.fingerprint())
     found.isa = program.artifact.program.isa
 
 
@@ -255,6 +259,7 @@ def _report(name: str, kind: ModelKind, coverage: Coverage, run: ComparisonRun |
     comparison = run.comparison if run is not None else None
     samples, digest = (comparison.samples, run.digest) if run is not None and comparison is not None else (0, "")
     record = replace(run_record(found.texts, found.integer, samples, digest), isa=found.isa)
+    record = replace(record, fingerprint=fingerprint_of_programs(found.fingerprints))
     return ReportData(name, kind, record, coverage, comparison, tuple(found.graphs), (), tuple(found.limits))
 
 

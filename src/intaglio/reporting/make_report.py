@@ -15,6 +15,7 @@ from intaglio.output_paths import check_file, read_text, write_text
 from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import log_once
 from intaglio.reporting.collect import Settings, collect
+from intaglio.reporting.model_card import card_of
 from intaglio.reporting.model_explorer import save_model_explorer
 from intaglio.reporting.number_formats import gain_text
 from intaglio.reporting.pages.page import page_of
@@ -63,6 +64,20 @@ class Report:
         """
         check_file(path)
         write_text(path, self.html())
+
+    def card(self) -> str:
+        """Return a model card as Markdown, to publish beside the model: what was quantized, with which recipe, how
+        accurate it is on which data, and what it was measured with."""
+        return card_of(self.data)
+
+    @check_arguments
+    def save_card(self, path: str | Path) -> None:
+        """Write the model card to a Markdown file.
+
+        Raises:
+            ArtifactError: the file cannot be written.
+        """
+        write_text(path, self.card())
 
     @check_arguments
     def save_json(self, path: str | Path) -> None:

@@ -189,6 +189,7 @@ class RunRecord:
         parameters: digest of the quantization parameters.
         weights: digest of the integer graph's constants.
         corrections: what corrections gained, one line each.
+        fingerprint: `QuantizedModel.fingerprint`, or the digest of those of several programs; "" if there is none.
     """
 
     created: str = ""
@@ -202,6 +203,7 @@ class RunRecord:
     parameters: str = ""
     weights: str = ""
     corrections: tuple[str, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intaglio
-from intaglio.cli import bench
+from intaglio.cli.commands import bench
 from intaglio.cli.show import Result, coverage_parts, coverage_result, name_value_table
 
 CLASSES, IMAGE_SIZE, TRAINING_STEPS, BATCH = 4, 24, 30, 32

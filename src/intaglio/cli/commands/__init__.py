@@ -1,0 +1,1 @@
+"""Implementations of the commands of the command line, one in each module."""
