@@ -11,7 +11,7 @@ from pathlib import Path
 from intaglio.errors import InputError
 from intaglio.formatting.number_text import MEGA
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Version of this package, which saved models record."""
 
 
