@@ -70,12 +70,15 @@ def test_report_and_explain_show_the_changes_they_try(display):
     assert display.closed == 2
 
 
-def test_autotune_shows_its_trials(display):
+def test_search_shows_its_stages_and_trials(display):
     metrics = iter([1.0, 0.5, 0.6, 0.7, 0.8, 0.9])
+    options = {"candidates": {"float": None}, "minimize": "size", "evaluations": 3}
     with pytest.warns(UserWarning, match="no trial reaches the metric"):
-        intaglio.autotune(NET, DATA, lambda model: next(metrics), evaluations=3, progress=True)
-    trials = [(done, total, what) for stage, done, total, what in display.seen if stage == "5/5 trials"]
-    assert trials == [(1, 3, "0 more in float"), (2, 3, "2 more in float")]
+        intaglio.search(NET, DATA, lambda model: next(metrics), progress=True, **options)
+    stages = list(dict.fromkeys(stage for stage, *_ in display.seen))
+    assert stages[-3:] == ["8/8 trials", "5/8 candidates", "6/8 errors"]
+    trials = [(done, total) for stage, done, total, _ in display.seen if stage == "8/8 trials"]
+    assert trials == [(1, 3), (2, 3)]
 
 
 def test_nothing_is_shown_if_it_is_switched_off(display):

@@ -17,7 +17,6 @@ __all__ = [
     "Report",
     "Setting",
     "annotation",
-    "autotune",
     "calibration",
     "compare",
     "eager",
@@ -29,14 +28,16 @@ __all__ = [
     "patterns",
     "quantize",
     "report",
+    "search",
     "stages",
 ]
 
 if TYPE_CHECKING:
     from intaglio import annotation, calibration, eager, patterns, stages
-    from intaglio.api import autotune, from_checkpoint, quantize
+    from intaglio.api import from_checkpoint, quantize
     from intaglio.backends.native_backend import CompileOptions
     from intaglio.loading import load
+    from intaglio.mixed_precision.search_function import search
     from intaglio.parts import PartlyQuantizedModel, load_into
     from intaglio.quant.recipes.image import Image
     from intaglio.quant.recipes.recipe import Recipe
@@ -56,7 +57,6 @@ else:
         "Recipe": "intaglio.quant.recipes.recipe",
         "Report": "intaglio.reporting.make_report",
         "Setting": "intaglio.quant.recipes.settings",
-        "autotune": "intaglio.api",
         "compare": "intaglio.tune",
         "explain": "intaglio.reporting.explanation",
         "from_checkpoint": "intaglio.api",
@@ -64,6 +64,7 @@ else:
         "load_into": "intaglio.parts",
         "quantize": "intaglio.api",
         "report": "intaglio.reporting.make_report",
+        "search": "intaglio.mixed_precision.search_function",
     }
     """Public name -> the module that defines it. Names that are missing here are modules themselves."""
 

@@ -1,9 +1,9 @@
-"""`quantize` and `autotune`: the public functions that run all stages of quantization in order."""
+"""`quantize` and `from_checkpoint`: the public functions that run all stages of quantization in order."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -45,8 +45,6 @@ from intaglio.stages import (
 )
 from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_check import check_calls
-from intaglio.tracing.earlier_results import copy_model
-from intaglio.tune import Criterion, SearchStart, Tuned, autotuned
 
 logger = logging.getLogger("intaglio")
 
@@ -127,7 +125,7 @@ def quantize(
             remedy = "leave dynamic_shapes out, or set model.config.use_cache = False"
             raise InputError("quantize", None, problem, remedy=remedy)
         example = example or ExportExample(example_inputs, dynamic_shapes)
-        captured, call, rest = _capture_model(module, batches, example.inputs, example.dynamic_shapes)
+        captured, call, rest = capture_model(module, batches, example.inputs, example.dynamic_shapes)
         check_calls(captured, module, example.checks)
         own = [_prepared_for_example(quantizer, example, captured)]
         modules.append(PartOutline.of(captured, *own))
@@ -269,75 +267,6 @@ def from_checkpoint(
     return quantize(model, batches, recipe=chosen, samples=samples, progress=progress, options=options)
 
 
-@check_arguments_except("model")
-@log_once()
-@shows_progress("capture", "equalize", "calibrate", "correct", "trials", only_if=lambda: not Group.current().rank)
-def autotune(
-    model: nn.Module,
-    data: Any,
-    evaluate: Callable[[Any], Any],
-    *,
-    max_drop: float = 0.01,
-    relative: bool = True,
-    evaluations: int = 20,
-    example_inputs: Any = None,
-    dynamic_shapes: Any = None,
-    quantizer: Quantizer | None = None,
-    samples: int | None = None,
-    progress: bool | None = None,
-    isa: str | Iterable[str] | None = None,
-) -> Tuned:
-    """Quantize as much of a model as an accuracy metric allows.
-
-    Starts from the model that `quantize` would return. If its metric is too low, operators are ranked by the error that
-    their own rounding causes (`compare`), and the worst are left in float: twice as many in each trial until the metric
-    is reached, then as few of them as suffice. Calibration and correction run once; each trial only converts and
-    compiles. If no trial reaches the metric, the best one is returned with a warning.
-
-    Args:
-        model: the float model, which is not changed.
-        data: an iterable of batches. A function that runs the model is refused, because operators are ranked over
-            batches.
-        evaluate: a function that takes a model, either the float model or an int8 model, and returns one finite number,
-            higher for better. It is called without gradients, with the float model first.
-        max_drop: the largest accepted loss of the metric, as a fraction of the float model's metric.
-        relative: if ``False``, ``max_drop`` is an absolute difference.
-        evaluations: the largest number of calls of ``evaluate``, the one with the float model included.
-        example_inputs: a tuple with the arguments of one call (default: the first batch).
-        dynamic_shapes: as in `quantize`.
-        quantizer: what to quantize at most. Operators that it leaves in float stay in float.
-        samples: as in `quantize`.
-        progress: as in `quantize`.
-        isa: instruction sets, as in `CompileOptions`.
-
-    Returns:
-        The chosen model, its recipe and all trials. The model has the plain attributes of the float model, such as the
-        configuration of a model of ``transformers``, but not its class: for that, call `quantize` with the recipe.
-
-    Raises:
-        InputError: ``evaluate`` fails or does not return one finite number, or ``data`` is a function.
-
-    Examples:
-        >>> tuned = intaglio.autotune(model, batches, evaluate=lambda m: accuracy(m, test_set), max_drop=0.005)
-        >>> tuned.model.save("model.int8")
-    """
-    refuse_quantized(model)
-    criterion = Criterion(evaluate, max_drop, relative, evaluations)
-    quantizer = quantizer or Quantizer()
-    captured, _, data = _capture_model(model, data, example_inputs, dynamic_shapes)
-    prepared, given = prepare(captured, quantizer), quantizer.recipe.parameters
-    cached, data = _cached_batches(prepared, data, samples)
-    if not cached:
-        problem = "data is a function that runs the model, but autotune ranks operators by their error on batches"
-        raise InputError("data", None, problem, remedy="pass an iterable of batches")
-    if given is not None or not prepared.observers:
-        reference = convert(prepared, given)
-    else:
-        reference = _convert_with_corrections([prepared], cached, data, samples, progress)
-    exact = copy_model(model).eval() if any(part.training for part in model.modules()) else model
-    return autotuned(SearchStart(captured, quantizer, reference, cached), criterion, exact, isa)
-
-
 def _quantizer_for(
     quantizer: Quantizer | None,
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
@@ -355,7 +284,7 @@ def _quantizer_for(
     return replace(quantizer, recipe=quantizer.recipe.with_selection(skip, only))
 
 
-def _capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
+def capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
     build_ahead()
     call, data = _first_call(model, data, example_inputs)
@@ -374,16 +303,16 @@ def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, 
     """Calibrate and convert. A model whose activations are all quantized dynamically needs no data."""
     if not own[0].observers:
         return convert(own.pop())
-    return _convert_with_corrections(own, *_cached_batches(own[0], data, samples), samples, progress)
+    return convert_with_corrections(own, *cached_batches(own[0], data, samples), samples, progress)
 
 
-def _cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
+def cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:
     """Return the cached batches for equalization and correction, and data that still starts with them."""
     return cache_batches(data, prepared.signature, CACHED_SAMPLES if samples is None else min(samples, CACHED_SAMPLES))
 
 
 @kept_memory()
-def _convert_with_corrections(
+def convert_with_corrections(
     own: list[Prepared], cached: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:
     """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only calibrate and

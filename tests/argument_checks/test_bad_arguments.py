@@ -233,7 +233,7 @@ def long_calls(stage: Mapping[str, Any]) -> Calls:
     quiet = {"progress": False}
     return {
         "quantize": (intaglio.quantize, {"model": model, "data": DATA, **quiet}),
-        "autotune": (intaglio.autotune, {"model": model, "data": DATA, "evaluate": lambda model: 1.0, **quiet}),
+        "search": (intaglio.search, {"model": model, "data": DATA, "evaluate": lambda model: 1.0, **quiet}),
         "compare": (intaglio.compare, {"exact": model, "quantized": stage["int8"], "data": DATA}),
         "report": (
             intaglio.report,

@@ -26,8 +26,9 @@ from support.nets import Body
 from support.project_files import ROOT, syntax_nodes
 
 PACKAGE = ROOT / "src" / "intaglio"
-TESTED_ELSEWHERE = ("quant", "tracing", "tune")
-"""Packages whose remedies have cases in `test_quant_remedies`, `test_capture_remedies` and `test_tune_remedies`."""
+TESTED_ELSEWHERE = ("mixed_precision", "quant", "tracing", "tune")
+"""Packages whose remedies have cases in `test_search_remedies`, `test_quant_remedies`, `test_capture_remedies` and
+`test_tune_remedies`."""
 FOLLOWED_ELSEWHERE = {
     "copy the file again from its source, or save the model again": "runtime/test_damaged_files.py",
     "save the model with model.save(path) and load it": "runtime/test_files.py",
@@ -635,8 +636,8 @@ FAST = [
 SLOW = [
     Case(
         "pass an iterable of batches",
-        lambda _: intaglio.autotune(linears(), lambda model: model(X), lambda model: 1.0, example_inputs=X),
-        lambda _: intaglio.autotune(linears(), [X], lambda model: 1.0, example_inputs=X),
+        lambda _: intaglio.search(linears(), lambda model: model(X), lambda model: 1.0, example_inputs=X),
+        lambda _: intaglio.search(linears(), [X], lambda model: 1.0, example_inputs=X),
     ),
     Case(
         "pass them to the quantizer: Quantizer(recipe, input)",

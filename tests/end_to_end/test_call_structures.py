@@ -275,13 +275,13 @@ def test_define_by_run_models_take_the_batches_of_quantize(name):
         check_same(call(int8, batch), call(model, batch))
 
 
-def test_autotune_takes_keyword_arguments():
+def test_search_takes_keyword_arguments():
     model, data, other = model_and_data("keyword arguments")
 
     def metric(candidate: Any) -> float:
         return -float((call(candidate, other) - call(model, other)).abs().max())
 
-    found = intaglio.autotune(model, data, metric, max_drop=1.0, relative=False, progress=False)
+    found = intaglio.search(model, data, metric, max_drop=1.0, relative=False, progress=False)
     check_same(call(found.model, other), call(model, other))
 
 

@@ -566,10 +566,10 @@ def test_the_operator_with_the_largest_damage_is_left_in_float():
     def evaluate(m: nn.Module) -> float:
         return 0.5 if isinstance(m, intaglio.QuantizedModel) and "skipped b " not in m.text("sites") else 0.8
 
-    tuned = intaglio.autotune(model, [X], evaluate, max_drop=0.01)
-    assert tuned.chosen.metric >= (1 - 0.01) * tuned.baseline
-    assert tuned.left == ("b",)
-    assert {part.path for part in tuned.model.coverage.floats} <= {"b", ""}
+    found = intaglio.search(model, [X], evaluate, max_drop=0.01, candidates={"float": None})
+    assert found.chosen.metric >= (1 - 0.01) * found.baseline
+    assert "b" in found.changes
+    assert {part.path for part in found.model.coverage.floats} <= {*found.changes, ""}
 
 
 @pytest.mark.case("backend 38")
@@ -583,7 +583,7 @@ def test_an_outlier_beyond_the_quantized_range_is_found():
     def accuracy(m):
         return (m(x).argmax(1) == label).float().mean()
 
-    tuned = intaglio.autotune(model, [x[:64]], accuracy, max_drop=0.01)
-    assert tuned.trials[0].metric < 0.9
-    assert tuned.chosen.metric >= 0.99
-    assert tuned.left == ("head",)
+    found = intaglio.search(model, [x[:64]], accuracy, max_drop=0.01, candidates={"float": None})
+    assert found.trials[0].metric < 0.9
+    assert found.chosen.metric >= 0.99
+    assert "head" in found.changes

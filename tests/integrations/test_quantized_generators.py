@@ -307,14 +307,14 @@ def test_a_whole_encoder_may_stay_in_float():
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")
-def test_autotune_takes_a_metric_of_calls_and_its_recipe_gives_a_model_that_generates():
+def test_search_takes_a_metric_of_calls_and_its_recipe_gives_a_model_that_generates():
     model, data = float_model("llama"), calibration("llama")
     inputs = batch("llama", 2, 7)
     with pytest.raises(InputError, match="let evaluate call the model"):
-        intaglio.autotune(model, data, lambda tried: float(generated(tried, inputs).sum() > 0))
+        intaglio.search(model, data, lambda tried: float(generated(tried, inputs).sum() > 0))
     wanted = model(**inputs).logits
-    tuned = intaglio.autotune(
+    searched = intaglio.search(
         model, data, lambda tried: -float((tried(**inputs).logits - wanted).square().mean()), max_drop=0.1
     )
-    found = intaglio.quantize(model, data, recipe=tuned.recipe.with_parameters(None))
+    found = intaglio.quantize(model, data, recipe=searched.recipe.with_parameters(None))
     assert generated(found, inputs).shape == (2, 23)

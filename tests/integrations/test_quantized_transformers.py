@@ -243,18 +243,18 @@ def test_a_pipeline_of_images_takes_the_model(library):
     assert [one["label"] for one in found] == [one["label"] for one in expected]
 
 
-def test_a_tuned_recipe_gives_a_model_of_the_class(library, float_model, tokenizer):
-    """autotune itself returns a model with the configuration, but without the class."""
+def test_the_recipe_of_a_search_gives_a_model_of_the_class(library, float_model, tokenizer):
+    """A search itself returns a model with the configuration, but without the class."""
     data = [dict(tokenizer(TEXTS, padding=True, return_tensors="pt")) for _ in range(2)]
 
     def metric(model: nn.Module) -> float:
         assert model.config.model_type == "bert"
         return -float((model(**data[0]).logits - float_model(**data[0]).logits).abs().max())
 
-    tuned = intaglio.autotune(float_model, data, metric, max_drop=1.0, relative=False, progress=False)
-    int8 = intaglio.quantize(float_model, data, recipe=tuned.recipe, progress=False)
+    searched = intaglio.search(float_model, data, metric, max_drop=1.0, relative=False, progress=False)
+    int8 = intaglio.quantize(float_model, data, recipe=searched.recipe, progress=False)
     assert isinstance(int8, library.BertForSequenceClassification)
-    assert torch.equal(int8(**data[0]).logits, tuned.model(**data[0]).logits)
+    assert torch.equal(int8(**data[0]).logits, searched.model(**data[0]).logits)
 
 
 def test_a_model_that_cannot_be_captured_is_quantized_in_parts(library, tmp_path):

@@ -52,7 +52,7 @@ def values() -> dict[str, Any]:
     ranges = stages.calibrate(prepared, case.batches, progress=False)
     reference = stages.convert(prepared, ranges)
     lowered = stages.requantize(reference)
-    tuned = intaglio.autotune(case.exact, case.batches, evaluate=lambda model: 1.0, progress=False)
+    found = intaglio.search(case.exact, case.batches, evaluate=lambda model: 1.0, progress=False)
     return {
         "Captured": captured,
         "Prepared": prepared,
@@ -66,16 +66,16 @@ def values() -> dict[str, Any]:
         "PartlyQuantizedModel": report_models.parts().quantized,
         "Comparison": intaglio.compare(case.exact, case.quantized, case.batches),
         "Profile": case.quantized.profile(case.batches[0], calls=1),
-        "Recipe": tuned.recipe,
+        "Recipe": found.recipe,
         "Setting": intaglio.Setting(method="minmax", bits=7),
-        "Tuned": tuned,
+        "SearchResult": found,
         "Report": report_models.residual_report(),
     }
 
 
 STAGES = ("Captured", "Prepared", "Ranges", "Reference", "Lowered", "Planned", "Parameters")
 MODELS = ("QuantizedModel", "Coverage", "PartlyQuantizedModel", "Recipe", "Setting")
-NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "Tuned", "Report")
+NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "SearchResult", "Report")
 WITHOUT_HTML = ("Parameters", "Setting")
 
 
@@ -94,7 +94,7 @@ def test_html_is_complete_and_begins_with_what_the_repr_says(name):
     page = Page(value._repr_html_())
     assert "script" not in page.tags
     assert {"table", "details", "pre"} & set(page.tags)
-    if name not in ("Coverage", "Comparison", "Profile", "Tuned"):
+    if name not in ("Coverage", "Comparison", "Profile", "SearchResult"):
         assert repr(value) in page.text
 
 
@@ -156,14 +156,14 @@ def test_names_in_html_are_text():
     coverage = replace(found["Coverage"], floats=(part,), loops=(part,), hosts=(part,), notes=(NASTY,))
     row = replace(found["Comparison"].rows[0], path=NASTY, operator=NASTY, source=NASTY, skip=NASTY)
     step = replace(found["Profile"].parts[0], name=NASTY, kinds=NASTY, kernel=NASTY)
-    trial = replace(found["Tuned"].chosen, left=(NASTY,))
+    trial = replace(found["SearchResult"].chosen, assignment={NASTY: "float"})
     statistics = next(iter(found["Ranges"].statistics.values()))
     info = replace(found["Captured"].model_info, name=NASTY, notes=(NASTY,))
     nasty = (
         coverage,
         replace(found["Comparison"], rows=(row,)),
         replace(found["Profile"], parts=(step,)),
-        replace(found["Tuned"], trials=(trial,), chosen=trial),
+        replace(found["SearchResult"], trials=(trial,), chosen=trial),
         replace(found["Ranges"], statistics={NASTY: statistics}),
         intaglio.Recipe.of({"fc": None}).with_selection(skip=[NASTY]),
         *(replace(found[name], model_info=info) for name in ("Captured", "Prepared", "Reference", "Lowered")),

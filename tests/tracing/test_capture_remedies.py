@@ -280,7 +280,7 @@ ENTRIES = {
     "quantize": lambda model: intaglio.quantize(model, [X], progress=False),
     "capture": lambda model: stages.capture(model, X),
     "eager": lambda model: intaglio.eager.prepare(model, X),
-    "autotune": lambda model: intaglio.autotune(model, [X], evaluate=lambda m: 1.0),
+    "search": lambda model: intaglio.search(model, [X], evaluate=lambda m: 1.0),
 }
 
 

@@ -21,7 +21,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.settings import Setting
 from intaglio.reporting.report_data import Suggestion
 from intaglio.tracing import Captured
-from intaglio.tune import Comparison, ComparisonRun, SearchStart, compare_results
+from intaglio.tune import Comparison, ComparisonRun, ReferencePool, compare_results
 
 logger = logging.getLogger("intaglio")
 
@@ -59,9 +59,9 @@ class Trials:
         now: the errors of the results of its reference, which changes are measured with.
     """
 
-    def __init__(self, start: SearchStart, comparison: Comparison) -> None:
+    def __init__(self, start: ReferencePool, comparison: Comparison) -> None:
         self.start, self.comparison = start, comparison
-        self.now = compare_results(start.captured, start.reference, start.batches, samples=None)
+        self.now = compare_results(start.captured, start.base, start.batches, samples=None)
 
     @staticmethod
     def of(run: ComparisonRun | None) -> Trials | None:
@@ -72,14 +72,15 @@ class Trials:
         if text is None or not run.comparison.rows or not run.comparison.results:
             return None
         batches = [_batch(call) for call in run.calls]
-        start = SearchStart(run.stage, Quantizer.from_toml(text), run.graphs[0].reference, batches)
+        start = ReferencePool(run.stage, Quantizer.from_toml(text), run.graphs[0].reference, batches)
         return Trials(start, run.comparison)
 
     def tried(self, change: Change) -> Suggestion:
         """Return a change with the error of the result that it leaves."""
         made = Suggestion(change.title, change.python, change.command, self.now.results[0], 0.0, self.now.agreement)
         try:
-            reference = self.start.reference_of(change.quantizer, change.corrected)
+            make = self.start.reference if change.corrected else self.start.uncorrected
+            reference = make(change.quantizer)
             then = compare_results(self.start.captured, reference, self.start.batches, samples=None)
         except IntaglioError as error:
             logger.info("report: %s cannot be tried: %s", change.title, error.problem)
@@ -107,7 +108,7 @@ class Trials:
             yield self.tried(change)
 
 
-def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Iterator[Change]:
+def model_changes(start: ReferencePool, comparison: Comparison, count: int) -> Iterator[Change]:
     """Yield changes of a whole model: the worst operators in float, alone and together, 16-bit residual sums, another
     range method, and a scale for each token."""
     worst, quantizer = comparison.skip_list(count), start.quantizer
@@ -115,7 +116,7 @@ def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Ite
         yield _skip([selector], f"Leave {selector} in float", start)
     if 1 < len(worst) < len({row.skip for row in comparison.rows if row.skip}):
         yield _skip(worst, f"Leave these {len(worst)} in float together", start)
-    default, regions = quantizer.recipe.default, start.reference.annotations.regions
+    default, regions = quantizer.recipe.default, start.base.annotations.regions
     if default.shortcut != 16 and any(_in_16_bits(region).adds_shortcut for region in regions):
         yield _setting(
             "Residual sums in 16 bits, and sensitive first layers in two bytes or in float",
@@ -127,15 +128,15 @@ def model_changes(start: SearchStart, comparison: Comparison, count: int) -> Ite
         )
     other = "minmax" if default.method != "minmax" else "mse"
     yield _setting(f"Choose all ranges with the method {other}", quantizer, "", method=other)
-    if _share_of_linear(start.reference) > LARGE and default.activations == "static":
+    if _share_of_linear(start.base) > LARGE and default.activations == "static":
         title = "A scale for each token, computed while the model runs"
         yield replace(_setting(title, quantizer, "int8_dynamic", activations="token"), corrected=False)
 
 
-def operator_changes(start: SearchStart, facts: OperatorFacts) -> Iterator[Change]:
+def operator_changes(start: ReferencePool, facts: OperatorFacts) -> Iterator[Change]:
     """Yield changes of the kernel of an operator: in float, with a 16-bit shortcut, with each other range method."""
     names = {facts.node}
-    region = next((one for one in start.reference.annotations.regions if names & _nodes(one)), None)
+    region = next((one for one in start.base.annotations.regions if names & _nodes(one)), None)
     if region is None or not facts.selector:
         return
     yield _skip([facts.selector], "In float", start)
@@ -156,7 +157,7 @@ def _entry(title: str, quantizer: Quantizer, selector: str, **fields: Any) -> Ch
     return Change(title, f"recipe={{{selector!r}: {fields!r}}}", "", replace(quantizer, recipe=recipe))
 
 
-def _skip(selectors: Sequence[str], title: str, start: SearchStart) -> Change:
+def _skip(selectors: Sequence[str], title: str, start: ReferencePool) -> Change:
     options = " ".join(f"--skip '{selector}'" for selector in selectors)
     return Change(title, f"skip={list(selectors)!r}", options, start.quantizer_leaving(selectors))
 

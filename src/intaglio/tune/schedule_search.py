@@ -177,7 +177,15 @@ def best_times(
 
 def first_sample(signature: Signature, tensors: Tensors, byte_inputs: Collection[int]) -> list[torch.Tensor]:
     """Return the first sample of a batch."""
-    sizes = dims_of(signature, list(tensors), byte_inputs) | dict.fromkeys(_batch(signature), 1)
+    return leading_samples(signature, tensors, byte_inputs, 1)
+
+
+def leading_samples(
+    signature: Signature, tensors: Tensors, byte_inputs: Collection[int], count: int
+) -> list[torch.Tensor]:
+    """Return the first ``count`` samples of a batch, or all of them if there are fewer."""
+    sizes = dims_of(signature, list(tensors), byte_inputs)
+    sizes |= {name: min(count, sizes.get(name, count)) for name in _batch(signature)}
     return [
         tensor[tuple(slice(evaluate(dim, sizes)) for dim in entry.type.shape)]
         for entry, tensor in zip(signature.inputs, tensors, strict=True)

@@ -319,8 +319,15 @@ def test_comparison_search_and_parameters_know_imported_weights():
     reference = stages.convert(prepared, stages.calibrate(prepared, DATA))
     known = intaglio.quantize(own, DATA[0], recipe=Recipe().with_parameters(reference.parameters))
     assert torch.equal(known(DATA[0]), stages.compile(reference)(DATA[0]))
-    tuned = intaglio.autotune(own, DATA, lambda model: -float((model(DATA[0]) - own(DATA[0])).norm().detach()))
-    assert len(tuned.trials) > 1
+    found = intaglio.search(
+        own,
+        DATA,
+        lambda model: -float((model(DATA[0]) - own(DATA[0])).norm().detach()),
+        minimize="size",
+        candidates={"float": None},
+        max_drop=0,
+    )
+    assert len(found.trials) > 1
 
 
 def test_training_and_define_by_run_take_imported_weights():
