@@ -276,6 +276,7 @@ def test_inspect_names_kernels_by_their_operators_alone(run):
 # -- quantize, and files ----------------------------------------------------------------------------------------------
 
 QUANTIZE = ("quantize", f"{MODULE}:build", "--data", f"{MODULE}:loader", "--out", "net.intaglio")
+SEARCH = ("search", *QUANTIZE[1:], "--evaluate", f"{MODULE}:accuracy")
 
 
 def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
@@ -386,22 +387,24 @@ def test_quantize_tunes_when_asked(run, monkeypatch):
     assert len(asked) == 1
 
 
-@pytest.mark.slow(reason="a search; autotune and the options of the command are tested apart")
-def test_quantize_reaches_a_metric_and_writes_the_recipe_that_does(run):
-    words = ("--evaluate", f"{MODULE}:accuracy", "--max-drop", "0.01", "--recipe-out", "found.toml")
-    text = ok(run(*QUANTIZE, *words))
+@pytest.mark.slow(reason="a search; its function and the options of the command are tested apart")
+def test_search_reaches_a_metric_and_writes_the_recipe_and_the_journal_of_it(run, folder):
+    words = ("--max-drop", "0.01", "--recipe-out", "found.toml", "--journal", "found.jsonl")
+    text = ok(run(*SEARCH, *words))
     assert "metric of the float model: 0.8; accepted from 0.792 on" in text
-    assert "chosen: metric 0.8, 1 selector left in float (accepted)" in text
-    found = parsed(run(*QUANTIZE, *words, "--json"))
-    assert found["autotune"]["left"] == ["layer2"]
-    assert found["autotune"]["trials"][0]["metric"] == 0.5
+    assert "chosen: metric 0.8" in text
+    found = parsed(run(*SEARCH, *words, "--json"))
+    assert found["search"]["changes"]["layer2"] is None
+    assert found["search"]["trials"][0]["metric"] == 0.5
+    assert (folder / "found.jsonl").exists()
     again = parsed(run(*QUANTIZE, "--recipe", "found.toml", "--json"))
     assert again["coverage"] == found["coverage"]
 
 
-@pytest.mark.parametrize("words", [("--recipe-out", "found.toml"), ("--tune", "--evaluate", f"{MODULE}:accuracy")])
-def test_invalid_options_of_a_metric_are_refused(run, words):
-    assert run(*QUANTIZE, *words)[0] == 2
+def test_a_search_without_a_metric_is_refused(run):
+    code, _, err = run("search", *QUANTIZE[1:])
+    assert code == 2
+    assert "--evaluate" in err
 
 
 def test_data_may_be_a_function_that_runs_the_model(run, folder):
@@ -418,7 +421,7 @@ def test_a_folder_that_is_missing_is_found_before_the_work(run):
     assert code == 2
     assert "nowhere" in err
     assert "--out" in err
-    code, _, err = run(*QUANTIZE, "--evaluate", f"{MODULE}:accuracy", "--recipe-out", "elsewhere/found.toml")
+    code, _, err = run(*SEARCH, "--recipe-out", "elsewhere/found.toml")
     assert code == 2
     assert "elsewhere" in err
     assert "--recipe-out" in err

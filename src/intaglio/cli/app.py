@@ -1,4 +1,5 @@
-"""Commands of the command line and their options. Each command is implemented in the module of its name."""
+"""Commands of the command line and their options. Each command is implemented in the module of its name, `search` in
+that of `quantize`."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ from typing import Annotated
 import typer
 
 from intaglio.cli.options import (
+    Batches,
     Data,
+    Example,
     FloatModel,
+    FloatTarget,
     Isa,
     IsaList,
     Json,
     Only,
+    OutFile,
     Quiet,
     RecipeFile,
     Samples,
@@ -77,54 +82,76 @@ def doctor(quiet: Quiet = False, json: Json = False) -> None:
 
 @app.command()
 def quantize(
-    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="A float model, or a function that returns it.")],
-    data: Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")],
-    out: Annotated[Path, typer.Option(dir_okay=False, help="File to write.")],
+    target: FloatTarget,
+    data: Batches,
+    out: OutFile,
     skip: Skip = None,
     only: Only = None,
     recipe: RecipeFile = None,
     samples: Samples = None,
     isa: IsaList = None,
-    example: Annotated[
-        str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
-    ] = None,
+    example: Example = None,
     with_example: WithExample = False,
     tune: Tune = False,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:NAME", help="A function that takes a model and returns a metric, higher for better."
-        ),
-    ] = None,
-    max_drop: Annotated[
-        float, typer.Option(min=0, help="Largest accepted loss, as a fraction of the float metric.")
-    ] = 0.01,
-    evaluations: Annotated[int, typer.Option(min=2, help="Largest number of calls of the function.")] = 20,
-    recipe_out: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File to write the resulting recipe to.")
-    ] = None,
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Quantize a float model to an int8 file. With --evaluate, leave operators in float until a metric is reached."""
+    """Quantize a float model to an int8 file."""
     import intaglio.cli.commands.quantize as command
     from intaglio.cli.show import show
 
     with reserved_output(json, quiet):
         selection = skip or (), only or ()
         request = command.Request(target, data, out, *selection, recipe, samples, _names(isa), example, with_example)
-        if evaluate is None:
-            if recipe_out is not None:
-                raise typer.BadParameter(
-                    "it writes the recipe that --evaluate finds, so it needs --evaluate", param_hint="--recipe-out"
-                )
-            result = command.run(request, tune)
-        else:
-            if tune:
-                raise typer.BadParameter(
-                    "--evaluate does not search schedules: use only one of the two options", param_hint="--tune"
-                )
-            result = command.run_autotune(request, evaluate, max_drop, evaluations, recipe_out)
+        result = command.run(request, tune)
+    show(result, json, command.render, quiet)
+
+
+@app.command()
+def search(
+    target: FloatTarget,
+    data: Batches,
+    evaluate: Annotated[
+        str, typer.Option(metavar="MODULE:NAME", help="A function of a model that returns a metric, higher for better.")
+    ],
+    out: OutFile,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(min=0, help="Largest accepted loss, as a fraction of the float metric. Default: 0.01 or a limit."),
+    ] = None,
+    max_latency: Annotated[float | None, typer.Option(help="Largest accepted milliseconds per call.")] = None,
+    max_size: Annotated[float | None, typer.Option(help="Largest accepted megabytes of the saved model.")] = None,
+    minimize: Annotated[str, typer.Option(help="What to minimize under --max-drop: latency or size.")] = "latency",
+    budget: Annotated[float, typer.Option(help="Minutes.")] = 10.0,
+    evaluations: Annotated[int, typer.Option(min=2, help="Largest number of calls of the function.")] = 20,
+    journal: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File of measurements; if it exists, the search continues.")
+    ] = None,
+    recipe_out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="File to write the resulting recipe to.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Picture of the front to write.")] = None,
+    skip: Skip = None,
+    only: Only = None,
+    recipe: RecipeFile = None,
+    samples: Samples = None,
+    isa: IsaList = None,
+    example: Example = None,
+    with_example: WithExample = False,
+    quiet: Quiet = False,
+    json: Json = False,
+) -> None:
+    """Search for the precision of every group of operators that keeps a metric at the least latency, or has the best
+    metric within limits."""
+    import intaglio.cli.commands.quantize as command
+    from intaglio.cli.show import show
+
+    with reserved_output(json, quiet):
+        selection = skip or (), only or ()
+        request = command.Request(target, data, out, *selection, recipe, samples, _names(isa), example, with_example)
+        limits = {"max_drop": max_drop, "max_latency": max_latency, "max_size": max_size, "minimize": minimize}
+        options = limits | {"budget": budget, "evaluations": evaluations, "journal": journal}
+        result = command.run_search(request, evaluate, options, recipe_out, plot)
     show(result, json, command.render, quiet)
 
 

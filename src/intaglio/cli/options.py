@@ -16,6 +16,11 @@ SavedFile = Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay
 FloatModel = Annotated[
     str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model that it was made from.")
 ]
+FloatTarget = Annotated[
+    str, typer.Argument(metavar="MODULE:NAME", help="A float model, or a function that returns it.")
+]
+Batches = Annotated[str, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")]
+OutFile = Annotated[Path, typer.Option(dir_okay=False, help="File to write.")]
 Data = Annotated[str | None, typer.Option(metavar="MODULE:NAME", help="Batches, or a function that returns them.")]
 Skip = Annotated[
     list[str] | None, typer.Option(metavar="SELECTOR", help="Leave these operators in float; may be repeated.")
@@ -40,6 +45,9 @@ IsaList = Annotated[
 Shape = Annotated[
     list[str] | None,
     typer.Option(metavar="1,3,224,224", help="Use random numbers of this shape as an input; once per input."),
+]
+Example = Annotated[
+    str | None, typer.Option(metavar="MODULE:NAME", help="Arguments of one call. Default: the first batch.")
 ]
 WithExample = Annotated[bool, typer.Option("--with-example", help="Store the arguments of one call for verify.")]
 

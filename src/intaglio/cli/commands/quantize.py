@@ -1,11 +1,11 @@
-"""`intaglio quantize`: quantization of a float model with data to a file."""
+"""`intaglio quantize` and `intaglio search`: quantization of a float model with data to a file."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,19 @@ class Request:
     example: str | None
     with_example: bool = False
 
-    def check(self, recipe_out: Path | None = None) -> None:
-        """Raise an error, which names the option, before any work if a file cannot be written."""
+    def check(self, **others: Path | None) -> None:
+        """Raise an error, which names the option, before any work if a file cannot be written.
+
+        Args:
+            others: other files by option, with underscores.
+        """
         if not hasattr(intaglio.QuantizedModel, "save"):
             problem = "this version of intaglio cannot write files"
             raise ArtifactError(str(self.out), None, problem, remedy="install a newer version")
-        for option, path in (("--out", self.out), ("--recipe-out", recipe_out)):
+        for name, path in {"out": self.out, **others}.items():
             if path is not None and not path.absolute().parent.is_dir():
-                raise typer.BadParameter(
-                    f"the folder {str(path.parent)!r} does not exist; create it first", param_hint=option
-                )
+                problem = f"the folder {str(path.parent)!r} does not exist; create it first"
+                raise typer.BadParameter(problem, param_hint=f"--{name.replace('_', '-')}")
 
     def stored_example(self) -> Any:
         """Return the arguments of the call to store: those of ``--example``, else the first batch; ``None`` to store
@@ -67,7 +70,7 @@ class Request:
         return peek(batches)[0]
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments that `intaglio.quantize` and `intaglio.autotune` share, except the model."""
+        """Return the arguments that `intaglio.quantize` and `intaglio.search` share, except the model."""
         batches = targets.batches(self.data)
         inputs = targets.example(self.example) if self.example else None
         if inputs is None and callable(batches) and not isinstance(batches, Iterable):
@@ -106,26 +109,21 @@ def _accuracy(model: nn.Module, quantized: intaglio.QuantizedModel, data: str) -
     return {"sqnr_db": decibels, **{name: getattr(found, name) for name in names}}
 
 
-def run_autotune(
-    request: Request, evaluate: str, max_drop: float, evaluations: int, recipe_out: Path | None
+def run_search(
+    request: Request, evaluate: str, options: dict[str, Any], recipe_out: Path | None, plot: Path | None
 ) -> dict[str, Any]:
-    """Quantize as much as the metric allows, save and return the result for JSON."""
-    request.check(recipe_out)
+    """Search for a mixed precision, save the model and return the result for JSON."""
+    request.check(recipe_out=recipe_out, plot=plot, journal=options["journal"])
     model, metric = targets.float_model(request.target), targets.imported_object(evaluate, "--evaluate")
-    options, example, begin = request.options(), request.stored_example(), time.perf_counter()
-    tuned = intaglio.autotune(
-        model, evaluate=metric, max_drop=max_drop, evaluations=evaluations, isa=request.isa, **options
-    )
+    shared, example, begin = request.options(), request.stored_example(), time.perf_counter()
+    found = intaglio.search(model, evaluate=metric, isa=request.isa, **options, **shared)
+    saved = _save(found.model, request.out, example, begin)
     if recipe_out is not None:
-        tuned.recipe.save(recipe_out)
-    found = {
-        "baseline": tuned.baseline,
-        "floor": tuned.floor,
-        "reached": tuned.reached,
-        "left": tuned.left,
-        "trials": [asdict(trial) for trial in tuned.trials],
-    }
-    return {**_save(tuned.model, request.out, example, begin), "autotune": found, "report": str(tuned)}
+        found.recipe.save(recipe_out)
+    if plot is not None:
+        figure: Any = found.plot().figure
+        figure.savefig(plot)
+    return {**saved, "search": found.to_dict(), "report": str(found)}
 
 
 def _save(quantized: Any, out: Path, example: Any, begin: float) -> dict[str, Any]:
