@@ -36,6 +36,7 @@ LONG = (
     "inductor",
     "migrate_onnxruntime",
     "migrate_torch",
+    "mixed_precision",
     "onnx",
     "patterns",
     "quantizers",
