@@ -1,4 +1,4 @@
-"""Tables of calls a second, and of the cost of quantizing and its accuracy."""
+"""Tables of calls a second, of the cost of quantizing and its accuracy, and of searches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ ENGINES = {
     "openvino": "OpenVINO and NNCF",
     "onnxruntime_int8": "ONNX Runtime",
     "torchao": "torchao and Inductor",
+}
+SEARCHED = {
+    "mobilenet_v3_large": "MobileNetV3-Large",
+    "efficientnet_b0": "EfficientNet-B0",
+    "vit_b_16": "ViT-B/16",
+    "minilm": "MiniLM-L6 (128 tokens)",
 }
 TRAINED = {
     "cifar_resnet20": "ResNet-20",
@@ -87,3 +93,24 @@ def hard_networks(lines: Iterable[Line]) -> Table:
                 accuracy = f"{figures['agreement']:.2f} %", f"{figures['sqnr_db']:.1f} dB"
                 rows.append((title if engine == "intaglio" else "", name, *accuracy, _cost(figures)))
     return ("network", "engine", "same class as float32", "SQNR", "to quantize and compile"), rows
+
+
+def mixed_precision(lines: Iterable[Line]) -> Table:
+    """Return the ratio to reach, and what greedy skipping and the search reach it with, from the newest line of each
+    network that was measured on an idle machine."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        if line["results"]["idle"]:
+            found |= {name: line["results"][name] for name in SEARCHED if name in line["results"]}
+    rows = []
+    for name, title in SEARCHED.items():
+        if name in found:
+            figures, one = found[name], found[name]["search"]
+            cells = (_reached(figures[method]) for method in ("int8", "greedy", "search"))
+            rows.append((title, f"{figures['target_db']:.1f} dB", *cells, f"{one['seconds']:.0f} s"))
+    return ("network", "target", "int8", "greedy skipping", "`search`", "duration of `search`"), rows
+
+
+def _reached(figures: Line) -> str:
+    """Return the latency of a model and its signal-to-noise ratio."""
+    return f"{figures['ms']:.3f} ms, {figures['db']:.1f} dB"

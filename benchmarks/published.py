@@ -25,7 +25,7 @@ import zoo_tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE_NAMES = ("index", "corrections", "deploying", "zoo")
+PAGE_NAMES = ("index", "corrections", "deploying", "mixed_precision", "zoo")
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGE_NAMES))
 REGION = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 """Text between two comments, which `fill` writes. The first comment names the row of `TABLES`."""
@@ -321,6 +321,7 @@ TABLES = {
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
     "quantizing": lambda: table(*cost_tables.quantizing(recorded("quantizing"))),
     "throughput": lambda: table(*cost_tables.throughput(recorded("throughput"))),
+    "mixed_precision": lambda: table(*cost_tables.mixed_precision(recorded("search"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
