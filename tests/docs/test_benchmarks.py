@@ -302,3 +302,15 @@ def test_the_summary_counts_models_that_are_taken(quick, note, zoo):
     text = zoo.summary([zoo_line("bert", most_used=True, quick=quick), zoo_line("tagger", unedited=False, macs_int8=0)])
     assert "takes 1 of 2 models unedited" in text
     assert note in text
+
+
+def test_the_table_of_searches_takes_the_newest_run_of_an_idle_machine():
+    def run(idle: bool, ms: float) -> dict:
+        one = {"ms": ms, "db": 21.0}
+        figures = {"target_db": 20.0, "int8": one, "greedy": one, "search": {**one, "seconds": 60.0}}
+        return {"results": {"idle": idle, "minilm": figures}}
+
+    head, rows = script("cost_tables").mixed_precision([run(True, 3.0), run(True, 2.0), run(False, 1.0)])
+    reached = "2.000 ms, 21.0 dB"
+    assert rows == [("MiniLM-L6 (128 tokens)", "20.0 dB", reached, reached, reached, "60 s")]
+    assert len(head) == len(rows[0])
