@@ -389,7 +389,7 @@ def test_quantize_tunes_when_asked(run, monkeypatch):
 
 @pytest.mark.slow(reason="a search; its function and the options of the command are tested apart")
 def test_search_reaches_a_metric_and_writes_the_recipe_and_the_journal_of_it(run, folder):
-    words = ("--max-drop", "0.01", "--recipe-out", "found.toml", "--journal", "found.jsonl")
+    words = ("--max-drop", "0.01", "--minimize", "size", "--recipe-out", "found.toml", "--journal", "found.jsonl")
     text = ok(run(*SEARCH, *words))
     assert "metric of the float model: 0.8; accepted from 0.792 on" in text
     assert "chosen: metric 0.8" in text

@@ -566,7 +566,7 @@ def test_the_operator_with_the_largest_damage_is_left_in_float():
     def evaluate(m: nn.Module) -> float:
         return 0.5 if isinstance(m, intaglio.QuantizedModel) and "skipped b " not in m.text("sites") else 0.8
 
-    found = intaglio.search(model, [X], evaluate, max_drop=0.01, candidates={"float": None})
+    found = intaglio.search(model, [X], evaluate, max_drop=0.01, minimize="size", candidates={"float": None})
     assert found.chosen.metric >= (1 - 0.01) * found.baseline
     assert "b" in found.changes
     assert {part.path for part in found.model.coverage.floats} <= {*found.changes, ""}
@@ -583,7 +583,7 @@ def test_an_outlier_beyond_the_quantized_range_is_found():
     def accuracy(m):
         return (m(x).argmax(1) == label).float().mean()
 
-    found = intaglio.search(model, [x[:64]], accuracy, max_drop=0.01, candidates={"float": None})
+    found = intaglio.search(model, [x[:64]], accuracy, max_drop=0.01, minimize="size", candidates={"float": None})
     assert found.trials[0].metric < 0.9
     assert found.chosen.metric >= 0.99
     assert "head" in found.changes

@@ -149,20 +149,37 @@ class GroupMeasurements:
         for done, (candidate, changed, own) in enumerate(tasks):
             report_progress("latencies", done, len(tasks), candidate.name)
             unknown = [one for one in changed if self.journal.known("latency", [one.selector, candidate.name]) is None]
-            if unknown and not self.budget.spent(MEASURED_SHARE):
-                model = self._compiled(changed, candidate, isa)
-                if model is None:
-                    continue
-                single = [group for group in self.groups if len(group.anchors) == 1]
-                indices = [] if own else [single.index(group) for group in changed]
-                for group, taken in zip(changed, measured_differences(base, model, call, single, indices), strict=True):
-                    self.journal.add("latency", [group.selector, candidate.name], ms=taken)
+            if unknown:
+                self._measure_program(base, call, isa, candidate, changed, own)
         for group in self.groups:
             for one in group.candidates:
                 record = self.journal.known("latency", [group.selector, one.name])
                 if record is not None or not one.changes_program:
                     self.latencies[group.selector, one.name] = 0.0 if record is None else float(record["ms"])
         self._drop(lambda group, name: (group.selector, name) in self.latencies)
+
+    def _measure_program(
+        self,
+        base: QuantizedModel,
+        call: TimedCall,
+        isa: Isas,
+        candidate: Candidate,
+        changed: list[OperatorGroup],
+        own: bool,
+    ) -> None:
+        """Time a program in which some groups have a candidate. If there is no such program, as where nothing would be
+        quantized, time its halves."""
+        if self.budget.spent(MEASURED_SHARE):
+            return
+        model, half = self._compiled(changed, candidate, isa), len(changed) // 2
+        if model is None:
+            for part in (changed[:half], changed[half:]) if half else ():
+                self._measure_program(base, call, isa, candidate, part, own)
+            return
+        single = [group for group in self.groups if len(group.anchors) == 1]
+        indices = [] if own else [single.index(group) for group in changed]
+        for group, taken in zip(changed, measured_differences(base, model, call, single, indices), strict=True):
+            self.journal.add("latency", [group.selector, candidate.name], ms=taken)
 
     def _latency_tasks(self) -> Iterator[tuple[Candidate, list[OperatorGroup], bool]]:
         """Yield the programs to time: a candidate, the groups that have it, and whether it is one group alone."""

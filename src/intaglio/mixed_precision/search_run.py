@@ -32,6 +32,8 @@ from intaglio.tune.reference_pool import ReferencePool
 
 CORRECTION_RANGE = (0.5, 4.0)
 """Smallest and largest factor between measured and predicted changes of a latency or size."""
+KEPT_ALONE = 4
+"""Number of groups that are quantized alone if no choice is accepted."""
 CORRECTIONS = 6
 """Largest number of times that a prediction is corrected for limits."""
 
@@ -217,6 +219,7 @@ class SearchRun:
                 self._within_limits()
             if self.objective.max_drop is not None:
                 self._cheapest_above_floor()
+                self._almost_all_in_float()
                 self._undo_changes()
         except SearchEndedError:
             pass
@@ -268,6 +271,21 @@ class SearchRun:
                 high = middle
             else:
                 low = middle
+
+    def _almost_all_in_float(self) -> None:
+        """If no choice is accepted, leave all groups but one in float. A metric may depend on an operator whose error
+        in the results is small."""
+        assert self.best is not None
+        assert self.measurements is not None
+        groups = [group for group in self.measurements.groups if any(one.in_float for one in group.candidates)]
+        if self.best[0].accepted or self.objective.limits:
+            return
+        everything = {g.selector: next(one.name for one in g.candidates if one.in_float) for g in groups}
+        errors = self.measurements.errors
+        for kept in sorted(groups, key=lambda group: errors[group.selector, UNCHANGED])[:KEPT_ALONE]:
+            trial = self.attempt({key: name for key, name in everything.items() if key != kept.selector})
+            if trial is not None and trial.accepted:
+                return
 
     def _undo_changes(self) -> None:
         """Undo changes of the best trial that cost most for the error they avoid, as long as it is accepted."""
