@@ -167,8 +167,8 @@ class GroupMeasurements:
         changed: list[OperatorGroup],
         own: bool,
     ) -> None:
-        """Time a program in which some groups have a candidate. If there is no such program, as where nothing would be
-        quantized, time its halves."""
+        """Time a program in which some groups have a candidate, or its halves if it cannot be built, such as when
+        nothing would be quantized."""
         if self.budget.spent(MEASURED_SHARE):
             return
         model, half = self._compiled(changed, candidate, isa), len(changed) // 2

@@ -273,7 +273,7 @@ class SearchRun:
                 low = middle
 
     def _almost_all_in_float(self) -> None:
-        """If no choice is accepted, leave all groups but one in float. A metric may depend on an operator whose error
+        """Leave all groups but one in float if no choice is accepted. A metric may depend on an operator whose error
         in the results is small."""
         assert self.best is not None
         assert self.measurements is not None
