@@ -1,4 +1,4 @@
-"""Tables of calls a second, of the cost of quantizing and its accuracy, and of searches."""
+"""Tables of calls a second, of the cost of quantizing and its accuracy, of few samples, and of searches."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ TRAINED = {
     "cifar_resnet20": "ResNet-20",
     "cifar_resnet56": "ResNet-56",
     "efficientnet_lite0": "EfficientNet-Lite0",
+}
+FEW = TRAINED | {"minilm": "MiniLM-L6"}
+COUNTS = (1, 8, 64, 512)
+CORRECTIONS = {
+    "plain": "none",
+    "equalized": "equalization",
+    "GPTQ": "GPTQ",
+    "default": "both, the default",
+    "accurate": '`recipe="accurate"`',
 }
 HARD = {
     "intaglio": "intaglio",
@@ -93,6 +102,23 @@ def hard_networks(lines: Iterable[Line]) -> Table:
                 accuracy = f"{figures['agreement']:.2f} %", f"{figures['sqnr_db']:.1f} dB"
                 rows.append((title if engine == "intaglio" else "", name, *accuracy, _cost(figures)))
     return ("network", "engine", "same class as float32", "SQNR", "to quantize and compile"), rows
+
+
+def few_samples(lines: Iterable[Line]) -> Table:
+    """Return accuracy by the number of calibration samples, from the newest line of each network with all numbers."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        results = line["results"]
+        for network in FEW:
+            if all(f"{network}/{count}/{name}" in results for count in COUNTS for name in CORRECTIONS):
+                found[network] = results
+    rows = []
+    for network, title in FEW.items():
+        for count in COUNTS if network in found else ():
+            figures = (found[network][f"{network}/{count}/{name}"] for name in CORRECTIONS)
+            cells = (f"{one['sqnr_db']:.1f} dB, {one['agreement']:.1f} %" for one in figures)
+            rows.append((title if count == COUNTS[0] else "", str(count), *cells))
+    return ("network", "samples", *CORRECTIONS.values()), rows
 
 
 def mixed_precision(lines: Iterable[Line]) -> Table:

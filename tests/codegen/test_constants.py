@@ -3,11 +3,15 @@
 import pickle
 
 import numpy as np
+import torch
+from torch import nn
 
+import intaglio
 from intaglio.codegen.context import CONSTANT_ALIGNMENT, FIRST_BYTES, Blob
 from intaglio.runtime.artifact import aligned
 from support import nets
 from support.int8_models import assert_same, compiled, picture
+from support.nets import Body
 
 
 def test_constants_are_aligned_and_unchanged():
@@ -56,3 +60,13 @@ def test_unaligned_constants_are_copied():
 def test_a_pickled_program_includes_its_constants():
     model, lowered = compiled(nets.Residual)
     assert_same(pickle.loads(pickle.dumps(model))(picture()), lowered(picture()))
+
+
+def test_a_value_may_have_the_name_of_a_constant():
+    layers = Body(lambda m, x: m.weights(m.factor(x).relu()), weights=nn.Linear(8, 8), factor=nn.Linear(8, 8))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model = intaglio.quantize(nets.randomize(layers), [x], progress=False)
+    assert model(x).shape == (4, 8)
+    source = model.text("program")
+    assert "p02_weights(" in source
+    assert "p02_weights_2 = " in source

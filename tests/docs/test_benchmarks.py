@@ -314,3 +314,23 @@ def test_the_table_of_searches_takes_the_newest_run_of_an_idle_machine():
     reached = "2.000 ms, 21.0 dB"
     assert rows == [("MiniLM-L6 (128 tokens)", "20.0 dB", reached, reached, reached, "60 s")]
     assert len(head) == len(rows[0])
+
+
+def test_the_table_of_few_samples_has_the_newest_run_of_each_network_with_all_numbers():
+    tables = script("cost_tables")
+
+    def run(network: str, decibels: float, *counts: int) -> dict:
+        figures = {"sqnr_db": decibels, "agreement": 98.0}
+        return {"results": {f"{network}/{n}/{recipe}": figures for n in counts for recipe in tables.CORRECTIONS}}
+
+    lines = [
+        run("minilm", 20.0, *tables.COUNTS),
+        run("minilm", 25.0, *tables.COUNTS),
+        run("minilm", 30.0, 1, 8),
+        run("cifar_resnet20", 35.0, 64),
+    ]
+    head, rows = tables.few_samples(lines)
+    cells = ["25.0 dB, 98.0 %"] * len(tables.CORRECTIONS)
+    assert [row[:2] for row in rows] == [("MiniLM-L6", "1"), ("", "8"), ("", "64"), ("", "512")]
+    assert all(list(row[2:]) == cells for row in rows)
+    assert len(head) == len(rows[0])

@@ -15,6 +15,7 @@ import numpy as np
 from intaglio import numerics
 from intaglio.codegen.writer import Code
 from intaglio.ir import SIGN_OFFSET, ArenaLocation, Dim, DType, Graph, Op, RangeCheck, c_expression, numel
+from intaglio.ir.names import sanitized
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
@@ -78,6 +79,7 @@ class Context:
         constants: Offsets of the current step's constants, by name.
         range_checks: Values whose clipped elements the program counts.
         step: Prefix of names of the current step.
+        symbol: Name of the function of the current step.
     """
 
     def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
@@ -89,18 +91,19 @@ class Context:
         self.functions: list[str] = []
         self.constants: dict[str, int] = {}
         self.range_checks: list[RangeCheck] = []
-        self.step = ""
+        self.step = self.symbol = ""
         self.index = index
         self.symbols = plan.graph.symbols()
 
-    def for_step(self, number: int) -> Context:
-        """Return the context of one step.
+    def for_step(self, number: int, name: str) -> Context:
+        """Return the context of one step with this name.
 
         It has its own `kernels`, `constants` and `functions`; kernel tables, headers, range checks and the blob are
         shared with the program.
         """
         own = copy.copy(self)
         own.kernels, own.functions, own.constants, own.step = [], [], {}, f"p{number:02d}"
+        own.symbol = step_symbol(number, name)
         return own
 
     def include(self, *headers: str) -> None:
@@ -134,7 +137,7 @@ class Context:
     def constant(self, array: np.ndarray, kind: str, label: str) -> str:
         """Store an array and return a C expression for a pointer to it, such as `constant<float>(r, p01_factor)`."""
         offset, name, count = self.blob.add(array), f"{self.step}_{label}", 2
-        while self.constants.setdefault(name, offset) != offset:
+        while name == self.symbol or self.constants.setdefault(name, offset) != offset:
             name, count = f"{self.step}_{label}_{count}", count + 1
         return f"constant<{kind}>(r, {name})"
 
@@ -256,6 +259,11 @@ class Context:
         """Return declarations of the dynamic dimensions that a function body uses."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
         return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
+
+
+def step_symbol(number: int, name: str) -> str:
+    """Return the name of the C++ function of a step."""
+    return f"p{number:02d}_{sanitized(name)}"
 
 
 def limits(zero_point: int, low: int, high: int, other_zero_point: int, has_remainder: bool = False) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from intaglio.codegen.context import Context, describe
+from intaglio.codegen.context import Context, describe, step_symbol
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
 from intaglio.codegen.emitters.emit_batch_tiling import batch_tiles_call, emit_batch_tile, emit_places
 from intaglio.codegen.emitters.emit_data_movement import emit_movement
@@ -46,7 +46,6 @@ from intaglio.codegen.emitters.emit_steps import (
 from intaglio.codegen.shared_bodies import with_shared_bodies
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
-from intaglio.ir.names import sanitized
 from intaglio.kernels import ISAS
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
@@ -105,7 +104,7 @@ def emit(plan: Plan, name: str) -> Program:
     context = Context(plan, ISAS[isa], plan.arena().positions())
     bodies, notes = [], []
     for index, step in enumerate(plan.steps):
-        own = context.for_step(index)
+        own = context.for_step(index, step.partition.name)
         bodies += [] if step.called else [_step(index, step, own)]
         notes.append(_note(index, step, own))
     code = Code()
@@ -150,11 +149,7 @@ def _note(index: int, step: Step, context: Context) -> StepInfo:
         return StepInfo(*facts, largest.name, largest.tile)
     if step.called:
         return StepInfo(*facts, HOST if partition.anchor.is_host else "")
-    return StepInfo(*facts, _symbol(index, step))
-
-
-def _symbol(index: int, step: Step) -> str:
-    return f"p{index:02d}_{sanitized(step.partition.name)}"
+    return StepInfo(*facts, context.symbol)
 
 
 def _step(index: int, step: Step, context: Context) -> str:
@@ -170,7 +165,7 @@ def _step(index: int, step: Step, context: Context) -> str:
         code(f"enum : int64_t {{ {offsets} }};")
     for function in context.functions:
         code(function)
-    with code.block(f"static void {_symbol(index, step)}(const struct Run* r, int thread, int threads)"):
+    with code.block(f"static void {context.symbol}(const struct Run* r, int thread, int threads)"):
         for line in context.dims_used(body.text()):
             code(line)
         code(body.text())
@@ -242,7 +237,8 @@ def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
     """Return a call for each step of a segment, followed by a barrier where a barrier group ends."""
     found = []
     for (index, step), following in zip_longest(steps, steps[1:]):
-        lines = [f"{_symbol(index, step)}(r, thread, threads);", f"time_step(r, {index}, {count}, thread, threads);"]
+        call = f"{step_symbol(index, step.partition.name)}(r, thread, threads);"
+        lines = [call, f"time_step(r, {index}, {count}, thread, threads);"]
         if following and following[1].barrier_group != step.barrier_group:
             lines.append("intaglio_barrier_wait(r->barrier, threads);")
         found.append("\n".join(lines))
