@@ -1,11 +1,13 @@
 """What functions return has a short text of one line, and HTML for notebooks in which all text is escaped."""
 
+import copy
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import intaglio
@@ -61,6 +63,7 @@ def values() -> dict[str, Any]:
         "Lowered": lowered,
         "Planned": stages.plan(lowered),
         "Parameters": reference.parameters,
+        "Corrections": stages.correct(prepared, ranges, case.batches),
         "QuantizedModel": case.quantized,
         "Coverage": case.quantized.coverage,
         "PartlyQuantizedModel": report_models.parts().quantized,
@@ -70,13 +73,30 @@ def values() -> dict[str, Any]:
         "Setting": intaglio.Setting(method="minmax", bits=7),
         "SearchResult": found,
         "Report": report_models.residual_report(),
+        "Explanation": intaglio.explain(report_models.residual_report(), "fc"),
+        "Clipping": clipped(case.quantized, case.batches[0]),
+        "Pool": measured_pool(case.quantized, case.batches[0]),
     }
 
 
-STAGES = ("Captured", "Prepared", "Ranges", "Reference", "Lowered", "Planned", "Parameters")
+def clipped(model: nn.Module, batch: torch.Tensor) -> Any:
+    """What a call with values outside of their calibrated ranges has clipped."""
+    own = copy.deepcopy(model)
+    own.on_clipping = "ignore"
+    own(100 * batch)
+    return own.clipping
+
+
+def measured_pool(model: nn.Module, batch: torch.Tensor) -> intaglio.Pool:
+    """A pool that has measured every number of streams."""
+    with intaglio.Pool.fastest(model, batch, seconds=0.01) as pool:
+        return pool
+
+
+STAGES = ("Captured", "Prepared", "Ranges", "Reference", "Lowered", "Planned", "Parameters", "Corrections")
 MODELS = ("QuantizedModel", "Coverage", "PartlyQuantizedModel", "Recipe", "Setting")
-NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "SearchResult", "Report")
-WITHOUT_HTML = ("Parameters", "Setting")
+NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "SearchResult", "Report", "Explanation", "Clipping", "Pool")
+WITHOUT_HTML = ("Setting",)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +114,7 @@ def test_html_is_complete_and_begins_with_what_the_repr_says(name):
     page = Page(value._repr_html_())
     assert "script" not in page.tags
     assert {"table", "details", "pre"} & set(page.tags)
-    if name not in ("Coverage", "Comparison", "Profile", "SearchResult"):
+    if name not in ("Coverage", "Comparison", "Profile", "SearchResult", "Explanation"):
         assert repr(value) in page.text
 
 
@@ -129,6 +149,18 @@ def test_html_tables_have_the_numbers_of_their_values():
     ranges = Page(found["Ranges"]._repr_html_())
     for name, statistics in found["Ranges"].statistics.items():
         assert f"{name}{statistics.low:.4g}{statistics.high:.4g}{statistics.count:,}" in ranges.text
+    parameters = Page(found["Parameters"]._repr_html_())
+    assert all(name in parameters.text for name in found["Parameters"].entries)
+    corrections = Page(found["Corrections"]._repr_html_())
+    assert found["Corrections"].steps
+    assert all(
+        f"{step.subject}{step.before:.1f}{step.after:.1f}" in corrections.text for step in found["Corrections"].steps
+    )
+    clipping = Page(found["Clipping"]._repr_html_())
+    assert found["Clipping"].values
+    assert all(f"{one.path or 'model'}{one.value}" in clipping.text for one in found["Clipping"].values)
+    pool = Page(found["Pool"]._repr_html_())
+    assert all(f"{speed.latency_ms:.2f}" in pool.text for speed in found["Pool"].measured)
     lowered = Page(found["Lowered"]._repr_html_())
     assert "fcaten.linear.defaultthe recipe leaves it in float" in lowered.text
     assert found["Lowered"].text() in lowered.text

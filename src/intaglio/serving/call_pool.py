@@ -19,6 +19,7 @@ from torch import nn
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
+from intaglio.formatting.html_text import element, html_table
 
 LATENCY_SHARE = 0.99
 """Share of the calls that take at most the latency that a pool reports."""
@@ -173,6 +174,17 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"Pool({type(self._model).__name__}, streams={self.streams}, threads={self.threads})"
+
+    def _repr_html_(self) -> str:
+        """Return the pool, and what was measured for each number of streams, for notebooks."""
+        rows = [
+            (speed.streams, speed.threads, f"{speed.calls_per_second:.1f}", f"{speed.latency_ms:.2f}")
+            for speed in self.measured
+        ]
+        columns = ("streams", "threads of each", "calls per second", "99 % within ms")
+        return element("p", repr(self)) + (
+            html_table(columns, rows, "The first row was chosen", text=0) if rows else ""
+        )
 
     def _start_streams(self) -> None:
         """Start all threads of the executor and set how many threads PyTorch and the model use in each."""

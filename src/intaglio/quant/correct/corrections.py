@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from intaglio.argument_checks import check_arguments
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.ir import QParams
 
 if TYPE_CHECKING:
     from intaglio.quant.annotate.regions import (
         Annotations,  # It imports this module through recipes and parameters.
     )
+
+PLURALS = {"rounded weight": "s", "corrected bias": "es", "step": "s"}
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,18 @@ class Corrections:
 
     def __str__(self) -> str:
         return self.text().rstrip("\n")
+
+    def __repr__(self) -> str:
+        counts = {"rounded weight": len(self.weights), "corrected bias": len(self.biases), "step": len(self.steps)}
+        found = [f"{number} {name}{PLURALS[name] * (number != 1)}" for name, number in counts.items()]
+        return f"Corrections({', '.join(found)})"
+
+    def _repr_html_(self) -> str:
+        """Return the gain of each correction, and the weights that were left out, for notebooks."""
+        rows = [(step.name, step.subject, f"{step.before:.1f}", f"{step.after:.1f}") for step in self.steps]
+        shown, more = shortened(rows, "steps")
+        table = html_table(("correction", "of", "dB before", "dB after"), shown, more, text=2)
+        return element("p", repr(self)) + table + "".join(element("p", line) for line in self.left_out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 
 from intaglio.argument_checks import check_arguments, check_fields
 from intaglio.errors import MALFORMED, ArtifactError, CalibrationError
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.ir import QParams
 from intaglio.numerics import MIN_SCALE
 from intaglio.output_paths import read_text, write_text
@@ -99,6 +100,23 @@ class Parameters:
 
     def __repr__(self) -> str:
         return f"Parameters({len(self.entries)} sites)"
+
+    def _repr_html_(self) -> str:
+        """Return the sites with their datatypes, scales and zero points for notebooks."""
+        rows = [
+            (
+                name,
+                entry.dtype,
+                len(entry.scale),
+                f"{min(entry.scale):.4g}",
+                f"{max(entry.scale):.4g}",
+                min(entry.zero_point),
+            )
+            for name, entry in self.entries.items()
+        ]
+        shown, more = shortened(rows, "sites")
+        columns = ("site", "datatype", "scales", "smallest scale", "largest scale", "smallest zero point")
+        return element("p", repr(self)) + html_table(columns, shown, more, text=2)
 
     @staticmethod
     @check_arguments

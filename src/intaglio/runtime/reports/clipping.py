@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import sqrt
 
 from intaglio.errors import InputError, did_you_mean
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.ir import RangeCheck
 
 logger = logging.getLogger("intaglio")
@@ -85,6 +86,21 @@ class Clipping:
         if not self.values:
             return "no values outside of their calibrated ranges"
         return "\n".join(["values outside of their calibrated ranges:", *(f"  {value}" for value in self.values)])
+
+    def __repr__(self) -> str:
+        count = len(self.values)
+        most = f", up to {_percent(self.values[0].share)} of a call" if count else ""
+        return f"Clipping({count} value{'s' * (count != 1)}{most})"
+
+    def _repr_html_(self) -> str:
+        """Return the clipped values for notebooks, those with the largest share first."""
+        rows = [
+            (one.path or "model", one.value, f"{one.low:.4g}", f"{one.high:.4g}", _percent(one.share), one.calls)
+            for one in self.values
+        ]
+        shown, more = shortened(rows, "values")
+        columns = ("module", "value", "range from", "to", "largest share", "calls")
+        return element("p", repr(self)) + (html_table(columns, shown, more, text=2) if rows else "")
 
     def to_prometheus(self) -> str:
         """Return the report in the text format of Prometheus, for an endpoint that it reads.
