@@ -19,14 +19,16 @@ from intaglio.integrations import ExportExample, integration_for
 from intaglio.native.native_library import build_ahead
 from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check_selectors, quantize_parts
 from intaglio.progress import shows_progress
-from intaglio.quant.calibrate.batches import Call, binder_for, log_once, peek
+from intaglio.quant.calibrate.batches import Call, first_call, kept_first, log_once
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory
 from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
+from intaglio.quant.recipes.quantizer import given_quantizer
 from intaglio.quant.recipes.recipe import Recipe, Selectors
+from intaglio.reporting.measure_speed import check_measure, quantize_and_measure
 from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.kept_attributes import KeptAttributes
@@ -51,7 +53,9 @@ logger = logging.getLogger("intaglio")
 
 @check_arguments_except("model")
 @log_once()
-@shows_progress("capture", "equalize", "calibrate", "correct", "compile", only_if=lambda: not Group.current().rank)
+@shows_progress(
+    "capture", "equalize", "calibrate", "correct", "compile", "measure", only_if=lambda: not Group.current().rank
+)
 def quantize(
     model: nn.Module,
     data: Any = None,
@@ -67,6 +71,7 @@ def quantize(
     progress: bool | None = None,
     options: CompileOptions | None = None,
     strict: bool = False,
+    measure: bool | str = False,
 ) -> QuantizedModel | PartlyQuantizedModel:
     """Quantize a float model with a few batches of data and compile it for the CPU. The float model is not changed.
 
@@ -95,6 +100,9 @@ def quantize(
         options: instruction sets, schedule search and the policy for new shapes. With ``tune=True`` the search measures
             with the first sample of the example inputs.
         strict: whether to raise an error if the model cannot be captured as a whole, and not to quantize parts of it.
+        measure: whether to time the model and the float model on one sample, whole and by operator, on this machine.
+            The result has the times as its attribute ``measured``. With ``"keep_faster"``, operators that take longer
+            in int8 are left in float if the model is then faster; the model is quantized again for that.
 
     Returns:
         The int8 model, which is called like the float model. A model of ``transformers`` keeps its class and
@@ -110,13 +118,39 @@ def quantize(
         >>> y = int8(torch.randn(2, 16))
     """
     refuse_quantized(model)
+    check_measure(measure)
     options = options or CompileOptions()
-    quantizer = _quantizer_for(quantizer, recipe, skip, only, input)
+    quantizer = given_quantizer(quantizer, recipe, skip, only, input)
+    data = list(data) if measure and isinstance(data, Iterator) else data
 
+    def quantize_leaving(left: tuple[str, ...]) -> QuantizedModel | PartlyQuantizedModel:
+        own = replace(quantizer, recipe=quantizer.recipe.with_selection(left))
+        return _quantize(model, data, example_inputs, dynamic_shapes, own, samples, progress, options, strict)
+
+    if not measure:
+        return quantize_leaving(())
+    call, _ = first_call(model, data, example_inputs)
+    found: QuantizedModel | PartlyQuantizedModel
+    found = quantize_and_measure(model, call, dynamic_shapes, quantize_leaving, measure)
+    return found
+
+
+def _quantize(
+    model: nn.Module,
+    data: Any,
+    example_inputs: Any,
+    dynamic_shapes: Any,
+    quantizer: Quantizer,
+    samples: int | None,
+    progress: bool | None,
+    options: CompileOptions,
+    strict: bool,
+) -> QuantizedModel | PartlyQuantizedModel:
+    """Quantize a model, or the parts of it that can be captured."""
     integration = integration_for(model)
     data = list(data) if integration is not None and isinstance(data, Iterator) else data
     splits = not strict and _may_split(data, example_inputs, dynamic_shapes, quantizer, options)
-    kept, data = _kept_first(data) if splits else (None, data)
+    kept, data = kept_first(data) if splits else (None, data)
     modules: list[PartOutline] = []
 
     def quantize_module(module: nn.Module, batches: Any, example: ExportExample | None) -> QuantizedModel:
@@ -181,14 +215,6 @@ def _may_split(
     about_all = (example_inputs, dynamic_shapes, quantizer.recipe.parameters)
     tuned = not isinstance(options.tune, bool)
     return batches and not tuned and not quantizer.input and all(one is None for one in about_all)
-
-
-def _kept_first(data: Any) -> tuple[list[Any] | None, Any]:
-    """Return the first batch of an iterator, which can be read only once, and the data that still starts with it."""
-    if not isinstance(data, Iterator):
-        return None, data
-    first, items = peek(data)
-    return [first], items
 
 
 def _quantized(
@@ -267,36 +293,11 @@ def from_checkpoint(
     return quantize(model, batches, recipe=chosen, samples=samples, progress=progress, options=options)
 
 
-def _quantizer_for(
-    quantizer: Quantizer | None,
-    recipe: Recipe | Mapping[str, Any] | str | Path | None,
-    skip: Selectors | None,
-    only: Selectors | None,
-    images: Image | Mapping[str, Image] | None,
-) -> Quantizer:
-    """Return the given quantizer, or one made of a recipe and images, with the selection of ``skip`` and ``only``
-    applied."""
-    if quantizer is None:
-        quantizer = Quantizer(Recipe.given(recipe), images or {})
-    elif recipe is not None or images is not None:
-        problem = "recipe= and input= cannot be combined with quantizer="
-        raise InputError("quantize", None, problem, remedy="pass them to the quantizer: Quantizer(recipe, input)")
-    return replace(quantizer, recipe=quantizer.recipe.with_selection(skip, only))
-
-
 def capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shapes: Any) -> tuple[Captured, Call, Any]:
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
     build_ahead()
-    call, data = _first_call(model, data, example_inputs)
+    call, data = first_call(model, data, example_inputs)
     return capture(model, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes), call, data
-
-
-def _first_call(model: nn.Module, data: Any, example_inputs: Any) -> tuple[Call, Any]:
-    """Return the arguments of the example call, by default the first batch, and data that still starts with it."""
-    if example_inputs is None:
-        first, data = peek(data)
-        return binder_for(model)(first), data
-    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}), data
 
 
 def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, progress: bool | None) -> Reference:

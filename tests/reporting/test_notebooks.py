@@ -13,6 +13,7 @@ from torch import nn
 import intaglio
 from intaglio import stages
 from intaglio.runtime.reports.coverage import FloatPart
+from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
 from support.report_models import NASTY
 
@@ -75,6 +76,7 @@ def values() -> dict[str, Any]:
         "Report": report_models.residual_report(),
         "Explanation": intaglio.explain(report_models.residual_report(), "fc"),
         "Clipping": clipped(case.quantized, case.batches[0]),
+        "MeasuredSpeed": measured_speed(),
         "Pool": measured_pool(case.quantized, case.batches[0]),
     }
 
@@ -87,6 +89,13 @@ def clipped(model: nn.Module, batch: torch.Tensor) -> Any:
     return own.clipping
 
 
+def measured_speed() -> MeasuredSpeed:
+    """Times of a model with one operator that is slower in int8 and one that is faster."""
+    slow = OperatorSpeed("stem (aten.conv2d.default)", "stem", (30.0,) * 4, (20.0,) * 4)
+    fast = OperatorSpeed("fc (aten.linear.default)", "fc", (10.0,) * 4, (20.0,) * 4)
+    return MeasuredSpeed(2, (50.0,) * 4, (100.0,) * 4, (fast, slow))
+
+
 def measured_pool(model: nn.Module, batch: torch.Tensor) -> intaglio.Pool:
     """A pool that has measured every number of streams."""
     with intaglio.Pool.fastest(model, batch, seconds=0.01) as pool:
@@ -95,7 +104,18 @@ def measured_pool(model: nn.Module, batch: torch.Tensor) -> intaglio.Pool:
 
 STAGES = ("Captured", "Prepared", "Ranges", "Reference", "Lowered", "Planned", "Parameters", "Corrections")
 MODELS = ("QuantizedModel", "Coverage", "PartlyQuantizedModel", "Recipe", "Setting")
-NAMES = (*STAGES, *MODELS, "Comparison", "Profile", "SearchResult", "Report", "Explanation", "Clipping", "Pool")
+NAMES = (
+    *STAGES,
+    *MODELS,
+    "Comparison",
+    "Profile",
+    "SearchResult",
+    "Report",
+    "Explanation",
+    "Clipping",
+    "Pool",
+    "MeasuredSpeed",
+)
 WITHOUT_HTML = ("Setting",)
 
 
@@ -114,7 +134,7 @@ def test_html_is_complete_and_begins_with_what_the_repr_says(name):
     page = Page(value._repr_html_())
     assert "script" not in page.tags
     assert {"table", "details", "pre"} & set(page.tags)
-    if name not in ("Coverage", "Comparison", "Profile", "SearchResult", "Explanation"):
+    if name not in ("Coverage", "Comparison", "Profile", "SearchResult", "Explanation", "MeasuredSpeed"):
         assert repr(value) in page.text
 
 
@@ -159,6 +179,9 @@ def test_html_tables_have_the_numbers_of_their_values():
     clipping = Page(found["Clipping"]._repr_html_())
     assert found["Clipping"].values
     assert all(f"{one.path or 'model'}{one.value}" in clipping.text for one in found["Clipping"].values)
+    speed = Page(found["MeasuredSpeed"]._repr_html_())
+    assert "stem (aten.conv2d.default)slower30.020.0" in speed.text
+    assert "50.0 us per call in int8, 100.0 us in float, 2 threads: int8 is 2.00 times as fast" in speed.text
     pool = Page(found["Pool"]._repr_html_())
     assert all(f"{speed.latency_ms:.2f}" in pool.text for speed in found["Pool"].measured)
     lowered = Page(found["Lowered"]._repr_html_())

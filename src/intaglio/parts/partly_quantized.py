@@ -22,6 +22,7 @@ from intaglio.parts.part_module import QuantizedPart, alone
 from intaglio.parts.saved_parts import write_parts
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
+from intaglio.runtime.reports.speed import MeasuredSpeed
 from intaglio.signature import clone_tensors
 from intaglio.tune import Comparison, ComparisonRun, run_comparison
 
@@ -36,7 +37,10 @@ class PartlyQuantizedModel(nn.Module):
         model: a copy of the float model with `QuantizedModel` objects inside, in evaluation mode.
         parts: the int8 models by the path of the submodule that each replaces.
         coverage: the share of the whole model that runs in int8. Multiply-accumulates are those of the first batch.
+        measured: its times beside those of the float model, if `quantize` measured them. Files do not keep them.
     """
+
+    measured: MeasuredSpeed | None = None
 
     def __init__(self, model: nn.Module, coverage: Coverage) -> None:
         super().__init__()

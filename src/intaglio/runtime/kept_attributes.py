@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from intaglio.runtime.reports.speed import MeasuredSpeed
 from intaglio.torch_private import buffers_of, parameters_of, submodules_of
 
 
@@ -45,9 +46,12 @@ class ModelWithAttributes(nn.Module):
 
     Attributes:
         kept_attributes: the attributes. Those of the module itself come first.
+        measured: times of the module beside those of the float model, if `quantize` measured them. Files do not keep
+            them.
     """
 
     kept_attributes = KeptAttributes()
+    measured: MeasuredSpeed | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the float model, or raise `AttributeError` with what it was there."""

@@ -215,3 +215,19 @@ def binder_for(model: torch.nn.Module) -> Binder:
         tuple(p.name for p in by_name if p.default is p.empty),
         open_ended=inspect.Parameter.VAR_KEYWORD in kinds,
     )
+
+
+def first_call(model: torch.nn.Module, data: Any, example_inputs: Any) -> tuple[Call, Any]:
+    """Return the arguments of the example call, by default the first batch, and data that still starts with it."""
+    if example_inputs is None:
+        first, data = peek(data)
+        return binder_for(model)(first), data
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,), {}), data
+
+
+def kept_first(data: Any) -> tuple[list[Any] | None, Any]:
+    """Return the first batch of an iterator, which can be read only once, and the data that still starts with it."""
+    if not isinstance(data, Iterator):
+        return None, data
+    first, items = peek(data)
+    return [first], items

@@ -6,7 +6,9 @@ import dataclasses
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from intaglio.argument_checks import check_arguments, check_arguments_except, check_fields, value_text
 from intaglio.errors import InputError, SelectorError, did_you_mean
@@ -14,7 +16,7 @@ from intaglio.ops import OpDef, checked_records
 from intaglio.quant.annotate.node_annotations import Annotator
 from intaglio.quant.recipes.choices import OutputType
 from intaglio.quant.recipes.image import Image
-from intaglio.quant.recipes.recipe import OPEN_RECIPE, Recipe, as_tuple, toml_table, toml_text
+from intaglio.quant.recipes.recipe import OPEN_RECIPE, Recipe, Selectors, as_tuple, toml_table, toml_text
 from intaglio.quant.recipes.user_patterns import QuantizerPattern
 
 GivenPatterns = Iterable[QuantizerPattern | str | Sequence[QuantizerPattern | str]]
@@ -148,3 +150,20 @@ CACHED_INPUTS = "cached_inputs"
 """TOML tables that do not belong to the recipe: the prefix of those of images, and the name of the other."""
 OTHER_TABLES = re.compile(rf"\n\[(?:{INPUT}\.|{CACHED_INPUTS}\])")
 """Beginning of such a table."""
+
+
+def given_quantizer(
+    quantizer: Quantizer | None,
+    recipe: Recipe | Mapping[str, Any] | str | Path | None,
+    skip: Selectors | None,
+    only: Selectors | None,
+    images: Image | Mapping[str, Image] | None,
+) -> Quantizer:
+    """Return the given quantizer, or one made of a recipe and images, with the selection of ``skip`` and ``only``
+    applied."""
+    if quantizer is None:
+        quantizer = Quantizer(Recipe.given(recipe), images or {})
+    elif recipe is not None or images is not None:
+        problem = "recipe= and input= cannot be combined with quantizer="
+        raise InputError("quantize", None, problem, remedy="pass them to the quantizer: Quantizer(recipe, input)")
+    return replace(quantizer, recipe=quantizer.recipe.with_selection(skip, only))
