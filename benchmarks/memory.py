@@ -30,12 +30,12 @@ FILES = {"intaglio": "model.intaglio", "onnxruntime_int8": "int8.onnx", "openvin
 
 def save_all(network: str, image: int, batch: int, folder: str) -> dict[str, float]:
     """Int8 models of every engine in their files; engine -> MB of its files."""
-    import engines
     import networks
     import openvino
     import torch
 
     import intaglio
+    from intaglio.peers import peer_engines
 
     model, shape = networks.build(network, image=image)
     torch.manual_seed(1)
@@ -47,9 +47,9 @@ def save_all(network: str, image: int, batch: int, folder: str) -> dict[str, flo
         intaglio.quantize(model, calibration, example_inputs=example, progress=False).save(path_of(folder, "intaglio"))
         work = Path(folder) / "work"
         work.mkdir()
-        made = engines.onnxruntime_int8_file(model, example, calibration, work)
+        made = peer_engines.onnxruntime_int8_file(model, example, calibration, work)
         made.rename(path_of(folder, "onnxruntime_int8"))
-        quantized = engines.openvino_int8_model(model, example, calibration, work)
+        quantized = peer_engines.openvino_int8_model(model, example, calibration, work)
         openvino.save_model(quantized, path_of(folder, "openvino_int8"))
     return {engine: sum(f.stat().st_size for f in (Path(folder) / engine).iterdir()) / 1e6 for engine in FILES}
 

@@ -27,10 +27,12 @@ import fresh
 import networks
 import record
 import torch
-from engines import ENGINES, Inputs, openvino_options
+from engines import ENGINES
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+from intaglio.peers.peer_engines import Inputs, openvino_options
 
 MODULES = {"intaglio": ("intaglio.api",), "before": ("intaglio.api",), "openvino": ("openvino", "nncf")}
 """Engine -> what is imported before the clock starts."""
@@ -56,6 +58,8 @@ def cost(engine: str, network: str, samples: int, batch: int, threads: int, sour
     """Return the seconds and the memory in MB of one engine, and the memory before it began."""
     if engine == "before":
         sys.path.insert(0, source)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "intaglio"]:
+            del sys.modules[name]  # the engines of others are part of this checkout
     torch.set_num_threads(threads)
     model, shape = networks.build(network)
     torch.manual_seed(0)

@@ -25,10 +25,11 @@ import networks
 import race
 import record
 import torch
-from engines import Inputs, openvino_int8_model
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+
+from intaglio.peers.peer_engines import Inputs, openvino_int8_model
 
 Rate = Callable[[float], float]
 """Seconds -> calls a second."""

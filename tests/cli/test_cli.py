@@ -15,8 +15,10 @@ import intaglio
 from intaglio.cli.commands import bench, doctor
 from intaglio.cli.options import TextStage
 from intaglio.cli.show import show
+from intaglio.errors import InputError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
+from intaglio.reporting import measure_speed
 from intaglio.runtime.saved.savable_model import SavableModel
 from support.command_line import runner
 
@@ -78,6 +80,7 @@ def folder(tmp_path, monkeypatch):
 def run(folder, capsys, monkeypatch):
     """`run(*words)`: exit code, stdout, stderr."""
     monkeypatch.setattr(bench, "PAUSE", 0)
+    monkeypatch.setattr(measure_speed, "BLOCK_SECONDS", 0)
     return runner(capsys)
 
 
@@ -473,6 +476,41 @@ def test_bench_times_engines_alternately_and_names_missing_ones(run, monkeypatch
     assert "openvino was not measured" in ok(run(*words))
 
 
+def test_bench_races_int8_engines_of_others_calibrated_with_the_same_batches(run, monkeypatch):
+    given = []
+
+    def build(model, example, calibration, threads):
+        given.append((example, calibration, threads))
+        return lambda x: model(x) + 0.5
+
+    monkeypatch.setitem(bench.ENGINES, "torchao", bench.peer_engine(build))
+    monkeypatch.setitem(bench.PACKAGES, "torchao", ())
+    for name in ("onnxruntime-int8", "openvino-int8", "openvino-int8-f32"):
+        monkeypatch.setitem(bench.PACKAGES, name, ("no_such_package",))
+    words = ("bench", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--batch", "2", "--against", "int8")
+    found = parsed(run(*words, "--seconds", "0.01", "--threads", "1", "--json"))
+    [(example, calibration, threads)] = given
+    assert threads == 1
+    assert len(calibration) > 1
+    assert {inputs[0].shape for inputs in (example, *calibration)} == {example[0].shape}
+    engine = found["engines"]["torchao"]
+    assert engine["sqnr_db"] < found["engines"]["int8"]["sqnr_db"]
+    shares = engine["percentiles_ms"]
+    assert 0 < shares["50"] <= shares["90"] <= shares["99"]
+    assert found["engines"]["openvino-int8"] == {"absent": "no_such_package not installed"}
+
+
+def test_an_engine_of_others_refuses_inputs_by_name():
+    engine = bench.peer_engine(lambda *arguments: None)
+    with pytest.raises(InputError, match="passed by keyword"):
+        engine(None, ((), {"x": 1}), 1, [])
+
+
+def test_percentiles_are_times_of_calls():
+    assert bench.percentiles([3.0, 1.0, 2.0]) == {"50": 2.0, "90": 3.0, "99": 3.0}
+    assert bench.percentiles([float(number) for number in range(1, 101)]) == {"50": 50.0, "90": 90.0, "99": 99.0}
+
+
 def test_compare_detects_a_float_model_with_other_weights(run, folder):
     ok(run(*QUANTIZE))
     (folder / "other.py").write_text(BROUGHT.replace("manual_seed(0)", "manual_seed(1)"))
@@ -482,7 +520,7 @@ def test_compare_detects_a_float_model_with_other_weights(run, folder):
 
 
 def test_an_engine_that_fails_is_a_result(run, monkeypatch):
-    def fail(model, call, threads):
+    def fail(model, call, threads, calibration):
         raise ValueError("no such operator\nat line 3")
 
     monkeypatch.setitem(bench.ENGINES, "compile", fail)

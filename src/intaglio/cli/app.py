@@ -324,7 +324,11 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.001, help="Seconds to measure each engine.")] = 4.0,
     against: Annotated[
         str,
-        typer.Option(metavar="LIST", help="Float32 engines to compare with: eager, compile, onnxruntime, openvino."),
+        typer.Option(
+            metavar="LIST",
+            help="Engines to compare with: eager, compile, onnxruntime, openvino in float32, and torchao, "
+            "onnxruntime-int8, openvino-int8, openvino-int8-f32, or int8 for these four.",
+        ),
     ] = "eager",
     data: Data = None,
     example_shape: Shape = None,
@@ -335,7 +339,7 @@ def bench(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Time the int8 model and float engines in alternation."""
+    """Time the int8 model, float engines and int8 engines of others in alternation."""
     import intaglio.cli.commands.bench as command
     from intaglio.cli.show import show
 

@@ -1,4 +1,4 @@
-"""`intaglio bench`: timing of the int8 model and float engines in alternation. A ratio is printed only if it exceeds
+"""`intaglio bench`: timing of the int8 model and other engines in alternation. A ratio is printed only if it exceeds
 noise."""
 
 from __future__ import annotations
@@ -6,10 +6,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +20,9 @@ from intaglio.cli import targets
 from intaglio.cli.show import Result, name_value_table, table
 from intaglio.cli.targets import Call
 from intaglio.errors import InputError
+from intaglio.peers import peer_engines
+from intaglio.quant.calibrate.batches import binder_for
+from intaglio.reporting.measure_speed import measure_speed
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 
@@ -33,6 +34,9 @@ UNRELATED_MODELS_DB = 3.0
 """Signal-to-noise ratio below which the two models probably compute different functions."""
 
 Run = Callable[[Call], Any]
+Calibration = Sequence[tuple[torch.Tensor, ...]]
+Engine = Callable[[nn.Module, Call, int, Calibration], Run]
+"""Builds a run from the float model, a call, the number of threads and inputs for calibration."""
 
 
 def run(
@@ -47,15 +51,19 @@ def run(
     isa: str | None,
 ) -> dict[str, Any]:
     """Prepare the models and inputs, measure, and return the result for JSON."""
+    against = tuple(one for name in against for one in (PEERS if name == INT8_PEERS else (name,)))
     if unknown := [name for name in against if name not in ENGINES]:
         problem = f"unknown engine {', '.join(unknown)}; allowed are {', '.join(ENGINES)}"
         raise typer.BadParameter(problem, param_hint="--against")
     quantized = targets.load_saved(target)
+    batches: Any = ()
     if quantized is not None:
         model = targets.float_model(float_name, "--float") if float_name else None
         known = data is not None or shapes
-        call = (
-            targets.call_and_batches(model or quantized, data, shapes)[0] if known else _random_call(quantized, batch)
+        call, batches = (
+            targets.call_and_batches(model or quantized, data, shapes)
+            if known
+            else (_random_call(quantized, batch), ())
         )
     else:
         if float_name:
@@ -64,6 +72,7 @@ def run(
             )
         model = targets.float_model(target)
         call, batches = targets.call_and_batches(model, data, shapes)
+        batches = list(batches) if set(against) & set(PEERS) else batches  # read by several tools
         options = intaglio.CompileOptions(isa=isa)
         example = call[0] if not call[1] else None
         found = intaglio.quantize(model, batches, example_inputs=example, options=options, strict=True)
@@ -74,37 +83,53 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _measure(quantized, model, call, seconds, against)
+        return _measure(quantized, model, call, batches, seconds, against)
     finally:
         torch.set_num_threads(before)
 
 
 def _measure(
-    quantized: QuantizedModel, model: nn.Module | None, call: Call, seconds: float, against: Sequence[str]
+    quantized: QuantizedModel,
+    model: nn.Module | None,
+    call: Call,
+    batches: Iterable[Any],
+    seconds: float,
+    against: Sequence[str],
 ) -> dict[str, Any]:
-    """Measure the int8 model and the float engines, and compare the results of the first."""
+    """Measure the int8 model and the other engines, and compare their results with those of the float model."""
     threads = torch.get_num_threads()
-    runs, out, error = {"int8": eager_engine(quantized)}, {}, None
+    runs, out, errors = {"int8": eager_engine(quantized)}, {}, dict[str, float | None]()
     if model is not None:
         model = model.eval()
-        expected = eager_engine(model)(call)
-        error = decibels(_first_tensor(expected), _first_tensor(quantized(*call[0], **call[1])))
+        expected = _first_tensor(eager_engine(model)(call))
+        errors["int8"] = decibels(expected, _first_tensor(quantized(*call[0], **call[1])))
+        calibration = calibration_inputs(model, call, batches) if set(against) & set(PEERS) else []
         for name in against:
             missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
             if missing:
                 out[name] = {"absent": f"{', '.join(missing)} not installed"}
                 continue
             try:
-                runs[name] = ENGINES[name](model, call, threads)
-                runs[name](call)
+                runs[name] = ENGINES[name](model, call, threads, calibration)
+                errors[name] = decibels(expected, _first_tensor(runs[name](call)))
             except Exception as problem:  # any failure of another engine is reported as its result
                 out[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
                 runs.pop(name, None)
     result = time_alternately(runs, call, seconds, threads)
+    slower = measure_speed(model, quantized, call).losing if model is not None else ()
+    for name, found in result["engines"].items():
+        found["sqnr_db"] = errors.get(name)
     result["engines"].update(out)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     shapes = [list(tensor.shape) for tensor in tensors]
-    return {"model": repr(quantized), "inputs": shapes, "sqnr_db": error, "compared": model is not None, **result}
+    return {
+        "model": repr(quantized),
+        "inputs": shapes,
+        "sqnr_db": errors.get("int8"),
+        "compared": model is not None,
+        "slower": [str(one) for one in slower],
+        **result,
+    }
 
 
 def eager_engine(model: Callable[..., Any]) -> Run:
@@ -117,7 +142,7 @@ def eager_engine(model: Callable[..., Any]) -> Run:
     return engine
 
 
-def compiled_engine(model: nn.Module, call: Call, threads: int) -> Run:
+def compiled_engine(model: nn.Module, call: Call, threads: int, calibration: Calibration) -> Run:
     """Return the module compiled by torch.compile with frozen weights."""
     import torch._inductor.config
 
@@ -127,56 +152,57 @@ def compiled_engine(model: nn.Module, call: Call, threads: int) -> Run:
     return run
 
 
-def onnxruntime_engine(model: nn.Module, call: Call, threads: int) -> Run:
-    """Return an engine that runs the module, exported by torch.onnx, in ONNX Runtime."""
-    import onnxruntime as ort
+def peer_engine(build: Callable[..., peer_engines.PeerRun]) -> Engine:
+    """Return an engine of another tool, which takes tensors by position."""
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    with tempfile.TemporaryDirectory() as folder:
-        session = ort.InferenceSession(
-            _export_onnx(model, call, Path(folder)), options, providers=["CPUExecutionProvider"]
-        )
-    return lambda call: session.run(None, _onnx_inputs(call))
+    def engine(model: nn.Module, call: Call, threads: int, calibration: Calibration) -> Run:
+        if call[1]:
+            remedy = "use data of tensors or tuples, or measure against eager and compile only"
+            raise InputError("call", None, "inputs passed by keyword cannot be exported to ONNX", remedy=remedy)
+        return eager_engine(build(model, call[0], calibration, threads))
 
-
-def openvino_engine(model: nn.Module, call: Call, threads: int) -> Run:
-    """Return an engine that runs the module, exported by torch.onnx, in OpenVINO with float32 arithmetic."""
-    import openvino as ov
-
-    settings = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
-    with tempfile.TemporaryDirectory() as folder:
-        read = ov.Core().read_model(_export_onnx(model, call, Path(folder)))
-        request = ov.Core().compile_model(read, "CPU", settings).create_infer_request()
-    return lambda call: request.infer(_onnx_inputs(call))
+    return engine
 
 
-ENGINES: Mapping[str, Callable[[nn.Module, Call, int], Run]] = {
-    "eager": lambda model, call, threads: eager_engine(model),
+def calibration_inputs(model: nn.Module, call: Call, batches: Iterable[Any]) -> Calibration:
+    """Return the batches in parts of the size of a call, because other engines are built for its shapes, or else the
+    call."""
+    bind, found = binder_for(model), []
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    size = tensors[0].shape[0] if tensors else 0
+    for batch in batches if size else ():
+        inputs = bind(batch)[0]
+        rows = inputs[0].shape[0] if inputs else 0
+        starts = range(0, rows - size + 1, size)
+        found += [tuple(tensor[start : start + size] for tensor in inputs) for start in starts]
+    return found or [call[0]]
+
+
+INT8_PEERS = "int8"
+"""Name of all int8 engines of others in ``--against``."""
+PEERS: Mapping[str, Engine] = {
+    "torchao": peer_engine(peer_engines.torchao),
+    "onnxruntime-int8": peer_engine(peer_engines.onnxruntime_int8),
+    "openvino-int8": peer_engine(peer_engines.openvino_int8_default),
+    "openvino-int8-f32": peer_engine(peer_engines.openvino_int8),
+}
+ENGINES: Mapping[str, Engine] = {
+    "eager": lambda model, call, threads, calibration: eager_engine(model),
     "compile": compiled_engine,
-    "onnxruntime": onnxruntime_engine,
-    "openvino": openvino_engine,
+    "onnxruntime": peer_engine(peer_engines.onnxruntime),
+    "openvino": peer_engine(peer_engines.openvino),
+    **PEERS,
 }
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "eager": (),
     "compile": (),
     "onnxruntime": ("onnxruntime", "onnx", "onnxscript"),
     "openvino": ("openvino", "onnx", "onnxscript"),
+    "torchao": ("torchao",),
+    "onnxruntime-int8": ("onnxruntime", "onnx", "onnxscript"),
+    "openvino-int8": ("openvino", "nncf", "onnx", "onnxscript"),
+    "openvino-int8-f32": ("openvino", "nncf", "onnx", "onnxscript"),
 }
-
-
-def _export_onnx(model: nn.Module, call: Call, folder: Path) -> Path:
-    if call[1]:
-        remedy = "use data of tensors or tuples, or measure against eager and compile only"
-        raise InputError("call", None, "inputs passed by keyword cannot be exported to ONNX", remedy=remedy)
-    path = folder / "model.onnx"
-    names = list(_onnx_inputs(call))
-    torch.onnx.export(model, call[0], path, input_names=names, dynamo=True, external_data=False, verbose=False)
-    return path
-
-
-def _onnx_inputs(call: Call) -> dict[str, Any]:
-    return {f"input{index}": tensor.numpy() for index, tensor in enumerate(call[0])}
 
 
 def time_alternately(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
@@ -190,7 +216,7 @@ def time_alternately(runs: Mapping[str, Run], call: Call, seconds: float, thread
         seconds: time to measure for each engine.
         threads: number of threads, for the result.
     """
-    blocks: dict[str, list[float]] = {name: [] for name in runs}
+    blocks: dict[str, list[list[float]]] = {name: [] for name in runs}
     for engine in runs.values():
         engine(call)
     for _ in range(BLOCKS):
@@ -198,27 +224,39 @@ def time_alternately(runs: Mapping[str, Run], call: Call, seconds: float, thread
             time.sleep(PAUSE)
             engine(call)
             blocks[name].append(_block(engine, call, seconds / BLOCKS))
+    medians = {name: list(map(statistics.median, times)) for name, times in blocks.items()}
     engines = {
-        name: {"best_ms": min(times), "median_ms": statistics.median(times), "blocks_ms": times}
-        for name, times in blocks.items()
+        name: {
+            "best_ms": min(medians[name]),
+            "median_ms": statistics.median(medians[name]),
+            "blocks_ms": medians[name],
+            "percentiles_ms": percentiles([one for times in blocks[name] for one in times]),
+        }
+        for name in runs
     }
     first, *others = runs
     return {
         "threads": threads,
         "engines": engines,
-        "ratios": {name: speedup(blocks[name], blocks[first]) for name in others},
+        "ratios": {name: speedup(medians[name], medians[first]) for name in others},
     }
 
 
-def _block(engine: Run, call: Call, seconds: float) -> float:
-    """Return the median milliseconds of the calls that fit into ``seconds``."""
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    """Return the time that 50, 90 and 99 of 100 calls take at most."""
+    ordered = sorted(times)
+    return {str(share): ordered[math.ceil(share / 100 * len(ordered)) - 1] for share in (50, 90, 99)}
+
+
+def _block(engine: Run, call: Call, seconds: float) -> list[float]:
+    """Return the milliseconds of the calls that fit into ``seconds``."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         begin = time.perf_counter()
         engine(call)
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    return times
 
 
 def speedup(other: Sequence[float], own: Sequence[float]) -> dict[str, Any]:
@@ -283,16 +321,26 @@ def render(result: Result) -> Iterator[RenderableType]:
     if error is not None and error < UNRELATED_MODELS_DB:
         yield "The results have little in common: was the int8 model made from this float model, with the same weights?"
     yield from timing_parts(result, "")
+    yield from (f"slower in int8 than in PyTorch: {one}" for one in result["slower"])
     if not result["compared"]:
         yield "No float engine was measured: a saved file does not contain the float model. Add --float MODULE:NAME."
+
+
+def _cells(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of an engine: its times, and how close its results are to those of the float model."""
+    shares, error = found.get("percentiles_ms", {}), found.get("sqnr_db")
+    times = (found["best_ms"], found["median_ms"], *(shares[share] for share in ("90", "99") if shares))
+    cells = [f"{time:.3f}" for time in times]
+    return (*cells, *[""] * (4 - len(cells)), "" if error is None else f"{error:.1f}")
 
 
 def timing_parts(result: Result, what: str) -> Iterator[RenderableType]:
     """Yield the printed parts of a race."""
     timed = {name: found for name, found in result["engines"].items() if "best_ms" in found}
     threads = f"{result['threads']} thread{'s' * (result['threads'] != 1)}"
-    rows = [(name, f"{found['best_ms']:.3f}", f"{found['median_ms']:.3f}") for name, found in timed.items()]
-    yield table(("engine", "best ms", "median ms"), rows, ", ".join(part for part in (what, threads) if part))
+    rows = [(name, *_cells(found)) for name, found in timed.items()]
+    columns = ("engine", "best ms", "median ms", "90 % ms", "99 % ms", "SQNR dB")
+    yield table(columns, rows, ", ".join(part for part in (what, threads) if part))
     for name, found in result["engines"].items():
         for why in ("absent", "failed"):
             if why in found:
