@@ -1,13 +1,15 @@
 """Settings of Sphinx, which builds the documentation: `make docs` writes it to build/site."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# This folder has tables.py and parameter_tables.py; the package is documented from the sources beside it.
+# This folder has tables.py, notebook.py and parameter_tables.py; the package is documented from the sources beside it.
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
+import notebook
 import tables
 from sphinx.application import Sphinx
 
@@ -99,13 +101,17 @@ copybutton_exclude = ".linenos, .gp"
 
 
 def on_source_read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fill in the tables of a page and the text of the benchmarks, and add the navigation to the first page.
+    """Fill in the tables of a page, the outputs of notebooks and the text of the benchmarks, and add the navigation to
+    the first page.
 
     Code hosts show index.md as it is, so the navigation is not in it.
     """
     source[0] = (
         tables.benchmarks_page() if page == "benchmarks" else tables.fill(source[0])
     )
+    if page.startswith("notebooks/"):
+        run = (HERE / page).with_suffix(".ipynb").read_text(encoding="utf-8")
+        source[0] = notebook.with_outputs(source[0], json.loads(run))
     if page == "index":
         source[0] += "\n".join(["", "```{toctree}", ":hidden:", "", *TOP, "```", ""])
 

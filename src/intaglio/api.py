@@ -28,7 +28,7 @@ from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import given_quantizer
 from intaglio.quant.recipes.recipe import Recipe, Selectors
-from intaglio.reporting.measure_speed import check_measure, quantize_and_measure
+from intaglio.reporting.timing.measure_speed import check_measure, quantize_and_measure
 from intaglio.runtime import QuantizedModel, copied_inputs
 from intaglio.runtime.call_plans import NewShapePolicy
 from intaglio.runtime.kept_attributes import KeptAttributes

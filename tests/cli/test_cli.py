@@ -18,7 +18,7 @@ from intaglio.cli.show import show
 from intaglio.errors import InputError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
-from intaglio.reporting import measure_speed
+from intaglio.reporting.timing import measure_speed
 from intaglio.runtime.saved.savable_model import SavableModel
 from support.command_line import runner
 

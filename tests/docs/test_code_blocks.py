@@ -18,12 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from support.output_pattern import output_pattern
 from support.processor import HAS_VNNI
 from support.project_files import ROOT
 from support.slow_params import slow_params_except
 from support.torchvision_stub import import_torchvision
 
-PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()]
+PAGES = [path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.parent.name != "notebooks"]
+"""Pages whose blocks run here; notebooks run in a kernel (test_notebook.py)."""
 LONG = (
     "capture",
     "corrections",
@@ -87,7 +89,7 @@ def run_block(page: Path, block: Block, namespace: dict) -> None:
             exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), namespace)
     except Exception as error:
         raise AssertionError(f"{page.name}:{block.line}: this block fails with {error!r}") from error
-    if block.prints is not None and not pattern(block.prints).fullmatch(printed.getvalue().rstrip("\n") + "\n"):
+    if block.prints is not None and not output_pattern(block.prints).fullmatch(printed.getvalue().rstrip("\n") + "\n"):
         raise AssertionError(
             f"{page.name}:{block.line}: this block prints\n\n{printed.getvalue()}\n    and not\n\n{block.prints}"
         )
@@ -97,14 +99,6 @@ def run_blocks(page: Path, namespace: dict) -> None:
     for block in python_blocks(page):
         if block.needs is None:
             run_block(page, block, namespace)
-
-
-def pattern(output: str) -> re.Pattern[str]:
-    lines = [
-        r"(?:.*\n)*?" if line == "…" else r".*?".join(map(re.escape, line.split("…"))) + r"\n"
-        for line in output.splitlines()
-    ]
-    return re.compile("".join(lines))
 
 
 @pytest.fixture
@@ -174,7 +168,7 @@ def test_output_that_differs_from_the_page_is_shown(tmp_path, page_module):
     [("a 1\nb 2", True), ("a …\nb …", True), ("…\nb 2", True), ("a 1\n…", True), ("a 1", False), ("b 2", False)],
 )
 def test_an_ellipsis_in_expected_output_matches_anything(output, fits):
-    assert bool(pattern(output).fullmatch("a 1\nb 2\n")) is fits
+    assert bool(output_pattern(output).fullmatch("a 1\nb 2\n")) is fits
 
 
 def test_a_block_with_a_needed_package_is_left_out_of_its_page(tmp_path, page_module):

@@ -12,7 +12,7 @@ HOME = "torch_private.py"
 ALLOWED = {
     "backends/inductor/inductor_model.py": "a backend is written against Inductor's own modules as a whole",
     "backends/inductor/inductor_sizes.py": "evaluates sizes of Inductor's graphs by the printers Inductor has for them",
-    "cli/commands/bench.py": "turns an option of Inductor on for the engine it times",
+    "peers/peer_engines.py": "turns an option of Inductor on for the engines that it builds",
     "runtime/quantized_model.py": "overrides three methods of nn.Module that exist for it",
 }
 ATTRIBUTES = {

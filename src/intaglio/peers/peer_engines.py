@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ PeerRun = Callable[..., torch.Tensor]
 
 def torchao(model: nn.Module, example: Inputs, calibration: Sequence[Inputs], threads: int) -> PeerRun:
     """Return PT2E quantization for x86, lowered by torch.compile, int8."""
-    import torch._inductor.config
     from torchao.quantization.pt2e import move_exported_model_to_eval
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -33,9 +32,16 @@ def torchao(model: nn.Module, example: Inputs, calibration: Sequence[Inputs], th
         observed(*(channels_last(tensor) for tensor in inputs))
     converted = convert_pt2e(observed)
     move_exported_model_to_eval(converted)
-    run: PeerRun = torch.compile(converted)
+    return compiled(converted, example, {})
+
+
+def compiled(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a module compiled by torch.compile with frozen weights. It is called once, which compiles it."""
+    import torch._inductor.config
+
+    run = torch.compile(model)
     with torch._inductor.config.patch(freezing=True), torch.no_grad():
-        run(*example)  # the first call compiles
+        run(*args, **kwargs)
     return run
 
 

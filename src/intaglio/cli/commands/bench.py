@@ -22,7 +22,7 @@ from intaglio.cli.targets import Call
 from intaglio.errors import InputError
 from intaglio.peers import peer_engines
 from intaglio.quant.calibrate.batches import binder_for
-from intaglio.reporting.measure_speed import measure_speed
+from intaglio.reporting.timing.measure_speed import measure_speed
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
 
@@ -144,12 +144,7 @@ def eager_engine(model: Callable[..., Any]) -> Run:
 
 def compiled_engine(model: nn.Module, call: Call, threads: int, calibration: Calibration) -> Run:
     """Return the module compiled by torch.compile with frozen weights."""
-    import torch._inductor.config
-
-    with torch._inductor.config.patch(freezing=True):
-        run = eager_engine(torch.compile(model))
-        run(call)  # the first call compiles
-    return run
+    return eager_engine(peer_engines.compiled(model, *call))
 
 
 def peer_engine(build: Callable[..., peer_engines.PeerRun]) -> Engine:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         Annotations,  # It imports this module through recipes and parameters.
     )
 
-PLURALS = {"rounded weight": "s", "corrected bias": "es", "step": "s"}
+PLURAL_ENDINGS = {"rounded weight": "s", "corrected bias": "es", "step": "s"}
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Corrections:
 
     def __repr__(self) -> str:
         counts = {"rounded weight": len(self.weights), "corrected bias": len(self.biases), "step": len(self.steps)}
-        found = [f"{number} {name}{PLURALS[name] * (number != 1)}" for name, number in counts.items()]
+        found = [f"{number} {name}{PLURAL_ENDINGS[name] * (number != 1)}" for name, number in counts.items()]
         return f"Corrections({', '.join(found)})"
 
     def _repr_html_(self) -> str:

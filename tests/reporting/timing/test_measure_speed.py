@@ -8,7 +8,7 @@ from torch import nn
 
 import intaglio
 from intaglio.errors import InputError
-from intaglio.reporting import measure_speed
+from intaglio.reporting.timing import measure_speed
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed, is_slower
 from support import report_models
 from support.report_models import Branching

@@ -1,0 +1,1 @@
+"""Times of a quantized model beside those of its float model."""
