@@ -569,8 +569,8 @@ FAST = [
     ),
     Case(
         "use data of tensors or tuples, or measure against eager and compile only",
-        lambda _: bench.ENGINES["onnxruntime"](linears(), ((), {"input": X}), 1),
-        lambda _: bench.ENGINES["eager"](linears(), ((), {"input": X}), 1)(((), {"input": X})),
+        lambda _: bench.ENGINES["onnxruntime"](linears(), ((), {"input": X}), 1, []),
+        lambda _: bench.ENGINES["eager"](linears(), ((), {"input": X}), 1, [])(((), {"input": X})),
     ),
     Case(
         "choose a file in an existing folder",
