@@ -54,7 +54,9 @@ logger = logging.getLogger("intaglio")
 @check_arguments_except("model")
 @log_once()
 @shows_progress(
-    "capture", "equalize", "calibrate", "correct", "compile", "measure", only_if=lambda: not Group.current().rank
+    *("capture", "equalize", "calibrate", "correct", "compile"),
+    last="measure",
+    only_if=lambda: not Group.current().rank,
 )
 def quantize(
     model: nn.Module,

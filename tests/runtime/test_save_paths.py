@@ -60,7 +60,7 @@ def test_save_replaces_only_regular_files(make, tmp_path):
 
 def test_a_file_that_became_a_pipe_while_the_model_was_written_is_kept(tmp_path, monkeypatch):
     path = tmp_path / "m"
-    monkeypatch.setattr("intaglio.runtime.quantized_model.check_file", lambda given: os.mkfifo(path))
+    monkeypatch.setattr("intaglio.runtime.saved.savable_model.check_file", lambda given: os.mkfifo(path))
     with pytest.raises(ArtifactError, match="not a regular file"):
         model().save(path)
     assert path.is_fifo()

@@ -67,18 +67,20 @@ def progress_shown(show: bool | None, stages: Sequence[str] = ()) -> Iterator[No
         display.close()
 
 
-def shows_progress(*stages: str, only_if: Callable[[], bool]) -> Callable[[Function], Function]:
+def shows_progress(*stages: str, only_if: Callable[[], bool], last: str = "") -> Callable[[Function], Function]:
     """Let a function show its progress, if its keyword argument ``progress`` allows it.
 
     Args:
         stages: names of its stages in their order.
         only_if: whether this process shows progress at all; of several that work together, one does.
+        last: the name of a keyword argument, and of one more stage at the end if it is set.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def shown(*args: Any, **kwargs: Any) -> Any:
-            with progress_shown(kwargs.get("progress") if only_if() else False, stages):
+            every = (*stages, last) if kwargs.get(last) else stages
+            with progress_shown(kwargs.get("progress") if only_if() else False, every):
                 return function(*args, **kwargs)
 
         return cast(Function, shown)

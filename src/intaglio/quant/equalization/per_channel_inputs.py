@@ -136,7 +136,7 @@ def _fit_equally_spaced(channel: ChannelStatistics) -> tuple[float, float] | Non
     and if padding with zeros would lose more than one step of the scale that `_fit_range` gives.
     """
     values = channel.values
-    if values is None or values.size < 2:
+    if values is None or values.size < 2 or not np.isfinite(values).all():
         return None
     if values.size < SPACED_VALUES and channel.count < ELEMENTS_PER_VALUE * values.size:
         return None
