@@ -168,11 +168,8 @@ def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Mo
             pending.append((columns ^ BYTE_OFFSET).view(torch.int8))
             count += columns.shape[2]
             # Each product costs a pass over [groups, k, k], so there should be few of them.
-            if (
-                not are_few(count, k)
-                and not are_kept(count, *sums.shape)
-                and sum(part.numel() for part in pending) >= GATHERED
-            ):
+            kept = are_few(count, k) or are_kept(count, groups, k)
+            if not kept and sum(part.numel() for part in pending) >= GATHERED:
                 products, pending = _with_products(products, sums, torch.cat(pending, 2)), pending[:1]
     offset = BYTE_OFFSET - operand_zero_points(region, q, groups, k)
     rest = torch.cat(pending, 2)
