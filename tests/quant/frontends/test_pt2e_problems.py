@@ -199,4 +199,12 @@ def test_an_example_of_batch_1_leaves_the_batch_free(train):
 @pytest.mark.case("export problem 16")
 def test_removed_export_functions_of_pytorch_are_not_called():
     gone = re.compile("capture_pre_autograd_graph|export_for_training|export_for_inference|prepare_pt2e|_export\\(")
-    assert not [file.name for file in SOURCES.rglob("*.py") if gone.search(file.read_text(encoding="utf-8"))]
+    of_torchao = re.compile(r"import convert_pt2e, prepare_pt2e|\bprepare_pt2e\(")
+    found = []
+    for file in SOURCES.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if "from torchao.quantization.pt2e.quantize_pt2e import" in text:
+            text = of_torchao.sub("", text)  # these functions of torchao exist
+        if gone.search(text):
+            found.append(file.name)
+    assert not found
