@@ -81,7 +81,7 @@ def idle() -> bool:
 
 
 def still_idle(before: bool) -> bool:
-    """Whether the machine was idle before and is now; says so if it was not."""
+    """Return whether the machine was idle before and is idle now. Print a warning if it is not."""
     quiet = busy() <= IDLE_SHARE and before
     if not quiet:
         print("Others used this machine: figures that are not worth quoting.")

@@ -5,7 +5,8 @@
 The metric is the signal-to-quantization-noise ratio of the results on inputs that calibration has not seen. The target
 is that of the int8 model and `--gain` decibels more. Greedy skipping leaves in float the operators whose own rounding
 `intaglio.compare` finds worst: twice as many until the target is reached, then as few as suffice, by bisection. Both
-have the same function and number of evaluations. At the end all models are timed in alternation.
+have the same function, and as many evaluations as the run that they were done in allowed. At the end all models are
+timed in alternation.
 
 FOLDER keeps recipes with their parameters, what greedy skipping found, and journals of the searches: a run that was
 interrupted continues. `--prepare` does only what a busy machine does not change: it quantizes, skips greedily and
@@ -133,7 +134,7 @@ def compared(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def greedily(pool: ReferencePool, metric: Decibels, floor: float, most: int, path: Path) -> dict[str, Any]:
-    """What greedy skipping leaves in float, from a file if there is one."""
+    """Return the operators that greedy skipping leaves in float. A file holds them after the first call."""
     if not path.exists():
         metric.calls = 1  # the int8 model is known
         left = greedy(pool, metric, floor, most)

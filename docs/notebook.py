@@ -17,14 +17,15 @@ NOTEBOOK = PAGE.with_suffix(".ipynb")
 FOLDER = Path(__file__).with_name("notebooks")
 FENCE = re.compile(r"^```(python|text)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 SECONDS = 600
-"""How long a cell may run; a machine under load is slow."""
+"""Largest number of seconds that a cell may take, also on a machine under load."""
 SHOWN = ("text/html", "image/png", "text/plain")
 """Kinds of output that are kept, the best first."""
 TRACES = (
     (re.compile(r" at 0x[0-9a-f]+"), ""),
     (re.compile(r"(/\S*?ipykernel_\d+/)?\b\d{6,}\.py"), "cell"),
 )
-"""What differs from run to run, and the text in its place: addresses, and files that a kernel has for its cells."""
+"""Patterns of texts that differ in every run, and their replacements: addresses, and files that a kernel writes for its
+cells."""
 
 
 def notebook(page: str) -> str:

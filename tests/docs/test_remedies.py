@@ -59,6 +59,7 @@ FOLLOWED_ELSEWHERE = {
     "pass a list of sentences, or batches that preprocess": "integrations/test_quantized_sentence_transformers.py",
     "pass model_class= if it is a class of yours": "integrations/test_quantized_transformers.py",
     "leave dynamic_shapes out, or set model.config.use_cache": "integrations/test_quantized_generators.py",
+    "export a folder for each kind of processor": "runtime/export/test_export_c.py",
     "pass what quantize, load or eager.convert returns": "reporting/test_collected_numbers.py",
     "leave samples out": "reporting/test_collected_numbers.py",
     "pass 0 to measure no times": "reporting/test_collected_numbers.py",

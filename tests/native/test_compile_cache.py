@@ -22,6 +22,7 @@ from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
 from intaglio.native import native_library as library
 from intaglio.native.compile import build, build_units, is_intact, load
+from intaglio.native.toolchain import find_toolchain
 from intaglio.native.units import library_units
 
 EXPORT = 'extern "C" __attribute__((visibility("default"))) '
@@ -410,8 +411,9 @@ def child_status(check) -> int:
 
 def test_units_that_were_built_ahead_are_not_compiled_again(fresh_cache, monkeypatch):
     units = library_units('#include "products/matmul.h"\n')
-    build_units(units, isa=machine.isas()[0])
+    place = {"isa": machine.isas()[0], "toolchain": find_toolchain("units"), "folder": fresh_cache / "kernels"}
+    build_units(units, **place)
     built = sorted((fresh_cache / "kernels").glob("library_*.o"))
     assert [path.name.rsplit("-", 1)[0] for path in built] == [unit.name for unit in units]
     monkeypatch.setattr(compiler, "_unit_commands", lambda missing, command, scratch: pytest.fail("compiled again"))
-    build_units(units, isa=machine.isas()[0])
+    build_units(units, **place)

@@ -82,7 +82,7 @@ def values() -> dict[str, Any]:
 
 
 def clipped(model: nn.Module, batch: torch.Tensor) -> Any:
-    """What a call with values outside of their calibrated ranges has clipped."""
+    """Return the counts of clipped values after a call with values outside of the calibrated ranges."""
     own = copy.deepcopy(model)
     own.on_clipping = "ignore"
     own(100 * batch)

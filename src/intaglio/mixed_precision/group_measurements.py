@@ -36,6 +36,8 @@ MEASURED_SHARE = 0.5
 """Share of the budget that measurements of groups may take."""
 OWN_PROGRAM_SHARE = 0.01
 """Share of the error that a group of several kernels must cause to be measured in a program of its own."""
+GROUP_STRIDE = 8
+"""Distance between groups that are measured one after the other."""
 NOTABLE_GAIN = 0.01
 """Share by which a candidate must lower an error or a size to be considered for it."""
 
@@ -263,7 +265,3 @@ def _spread(items: Sequence[tuple[OperatorGroup, str]]) -> list[tuple[OperatorGr
         by_group.setdefault(item[0].selector, []).append(item)
     listed = list(by_group.values())
     return [item for start in range(GROUP_STRIDE) for one in listed[start::GROUP_STRIDE] for item in one]
-
-
-GROUP_STRIDE = 8
-"""Distance between groups that are measured one after the other."""

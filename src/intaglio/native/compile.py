@@ -75,14 +75,13 @@ def build(
     return path
 
 
-def build_units(units: Sequence[TranslationUnit], *, isa: str) -> None:
-    """Compile those of some units that the cache does not have, one after the other.
+def build_units(units: Sequence[TranslationUnit], *, isa: str, toolchain: Toolchain, folder: Path) -> None:
+    """Compile those of some units that a folder of kernels does not have, one after the other.
 
     Raises:
         BuildError: as for `build`.
     """
     for unit in units:
-        toolchain, folder = find_toolchain(unit.name), trusted_folder("kernels")
         entry = _unit_path(unit, toolchain, isa, folder)
         with _locked(entry), _folder_errors(unit.name, folder):
             if is_intact(entry):

@@ -13,7 +13,8 @@ from pathlib import Path
 from intaglio.errors import BuildError, IntaglioError
 from intaglio.native import compile as compiler
 from intaglio.native import cpu as machine
-from intaglio.native.toolchain import find_toolchain
+from intaglio.native.cache_folder import trusted_folder
+from intaglio.native.toolchain import Toolchain, find_toolchain
 from intaglio.native.units import library_units
 
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
@@ -24,8 +25,8 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
 SOURCE = '#include "base/pool.cpp"\n' + "".join(f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING)
-USUAL = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
-"""What most programs include."""
+USUAL_HEADERS = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
+"""Includes of the parts of the library that most programs are linked with."""
 
 
 class NativeCounts(ctypes.Structure):
@@ -136,22 +137,24 @@ def runtime() -> ctypes.CDLL:
 
 
 def build_ahead() -> None:
-    """Build the library and what most programs are linked with in the background, if the cache does not have them.
+    """Build the library, and the parts that most programs are linked with, in the background if the cache lacks them.
 
-    What needs them waits for them, and reports errors.
+    Functions that need them wait for them and report errors.
 
     Raises:
         BuildError: No compiler is found, so what is about to be quantized could not be compiled.
     """
-    find_toolchain("quantize")
+    toolchain = find_toolchain("quantize")
     if not runtime.cache_info().currsize:
-        threading.Thread(target=_build_quietly, name="intaglio-build").start()
+        threading.Thread(target=_build_quietly, args=[toolchain], name="intaglio-build").start()
 
 
-def _build_quietly() -> None:
+def _build_quietly(toolchain: Toolchain) -> None:
+    """Build with the compiler and the cache folder of this moment, also if the environment changes meanwhile."""
     with contextlib.suppress(IntaglioError):
-        compiler.build(SOURCE, name="runtime", isa=machine.isas()[0])
-        compiler.build_units(library_units(USUAL), isa=machine.isas()[0])
+        isa, folder = machine.isas()[0], trusted_folder("kernels")
+        compiler.build(SOURCE, name="runtime", isa=isa)
+        compiler.build_units(library_units(USUAL_HEADERS), isa=isa, toolchain=toolchain, folder=folder)
 
 
 @cache

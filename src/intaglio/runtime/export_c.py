@@ -128,7 +128,8 @@ def _ordered(model: CompiledModel, isas: Sequence[str] | None) -> list[str]:
         remedy = did_you_mean(unknown[0], ISA_FLAGS) if requested else None
         raise BuildError(f"isa={requested}", None, f"{problem}; allowed are {', '.join(ISA_FLAGS)}", remedy=remedy)
     if len({isa in AARCH64 for isa in requested if isa != IsaName.PORTABLE}) > 1:
-        raise BuildError(f"isa={requested}", None, "one export cannot have kernels for both x86-64 and AArch64")
+        problem = "one export cannot have kernels for both x86-64 and AArch64"
+        raise BuildError(f"isa={requested}", None, problem, remedy="export a folder for each kind of processor")
     return [isa for isa in ISA_FLAGS if isa in requested]
 
 

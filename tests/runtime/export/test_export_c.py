@@ -355,8 +355,10 @@ def test_unknown_instruction_sets_and_unwritable_folders_are_errors(tmp_path):
         model.export_c(tmp_path, isa=("portable", "sse"))
     with pytest.raises(BuildError, match="no instruction set"):
         model.export_c(tmp_path, isa=())
-    with pytest.raises(BuildError, match="both x86-64 and AArch64"):
+    with pytest.raises(BuildError, match="both x86-64 and AArch64\n  remedy: export a folder for each kind"):
         model.export_c(tmp_path, isa=("avx2", "neon_dot", "portable"))
+    for folder, isas in {"x86": ("avx2", "portable"), "arm": ("neon_dot", "portable")}.items():
+        model.export_c(tmp_path / folder, isa=isas)
     (tmp_path / "file").touch()
     with pytest.raises(ArtifactError, match="cannot be written"):
         model.export_c(tmp_path / "file")
