@@ -116,6 +116,34 @@ def test_threads_and_blocking_do_not_change_a_bit(isa):
                 assert np.array_equal(run(isa, replace(case, **schedule), drawn).values, drawn.expected), schedule
 
 
+@pytest.mark.parametrize("isa", [isa for isa in RUNNABLE_ISAS if ISAS[isa].has_setup])
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("width", [1, 7, 14, 16, 17])
+def test_tiles_of_several_lines_match_the_reference(isa, result, width):
+    """Also with 16 bits, with a table after the tile, with a halo, and with lines that are left at the end."""
+    for blocks, rows in ISAS[isa].max_tile_rows.items():
+        case = Case(
+            images=2,
+            height=7,
+            width=width,
+            per_group=20,
+            per_group_out=16 * blocks + 11,
+            taps=(3, 3),
+            padding=(1, 1, 1, 1),
+            halos=(0, 1, 1),
+            zero_points=(7, 9, 5),
+            result=result,
+            blocks=blocks,
+            rows=rows,
+            lines=rows // 16,
+        )
+        for stride in (1, 2):
+            strided = replace(case, stride=(stride, stride), height=7 * stride, width=width * stride)
+            check(isa, strided)
+            check(isa, replace(strided, halos=(0, 0, 0), residual_remainder=result == "add", remainder=result != "f32"))
+            check(isa, replace(strided, threads=3, table="after" if result == "u8" else "none"))
+
+
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("result", RESULTS)
 def test_results_may_end_at_the_end_of_a_memory_page(isa, result):

@@ -49,6 +49,7 @@ class Case:
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
+    lines: int = 0
     saturates: bool = True
     table: str = "none"
     remainder: bool = False
@@ -261,6 +262,7 @@ def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> di
         "last_mask": _signed(plan.last_mask),
         "flat": int(flat),
         "rows": case.rows,
+        "lines": case.lines,
         "split_channels_below": case.split_channels_below,
         "chunk_bytes": case.chunk_bytes,
         "tile.a_pixel": case.stride[1] * image.pixel,
@@ -317,6 +319,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
     looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].lookup_condition))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
     level = st.sampled_from([0, 255, *range(1, 255)])
+    rows = draw(st.integers(1, ISAS[isa].max_tile_rows[blocks]))
     bounds = draw(st.sampled_from([(0, 255), tuple(sorted(draw(st.tuples(level, level))))]))
     return Case(
         images=draw(st.sampled_from([1, 2, 5, 0, 3, 4])),
@@ -338,7 +341,8 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         blocks=blocks,
         saturates=draw(st.booleans()),
         table=table,
-        rows=draw(st.integers(1, ISAS[isa].max_tile_rows[blocks])),
+        rows=rows,
+        lines=draw(st.integers(0, rows // 16)) if ISAS[isa].has_setup else 0,
         guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),

@@ -47,6 +47,7 @@ NUMBERS = (
     "first_channel",
     "flat",
     "rows",
+    "lines",
     "mask",
     "last_mask",
     "kernels",

@@ -12,6 +12,9 @@ from itertools import product
 from intaglio.kernels.depthwise_spec import DepthwiseSpec
 from intaglio.kernels.tile_spec import TileSpec
 
+LARGEST_SIZE = 1 << 40
+"""Largest threshold or size in a schedule."""
+
 
 @dataclass(frozen=True)
 class KernelFamily:
@@ -54,6 +57,8 @@ class Isa:
             vectorizes.
         lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
             without such kernels.
+        has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.
+        split_channels_below: Number of output pixels from which threads never divide channels.
     """
 
     name: str
@@ -64,6 +69,8 @@ class Isa:
     join: Callable[[KernelFamily, list[str]], str]
     depthwise: Callable[[DepthwiseSpec], str] | None = None
     lookup_condition: str = ""
+    has_setup: bool = False
+    split_channels_below: int = LARGEST_SIZE
 
     @property
     def blocks(self) -> int:

@@ -32,6 +32,13 @@ TILE_FIELDS = (
     "remainder_pixel",
     "residual_remainder",
     "residual_remainder_pixel",
+    "setup",
+    "part_rows",
+    "a_skip",
+    "out_skip",
+    "residual_skip",
+    "remainder_skip",
+    "residual_remainder_skip",
 )
 """Fields of ``struct Tile`` in native/products/tile.h, 8 bytes each, in order."""
 
@@ -49,6 +56,10 @@ LIMITS_FIELDS = {
     "convertible_high": 340,
 }
 """Byte offsets of the fields of ``struct Limits``."""
+
+
+SETUP_FIELDS = {name: 8 * index for index, name in enumerate(("blocks", "rows", "first", "run", "steps", "step_run"))}
+"""Byte offsets of the fields of ``struct TileSetup``."""
 
 
 @dataclass(frozen=True)
@@ -125,4 +136,5 @@ def layout_checks() -> str:
     """Return C++ static assertions that the structs agree with the tables above."""
     lines = [f'static_assert(offsetof(struct Tile, {f}) == {tile_offset(f)}, "Tile");' for f in TILE_FIELDS]
     lines += [f'static_assert(offsetof(struct Limits, {f}) == {at}, "Limits");' for f, at in LIMITS_FIELDS.items()]
+    lines += [f'static_assert(offsetof(struct TileSetup, {f}) == {at}, "TileSetup");' for f, at in SETUP_FIELDS.items()]
     return "\n".join(lines) + "\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,7 @@ CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 class IsaName(StrEnum):
     """Instruction sets that kernels exist for, best first."""
 
+    AMX_INT8 = "amx_int8"
     AVX512VNNI = "avx512vnni"
     AVX2 = "avx2"
     NEON_I8MM = "neon_i8mm"
@@ -21,8 +24,11 @@ class IsaName(StrEnum):
     PORTABLE = "portable"
 
 
+AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
-    IsaName.AVX512VNNI.value: ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+    IsaName.AMX_INT8.value: (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"),
+    IsaName.AVX512VNNI.value: AVX512_FLAGS,
     IsaName.AVX2.value: ("-mavx2", "-mf16c"),
     IsaName.NEON_I8MM.value: ("-march=armv8.2-a+dotprod+i8mm",),
     IsaName.NEON_DOT.value: ("-march=armv8.2-a+dotprod",),
@@ -32,8 +38,11 @@ ISA_FLAGS: dict[str, tuple[str, ...]] = {
 ``-march=native``).
 """
 
+AVX512_CPU = frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"})
+
 CPU_FLAGS: dict[str, frozenset[str]] = {
-    IsaName.AVX512VNNI.value: frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}),
+    IsaName.AMX_INT8.value: AVX512_CPU | {"amx_tile", "amx_int8"},
+    IsaName.AVX512VNNI.value: AVX512_CPU,
     IsaName.AVX2.value: frozenset({"avx2", "f16c"}),
     IsaName.NEON_I8MM.value: frozenset({"asimddp", "i8mm"}),
     IsaName.NEON_DOT.value: frozenset({"asimddp"}),
@@ -43,6 +52,12 @@ CPU_FLAGS: dict[str, frozenset[str]] = {
 
 AARCH64 = frozenset({IsaName.NEON_I8MM.value, IsaName.NEON_DOT.value})
 """Instruction sets of 64-bit ARM processors; all others but the portable one are those of x86-64."""
+
+
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
+"""System call of x86-64 Linux that asks for registers which a process does not have at its start, and the number of
+those of AMX.
+"""
 
 
 class Caches(NamedTuple):
@@ -74,9 +89,18 @@ def supported(flags: frozenset[str]) -> tuple[str, ...]:
 def isas() -> tuple[str, ...]:
     """Return the instruction sets that this CPU supports, best first; the last is always "portable"."""
     try:
-        return supported(read_flags(CPUINFO.read_text()))
+        found = supported(read_flags(CPUINFO.read_text()))
     except OSError:
         return (IsaName.PORTABLE.value,)
+    return tuple(isa for isa in found if isa != IsaName.AMX_INT8 or may_use_tiles())
+
+
+@cache
+def may_use_tiles() -> bool:
+    """Ask the system for the tile registers of AMX and return whether all threads of this process may use them."""
+    if platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
 
 
 @cache

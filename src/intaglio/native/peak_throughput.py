@@ -42,6 +42,8 @@ class Probe:
         registers: Registers that the loop clobbers.
         body: Instructions of one round.
         macs: Multiply-accumulates of one round.
+        before: Instructions in front of the loop, whose second operand is the configuration of tile registers.
+        after: Instructions behind the loop.
     """
 
     kind: str
@@ -51,6 +53,14 @@ class Probe:
     registers: tuple[str, ...]
     body: tuple[str, ...]
     macs: int
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ("vzeroupper",)
+
+
+def _tiles() -> tuple[tuple[str, ...], tuple[str, ...], int, tuple[str, ...], tuple[str, ...]]:
+    """Return registers, instructions and multiply-accumulates of a loop of AMX, and the instructions around it."""
+    body = tuple(f"tdpbusd %%tmm7, %%tmm6, %%tmm{index}" for index in range(6))
+    return (), body, 6 * 16 * 16 * 64, ("ldtilecfg %1",), ("tilerelease",)
 
 
 def _zmm(name: str, macs: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
@@ -80,6 +90,7 @@ def _ymm_pairs() -> tuple[tuple[str, ...], tuple[str, ...], int]:
 
 
 PROBES = (
+    Probe("int8", "amx_int8", "tdpbusd", frozenset({"amx_int8"}), *_tiles()),
     Probe("int8", "avx512vnni", "vpdpbusd", frozenset({"avx512_vnni"}), *_zmm("vpdpbusd", 64)),
     Probe("int8", "avx2", "vpmaddwd", frozenset({"avx2"}), *_ymm_pairs()),
     Probe("fp32", "avx512vnni", "vfmadd231ps zmm", frozenset({"avx512f"}), *_zmm("vfmadd231ps", 16)),
@@ -91,6 +102,12 @@ PEAK_SOURCE = """\
 #include <time.h>
 
 #define PUBLIC extern "C" __attribute__((visibility("default")))
+
+// Eight tile registers of 16 rows of 64 bytes.
+static const unsigned char tile_shapes[64] = {1,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,
+                                              64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 64, 0,
+                                              0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,
+                                              16, 16, 16, 16, 16, 16, 16, 16};
 
 static double seconds() {
     struct timespec t;
@@ -112,7 +129,7 @@ PUBLIC double intaglio_%s(long rounds) {
     const double start = seconds();
     __asm__ volatile(
 %s
-        : "+r"(rounds) : : "cc", %s);
+        : "+r"(rounds) : "m"(tile_shapes) : %s);
     return seconds() - start;
 }
 """
@@ -140,9 +157,9 @@ def probe_source(probes: dict[str, Probe]) -> str:
 def _loop(probe: Probe) -> str:
     """Return the C++ function of one probe."""
     clear = [f"vpxor{'d' * ('zmm' in name)} {name}, {name}, {name}" for name in probe.registers]
-    lines = [*clear, "1:", *probe.body, "dec %0", "jnz 1b", "vzeroupper"]
+    lines = [*clear, *probe.before, "1:", *probe.body, "dec %0", "jnz 1b", *probe.after]
     text = "\n".join(f'        "{line}\\n\\t"' for line in lines)
-    clobbers = ", ".join(f'"xmm{name[5:]}"' for name in probe.registers)
+    clobbers = ", ".join(['"cc"', *(f'"xmm{name[5:]}"' for name in probe.registers)])
     return PEAK_LOOP % (probe.kind, text, clobbers)
 
 

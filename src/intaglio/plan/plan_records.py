@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from intaglio.ir import Dim, Graph, Op
+from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
 
@@ -161,11 +162,13 @@ class Target:
         isa: Instruction set.
         max_tile_rows: Maximum number of tile rows for each number of 16-channel blocks.
         caches: Cache sizes.
+        split_channels_below: Number of output pixels from which threads never divide channels.
     """
 
     isa: str
     max_tile_rows: Mapping[int, int]
     caches: CacheSizes
+    split_channels_below: int = LARGEST_SIZE
 
 
 class Choice(StrEnum):

@@ -213,7 +213,7 @@ def _cost_function(program: Program) -> str:
 
 def _cpu_test(isa: str) -> str:
     """Return the C function that tests whether the processor and the operating system support an instruction set."""
-    tests = " && ".join(_flag_test(flag) for flag in sorted(CPU_FLAGS[isa])) or "1"
+    tests = " && ".join(dict.fromkeys(_flag_test(flag) for flag in sorted(CPU_FLAGS[isa], reverse=True))) or "1"
     return f"int {isa}_runs_here(void) {{ return {tests}; }}"
 
 
@@ -221,6 +221,8 @@ def _flag_test(flag: str) -> str:
     """Return the C expression that tests for a flag of /proc/cpuinfo."""
     if (place := AARCH64_BITS.get(flag)) is not None:
         return "(getauxval({}) >> {} & 1)".format(*place)
+    if flag.startswith("amx"):
+        return "may_use_tiles()"
     return f'__builtin_cpu_supports("{flag.replace("_vnni", "vnni")}")'
 
 

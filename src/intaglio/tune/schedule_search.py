@@ -86,7 +86,7 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     caches = CacheSizes(*machine.caches()[:2])
     layers, analytic = (
         geometries(planned, symbols),
-        analytic_schedules(planned, Target(isa, table.max_tile_rows, caches)),
+        analytic_schedules(planned, Target(isa, table.max_tile_rows, caches, table.split_channels_below)),
     )
     start = {layer: analytic[value] for value, layer in layers.items()}
     schedule_cache = ScheduleCache(isa, threads)

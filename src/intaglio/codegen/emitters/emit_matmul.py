@@ -25,6 +25,9 @@ from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces, weights_of
 from intaglio.plan.scheduling.value_bounds import result_bounds
 
+LINE_PIXELS = 16
+"""Pixels of a line that may be part of a tile, at most, as in native/products/matmul.h."""
+
 
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     """Print all pieces of a convolution or linear layer, and fill the halo of the result."""
@@ -99,6 +102,11 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         with code.block(f"if ({context.isa.lookup_condition})"):
             code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
             code("m.tile.table = m.table.entries, m.table = {};")
+    if context.isa.has_setup:
+        code("struct TileSetup setup = {};")
+        code("m.tile.setup = &setup;")
+        if not kernel.flat:
+            code(f"m.lines = {schedule.tile_rows // LINE_PIXELS};")
     if op_def(anchor).row_groups:
         _multiply_groups(code, partition, context, plan)
     elif partition.head is None:
@@ -107,6 +115,8 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         context.include("products/weighed_matmul.h")
         fill_pair(code, partition.head, context)
         code("matmul_weighed(&m, &p, thread, threads);")
+    if context.isa.has_setup:
+        code("release_tiles(&setup);")
 
 
 def _multiply_groups(code: Code, partition: Partition, context: Context, plan: PanelPacking) -> None:

@@ -46,11 +46,12 @@ table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the
 
 def emit(spec: TileSpec) -> str:
     """Return the text of one kernel."""
-    kernel = _Kernel(spec)
-    return tile_function(spec, [*kernel.biases(), *kernel.products(), *kernel.epilogue()])
+    kernel = VnniKernel(spec)
+    epilogue = [*kernel.operands(), "# epilogue: pixels, each a stage behind the one before", *kernel.results()]
+    return tile_function(spec, [*kernel.biases(), *kernel.products(), *epilogue])
 
 
-class _Kernel:
+class VnniKernel:
     """Prints the parts of one kernel."""
 
     def __init__(self, spec: TileSpec) -> None:
@@ -99,8 +100,8 @@ class _Kernel:
 
     # -- epilogue: factors from zmm0 on, then shuffle controls, then the residual operand
 
-    def epilogue(self) -> list[str]:
-        """Return the lines that load operands and finish all pixels."""
+    def operands(self) -> list[str]:
+        """Return the lines that load what all pixels of the epilogue need."""
         blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
         lines = ["# epilogue: operands", f"mov {field('limits')},%rax", f"mov {field('factor')},%r8"]
         lines += [f"mov {field('out')},%rdx"]
@@ -117,12 +118,12 @@ class _Kernel:
         if self.spec.looks_up:
             lines += [f"mov {field('table')},%r11"]
             lines += [f"vmovdqu64 {128 * half}(%r11),{quarter}" for half, quarter in enumerate(self.quarters)]
+        return lines
+
+    def results(self) -> list[str]:
+        """Return the lines that compute the results of all pixels and store them."""
         stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
-        return [
-            *lines,
-            "# epilogue: pixels, each a stage behind the one before",
-            *software_pipelined(map(stages, range(self.spec.rows))),
-        ]
+        return software_pipelined(map(stages, range(self.spec.rows)))
 
     @property
     def gather(self) -> str:

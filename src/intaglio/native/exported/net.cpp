@@ -10,6 +10,10 @@
 #include <sys/stat.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 // These functions get names of this network's own, because a program may be linked with several exported networks.
@@ -49,6 +53,16 @@ struct Program {
     double macs_per_second;  // of one thread
     size_t first, bytes;     // its part of the weights
 };
+
+#if defined(__x86_64__)
+// Return whether the processor has AMX-INT8 and Linux lets this process use its tile registers, which it asks for.
+[[maybe_unused]] bool may_use_tiles() {
+    enum { AMX_INT8 = 1 << 25, REQUEST_STATE = 0x1023, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_INT8) &&
+           syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+}
+#endif
 
 #include "kernels/description.h"
 

@@ -2,6 +2,23 @@
 
 #include "products/matmul.h"
 
+// Return how many lines from line y on a tile takes as its parts; `left` tiles remain, one for each line.
+static inline int32_t lines_of_tile(const struct Matmul* m, int64_t tiles, int64_t width, int64_t y, int64_t left) {
+    if (m->flat || tiles > 1 || width > LINE_PIXELS || m->lines < 2) return 1;
+    const int64_t same_image = m->out.height - y, most = m->lines < left ? m->lines : left;
+    return (int32_t)(most < same_image ? most : same_image);
+}
+
+// Let a tile have lines of `width` pixels as its parts. `staged`: its results follow each other.
+static inline void take_lines(const struct Matmul* m, struct Tile* t, int64_t width, int staged) {
+    t->part_rows = width;
+    t->a_skip = m->in.line * m->stride_y - width * t->a_pixel;
+    t->out_skip = staged ? 0 : m->out.line - width * t->out_pixel;
+    t->residual_skip = m->residual.line - width * t->residual_pixel;
+    t->remainder_skip = m->remainder.line - width * t->remainder_pixel;
+    t->residual_remainder_skip = m->residual_remainder.line - width * t->residual_remainder_pixel;
+}
+
 // Compute tiles first to last (exclusive) of one panel. The tiles of a line have nearly equal heights, so that none is
 // a thin remainder.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
@@ -52,22 +69,30 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
             const int32_t equal = (i < longer ? longer : (int32_t)tiles) - i;
             const int32_t left = done + equal < last ? equal : (int32_t)(last - done);
             const int32_t height = least + (i < longer), count = staged && left > warm ? warm : left;
+            const int32_t lines = lines_of_tile(m, tiles, width, y, last - done), pixels = height * count;
             uint8_t* first_pixel = t.out;
             t.count = count;
             if (activation || epilogue) t.out = (uint8_t*)real;
-            kernels[height](&t);
-            if (activation || epilogue) t.out = first_pixel + height * count * out_pixel;
+            if (lines > 1) take_lines(m, &t, width, activation || epilogue);
+            kernels[lines > 1 ? LINE_PIXELS * lines : height](&t);
+            t.part_rows = t.a_skip = t.out_skip = 0;
+            t.residual_skip = t.remainder_skip = t.residual_remainder_skip = 0;
+            if (activation || epilogue) t.out = first_pixel + pixels * out_pixel;
             if (epilogue) first_pixel = warmed;
-            const int64_t stride = epilogue ? warmed_pixel : out_pixel;
-            if (activation)
-                activation->run(activation, real, t.out_pixel / 4, height * count, first_pixel, stride, channels);
-            if (m->by_row.dequantize)
-                m->by_row.dequantize(&m->by_row, (float*)first_pixel, stride / 4, pixel, height * count, channel,
-                                     channels);
-            if (m->table.look_up) m->table.look_up(first_pixel, height * count, stride, channels, m->table.entries);
-            if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, height * count, channel, channels);
-            pixel += height * count;
-            i += count, done += count;
+            const int64_t stride = epilogue ? warmed_pixel : out_pixel,
+                          to_line = epilogue ? pixels * warmed_pixel : m->out.line;
+            for (int32_t l = 0; l < lines; ++l) {
+                uint8_t* to = first_pixel + l * to_line;
+                if (activation)
+                    activation->run(activation, real + l * pixels * t.out_pixel / 4, t.out_pixel / 4, pixels, to,
+                                    stride, channels);
+                if (m->by_row.dequantize)
+                    m->by_row.dequantize(&m->by_row, (float*)to, stride / 4, pixel, pixels, channel, channels);
+                if (m->table.look_up) m->table.look_up(to, pixels, stride, channels, m->table.entries);
+            }
+            if (epilogue) epilogue->take(epilogue->run, warmed, warmed_pixel, pixel, lines * pixels, channel, channels);
+            pixel += lines * pixels;
+            i += count, done += count + lines - 1, line += lines - 1;
         }
         i = 0;
         ++line;

@@ -17,6 +17,7 @@ struct Matmul {
     int64_t flat;                    // all output pixels are one line: each one's taps follow those of the pixel before
     int64_t first_row;               // number of the first output pixel, as `by_row` and `epilogue` count them
     int64_t rows;                    // height of the tallest tile
+    int64_t lines;                   // lines of up to 16 pixels that a tile may have as its parts; 0 without such tiles
     int64_t mask, last_mask;         // bit masks of the channels of a full panel, and of the last one
     const TileKernel* kernels;       // for full panels, by height of a tile
     const TileKernel* last_kernels;  // for the last panel, by height of a tile
@@ -47,8 +48,9 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
                          int64_t width);
 
 enum {
+    LINE_PIXELS = 16,  // of a line that is part of a tile, at most
     WARM = 8192,       // bytes of results that are computed before an epilogue reads them
-    TILE_BYTES = 2048  // bytes of the largest tile, by which results may exceed that
+    TILE_BYTES = 4096  // bytes of the largest tile, by which results may exceed that
 };
 
 // Return the tile, counted through all panels, at which a thread's part begins. Tiles of the last panel count less if

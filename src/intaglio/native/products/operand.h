@@ -145,7 +145,8 @@ static inline void multiply(const struct FloatKernels* k, const struct Tile* pro
     const int64_t tiles = (rows + k->rows - 1) / k->rows, least = rows / tiles, longer = rows % tiles;
     const int64_t panel_bytes = (o->depth + 3) / 4 * 64 * k->blocks;
     struct Tile t = *product;
-    t.ahead = panel_bytes;
+    struct TileSetup setup = {};
+    t.ahead = panel_bytes, t.setup = &setup;
     for (int64_t first = 0; first < columns; first += 16 * k->blocks) {
         const int64_t whole = (o->columns - first + 15) / 16, blocks = whole < k->blocks ? whole : k->blocks;
         const int64_t last = columns - first - 16 * (blocks - 1);
@@ -158,6 +159,7 @@ static inline void multiply(const struct FloatKernels* k, const struct Tile* pro
         kernels[least](&t);
         t.b += panel_bytes, t.bias += 16 * k->blocks;
     }
+    release_tiles(&setup);
 }
 
 static const int32_t NO_TERMS[MAX_HEAD_WIDTH] = {};

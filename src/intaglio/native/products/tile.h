@@ -15,6 +15,13 @@ struct Limits {
     float convertible_low, convertible_high;
 };
 
+// What a thread's tile registers of AMX are configured for: tiles of `blocks` of 16 channels by `rows` pixels, `first` of
+// them in the first part, and taps of `run` steps of 4 bytes, which are `steps` steps of `step_run` each. All 0 if they
+// are not configured.
+struct TileSetup {
+    int64_t blocks, rows, first, run, steps, step_run;
+};
+
 // Arguments of one call of a microkernel: `count` neighbouring tiles, each of some output pixels by some blocks of 16
 // channels. Strides are in bytes. The kernel advances `a`, `out`, `residual` and both remainders past the last tile and
 // sets `count` to 0; it may change `ahead`.
@@ -41,6 +48,12 @@ struct Tile {
     int64_t remainder_pixel;
     const uint8_t* residual_remainder;  // remainders of a 16-bit residual operand
     int64_t residual_remainder_pixel;
+    // For kernels with AMX; null for a kernel that configures tile registers by itself and releases them at the end.
+    struct TileSetup* setup;
+    // Kernels with AMX can compute parts of up to 16 pixels, such as lines of an image, that do not follow each other.
+    // `part_rows` are the pixels of a part, or 0 without such parts. The others are the bytes between the end of a part
+    // and the next one.
+    int64_t part_rows, a_skip, out_skip, residual_skip, remainder_skip, residual_remainder_skip;
 };
 
 typedef void (*TileKernel)(struct Tile*);
@@ -62,6 +75,14 @@ struct DepthwiseTile {
 };
 
 typedef void (*DepthwiseKernel)(struct DepthwiseTile*);
+
+// Release the tile registers of this thread if kernels configured them.
+static inline void release_tiles(const struct TileSetup* setup) {
+#if defined(__AMX_INT8__)
+    if (setup->rows) __asm__ volatile("tilerelease");
+#endif
+    (void)setup;
+}
 
 // Declare a table of kernels, by height or size of a tile, that an object file of the kernel library defines.
 #define KERNEL_TABLE(type, name) extern "C" __attribute__((visibility("hidden"))) const type name[]

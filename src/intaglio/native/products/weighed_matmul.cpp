@@ -2,7 +2,14 @@
 
 #include "products/weighed_matmul.h"
 
-enum { WEIGHED_BYTES = 1 << 16, BEHIND = 64 };  // of scaled pixels per thread; bytes past them that may be read
+enum {
+#if defined(__AMX_INT8__)
+    WEIGHED_BYTES = 1 << 18,  // of scaled pixels per thread, at least those of the tallest tile
+#else
+    WEIGHED_BYTES = 1 << 16,
+#endif
+    BEHIND = 64  // bytes past them that may be read
+};
 
 LIBRARY void matmul_weighed(struct Matmul* m, const struct Pair* weighed, int thread, int threads) {
     uint8_t made[WEIGHED_BYTES + BEHIND] __attribute__((aligned(64)));

@@ -9,6 +9,7 @@ from functools import cache
 from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import ACCUMULATORS, MAX_INPUT_ROWS
+from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
@@ -27,7 +28,6 @@ from intaglio.plan.kernel_records import (
 )
 from intaglio.plan.plan_records import Choice, Partition, is_flat
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
-from intaglio.plan.scheduling.schedules import LARGEST_SIZE
 from intaglio.plan.scheduling.value_bounds import saturates_to_bounds
 
 TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}

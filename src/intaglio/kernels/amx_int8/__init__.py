@@ -1,0 +1,1 @@
+"""Kernels for processors with AMX-INT8."""
