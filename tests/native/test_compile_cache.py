@@ -44,6 +44,7 @@ def script(path: Path, body: str) -> Path:
 def test_instruction_sets_are_listed_best_first_and_end_in_portable():
     flags = "avx2 f16c avx512f avx512bw avx512dq avx512vl avx512_vnni sse2"
     assert machine.supported(machine.read_flags(f"model\nflags : {flags}\n")) == ("avx512vnni", "avx2", "portable")
+    assert machine.supported(machine.read_flags(f"flags : {flags} amx_tile amx_int8"))[:2] == ("amx_int8", "avx512vnni")
     assert machine.supported(machine.read_flags("flags : avx2 f16c avx512f")) == ("avx2", "portable")
     assert machine.supported(machine.read_flags("flags : avx2")) == ("portable",)
     assert machine.supported(machine.read_flags("")) == ("portable",)

@@ -50,6 +50,7 @@ class Case:
     blocks: int = 1
     rows: int = 1
     lines: int = 0
+    keeps_setup: bool = True
     saturates: bool = True
     table: str = "none"
     remainder: bool = False
@@ -216,7 +217,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
         table = memory("table").hold(table_of(case)[np.clip(np.arange(256), *case.bounds)])
         fields["tile.table" if case.table == "kernel" else "table.entries"] = table
     fields["first_channel"] = first.ctypes.data if first.any() else 0
-    library.matmul(images, fields, case.threads)
+    library.matmul(images, fields, case.threads, case.keeps_setup)
     values = framed[inside].copy().view(given.expected.dtype).transpose(0, 3, 1, 2)
     framed[inside] = CANARY
     stray = bool((arena != CANARY).any())
@@ -343,6 +344,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         table=table,
         rows=rows,
         lines=draw(st.integers(0, rows // 16)) if ISAS[isa].has_setup else 0,
+        keeps_setup=draw(st.booleans()),
         guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)),
         split_channels_below=draw(st.sampled_from([0, 1 << 40])),

@@ -4,9 +4,10 @@
 """
 
 import ctypes
+import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -19,11 +20,16 @@ from intaglio.kernels.tile_spec import layout_checks
 from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
+from intaglio.native.units import TranslationUnit
+from support import software_tiles
 
 HAS_VBMI = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 """Whether this machine runs the kernels that look up quantized values."""
 RUNNABLE_ISAS = [name for name in machine.isas() if name in ISAS]
 """Instruction sets this machine runs and the generator has kernels for."""
+SOFTWARE_ISAS = ["amx_int8"] * ("avx512vnni" in RUNNABLE_ISAS and "amx_int8" not in RUNNABLE_ISAS)
+"""Instruction sets whose kernels run in part in software (software_tiles.cpp), because this machine does not have
+them."""
 BEST_ISA_PARAMS = [
     *RUNNABLE_ISAS[:1],
     *(
@@ -74,6 +80,8 @@ NUMBERS = (
 )
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0
+NO_HALO, KEEPS_SETUP = -1, -2
+"""In place of the value that a halo is filled with."""
 SLACK = 64
 """Bytes the planner leaves behind every buffer; kernels may read them."""
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
@@ -126,9 +134,12 @@ class Kernels:
         """A table of kernels by tile height."""
         return (ctypes.c_void_p * (len(specs) + 1))(None, *[self.addresses[spec.name] for spec in specs])
 
-    def matmul(self, images: Mapping[str, Image], numbers: Mapping[str, int], threads: int) -> None:
-        """Run ``matmul`` on a ``struct Matmul`` of these fields, in the pool."""
-        self._call(images, numbers, -1, threads)
+    def matmul(self, images: Mapping[str, Image], numbers: Mapping[str, int], threads: int, keeps_setup: bool) -> None:
+        """Run ``matmul`` on a ``struct Matmul`` of these fields, in the pool.
+
+        ``keeps_setup``: all kernels that a thread calls share a ``struct TileSetup``, as in programs.
+        """
+        self._call(images, numbers, KEEPS_SETUP if keeps_setup else NO_HALO, threads)
 
     def fill_halo(self, image: Image, level: int, threads: int) -> None:
         self._call({"out": image}, {}, level, threads)
@@ -153,10 +164,20 @@ def kernels(isa: str) -> Kernels:
     specs = list(ISAS[isa].specs())
     families = {family.name: family for family in map(ISAS[isa].tiles, specs)}
     text = _text(specs, [family.declaration for family in families.values()])
-    library = load(build(text, name=f"kernels_{isa}", isa=isa, units=kernel_units(families.values(), isa)))
+    units, base = kernel_units(families.values(), isa), isa
+    if isa in SOFTWARE_ISAS:
+        units, base = [_software_unit(unit) for unit in units], "avx512vnni"
+        text += software_tiles.SOURCE.read_text()
+    library = load(build(text, name=f"kernels_{isa}", isa=base, units=units))
     library.harness_place.restype = ctypes.c_int64
     library.harness_kernel.restype = ctypes.c_void_p
     return Kernels(library, {spec.name: library.harness_kernel(i) for i, spec in enumerate(specs)})
+
+
+def _software_unit(unit: TranslationUnit) -> TranslationUnit:
+    """A unit of kernels whose instructions of AMX are calls."""
+    text = software_tiles.in_software(unit.text())
+    return replace(unit, digest=hashlib.sha256(text.encode()).hexdigest(), text=lambda: text)
 
 
 def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
@@ -180,7 +201,10 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
             "struct Call { struct Matmul m; int halo; };",
             "static void body(void* context, int thread, int threads) {",
             "    const struct Call* call = (const struct Call*)context;",
-            "    if (call->halo < 0) matmul(&call->m, thread, threads);",
+            "    struct Matmul m = call->m;",
+            "    struct TileSetup setup = {};",
+            f"    if (call->halo == {KEEPS_SETUP}) m.tile.setup = &setup;",
+            "    if (call->halo < 0) matmul(&m, thread, threads), release_tiles(&setup);",
             "    else fill_halo(&call->m.out, (uint8_t)call->halo, thread, threads);",
             "}",
             f"{EXPORT} void harness_run(const int64_t* v, int halo, int threads, IntaglioParallel parallel) {{",
