@@ -16,7 +16,7 @@ from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.stages import Prepared, Quantizer, calibrate, capture, convert, correct, equalize, prepare
 
-LENGTHS = (7, 3, 5, 3, 6, 7, 2, 4, 7, 7, 5, 3, 6, 7, 2, 4, 5, 6)
+LENGTHS = 3 * (7, 3, 5, 3, 6, 7, 2, 4, 7, 7, 5, 3, 6, 7, 2, 4, 5, 6)
 
 
 class Tagger(nn.Module):
@@ -56,8 +56,9 @@ class WithOtherMask(Tagger):
 
 
 def samples() -> list[torch.Tensor]:
+    """Return samples whose channels are correlated, so that GPTQ gains much, however the samples are divided."""
     torch.manual_seed(1)
-    return [torch.randint(-16, 17, (length, 8)) / 8 for length in LENGTHS]
+    return [(torch.randint(-4, 5, (length, 8)) + torch.randint(-12, 13, (length, 1))) / 8 for length in LENGTHS]
 
 
 def padded(filler: float) -> tuple[torch.Tensor, torch.Tensor]:
