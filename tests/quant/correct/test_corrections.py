@@ -12,7 +12,14 @@ import intaglio
 from intaglio import stages
 from intaglio.fxgraph.node_info import info
 from intaglio.native.row_errors import split_rows_numpy
-from intaglio.quant.correct.linalg import COLUMN_BLOCK, DAMPINGS, LEAST_DAMPING, operand_factor, ordered_factor
+from intaglio.quant.correct.linalg import (
+    COLUMN_BLOCK,
+    DAMPING_OF_A_POSITION,
+    DAMPINGS,
+    LEAST_DAMPING,
+    operand_factor,
+    ordered_factor,
+)
 from intaglio.quant.correct.second_moments import (
     EXACT_POSITIONS,
     LEAST_SPLIT,
@@ -266,19 +273,24 @@ def test_moments_add_up_whatever_the_split():
     assert torch.equal(whole.matrix, moments(region, q_values.split(1), q).matrix)
 
 
+def ridge(diagonal, damping):
+    """Return what is added to the diagonal [groups, k] of moments, none of which are zero."""
+    return damping * diagonal.mean(1, keepdim=True) + LEAST_DAMPING * diagonal.amax(1, keepdim=True)
+
+
 @pytest.mark.parametrize("k", [1, 7, 200, 517])
 def test_the_factor_is_that_of_the_damped_moments_in_order(k):
     x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
     x[:, k // 2] = 0
     matrix = x @ x.transpose(1, 2)
     given = matrix.clone()
-    factor = ordered_factor(matrix)
+    factor = ordered_factor(matrix, x.shape[2])
     assert torch.equal(matrix, given)
     ordered = x.gather(1, factor.order[..., None].expand_as(x))
     expected = ordered @ ordered.transpose(1, 2)
     diagonal = expected.diagonal(dim1=1, dim2=2)
     assert (diagonal.diff(dim=1) >= 0).all()
-    added = DAMPINGS[0] * diagonal.mean(1, keepdim=True) + LEAST_DAMPING * diagonal.amax(1, keepdim=True)
+    added = ridge(diagonal, DAMPING_OF_A_POSITION * k / x.shape[2])
     torch.testing.assert_close(factor.added, added.expand(2, k).where(diagonal > 0, 1))
     assert torch.equal(factor.lower, factor.lower.tril())
     assert (factor.lower.diagonal(dim1=1, dim2=2) == 1).all()
@@ -286,11 +298,37 @@ def test_the_factor_is_that_of_the_damped_moments_in_order(k):
     torch.testing.assert_close(product, expected + torch.diag_embed(factor.added))
 
 
+@pytest.mark.parametrize("k", [1, 7, 200])
+def test_moments_of_few_positions_are_damped_more(k):
+    x = torch.randn(2, k, 2 * k + 3, dtype=torch.float64)
+    matrix = x @ x.mT
+    diagonal = matrix.diagonal(dim1=1, dim2=2).sort(dim=1).values
+    for count, damping in ((1, 0.3 * k), (k, 0.3), (10 * k, 0.03)):
+        torch.testing.assert_close(ordered_factor(matrix, count).added, ridge(diagonal, damping).expand(2, k))
+    for count in (31 * k, 1000 * k):
+        assert torch.equal(ordered_factor(matrix, count).added, ridge(diagonal, DAMPINGS[0]).expand(2, k))
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(24, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
+@pytest.mark.parametrize("samples", [2, 300])
+def test_the_damping_is_that_of_the_positions_of_the_data(layer, samples):
+    """Whether operands or their products are kept, and in however many batches they come."""
+    x = torch.randn(samples, 24) if isinstance(layer, nn.Linear) else torch.randn(samples, 6, 3, 5)
+    region, q = region_of(layer, x)
+    q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+    k, count = layer.weight[0].numel(), model_positions(layer, x)
+    whole, parts = moments(region, [q_values], q), [moments(region, [one], q) for one in q_values.split(1)]
+    diagonal = whole.matrix.diagonal(dim1=1, dim2=2).sort(dim=1).values
+    expected = ridge(diagonal, max(DAMPINGS[0], DAMPING_OF_A_POSITION * k / count)).expand(diagonal.shape)
+    for found in (whole, moments(region, q_values.split(1), q), sum(parts[1:], parts[0])):
+        torch.testing.assert_close(found.factor.added, expected)
+
+
 @pytest.mark.parametrize(("k", "count"), [(1, 1), (7, 1), (64, 9), (200, 12), (517, 60)])
 def test_the_factor_of_few_operands_is_that_of_their_products(k, count):
     x = torch.randint(-255, 256, (2, k, count)).double()
     x[:, k // 2] = 0
-    found, expected = operand_factor(x), ordered_factor(x @ x.mT)
+    found, expected = operand_factor(x), ordered_factor(x @ x.mT, count)
     for name in ("order", "pivots", "added"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
     error = torch.randn(2, k, 3, dtype=torch.float64)

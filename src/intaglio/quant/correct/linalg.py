@@ -11,6 +11,10 @@ DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to the diagonal; the first with which a factor exists is used."""
 LEAST_DAMPING = 1e-6
 """Share of the largest diagonal element that is always added: two nearly equal operands make M almost singular."""
+DAMPING_OF_A_POSITION = 0.3
+"""Least damping, times the number of columns and divided by that of the positions that the moments are from. Moments of
+few positions are noisy, and GPTQ would fit weights to their noise. A ridge in proportion to columns / positions shrinks
+what it changes, towards rounding to nearest."""
 COLUMN_BLOCK = 64
 """Number of columns in a block, whose part of the factor is computed at once; ``kWidth`` of weight_columns.cpp."""
 
@@ -89,17 +93,21 @@ class OperandFactor(NamedTuple):
 Factor = OrderedFactor | OperandFactor
 
 
-def ordered_factor(matrix: torch.Tensor) -> OrderedFactor | None:
+def ordered_factor(matrix: torch.Tensor, count: int) -> OrderedFactor | None:
     """Return the factor of second moments, float64 [groups, k, k]; ``None`` if no damping suffices.
 
     Moments of zero count as one.
+
+    Args:
+        matrix: the moments.
+        count: number of positions that they are sums over.
     """
     order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, stable=True)
     groups = torch.arange(len(matrix))[:, None, None]
     matrix = matrix[groups, order[:, :, None], order[:, None, :]]
     diagonal = matrix.diagonal(dim1=1, dim2=2)
     plain = diagonal.clone()
-    for damping in DAMPINGS:
+    for damping in _dampings(plain.shape[1], count):
         added = _added(plain, damping)
         diagonal.copy_(plain + added)
         lower, failed = torch.linalg.cholesky_ex(matrix)
@@ -114,7 +122,7 @@ def operand_factor(operands: torch.Tensor) -> OperandFactor | None:
     plain = operands.square().sum(2)
     order = plain.argsort(dim=1, stable=True)
     operands, plain = operands.gather(1, order[..., None].expand_as(operands)), plain.gather(1, order)
-    for damping in DAMPINGS:
+    for damping in _dampings(*operands.shape[1:]):
         added = _added(plain, damping)
         scaled, pivots, triangles = torch.empty_like(operands), torch.empty_like(plain), []
         inverse = torch.eye(operands.shape[2], dtype=operands.dtype).repeat(len(operands), 1, 1)
@@ -133,6 +141,12 @@ def operand_factor(operands: torch.Tensor) -> OperandFactor | None:
         else:
             return OperandFactor(order, operands, scaled, triangles, pivots, added)
     return None
+
+
+def _dampings(k: int, count: int) -> list[float]:
+    """Return the shares of the mean diagonal to try, for k columns of moments of so many positions."""
+    least = DAMPING_OF_A_POSITION * k / max(count, 1)
+    return sorted({max(damping, least) for damping in DAMPINGS})
 
 
 def _added(plain: torch.Tensor, damping: float) -> torch.Tensor:

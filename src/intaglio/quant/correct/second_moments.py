@@ -136,7 +136,7 @@ class Moments:
     @cached_property
     def factor(self) -> Factor | None:
         """Return the factor of the matrix."""
-        return operand_factor(self._wide) if self.products is None else ordered_factor(self.products)
+        return operand_factor(self._wide) if self.products is None else ordered_factor(self.products, self.count)
 
     @cached_property
     def _wide(self) -> torch.Tensor:
