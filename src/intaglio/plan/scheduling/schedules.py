@@ -34,6 +34,8 @@ class GemmProblem:
         width: Width of the output image, or its pixels for a linear layer.
         flat: All output pixels of all images are contiguous in memory.
         floats: The results of a linear layer stay float, for a sum and a norm that read them row by row.
+        read: Bytes of input for each output pixel.
+        touched: Bytes of results and residual operand of each output pixel.
     """
 
     outputs: int
@@ -42,6 +44,8 @@ class GemmProblem:
     width: int
     flat: bool
     floats: bool = False
+    read: int = 1
+    touched: int = 0
 
 
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
@@ -85,6 +89,8 @@ def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
         width=width,
         flat=is_flat(partition, graph, plan.buffers),
         floats=not convolves and op_def(partition.tail[0]).converts,
+        read=weight.shape[1] * groups * prod(anchor.attrs.get("stride", ())),
+        touched=outputs * (len(activation_operands(partition)) - 1),
     )
 
 
@@ -112,7 +118,7 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
         tile_rows=target.max_tile_rows[blocks],
         tile_columns=blocks,
         split_channels_below=min(layer.outputs, MANY_ROWS if layer.floats else target.split_channels_below),
-        chunk_bytes=target.caches.l2 // 2,
+        chunk_bytes=target.caches.l2 // 2 * layer.read // (layer.read + layer.touched),
     )
 
 
