@@ -21,6 +21,9 @@ from intaglio.plan.scheduling.convolution_pieces import weights_of
 GENERATOR = 2
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
+LARGE_WEIGHTS = 16
+"""Bytes of weights for each byte of input from which threads divide channels on any machine, so that each reads only
+its part of the weights."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class GemmProblem:
         floats: The results of a linear layer stay float, for a sum and a norm that read them row by row.
         read: Bytes of input for each output pixel.
         touched: Bytes of results and residual operand of each output pixel.
+        weights: Bytes of weights.
     """
 
     outputs: int
@@ -46,6 +50,7 @@ class GemmProblem:
     floats: bool = False
     read: int = 1
     touched: int = 0
+    weights: int = 0
 
 
 def analytic_schedules(plan: Plan, target: Target) -> dict[str, Schedule]:
@@ -91,6 +96,7 @@ def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
         floats=not convolves and op_def(partition.tail[0]).converts,
         read=weight.shape[1] * groups * prod(anchor.attrs.get("stride", ())),
         touched=outputs * (len(activation_operands(partition)) - 1),
+        weights=weight.size,
     )
 
 
@@ -102,22 +108,27 @@ def activation_operands(partition: Partition) -> list[str]:
 
 
 def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
-    """Return a schedule with the widest tile that the outputs fill and half of the second-level cache for activations.
+    """Return a schedule with the widest tile that the outputs fill and half of the second-level cache for activations,
+    results and residual operands.
 
     Threads divide panels instead of pixels when the weights are larger than the activations, so that each thread reads
     only its part of the weights from memory. With float results they divide pixels from `MANY_ROWS` on: each thread
     then reads next what it has written itself, instead of half of every row from another core (BERT-base, 128 tokens,
-    two threads: 12.77 -> 12.29 ms). With AMX they do so for all products, because there that takes longer than reading
-    all weights (ResNet-50, two threads: 2.70 -> 2.50 ms).
+    two threads: 12.77 -> 12.29 ms). With AMX they do so for most products, because there that takes longer than reading
+    all weights (ResNet-50, two threads: 2.70 -> 2.50 ms), except from `LARGE_WEIGHTS` on (BERT-base, 128 tokens: 10.1
+    -> 9.7 ms).
     """
     tile_outputs = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
     blocks = min(max(target.max_tile_rows), max(1, -(-tile_outputs // 16)))
     while blocks > 1 and tile_outputs < layer.outputs and tile_outputs % (16 * blocks):
         blocks -= 1
+    most = MANY_ROWS if layer.floats else LARGEST_SIZE
+    if layer.weights < LARGE_WEIGHTS * layer.pixels * layer.read:
+        most = min(most, target.split_channels_below)
     return Schedule(
         tile_rows=target.max_tile_rows[blocks],
         tile_columns=blocks,
-        split_channels_below=min(layer.outputs, MANY_ROWS if layer.floats else target.split_channels_below),
+        split_channels_below=min(layer.outputs, most),
         chunk_bytes=target.caches.l2 // 2 * layer.read // (layer.read + layer.touched),
     )
 
