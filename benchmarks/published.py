@@ -68,7 +68,7 @@ PACKAGES = {
     "torchao": ("torchao", "torchao"),
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
-CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5"}
+CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
 """Microarchitecture by family and model of the processor."""
 NOT_MEASURED = "–"
 
@@ -96,6 +96,10 @@ class Run:
     def processor(self) -> str:
         family, model, _ = self.cpu["family"]
         return f"{self.cpu['model']} ({CORES.get((family, model), f'family {family}, model {model}')})"
+
+    @property
+    def has_amx(self) -> bool:
+        return "amx_int8" in self.cpu.get("flags", ())
 
     def relative(self, engine: str) -> float | None:
         """Time of an engine divided by the time of intaglio in this run."""
@@ -127,6 +131,19 @@ def idle_runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
 
 
 def all_runs() -> list[Run]:
+    """Races on processors without AMX, which most tables are about."""
+    return [run for run in _idle_races() if not run.has_amx]
+
+
+def amx_runs() -> list[Run]:
+    """The newest race of each network and batch size on processors with AMX, on two threads."""
+    newest = {(run.title, run.batch): run for run in sorted(_idle_races(), key=lambda run: run.date) if run.has_amx}
+    order = list(NETWORKS.values())
+    chosen = [run for run in newest.values() if run.threads == 2]
+    return sorted(chosen, key=lambda run: (run.batch, order.index(run.title)))
+
+
+def _idle_races() -> list[Run]:
     return idle_runs([*recorded("models"), *recorded("race")])
 
 
@@ -218,6 +235,33 @@ def speed_table(runs: list[Run]) -> str:
     return table(head, rows)
 
 
+AMX_ENGINES = {
+    "openvino_int8_default": "OpenVINO int8, as it comes",
+    "openvino_int8": "OpenVINO int8, floats in f32",
+    "onnxruntime_int8": "ONNX Runtime int8",
+}
+
+
+def amx_table(runs: list[Run]) -> str:
+    """Milliseconds per call on processors with AMX, and how many times as long the fastest other engine takes."""
+    head = ("network", "batch", "intaglio", *AMX_ENGINES.values(), "fastest other / intaglio")
+    rows = (
+        (
+            run.title,
+            str(run.batch),
+            *(milliseconds(run, engine) for engine in ("intaglio", *AMX_ENGINES)),
+            f"{nearest(run, AMX_ENGINES):.2f}",
+        )
+        for run in runs
+    )
+    return table(head, rows)
+
+
+def nearest(run: Run, engines: Iterable[str]) -> float:
+    """Time of the fastest of some engines divided by that of intaglio."""
+    return min(filter(None, map(run.relative, engines)))
+
+
 def share_of_limit(run: Run) -> str:
     return f"{100 * run.limit_ms / run.best_ms['intaglio']:.0f} %" if run.limit_ms else NOT_MEASURED
 
@@ -291,12 +335,14 @@ def accuracy_table(runs: list[Run], lines: list[dict[str, Any]]) -> str:
 def claim(runs: list[Run]) -> str:
     """Say in one paragraph how all networks compare."""
     shown = int8_runs(runs)
-    nearest = {run.title: min(filter(None, map(run.relative, INT8))) for run in shown}
-    low, high = (select(nearest, key=nearest.__getitem__) for select in (min, max))
+    ratios = {run.title: nearest(run, INT8) for run in shown}
+    low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
+    amx = [nearest(run, AMX_ENGINES) for run in amx_runs() if run.batch == 1]
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
     return (
-        f"At batch 1 on two cores, the fastest other int8 engine takes {nearest[low]:.2f} ({low}) to "
-        f"{nearest[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. PyTorch's "
+        f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
+        f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks; on a processor "
+        f"with AMX it takes {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. PyTorch's "
         f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
         f"on the {len(compiled)} networks where they were measured too."
     )
@@ -312,6 +358,7 @@ TABLES = {
     "batch1_threads1": lambda: with_source(int8_runs(all_runs(), 1, 1)),
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
+    "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
     "elsewhere": lambda: elsewhere_table(all_runs()),
     "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),

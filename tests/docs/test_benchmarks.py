@@ -144,6 +144,19 @@ def test_the_newest_idle_run_with_float_pytorch_counts(published):
     assert (run.date, run.relative("inductor")) == ("2026-01-02", 10.0)
 
 
+def test_races_with_amx_have_a_table_of_their_own(published, monkeypatch):
+    lines = [
+        race_line(f"2026-01-0{day}", intaglio=ms, **ALL, openvino_int8_default=5.0) for day, ms in ((1, 5.0), (2, 4.0))
+    ]
+    for line in lines:
+        line["cpu"] = {**line["cpu"], "flags": ["amx_int8"]}
+    plain = race_line("2026-01-03", intaglio=9.0, **ALL)
+    monkeypatch.setattr(published, "recorded", lambda name: [*lines, plain] if name == "race" else [])
+    assert [run.date for run in published.all_runs()] == ["2026-01-03"]
+    (run,) = published.amx_runs()
+    assert published.amx_table([run]).splitlines()[-1] == "| ResNet-18 | 1 | **4.000** | 5.000 | 6.000 | 7.000 | 1.25 |"
+
+
 def test_texts_of_several_lengths_are_several_networks(published):
     lines = [race_line("2026-01-01", network="bert", tokens=n, intaglio=5.0, openvino_int8=6.0) for n in (384, 128)]
     titles = [run.title for run in published.int8_runs(published.idle_runs(lines))]
