@@ -162,6 +162,7 @@ def timed(models: dict[str, Any], inputs: tuple[torch.Tensor, ...], seconds: flo
     with torch.no_grad():
         while time.perf_counter() < end:
             for name, model in models.items():
+                model(*inputs)  # caches hold what the model before read
                 begin = time.perf_counter()
                 model(*inputs)
                 best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))

@@ -59,6 +59,7 @@ def program_times(
             if index >= TIMING_ROUNDS.start and time.perf_counter() > end:
                 break
             for place, program in enumerate(programs):
+                program(*args, **kwargs)  # caches hold what the program before read
                 begin = time.perf_counter_ns()
                 program(*args, **kwargs)
                 calls[place] = min(calls[place], (time.perf_counter_ns() - begin) / 1e6)

@@ -15,9 +15,9 @@ struct Limits {
     float convertible_low, convertible_high;
 };
 
-// What a thread's tile registers of AMX are configured for: tiles of `blocks` of 16 channels by `rows` pixels, `first` of
-// them in the first part, and taps of `run` steps of 4 bytes, which are `steps` steps of `step_run` each. All 0 if they
-// are not configured.
+// What a thread's tile registers of AMX are configured for: tiles of `blocks` of 16 channels by `rows` pixels, `first`
+// of them in the first part, and taps of `run` steps of 4 bytes, which are `steps` steps of `step_run` each. All 0 if
+// they are not configured.
 struct TileSetup {
     int64_t blocks, rows, first, run, steps, step_run;
 };
