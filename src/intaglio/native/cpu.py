@@ -85,6 +85,12 @@ def supported(flags: frozenset[str]) -> tuple[str, ...]:
     return tuple(isa for isa, needed in CPU_FLAGS.items() if needed <= flags)
 
 
+def isas_of_architecture() -> tuple[str, ...]:
+    """Return the instruction sets that processors of this machine's architecture may have, best first."""
+    arm = platform.machine() == "aarch64"
+    return tuple(isa for isa in CPU_FLAGS if isa == IsaName.PORTABLE or (isa in AARCH64) == arm)
+
+
 @cache
 def isas() -> tuple[str, ...]:
     """Return the instruction sets that this CPU supports, best first; the last is always "portable"."""

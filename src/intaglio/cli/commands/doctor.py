@@ -34,7 +34,10 @@ def run() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "busy": busy_share(),
         "caches": machine.caches()._asdict(),
-        "isas": [{"name": isa, "has": isa in machine.isas(), "kernels": isa in ISAS} for isa in machine.CPU_FLAGS],
+        "isas": [
+            {"name": isa, "has": isa in machine.isas(), "kernels": isa in ISAS}
+            for isa in machine.isas_of_architecture()
+        ],
         "compiler": _compiler(),
         "cache": _cache(),
         **_torch(),
