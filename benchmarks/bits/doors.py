@@ -18,7 +18,7 @@ from bits import api, kernels
 from bits.cases import CASES, Case
 from bits.flows import FLOWS
 
-NEEDS = {"avx512vnni": "avx512_vnni", "avx2": "avx2", "portable": "fpu"}
+NEEDS = {"amx_int8": "amx_int8", "avx512vnni": "avx512_vnni", "avx2": "avx2", "portable": "fpu"}
 """Instruction set -> a word in /proc/cpuinfo of processors that run it."""
 Found = dict[str, Any]
 

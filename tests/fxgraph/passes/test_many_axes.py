@@ -47,6 +47,14 @@ def test_merged_axes_compute_the_same(axes, data):
     assert set(run(module, PTQ_PASSES.patterns).values()) == {0}, "idempotent"
 
 
+def test_an_operand_that_has_the_merged_shape_is_not_reshaped():
+    inputs = torch.randn(1), torch.randn(1)
+    module = copy_graph(capture(Sum(([1] * 7, [1]), operator.add), inputs).module)
+    run(module, PTQ_PASSES.patterns)
+    assert "reshape" not in module.code
+    assert set(run(module, PTQ_PASSES.patterns).values()) == {0}
+
+
 class VideoPositions(nn.Module):
     """Attention scores of a video with relative positions along its three axes, as in MViT v2."""
 

@@ -28,7 +28,7 @@ def merge_pointwise_axes(module: fx.GraphModule) -> int:
         groups = _groups(shape, shapes)
         if len(groups) > MAX_AXES:
             continue
-        merged = [reshape_like(node, x, _merged(own, groups)) for x, own in zip(operands, shapes, strict=True)]
+        merged = [_reshaped(node, x, _merged(own, groups)) for x, own in zip(operands, shapes, strict=True)]
         if None in merged:
             continue
         found = call_like(node, _merged(shape, groups), node.target, *merged)
@@ -37,6 +37,11 @@ def merge_pointwise_axes(module: fx.GraphModule) -> int:
             replace_node(node, whole)
             hits += 1
     return hits
+
+
+def _reshaped(old: fx.Node, value: fx.Node, shape: Shape) -> fx.Node | None:
+    """Return a value with a shape: itself, a reshape in front of ``old``, or ``None`` if its sizes are unavailable."""
+    return value if known_type(value).shape == shape else reshape_like(old, value, shape)
 
 
 def _has_many_axes(node: fx.Node) -> bool:
