@@ -19,7 +19,7 @@ FUNCTION_ENTRY = tuple(f"push %{register}" for register in CALLEE_SAVED)
 FUNCTION_EXIT = ("vzeroupper", *(f"pop %{register}" for register in reversed(CALLEE_SAVED)), "ret")
 
 
-def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
+def tile_function(spec: TileSpec, lines: Sequence[str], name: str = "") -> str:
     """Return the text of a kernel that executes ``lines`` for each of ``count`` tiles.
 
     ``lines`` must leave rdx at the pixel after the tile's last. The same holds for rcx if there is a residual operand,
@@ -30,7 +30,7 @@ def tile_function(spec: TileSpec, lines: Sequence[str]) -> str:
     moved += [f"mov %rbx,{field('residual_remainder')}"] * spec.residual_remainder
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]
     body = [*FUNCTION_ENTRY, "0:", *lines, "# next tile", *moved, f"decq {field('count')}", "jnz 0b", *FUNCTION_EXIT]
-    return kernel_text(spec.name, f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
+    return kernel_text(name or spec.name, f"{spec.rows} pixels x {16 * spec.blocks} channels -> {spec.result}", body)
 
 
 def kernel_text(name: str, note: str, lines: Sequence[str]) -> str:

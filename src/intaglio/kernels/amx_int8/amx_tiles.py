@@ -25,14 +25,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from intaglio.kernels.assembly import FUNCTION_ENTRY, FUNCTION_EXIT, family_text, field, kernel_text
-from intaglio.kernels.avx512vnni import vnni_depthwise
-from intaglio.kernels.avx512vnni.vnni_tiles import TILE_CONSTANTS, VnniKernel
+from intaglio.kernels.avx512vnni import vnni_depthwise, vnni_tiles
+from intaglio.kernels.avx512vnni.vnni_tiles import TILE_CONSTANTS, VNNI_REGISTERS, VnniKernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import SETUP_FIELDS, TileSpec
 
 REGISTER_ROWS = 16
 """Pixels, or steps of 4 input channels, that a tile register holds."""
 AMX_MAX_TILE_ROWS = {1: 4 * REGISTER_ROWS, 2: 2 * REGISTER_ROWS}
+FEW_ROWS, FEW_STEPS = 4, 64
+"""AVX512-VNNI computes tiles of at most so many pixels if a tap has fewer steps of 4 channels, because it needs no
+configuration and has no sums to store.
+"""
 EPILOGUE_ROWS = {1: 16, 2: 8}
 """Pixels whose results are computed after a step, by blocks of 16 channels. Up to 128 instructions with vectors take no
 time after a step, because products leave the units of vectors idle.
@@ -75,8 +79,14 @@ def _slot(name: str) -> str:
 
 
 def emit(spec: TileSpec) -> str:
-    """Return the text of one kernel: a jump to the function of its family."""
-    return kernel_text(spec.name, f"{spec.rows} pixels", [f"mov ${spec.rows},%esi", f"jmp {_function(spec)}"])
+    """Return the text of one kernel: a jump to the function of its family, or to the kernel of AVX512-VNNI for few
+    pixels and channels.
+    """
+    jump, other = [f"mov ${spec.rows},%esi", f"jmp {_function(spec)}"], ""
+    if spec.rows <= FEW_ROWS:
+        name = f"few_{spec.name}"
+        jump, other = [f"cmpq ${FEW_STEPS},{field('run')}", f"jb {name}", *jump], vnni_tiles.emit(spec, name)
+    return f"{other}{kernel_text(spec.name, f'{spec.rows} pixels', jump)}"
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:
@@ -87,7 +97,7 @@ def join(family: KernelFamily, texts: list[str]) -> str:
     assert isinstance(tallest, TileSpec)
     heights = range(REGISTER_ROWS, tallest.rows + 1, REGISTER_ROWS)
     functions = [_AmxFunction(replace(tallest, rows=rows)).text() for rows in heights]
-    return family_text(family, [*functions, *texts], AMX_REGISTERS, TILE_CONSTANTS)
+    return family_text(family, [*functions, *texts], f"{AMX_REGISTERS}{VNNI_REGISTERS}", TILE_CONSTANTS)
 
 
 def _parts(spec: TileSpec) -> int:

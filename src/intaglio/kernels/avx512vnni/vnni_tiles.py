@@ -44,11 +44,11 @@ table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the
 """
 
 
-def emit(spec: TileSpec) -> str:
-    """Return the text of one kernel."""
+def emit(spec: TileSpec, name: str = "") -> str:
+    """Return the text of one kernel. ``name``: its symbol, if that is not the name of ``spec``."""
     kernel = VnniKernel(spec)
     epilogue = [*kernel.operands(), "# epilogue: pixels, each a stage behind the one before", *kernel.results()]
-    return tile_function(spec, [*kernel.biases(), *kernel.products(), *epilogue])
+    return tile_function(spec, [*kernel.biases(), *kernel.products(), *epilogue], name)
 
 
 class VnniKernel:

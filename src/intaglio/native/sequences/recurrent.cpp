@@ -10,6 +10,7 @@
 struct Working {
     float *of_x, *y, *y_scales, *of_h, *hidden, *cell, *h_scales;
     uint8_t *y_quantized, *h_quantized;
+    struct TileSetup* setup;  // of this thread
 };
 
 // Return the next `bytes` bytes of scratch memory, rounded up to whole cache lines.
@@ -119,6 +120,7 @@ static inline void multiply_states(const struct Recurrent* r, const struct Worki
     m.out = image((uint8_t*)(w->of_h + first * gates), count, 1, 1, gates * 4, 0, 0);
     m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
     m.by_row.scales = w->h_scales + first;
+    m.tile.setup = w->setup;
     matmul(&m, thread, threads);
 }
 
@@ -159,7 +161,9 @@ static inline void run_steps(const struct Recurrent* r, const struct Working* w,
 
 LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrier, int thread, int threads) {
     const int64_t rows = r->steps * r->batch, gates = r->gates;
-    const struct Working w = cut_up(r);
+    struct Working w = cut_up(r);
+    struct TileSetup setup = {};
+    w.setup = &setup;
     if (!r->batch) return;
     for (int64_t layer = 0; layer < r->layers; ++layer) {
         const int64_t width = layer ? r->directions * r->hidden : r->inputs;
@@ -176,10 +180,12 @@ LIBRARY void recurrent(const struct Recurrent* r, struct IntaglioBarrier* barrie
             m.tile.out_pixel = m.out.pixel, m.tile.a_row = m.in.line;
             m.by_row.scales = layer ? w.y_scales : r->x_scales;
             m.by_row.alike = layer ? 0 : r->x_alike;
+            m.tile.setup = w.setup;
             matmul(&m, thread, threads);
         }
         intaglio_barrier_wait(barrier, threads);
         run_steps(r, &w, layer, layer + 1 < r->layers ? w.y : r->y, barrier, thread, threads);
         intaglio_barrier_wait(barrier, threads);
     }
+    release_tiles(&setup);
 }
