@@ -69,7 +69,7 @@ PACKAGES = {
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
 CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
-"""Microarchitecture by family and model of the processor."""
+"""Microarchitecture, or the extension that its kernels use, by family and model of the processor."""
 NOT_MEASURED = "–"
 
 
@@ -137,10 +137,12 @@ def all_runs() -> list[Run]:
 
 def amx_runs() -> list[Run]:
     """The newest race of each network and batch size on processors with AMX, on two threads."""
-    newest = {(run.title, run.batch): run for run in sorted(_idle_races(), key=lambda run: run.date) if run.has_amx}
+    compared = [
+        run for run in _idle_races() if run.has_amx and run.threads == 2 and AMX_ENGINES.keys() & run.best_ms.keys()
+    ]
+    newest = {(run.title, run.batch): run for run in sorted(compared, key=lambda run: run.date)}
     order = list(NETWORKS.values())
-    chosen = [run for run in newest.values() if run.threads == 2]
-    return sorted(chosen, key=lambda run: (run.batch, order.index(run.title)))
+    return sorted(newest.values(), key=lambda run: (run.batch, order.index(run.title)))
 
 
 def _idle_races() -> list[Run]:

@@ -187,7 +187,7 @@ def test_kernel_names_are_unique():
 
 AVX512 = "avx512f+avx512bw+avx512dq+avx512vl+avx512_vnni"
 ASSEMBLER = {"avx2": "avx2+popcnt", "avx512vnni": AVX512, "amx_int8": f"{AVX512}+amx_int8"}
-"""What g++ also takes for granted when it builds for the set; each contains those before it."""
+"""Extensions that g++ enables in the assembler for each set. Every set has those of the sets before it."""
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the assembler's option is that of g++")

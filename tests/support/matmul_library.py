@@ -80,8 +80,8 @@ NUMBERS = (
 )
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""
 PROT_NONE = 0
-NO_HALO, KEEPS_SETUP = -1, -2
-"""In place of the value that a halo is filled with."""
+NO_HALO = -1
+"""Value of a halo in calls that run ``matmul``."""
 SLACK = 64
 """Bytes the planner leaves behind every buffer; kernels may read them."""
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
@@ -139,16 +139,18 @@ class Kernels:
 
         ``keeps_setup``: all kernels that a thread calls share a ``struct TileSetup``, as in programs.
         """
-        self._call(images, numbers, KEEPS_SETUP if keeps_setup else NO_HALO, threads)
+        self._call(images, numbers, NO_HALO, threads, keeps_setup)
 
     def fill_halo(self, image: Image, level: int, threads: int) -> None:
-        self._call({"out": image}, {}, level, threads)
+        self._call({"out": image}, {}, level, threads, False)
 
-    def _call(self, images: Mapping[str, Image], numbers: Mapping[str, int], halo: int, threads: int) -> None:
+    def _call(
+        self, images: Mapping[str, Image], numbers: Mapping[str, int], halo: int, threads: int, keeps_setup: bool
+    ) -> None:
         given = [value for name in IMAGES for value in astuple(images.get(name, Image()))]
         given += [numbers.get(name, 0) for name in NUMBERS]
         values = (ctypes.c_int64 * len(given))(*given)
-        self.library.harness_run(values, halo, threads, ctypes.c_void_p(parallel_address()))
+        self.library.harness_run(values, halo, keeps_setup, threads, ctypes.c_void_p(parallel_address()))
 
     def place(self, lives: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], int]:
         """Offsets of the planner and the bytes it needs."""
@@ -198,18 +200,19 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
             f"static const TileKernel* const tables[] = {{{', '.join(spec.family for spec in specs)}}};",
             f"static const int heights[] = {{{', '.join(str(spec.rows) for spec in specs)}}};",
             f"{EXPORT} TileKernel harness_kernel(int index) {{ return tables[index][heights[index]]; }}",
-            "struct Call { struct Matmul m; int halo; };",
+            "struct Call { struct Matmul m; int halo, keeps_setup; };",
             "static void body(void* context, int thread, int threads) {",
             "    const struct Call* call = (const struct Call*)context;",
             "    struct Matmul m = call->m;",
             "    struct TileSetup setup = {};",
-            f"    if (call->halo == {KEEPS_SETUP}) m.tile.setup = &setup;",
+            "    if (call->keeps_setup) m.tile.setup = &setup;",
             "    if (call->halo < 0) matmul(&m, thread, threads), release_tiles(&setup);",
             "    else fill_halo(&call->m.out, (uint8_t)call->halo, thread, threads);",
             "}",
-            f"{EXPORT} void harness_run(const int64_t* v, int halo, int threads, IntaglioParallel parallel) {{",
+            f"{EXPORT} void harness_run(",
+            "    const int64_t* v, int halo, int keeps_setup, int threads, IntaglioParallel parallel) {",
             "    struct Call call = {};",
-            "    call.halo = halo;",
+            "    call.halo = halo, call.keeps_setup = keeps_setup;",
             *["    " + line for line in (*images, *numbers)],
             "    if (call.m.table.entries) call.m.table.look_up = look_up_in_place;",
             "    parallel(body, &call, threads);",

@@ -34,7 +34,8 @@ def _call(name: str):
         if "base" in given:
             pushed = 8 * len(ARGUMENTS) if given["base"] == "%rsp" else 0
             moves = [f"lea {int(given['offset'] or 0) + pushed}({given['base']})"]
-        moves += [f"mov {given[key]}" for key in ("stride",) if key in given]
+        if "stride" in given:
+            moves.append(f"mov {given['stride']}")
         moves += [f"mov ${given[key]}" for key in ("tile", "activations", "weights") if key in given]
         moved = [f"{move},%{register}" for move, register in zip(moves, ARGUMENTS, strict=False)]
         saved = [f"push %{register}" for register in ARGUMENTS]

@@ -58,7 +58,8 @@ class Isa:
         lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
             without such kernels.
         has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.
-        split_channels_below: Number of output pixels from which threads never divide channels.
+        split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
+            weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
     """
 
     name: str

@@ -55,9 +55,8 @@ AARCH64 = frozenset({IsaName.NEON_I8MM.value, IsaName.NEON_DOT.value})
 
 
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18
-"""System call of x86-64 Linux that asks for registers which a process does not have at its start, and the number of
-those of AMX.
-"""
+"""Number of a system call of x86-64 Linux, its request for registers that a process does not have at its start, and the
+number of the registers of AMX."""
 
 
 class Caches(NamedTuple):
@@ -101,11 +100,8 @@ def isas() -> tuple[str, ...]:
     return tuple(isa for isa in found if isa != IsaName.AMX_INT8 or may_use_tiles())
 
 
-@cache
 def may_use_tiles() -> bool:
     """Ask the system for the tile registers of AMX and return whether all threads of this process may use them."""
-    if platform.machine() != "x86_64":
-        return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
 
 

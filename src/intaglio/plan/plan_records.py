@@ -162,7 +162,8 @@ class Target:
         isa: Instruction set.
         max_tile_rows: Maximum number of tile rows for each number of 16-channel blocks.
         caches: Cache sizes.
-        split_channels_below: Number of output pixels from which threads never divide channels.
+        split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
+            weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
     """
 
     isa: str

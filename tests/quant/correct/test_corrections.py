@@ -312,7 +312,7 @@ def test_moments_of_few_positions_are_damped_more(k):
 @pytest.mark.parametrize("layer", [nn.Linear(24, 3), nn.Conv2d(6, 4, 3, groups=2)], ids=str)
 @pytest.mark.parametrize("samples", [2, 300])
 def test_the_damping_is_that_of_the_positions_of_the_data(layer, samples):
-    """Whether operands or their products are kept, and in however many batches they come."""
+    """Moments may keep operands or their products, and may be of one batch or of many."""
     x = torch.randn(samples, 24) if isinstance(layer, nn.Linear) else torch.randn(samples, 6, 3, 5)
     region, q = region_of(layer, x)
     q_values = torch.randint(0, 256, x.shape, dtype=torch.uint8)

@@ -25,9 +25,6 @@ from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces, weights_of
 from intaglio.plan.scheduling.value_bounds import result_bounds
 
-LINE_PIXELS = 16
-"""Pixels of a line that may be part of a tile, at most, as in native/products/matmul.h."""
-
 
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     """Print all pieces of a convolution or linear layer, and fill the halo of the result."""
@@ -106,7 +103,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code("struct TileSetup setup = {};")
         code("m.tile.setup = &setup;")
         if not kernel.flat:
-            code(f"m.lines = {schedule.tile_rows // LINE_PIXELS};")
+            code(f"m.lines = {schedule.tile_rows} / LINE_PIXELS;")
     if op_def(anchor).row_groups:
         _multiply_groups(code, partition, context, plan)
     elif partition.head is None:

@@ -14,10 +14,10 @@ lines of an image that is narrower than 16 pixels (``Tile.part_rows``).
 
 The sums are stored to the stack, and the epilogue of AVX512-VNNI computes results from them: some pixels after every
 step of the next tile, because the units of vectors are idle during products. The first 64 input channels of a tile of
-32 by 32 results take 360 cycles, 64 more take 81, and the instructions alone would take 64 (Granite Rapids, 3.8 GHz).
+32 by 32 results take 360 cycles, 64 more take 81, and the instructions alone would take 64 (Xeon, 3.8 GHz).
 
 Kernels of the same number of parts share a function. Tile registers are configured for the heights of the parts and the
-number of input channels, which takes 180 cycles and is left out while they stay the same (``Tile.setup``).
+number of input channels, which takes 180 cycles and is not repeated while they stay the same (``Tile.setup``).
 """
 
 from __future__ import annotations

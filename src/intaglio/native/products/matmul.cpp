@@ -19,6 +19,12 @@ static inline void take_lines(const struct Matmul* m, struct Tile* t, int64_t wi
     t->residual_remainder_skip = m->residual_remainder.line - width * t->residual_remainder_pixel;
 }
 
+// Let the next tile have pixels of one line again.
+static inline void leave_lines(struct Tile* t) {
+    t->part_rows = t->a_skip = t->out_skip = 0;
+    t->residual_skip = t->remainder_skip = t->residual_remainder_skip = 0;
+}
+
 // Compute tiles first to last (exclusive) of one panel. The tiles of a line have nearly equal heights, so that none is
 // a thin remainder.
 LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, int64_t last, int64_t tiles,
@@ -75,8 +81,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
             if (activation || epilogue) t.out = (uint8_t*)real;
             if (lines > 1) take_lines(m, &t, width, activation || epilogue);
             kernels[lines > 1 ? LINE_PIXELS * lines : height](&t);
-            t.part_rows = t.a_skip = t.out_skip = 0;
-            t.residual_skip = t.remainder_skip = t.residual_remainder_skip = 0;
+            if (lines > 1) leave_lines(&t);
             if (activation || epilogue) t.out = first_pixel + pixels * out_pixel;
             if (epilogue) first_pixel = warmed;
             const int64_t stride = epilogue ? warmed_pixel : out_pixel,

@@ -22,8 +22,8 @@ GENERATOR = 2
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
 LARGE_WEIGHTS = 16
-"""Bytes of weights for each byte of input from which threads divide channels on any machine, so that each reads only
-its part of the weights."""
+"""Ratio of the bytes of weights to those of the input from which weights are large: threads then divide channels with
+every instruction set, so that each reads only its part of the weights."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GemmProblem:
         flat: All output pixels of all images are contiguous in memory.
         floats: The results of a linear layer stay float, for a sum and a norm that read them row by row.
         read: Bytes of input for each output pixel.
-        touched: Bytes of results and residual operand of each output pixel.
+        touched: Number of results and elements of residual operands of each output pixel.
         weights: Bytes of weights.
     """
 
@@ -114,9 +114,9 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     Threads divide panels instead of pixels when the weights are larger than the activations, so that each thread reads
     only its part of the weights from memory. With float results they divide pixels from `MANY_ROWS` on: each thread
     then reads next what it has written itself, instead of half of every row from another core (BERT-base, 128 tokens,
-    two threads: 12.77 -> 12.29 ms). With AMX they do so for most products, because there that takes longer than reading
-    all weights (ResNet-50, two threads: 2.70 -> 2.50 ms), except from `LARGE_WEIGHTS` on (BERT-base, 128 tokens: 10.1
-    -> 9.7 ms).
+    two threads: 12.77 -> 12.29 ms). With AMX they do so for all products without large weights, because there
+    reading from another core takes longer than reading all weights (ResNet-50, two threads: 2.70 -> 2.50 ms; channels
+    of large weights in BERT-base, 128 tokens: 10.1 -> 9.7 ms).
     """
     tile_outputs = layer.outputs_per_group if layer.outputs_per_group < layer.outputs else layer.outputs
     blocks = min(max(target.max_tile_rows), max(1, -(-tile_outputs // 16)))
