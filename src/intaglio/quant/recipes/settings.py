@@ -184,7 +184,7 @@ DEFAULT = Setting(
     activations="static",
     embeddings="auto",
     cache="float",
-    two_bytes_below=20.0,
+    two_bytes_below=25.0,
     float_below=0.0,
 )
 """Default of models without attention."""
