@@ -37,7 +37,7 @@ def test_a_layer_whose_operand_is_too_coarse_in_one_byte_reads_two():
 
 @pytest.mark.parametrize("first", range(0, len(IMAGES), 4))
 def test_the_default_decides_alike_for_every_few_images(first):
-    """With four images at a time, one byte leaves 17.8 to 20.7 dB of the results, so a limit of 20 dB depends on them."""
+    """With four images at a time, one byte leaves 17.8 to 20.7 dB of the results: on both sides of 20 dB."""
     found = equalized(Recipe(), IMAGES[first : first + 4])
     assert list(found.equalization.two_bytes) == ["0#0/conv2d.0"]
 
