@@ -61,6 +61,16 @@ def test_two_images_of_one_pixel_are_not_taken_for_bytes(seed):
     assert error < 0.03
 
 
+def test_one_sample_does_not_show_how_the_channels_of_an_input_differ():
+    """The extrema of each channel of one sample were exceeded by others: 0.26 dB worse than one range for all."""
+    torch.manual_seed(0)
+    model, images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 16, 16)
+    reports = [str(intaglio.quantize(model, [images[:count]], progress=False).text("corrections")) for count in (1, 2)]
+    assert ["a scale per channel" in report for report in reports] == [False, True]
+    pixels = (torch.randint(0, 256, (1, 3, 16, 16)) - 128) / 64
+    assert "3 of 3 without loss" in intaglio.quantize(model, [pixels], progress=False).text("corrections")
+
+
 def channels_without_loss(values: list[float], height: int, width: int) -> bool:
     """Return whether the report of `stages.equalize` says that an image of these values is represented exactly."""
     image = (
@@ -68,9 +78,7 @@ def channels_without_loss(values: list[float], height: int, width: int) -> bool:
     )
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()).eval()
     equalized = stages.equalize(stages.prepare(stages.capture(model, image)), [image])
-    report = equalized.model_info.texts["corrections"]
-    assert "a scale per channel" in report
-    return "1 of 1 without loss" in report
+    return "1 of 1 without loss" in equalized.model_info.texts.get("corrections", "")
 
 
 def test_a_channel_of_few_elements_is_not_discrete():

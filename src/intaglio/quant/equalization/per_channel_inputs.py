@@ -56,7 +56,11 @@ class ChannelStatistics:
 def quantize_inputs_per_channel(
     prepared: Prepared, calls: Sequence[Sequence[Any]], group: Group
 ) -> tuple[dict[str, PerChannelBytes], tuple[str, ...]]:
-    """Return by name how to quantize the inputs that convolutions can read per channel, and a note for each."""
+    """Return by name how to quantize the inputs that convolutions can read per channel, and a note for each.
+
+    A single sample does not show how channels differ. It gives scales per channel only to inputs that it shows to have
+    at most 256 equally spaced values in every channel, such as normalized bytes.
+    """
     inputs, notes = {}, []
     placeholders = [node for node in prepared.annotations.module.graph.nodes if node.op == "placeholder"]
     for place, (node, entry) in enumerate(zip(placeholders, prepared.signature.inputs, strict=False)):
@@ -71,7 +75,11 @@ def quantize_inputs_per_channel(
         channels = [_merge(column) for column in zip(*found, strict=True)]
         if not channels or not all(np.isfinite([c.low, c.high]).all() and c.low < c.high for c in channels):
             continue
-        inputs[entry.name], exact = _quantize_channels(channels)
+        quantized, exact = _quantize_channels(channels)
+        samples = sum(group.gather(sum(len(leaves[place]) for leaves in calls)))
+        if samples == 1 and exact < len(channels):
+            continue
+        inputs[entry.name] = quantized
         kept = f", {exact} of {len(channels)} without loss: they have at most 256 values" if exact else ""
         notes.append(f"input '{entry.name}': a scale per channel{kept}")
     return inputs, tuple(notes)
