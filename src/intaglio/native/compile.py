@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,6 +182,8 @@ def is_intact(path: Path) -> bool:
     return content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
 
 
+BACKGROUND_NICENESS = 5
+"""Niceness of compilers in the background: a third of the share of other processes."""
 _FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
 
 
@@ -295,6 +298,27 @@ def _seal_as(made: Path, path: Path) -> None:
     os.replace(made, path)
 
 
+def yield_cores() -> None:
+    """Let the compilers that this thread runs from now on leave the cores to the process where both need them.
+
+    Each parallel region of PyTorch waits for its slowest thread, so a float model runs twenty times slower beside two
+    compilers of the same priority. Other systems than Linux have no priorities of threads.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+
+
+def _share_priority(process: subprocess.Popen[str]) -> None:
+    """Give a session that this thread has started its own priority, as Linux schedules sessions and not processes.
+
+    Nothing happens on systems that do not group processes by their sessions.
+    """
+    with contextlib.suppress(OSError):
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(niceness))
+
+
 def _run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) -> None:
     """Run commands in parallel in a folder; raise `BuildError` with the output of the first that fails.
 
@@ -317,6 +341,7 @@ def _run_together(commands: Sequence[Sequence[str]], name: str, folder: Path) ->
                         start_new_session=True,
                     )
                 )
+                _share_priority(running[-1])
         for process, command in zip(running, commands, strict=True):
             output, _ = process.communicate()
             if process.returncode != 0:

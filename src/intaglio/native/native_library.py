@@ -151,6 +151,7 @@ def build_ahead() -> None:
 
 def _build_quietly(toolchain: Toolchain) -> None:
     """Build with the compiler and the cache folder of this moment, also if the environment changes meanwhile."""
+    compiler.yield_cores()
     with contextlib.suppress(IntaglioError):
         isa, folder = machine.isas()[0], trusted_folder("kernels")
         compiler.build(SOURCE, name="runtime", isa=isa)
