@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.export import Dim
 from torch.utils.data import DataLoader, TensorDataset
 
 import intaglio
@@ -47,6 +48,15 @@ def test_a_bad_layer_is_found_as_the_worst():
     good = nets.randomize(nets.Residual())
     report = intaglio.compare(good, quantized(good, X)[0], [X])
     assert report.worst.alone > worst.alone + 10
+
+
+@pytest.mark.parametrize("free", [{0: "n", 2: "h", 3: "w"}, {0: "n", 2: "h"}, {2: "h"}, {}], ids=str)
+def test_operators_are_compared_whatever_sizes_are_dynamic(free):
+    """The float model was captured with the automatic choice of sizes, so its graph was another one."""
+    model, shapes = nets.randomize(nets.Residual()), {axis: Dim(name, min=8) for axis, name in free.items()}
+    int8 = intaglio.quantize(model, [X], dynamic_shapes=(shapes,), progress=False)
+    expected = intaglio.compare(model, intaglio.quantize(model, [X], progress=False), [X])
+    assert intaglio.compare(model, int8, [X]).rows == expected.rows
 
 
 @pytest.mark.case("problem 36")

@@ -22,7 +22,7 @@ from intaglio.fxgraph.nodes import is_constant
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
 from intaglio.progress import report_progress, shows_progress
-from intaglio.quant.calibrate.batches import Binder, Call, binder_for, log_once, peek
+from intaglio.quant.calibrate.batches import Binder, Call, log_once, peek
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, annotate, prepare
 from intaglio.quant.qdq.convert import Reference, convert
@@ -32,8 +32,9 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.runtime import QuantizedModel
 from intaglio.signature import Integers, bind, clone_tensors, dims_of
 from intaglio.torch_private import buffers_of, pytree
-from intaglio.tracing import Captured, capture
+from intaglio.tracing import Captured
 from intaglio.tracing.captured import GraphStage
+from intaglio.tune.capture_again import capture_again
 from intaglio.tune.comparison import Comparison, number_repeated_calls
 from intaglio.tune.op_error import ErrorSums, GraphComparison
 from intaglio.tune.verdict import ResultTotals, classifies
@@ -125,7 +126,7 @@ def run_comparison(
     if eager.is_session(quantized) and isinstance(exact, nn.Module):
         compared = SegmentComparison(exact, quantized, statistics)
     else:
-        stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
+        stage = exact if isinstance(exact, GraphStage) else capture_again(exact, first, quantized)
         compared = StageComparison(stage, quantized, _reference(stage, quantized), statistics)
     return _compared(compared, items, samples, statistics)
 
@@ -146,7 +147,7 @@ def compare_results(
         A comparison without rows.
     """
     first, items = peek(data)
-    stage = exact if isinstance(exact, GraphStage) else _captured(exact, first)
+    stage = exact if isinstance(exact, GraphStage) else capture_again(exact, first, quantized)
     return _compared(StageComparison(stage, quantized, None), items, samples).comparison
 
 
@@ -266,12 +267,6 @@ class SegmentComparison:
         self.parted += parted
         results = _pairs(expected, found, strict=not parted)
         return results if all(a.shape == b.shape for _, a, b in results) else []
-
-
-def _captured(model: nn.Module, item: Any) -> Captured:
-    """Capture a model with its first call."""
-    args, kwargs = binder_for(model)(item)
-    return capture(model, args, example_kwargs=kwargs)
 
 
 def _reference(stage: GraphStage, quantized: Any) -> Reference | None:
