@@ -182,8 +182,8 @@ def is_intact(path: Path) -> bool:
     return content is not None and content[-SEAL_BYTES:] == _seal(content[:-SEAL_BYTES])
 
 
-BACKGROUND_NICENESS = 5
-"""Niceness of compilers in the background: a third of the share of other processes."""
+BACKGROUND_NICENESS = 10
+"""Niceness of compilers in the background: a tenth of the share of other processes."""
 _FREE_SPACE = "free some space, or set INTAGLIO_CACHE_DIR to a folder on another disk"
 
 
