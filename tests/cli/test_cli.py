@@ -610,7 +610,7 @@ def test_doctor_measures_no_rates_on_a_busy_machine(run, monkeypatch, quick):
     assert "G MAC/s" not in text
 
 
-INT8_INSTRUCTIONS = {"amx_int8": "tdpbusd", "avx512vnni": "vpdpbusd", "avx2": "vpmaddwd"}
+INT8_INSTRUCTIONS = {"amx_int8": "tdpbusd", "avx512vnni": "vpdpbusd", "avxvnni": "vpdpbusd ymm", "avx2": "vpmaddwd"}
 
 
 @pytest.mark.parametrize("isa", [isa for isa in INT8_INSTRUCTIONS if isa in machine.isas()])

@@ -17,8 +17,9 @@ from support import nets
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import randomize
 
-INSTRUCTIONS = {"avx512vnni": ("vpdpbusd", 1), "avx2": ("vpmaddwd", 4)}
-"""Instruction that multiplies, and how often a step of 4 bytes uses it for one row and one block of 16 channels."""
+INSTRUCTIONS = {"avx512vnni": ("vpdpbusd", 1), "avxvnni": ("vpdpbusd", 10), "avx2": ("vpmaddwd", 4)}
+"""Instruction that multiplies, and how often the loops over steps of 4 bytes have it for one row and one block of 16
+channels: kernels for AVX-VNNI have one loop with one step, and one with four."""
 TILE = re.compile(r"tile_(\d+)x(\d+)_")
 PARTS = re.compile(r"tiles_x(\d+)_\w+_parts(\d+)$")
 

@@ -46,6 +46,7 @@ def test_instruction_sets_are_listed_best_first_and_end_in_portable():
     assert machine.supported(machine.read_flags(f"model\nflags : {flags}\n")) == ("avx512vnni", "avx2", "portable")
     assert machine.supported(machine.read_flags(f"flags : {flags} amx_tile amx_int8"))[:2] == ("amx_int8", "avx512vnni")
     assert machine.supported(machine.read_flags("flags : avx2 f16c avx512f")) == ("avx2", "portable")
+    assert machine.supported(machine.read_flags("flags : avx2 f16c avx_vnni")) == ("avxvnni", "avx2", "portable")
     assert machine.supported(machine.read_flags("flags : avx2")) == ("portable",)
     assert machine.supported(machine.read_flags("")) == ("portable",)
     assert machine.isas()[-1] == "portable"

@@ -126,7 +126,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.slow(reason="compiles the library with other compilers")
-@pytest.mark.parametrize("isa", ["amx_int8", "avx512vnni", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ["amx_int8", "avx512vnni", "avxvnni", "avx2", "portable"])
 @pytest.mark.parametrize("name", ["clang++", "ziglang"])
 def test_every_compiler_gives_the_same_bits(name, isa, monkeypatch, tmp_path_factory):
     path = installed(name)

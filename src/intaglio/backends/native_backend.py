@@ -31,9 +31,9 @@ class CompileOptions:
     """Options of the native backend.
 
     Args:
-        isa: instruction sets to build for, out of "amx_int8", "avx512vnni", "avx2" and "portable" (default: the best
-            one of this machine). The model runs the best of them that this machine supports, `QuantizedModel.save`
-            stores all of them, and ``load(path, trust=True)`` selects one.
+        isa: instruction sets to build for, out of "amx_int8", "avx512vnni", "avxvnni", "avx2" and "portable" (default:
+            the best one of this machine). The model runs the best of them that this machine supports,
+            `QuantizedModel.save` stores all of them, and ``load(path, trust=True)`` selects one.
         tune: whether to measure schedules (tiles and division of work) and use the fastest, for the current number of
             threads of PyTorch. The search takes some seconds, once for every kind of layer, and its results are stored
             on disk. ``True`` measures with a batch of one. To measure with other inputs, give the arguments of a

@@ -180,18 +180,23 @@ def software_pipelined(rows: Iterable[Iterable[list[str]]]) -> list[str]:
     return [line for together in zip_longest(*late, fillvalue=[]) for stage in together for line in stage]
 
 
-def tap_loops(start: Sequence[str], step: Sequence[str]) -> list[str]:
+def tap_loops(start: Sequence[str], step: Sequence[str], several: Sequence[str] = (), count: int = 0) -> list[str]:
     """Return three nested loops: rows of taps, taps of a row, steps of 4 channels.
 
     Args:
         start: Lines that prepare a tap whose first pixel is at rdx.
         step: Lines of one step, which also advance the pointers.
+        several: Lines of ``count`` steps, which run as long as so many are left; none if steps run one by one.
+        count: Number of steps in ``several``.
     """
     lines = ["# products: rows of taps, taps, steps of 4 input channels", f"mov {field('a_pixel')},%rbx"]
     lines += ["lea (%rbx,%rbx,2),%r15", f"mov {field('b')},%rsi"]
     lines += [f"mov {field('a')},%r14", f"mov {field('tap_rows')},%r12"]
     lines += ["1:", "mov %r14,%rdx", f"mov {field('taps')},%r13"]
-    lines += ["2:", *start, f"mov {field('run')},%rcx", ".p2align 4"]
-    lines += ["3:", *step, "dec %rcx", "jnz 3b"]
+    lines += ["2:", *start, f"mov {field('run')},%rcx"]
+    if several:
+        lines += [f"sub ${count},%rcx", "jb 5f", ".p2align 4", "4:", *several, f"sub ${count},%rcx", "jae 4b"]
+        lines += ["5:", f"add ${count},%rcx", "jz 6f"]
+    lines += [".p2align 4", "3:", *step, "dec %rcx", "jnz 3b", *["6:"] * bool(several)]
     lines += [f"add {field('a_tap')},%rdx", "dec %r13", "jnz 2b"]
     return [*lines, f"add {field('a_row')},%r14", "dec %r12", "jnz 1b"]

@@ -18,6 +18,7 @@ class IsaName(StrEnum):
 
     AMX_INT8 = "amx_int8"
     AVX512VNNI = "avx512vnni"
+    AVXVNNI = "avxvnni"
     AVX2 = "avx2"
     NEON_I8MM = "neon_i8mm"
     NEON_DOT = "neon_dot"
@@ -29,6 +30,7 @@ AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     IsaName.AMX_INT8.value: (*AVX512_FLAGS, "-mamx-tile", "-mamx-int8"),
     IsaName.AVX512VNNI.value: AVX512_FLAGS,
+    IsaName.AVXVNNI.value: ("-mavx2", "-mf16c", "-mavxvnni"),
     IsaName.AVX2.value: ("-mavx2", "-mf16c"),
     IsaName.NEON_I8MM.value: ("-march=armv8.2-a+dotprod+i8mm",),
     IsaName.NEON_DOT.value: ("-march=armv8.2-a+dotprod",),
@@ -43,6 +45,7 @@ AVX512_CPU = frozenset({"avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "
 CPU_FLAGS: dict[str, frozenset[str]] = {
     IsaName.AMX_INT8.value: AVX512_CPU | {"amx_tile", "amx_int8"},
     IsaName.AVX512VNNI.value: AVX512_CPU,
+    IsaName.AVXVNNI.value: frozenset({"avx2", "f16c", "avx_vnni"}),
     IsaName.AVX2.value: frozenset({"avx2", "f16c"}),
     IsaName.NEON_I8MM.value: frozenset({"asimddp", "i8mm"}),
     IsaName.NEON_DOT.value: frozenset({"asimddp"}),

@@ -76,6 +76,12 @@ def _ymm_fma() -> tuple[tuple[str, ...], tuple[str, ...], int]:
     return registers, tuple(f"vfmadd231ps %%ymm14, %%ymm15, %%ymm{index}" for index in range(12)), 12 * 8
 
 
+def _ymm_dots() -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return registers, instructions and multiply-accumulates of a loop of AVX-VNNI's vpdpbusd."""
+    registers = tuple(f"%%ymm{index}" for index in (*range(12), 14, 15))
+    return registers, tuple(f"%{{vex%}} vpdpbusd %%ymm14, %%ymm15, %%ymm{index}" for index in range(12)), 12 * 32
+
+
 def _ymm_pairs() -> tuple[tuple[str, ...], tuple[str, ...], int]:
     """Return registers, instructions and multiply-accumulates of a loop of vpmaddwd, AVX2's exact multiply-add for
     int8.
@@ -92,6 +98,7 @@ def _ymm_pairs() -> tuple[tuple[str, ...], tuple[str, ...], int]:
 PROBES = (
     Probe("int8", "amx_int8", "tdpbusd", frozenset({"amx_int8"}), *_tiles()),
     Probe("int8", "avx512vnni", "vpdpbusd", frozenset({"avx512_vnni"}), *_zmm("vpdpbusd", 64)),
+    Probe("int8", "avxvnni", "vpdpbusd ymm", frozenset({"avx_vnni"}), *_ymm_dots()),
     Probe("int8", "avx2", "vpmaddwd", frozenset({"avx2"}), *_ymm_pairs()),
     Probe("fp32", "avx512vnni", "vfmadd231ps zmm", frozenset({"avx512f"}), *_zmm("vfmadd231ps", 16)),
     Probe("fp32", "avx2", "vfmadd231ps ymm", frozenset({"fma"}), *_ymm_fma()),

@@ -21,6 +21,7 @@ from intaglio.native.cpu import IsaName
 MACS_PER_SECOND: Mapping[str, float] = {
     IsaName.AMX_INT8: 500e9,
     IsaName.AVX512VNNI: 220e9,
+    IsaName.AVXVNNI: 160e9,
     IsaName.AVX2: 72e9,
     IsaName.NEON_I8MM: 72e9,
     IsaName.NEON_DOT: 72e9,

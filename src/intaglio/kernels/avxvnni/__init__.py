@@ -1,0 +1,1 @@
+"""Kernel generators for AVX-VNNI."""
