@@ -16,8 +16,8 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 
 from __future__ import annotations
 
-from intaglio.kernels.assembly import REMAINDER_CONSTANTS, family_text, tap_loops, tile_function
-from intaglio.kernels.avx2.ymm_epilogue import epilogue, load_biases
+from intaglio.kernels.assembly import family_text, tap_loops, tile_function
+from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, epilogue, load_biases
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
@@ -72,7 +72,7 @@ def _step(spec: TileSpec) -> list[str]:
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Return the text of a family."""
-    return family_text(family, texts, AVX2_REGISTERS, REMAINDER_CONSTANTS)
+    return family_text(family, texts, AVX2_REGISTERS, EPILOGUE_CONSTANTS)
 
 
 AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join)

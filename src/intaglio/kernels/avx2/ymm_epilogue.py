@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intaglio.kernels.assembly import field, limit, split
+from intaglio.kernels.assembly import REMAINDER_CONSTANTS, field, limit, split
 from intaglio.kernels.tile_spec import TileSpec
 
 SCRATCH, OTHER_ZERO, LOW_HALF, HIGH_HALF = (f"%ymm{i}" for i in range(4))
 Pair = tuple[str, str]
 """Registers with the sums of a pixel: channels 0 to 7, and 8 to 15."""
+
+
+EPILOGUE_CONSTANTS = {**REMAINDER_CONSTANTS, "intaglio_pixels": "    .long 0,4,1,5,2,6,3,7\n"}
+"""Constants that the epilogue reads: those of `split`, and the order of dwords that separates two packed pixels."""
 
 
 def load_biases(pixels: Sequence[Pair]) -> list[str]:
@@ -49,17 +53,31 @@ def epilogue(spec: TileSpec, pixels: Sequence[Pair], waiting: Pair | None = None
             f"vbroadcastss {limit('convertible_low')},{LOW_HALF}",
             f"vbroadcastss {limit('convertible_high')},{HIGH_HALF}",
         ]
-    store = _floats if spec.result == "f32" else _remainders if spec.remainder else _quantized
-    taken = [*pixels, *[pixels[0]] * (waiting is not None)]
-    for i, (low, high) in enumerate(taken):
-        if waiting is not None and i == len(pixels):
-            lines += [f"vmovdqu {memory},{sums}" for memory, sums in zip(waiting, pixels[0], strict=True)]
-        lines += [*_scaled(spec, low, 0), *_scaled(spec, high, 1), *store(low, high)]
-        lines += [f"add {field('out_pixel')},%rdx"]
-        lines += [f"add {field('residual_pixel')},%rcx"] if add else []
-        lines += [f"add {field('remainder_pixel')},%rsi"] * spec.remainder
-        lines += [f"add {field('residual_remainder_pixel')},%rbx"] * spec.residual_remainder
+    together = 1 if spec.result == "f32" or spec.remainder else 2
+    for first in range(0, len(pixels), together):
+        lines += _finished(spec, pixels[first : first + together])
+    if waiting is not None:
+        lines += [f"vmovdqu {memory},{sums}" for memory, sums in zip(waiting, pixels[0], strict=True)]
+        lines += _finished(spec, pixels[:1])
     return lines
+
+
+def _finished(spec: TileSpec, pixels: Sequence[Pair]) -> list[str]:
+    """Return the lines that finish one pixel, or two whose results are quantized values."""
+    lines = []
+    for low, high in pixels:
+        lines += [*_scaled(spec, low, 0), *_scaled(spec, high, 1)]
+        lines += [f"add {field('residual_pixel')},%rcx"] * (spec.result == "add")
+        lines += [f"add {field('residual_remainder_pixel')},%rbx"] * spec.residual_remainder
+    if spec.result == "f32":
+        lines += _floats(*pixels[0])
+    elif spec.remainder:
+        lines += [*_remainders(spec, *pixels[0]), f"add {field('remainder_pixel')},%rsi"]
+    elif len(pixels) == 1:
+        lines += _quantized(spec, *pixels[0])
+    else:
+        lines += _quantized_pair(spec, *pixels)
+    return [*lines, f"add {field('out_pixel')},%rdx"]
 
 
 def _scaled(spec: TileSpec, sums: str, half: int) -> list[str]:
@@ -79,8 +97,9 @@ def _scaled(spec: TileSpec, sums: str, half: int) -> list[str]:
                 f"vpaddd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
                 f"vpbroadcastd {limit('other_zero_point')},{OTHER_ZERO}",
             ]
+        if spec.residual_remainder or not spec.saturates:
+            lines += [f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}"]
         lines += [
-            f"vpsubd {OTHER_ZERO},{SCRATCH},{SCRATCH}",
             f"vcvtdq2ps {SCRATCH},{SCRATCH}",
             f"vmulps {32 * half}(%r9),{SCRATCH},{SCRATCH}",
             f"vaddps {SCRATCH},{sums},{sums}",
@@ -90,31 +109,47 @@ def _scaled(spec: TileSpec, sums: str, half: int) -> list[str]:
     return lines
 
 
-def _quantized(low: str, high: str) -> list[str]:
+def _words(spec: TileSpec, low: str, high: str) -> list[str]:
+    """Return the lines that round and pack to 16 bits in the first register, with channels 4 to 7 behind 8 to 11."""
+    lines = [f"vcvtps2dq {low},{low}", f"vcvtps2dq {high},{high}", f"vpackssdw {high},{low},{low}"]
+    return lines + [f"vpaddsw {limit('zero_point16')},{low},{low}"] * (not spec.saturates)
+
+
+def _clamped(spec: TileSpec, packed: str) -> list[str]:
+    """Return the lines that clamp quantized values, unless saturation has done so."""
+    bounds = (("max", "low8"), ("min", "high8")) if not spec.saturates else ()
+    return [f"vp{which}ub {limit(bound)},{packed},{packed}" for which, bound in bounds]
+
+
+def _quantized(spec: TileSpec, low: str, high: str) -> list[str]:
     """Return the lines that round, pack with saturation and store; the zero point is added to 16-bit lanes."""
     packed, upper = _xmm(low), _xmm(SCRATCH)
-    lines = [
-        f"vcvtps2dq {low},{low}",
-        f"vcvtps2dq {high},{high}",
-        f"vpackssdw {high},{low},{low}",
-        f"vpermq $0xd8,{low},{low}",
-        f"vpaddsw {limit('zero_point16')},{low},{low}",
-        f"vextracti128 $1,{low},{upper}",
-        f"vpackuswb {upper},{packed},{packed}",
-        f"vpmaxub {limit('low8')},{packed},{packed}",
-        f"vpminub {limit('high8')},{packed},{packed}",
-    ]
+    lines = [*_words(spec, low, high), f"vpermq $0xd8,{low},{low}"]
+    lines += [f"vextracti128 $1,{low},{upper}", f"vpackuswb {upper},{packed},{packed}", *_clamped(spec, packed)]
     return lines + _store_bytes(packed, "rdx")
 
 
-def _remainders(low: str, high: str) -> list[str]:
+def _quantized_pair(spec: TileSpec, first: Pair, second: Pair) -> list[str]:
+    """Return the lines that pack two pixels into one register and store them."""
+    packed, order = first
+    lines = [*_words(spec, *first), *_words(spec, *second), f"vpackuswb {second[0]},{packed},{packed}"]
+    lines += [f"vmovdqa intaglio_pixels(%rip),{order}", *_clamped(spec, packed), f"vpermd {packed},{order},{packed}"]
+    lines += [*_store_bytes(_xmm(packed), "rdx", [f"vextracti128 $1,{packed},{_xmm(second[0])}"])]
+    return [*lines, f"add {field('out_pixel')},%rdx", *_store_bytes(_xmm(second[0]), "rdx")]
+
+
+def _remainders(spec: TileSpec, low: str, high: str) -> list[str]:
     """Return the lines that round to 16 bits, split, and store 8-bit values and remainders."""
-    lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"]
-    lines += [line for half in (low, high) for line in (f"vcvtps2dq {half},{half}", f"vpaddd {SCRATCH},{half},{half}")]
+    lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"] * (not spec.saturates)
+    for half in (low, high):
+        lines += [f"vcvtps2dq {half},{half}", *[f"vpaddd {SCRATCH},{half},{half}"] * (not spec.saturates)]
+    lower = "vpaddusw", "zero_point16"
+    if not spec.saturates:
+        lower = "vpmaxuw", "low16"
     lines += [
         f"vpackusdw {high},{low},{low}",
         f"vpermq $0xd8,{low},{low}",
-        f"vpmaxuw {limit('low16')},{low},{low}",
+        f"{lower[0]} {limit(lower[1])},{low},{low}",
         f"vpminuw {limit('high16')},{low},{low}",
         *split(low, high),
     ]
@@ -124,15 +159,21 @@ def _remainders(low: str, high: str) -> list[str]:
     return lines
 
 
-def _store_bytes(packed: str, pointer: str) -> list[str]:
-    """Return the lines that store 16 quantized values, or fewer in pieces."""
+def _store_bytes(packed: str, pointer: str, before: Sequence[str] = ()) -> list[str]:
+    """Return the lines that store 16 quantized values, or fewer in pieces, which changes the register.
+
+    Args:
+        packed: The register with the values.
+        pointer: The register with the address.
+        before: Lines that need the register as it is.
+    """
     pieces = [
         (8, [f"vmovq {packed},(%r11)", f"vpsrldq $8,{packed},{packed}"]),
         (4, [f"vmovd {packed},(%r11)", f"vpsrldq $4,{packed},{packed}"]),
         (2, [f"vpextrw $0,{packed},(%r11)", f"vpsrldq $2,{packed},{packed}"]),
         (1, [f"vpextrb $0,{packed},(%r11)"]),
     ]
-    return _store([f"vmovdqu {packed},(%{pointer})"], pieces, 1, pointer)
+    return [*before, *_store([f"vmovdqu {packed},(%{pointer})"], pieces, 1, pointer)]
 
 
 def _floats(low: str, high: str) -> list[str]:

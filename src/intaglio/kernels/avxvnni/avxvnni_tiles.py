@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intaglio.kernels.assembly import REMAINDER_CONSTANTS, family_text, tap_loops, tile_function
-from intaglio.kernels.avx2.ymm_epilogue import Pair, epilogue, load_biases
+from intaglio.kernels.assembly import family_text, tap_loops, tile_function
+from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, Pair, epilogue, load_biases
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
@@ -65,7 +65,7 @@ def _steps(pixels: Sequence[Pair], pointers: Sequence[str], count: int) -> list[
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Return the text of a family."""
-    return family_text(family, texts, AVXVNNI_REGISTERS, REMAINDER_CONSTANTS)
+    return family_text(family, texts, AVXVNNI_REGISTERS, EPILOGUE_CONSTANTS)
 
 
-AVXVNNI = Isa("avxvnni", AVXVNNI_MAX_TILE_ROWS, False, ".s", emit, join)
+AVXVNNI = Isa("avxvnni", AVXVNNI_MAX_TILE_ROWS, True, ".s", emit, join)
