@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from intaglio.kernels.assembly import family_text, tap_loops, tile_function
+from intaglio.kernels.assembly import family_text, field, tap_loops, tile_function
 from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, Pair, epilogue, load_biases
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
@@ -23,7 +23,8 @@ AVXVNNI_MAX_TILE_ROWS = {1: 7}
 AVXVNNI_REGISTERS = """
 AVX-VNNI, System V. rdi: struct Tile.
 Products: rsi weights, rax activations, rbp those of the fourth pixel, rbx bytes between pixels, r15 three times that,
-rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps. ymm0 weights, ymm1 activations, ymm2-15 two
+rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps; r8 from weights to those to prefetch. ymm0
+weights, ymm1 activations, ymm2-15 two
 accumulators a pixel, from ymm15 on.
 Epilogue: rax limits, r8 factors, rdx result, rcx residual operand, r9 its factors, rsi, rbx their remainders, r10
 channels to write. ymm0 scratch, ymm1 zero point of the residual operand, ymm2-3 bounds.
@@ -44,7 +45,10 @@ def emit(spec: TileSpec) -> str:
     pointers = ("%rax", "%rbp")[: 1 + (spec.rows > 3)]
     start = ["mov %rdx,%rax", "lea (%rdx,%r15),%rbp"][: len(pointers)]
     one, several = (_steps(pixels, pointers, count) for count in (1, STEPS))
-    lines = [*load_biases(pixels), *tap_loops(start, one, several, STEPS)]
+    # Every fourth step prefetches one cache line, another one for every tile, so that the next panel is cached in time.
+    several.insert(0, "prefetcht1 (%rsi,%r8)")
+    ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%r8", f"addq $64,{field('ahead')}"]
+    lines = [*load_biases(pixels), *ahead, *tap_loops(start, one, several, STEPS)]
     if spec.rows < AVXVNNI_MAX_TILE_ROWS[1]:
         return tile_function(spec, [*lines, *epilogue(spec, pixels)])
     lines += [f"vmovdqu {sums},{address}" for sums, address in zip(pixels[-1], BELOW_STACK, strict=True)]
