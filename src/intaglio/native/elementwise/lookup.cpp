@@ -25,26 +25,35 @@ __attribute__((target("avx512bw,avx512vbmi"))) static void look_up_vectors(const
 // the index decreases by 16 from each shuffle to the next. Shuffle j has part j of the table XOR part j - 1, so
 // the XOR of all results is the entry of the last part whose index was not negative. Values from 128 on are negative
 // until their high bit is flipped.
+static inline __m256i look_up_vector(__m256i low, const __m256i* change) {
+    const __m256i sixteen = _mm256_set1_epi8(16);
+    __m256i high = _mm256_xor_si256(low, _mm256_set1_epi8(-128)), found = _mm256_setzero_si256();
+    for (int j = 0; j < 8; ++j) {
+        found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
+        found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
+        low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
+    }
+    return found;
+}
+
 static inline void look_up_vectors(const uint8_t* from, uint8_t* to, int64_t pixels, int64_t stride, int64_t channels,
                                    const uint8_t* table) {
-    const __m256i sixteen = _mm256_set1_epi8(16);
+    enum { HALF = WIDE / 2 };
     __m256i change[16];
     for (int j = 0; j < 16; ++j) {
         const __m128i part = _mm_loadu_si128((const __m128i*)(table + 16 * j));
         const __m128i last = j % 8 ? _mm_loadu_si128((const __m128i*)(table + 16 * j - 16)) : _mm_setzero_si128();
         change[j] = _mm256_broadcastsi128_si256(_mm_xor_si128(part, last));
     }
+    // The channels of a tile fill half of a vector, so two pixels are looked up at once.
+    for (; channels == HALF && pixels > 1; pixels -= 2, from += 2 * stride, to += 2 * stride) {
+        const __m256i found =
+            look_up_vector(_mm256_loadu2_m128i((const __m128i*)(from + stride), (const __m128i*)from), change);
+        _mm256_storeu2_m128i((__m128i*)(to + stride), (__m128i*)to, found);
+    }
     for (int64_t x = 0; x < pixels; ++x, from += stride, to += stride)
-        for (int64_t i = 0; i < channels; i += WIDE) {
-            __m256i low = load_u8(from + i, channels - i), high = _mm256_xor_si256(low, _mm256_set1_epi8(-128));
-            __m256i found = _mm256_setzero_si256();
-            for (int j = 0; j < 8; ++j) {
-                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[j], low));
-                found = _mm256_xor_si256(found, _mm256_shuffle_epi8(change[8 + j], high));
-                low = _mm256_subs_epi8(low, sixteen), high = _mm256_subs_epi8(high, sixteen);
-            }
-            store_u8(to + i, found, channels - i);
-        }
+        for (int64_t i = 0; i < channels; i += WIDE)
+            store_u8(to + i, look_up_vector(load_u8(from + i, channels - i), change), channels - i);
 }
 #endif
 
