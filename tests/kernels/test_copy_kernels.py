@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from intaglio.native.compile import build, load
 from intaglio.plan.kernel_records import MAX_RUNS
-from support.matmul_library import EXPORT, RUNNABLE_ISAS
+from support.matmul_library import CPP_ISA_PARAMS, EXPORT
 
 SOURCE = f"""#include "elementwise/data_movement.h"
 {EXPORT} void run_copy(const struct Copy* c, int threads) {{
@@ -21,7 +21,7 @@ SOURCE = f"""#include "elementwise/data_movement.h"
 }}
 """
 TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-ISAS = pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+ISAS = pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 
 
 class Copy(ctypes.Structure):

@@ -10,7 +10,7 @@ from intaglio import numerics
 from intaglio.codegen.emitters.emit_steps import affine_bytes
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
-from support.matmul_library import EXPORT, RUNNABLE_ISAS, Memory
+from support.matmul_library import CPP_ISA_PARAMS, EXPORT, Memory
 
 CANARY = 0xA5
 WIDTHS = (*range(1, 36), 47, 48, 49, 224)
@@ -97,7 +97,7 @@ def quantized(
     return inside.transpose(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_float_rows_of_any_width_are_quantized(isa, order):
     for seed, width in enumerate(WIDTHS):
@@ -113,7 +113,7 @@ def test_float_rows_of_any_width_are_quantized(isa, order):
         np.testing.assert_array_equal(quantized(isa, x, order, given, 0, clipped), expected, f"width {width}")
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_every_channel_has_parameters_of_its_own(isa, order):
     for seed, width in enumerate(WIDTHS):
@@ -132,7 +132,7 @@ def test_every_channel_has_parameters_of_its_own(isa, order):
         )
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_bytes_of_any_width_are_moved(isa, order):
     for seed, width in enumerate(WIDTHS):

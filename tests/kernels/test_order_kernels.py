@@ -13,7 +13,7 @@ from intaglio.ir import DType, Op, TensorType
 from intaglio.native.compile import build, load
 from intaglio.ops.direct.along_axis import ARGSORT
 from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES
-from support.matmul_library import EXPORT, RUNNABLE_ISAS
+from support.matmul_library import CPP_ISA_PARAMS, EXPORT
 
 KEYS = {"float": np.float32, "int64_t": np.int64, "uint8_t": np.uint8}
 SOURCE = '#include "sequences/indexing.h"\n' + "".join(
@@ -23,7 +23,7 @@ SOURCE = '#include "sequences/indexing.h"\n' + "".join(
 """
     for name in KEYS
 )
-ISAS = pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+ISAS = pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 Axes = ctypes.c_int64 * MAX_INDEXED_AXES
 
 

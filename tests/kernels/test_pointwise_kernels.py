@@ -16,7 +16,7 @@ from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 from intaglio.ops import OPS
 from intaglio.ops.images.pool import adaptive_counts, pool_shape, window_counts
-from support.matmul_library import EXPORT, RUNNABLE_ISAS, SLACK, Image, Memory
+from support.matmul_library import CPP_ISA_PARAMS, EXPORT, SLACK, Image, Memory
 
 IMAGES = ("a", "b", "out")
 NUMBERS = (
@@ -212,7 +212,7 @@ SIZE = st.integers(1, 9)
 CHANNELS = st.integers(1, 200)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["add", "mul"]), st.sampled_from([0, 1, 2]), CHANNELS, ways())
 def test_pair_kernels_take_two_images_or_an_image_and_a_pixel(isa, data, kind, one, channels, how):
@@ -222,7 +222,7 @@ def test_pair_kernels_take_two_images_or_an_image_and_a_pixel(isa, data, kind, o
     check(isa, kind, arrays, [factors(data, draw, 1) for _ in range(2 if kind == "add" else 1)], how)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @settings(max_examples=2 * settings.default.max_examples)
 @given(st.data(), CHANNELS, ways())
 def test_sums_may_have_a_factor_per_channel(isa, data, channels, how):
@@ -231,7 +231,7 @@ def test_sums_may_have_a_factor_per_channel(isa, data, channels, how):
     check(isa, "add", arrays, [factors(data, draw, 1), factors(data, draw, channels)], how, axis=1)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("kind", ["add", "mul"])
 @pytest.mark.parametrize("channels", [4095, 4096, 4097, 8200])
 def test_a_pixel_of_more_channels_than_there_are_terms(isa, kind, channels):
@@ -241,7 +241,7 @@ def test_a_pixel_of_more_channels_than_there_are_terms(isa, kind, channels):
     check(isa, kind, arrays, constants, Quantization((3, 200, 100), threads=2))
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["affine", "prelu", "layer_norm", "clamp", "table"]), CHANNELS, ways())
 def test_one_image_may_have_constants_per_channel(isa, data, kind, channels, how):
@@ -254,7 +254,7 @@ def test_one_image_may_have_constants_per_channel(isa, data, kind, channels, how
     check(isa, kind, arrays, constants, how, **({"axis": 1} if kind == "affine" else {}))
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("kind", ["mul", "affine", "prelu"])
 def test_a_vector_may_begin_at_any_channel(isa, kind):
     """Constants go on behind the last channel, and end where a page does."""
@@ -266,7 +266,7 @@ def test_a_vector_may_begin_at_any_channel(isa, kind):
         check(isa, kind, [image, pixel][: 2 if kind == "mul" else 1], given, Quantization((90, 40, 120)), axis=1)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), st.sampled_from(["max_pool2d", "avg_pool2d"]), CHANNELS, ways())
 def test_pools_of_windows_that_leave_the_image_on_any_side(isa, data, kind, channels, how):
@@ -287,7 +287,7 @@ def test_pools_of_windows_that_leave_the_image_on_any_side(isa, data, kind, chan
     check(isa, kind, arrays, table, how, **attrs)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @settings(max_examples=3 * settings.default.max_examples)
 @given(st.data(), CHANNELS, ways())
 def test_means_over_parts_of_an_image_run_in_int8(isa, data, channels, how):
@@ -298,7 +298,7 @@ def test_means_over_parts_of_an_image_run_in_int8(isa, data, channels, how):
     check(isa, "adaptive_avg_pool2d", arrays, [table], how, size=size)
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("channels", [1, 3, 8, 16, 24, 32, 48, 64, 65, 96, 144, 192])
 @pytest.mark.parametrize("value", [None, 255])
 def test_threads_sum_one_large_image_together(isa, channels, value):

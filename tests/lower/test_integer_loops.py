@@ -15,7 +15,7 @@ from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace
 from intaglio.plan.loops.loop_stages import magnitudes
 from support.float_loops import C, LoopGraph, N, equal, random_rows, write_quantize
 from support.lowering import tensors
-from support.matmul_library import RUNNABLE_ISAS
+from support.matmul_library import CPP_ISA_PARAMS
 from support.slow_params import slow_params
 
 F32, U8 = DType.F32, DType.U8
@@ -59,7 +59,7 @@ def test_loops_with_float_inputs_or_results_do_not_become_tables(name):
     assert "loop" in {op.kind for op in graph.ops}
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 def test_a_quantized_gelu_uses_the_approximation_of_layer_epilogues(isa):
     """Its own where floats of it are stored too; within one step of the exact function, NaN the zero point."""
     net = LoopGraph(x=TensorType((N, C), F32))
@@ -97,7 +97,7 @@ def test_value_bounds_follow_from_quantized_operands():
     assert sizes == {"dequantize": 77.5, "sub": 79.5, "tanh": 1.0, "add": None, "quantize": None}
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize("zero", [100, *slow_params(0, 255, reason="zero points at the ends")])
 def test_quantize_without_bounds_checks_gives_the_same_values(isa, zero):
     """Of both ends, and of what lies far outside of them."""
@@ -115,7 +115,7 @@ def test_quantize_without_bounds_checks_gives_the_same_values(isa, zero):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 @pytest.mark.parametrize(
     ("shape", "axis"), [((1100, 4096), 1), *slow_params(((2051, 2049), None), reason="another shape past the caches")]
 )

@@ -16,7 +16,7 @@ from intaglio.ir import DType, Graph, Op, TensorType, symbol
 from intaglio.ops import check_graph
 from support.float_loops import LoopGraph, equal
 from support.lowering import assert_equal_quantized, kinds, quantized
-from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
+from support.matmul_library import BEST_ISA_PARAMS, CPP_ISA_PARAMS
 from support.nets import Body, randomize
 
 INT8 = Recipe.of({"type:Embedding*": {"embeddings": "int8"}})
@@ -159,7 +159,7 @@ def every_width() -> LoopGraph:
     return net
 
 
-@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
+@pytest.fixture(scope="module", params=CPP_ISA_PARAMS)
 def widths(request):
     lowered = every_width().lowered()
     return lowered, stages.compile(lowered, isa=request.param)

@@ -16,7 +16,7 @@ from intaglio.ops import check_graph
 from intaglio.ops.embedding import MODES
 from support.float_loops import LoopGraph, equal
 from support.lowering import assert_equal_quantized, kinds, lowered, quantized
-from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
+from support.matmul_library import BEST_ISA_PARAMS, CPP_ISA_PARAMS
 from support.nets import Body, randomize
 from support.programs import threads
 from support.slow_params import slow_params_except
@@ -46,7 +46,7 @@ def every_bag() -> LoopGraph:
     return net
 
 
-@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
+@pytest.fixture(scope="module", params=CPP_ISA_PARAMS)
 def bags(request):
     graph = every_bag().lowered()
     return graph, stages.compile(graph, isa=request.param)

@@ -26,7 +26,7 @@ from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support.integer_graphs import Net
 from support.lowering import ROUNDED, assert_equal_quantized, kinds, lowered, quantized, sqnr, tensors
-from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
+from support.matmul_library import BEST_ISA_PARAMS, CPP_ISA_PARAMS
 from support.nets import Body, randomize
 from support.programs import threads
 from support.slow_params import slow_params
@@ -69,7 +69,7 @@ extern "C" __attribute__((visibility("default"))) void each_{name}(int64_t n, co
 NUMBERS = st.floats(width=32, allow_nan=False)
 
 
-@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
+@pytest.fixture(scope="module", params=CPP_ISA_PARAMS)
 def twin(request):
     library = load(build(TWIN, name="functions_twin", isa=request.param))
 

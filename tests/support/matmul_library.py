@@ -22,6 +22,7 @@ from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 from intaglio.native.units import TranslationUnit
 from support import software_tiles
+from support.slow_params import slow_params_except
 
 HAS_VBMI = "avx512vbmi" in machine.read_flags(machine.CPUINFO.read_text())
 """Whether this machine runs the kernels that look up quantized values."""
@@ -30,6 +31,12 @@ RUNNABLE_ISAS = [name for name in machine.isas() if name in ISAS]
 SOFTWARE_ISAS = ["amx_int8"] * ("avx512vnni" in RUNNABLE_ISAS and "amx_int8" not in RUNNABLE_ISAS)
 """Instruction sets whose kernels run in part in software (software_tiles.cpp), because this machine does not have
 them."""
+CPP_ISA_PARAMS = slow_params_except(
+    *[isa for isa in RUNNABLE_ISAS if isa != "avxvnni"],
+    of=RUNNABLE_ISAS,
+    reason="what is written in C++ is the same for AVX-VNNI as for AVX2",
+)
+"""Parameters for tests of kernels that are written in C++."""
 BEST_ISA_PARAMS = [
     *RUNNABLE_ISAS[:1],
     *(

@@ -20,7 +20,7 @@ from intaglio.ops import check_graph
 from intaglio.runtime.threads import segment_costs
 from support.float_loops import LoopGraph, equal
 from support.lowering import kinds, quantized
-from support.matmul_library import RUNNABLE_ISAS
+from support.matmul_library import CPP_ISA_PARAMS, RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import threads
 from support.slow_params import slow_params, slow_params_except
@@ -54,7 +54,7 @@ def every_layer() -> LoopGraph:
     return net
 
 
-@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
+@pytest.fixture(scope="module", params=CPP_ISA_PARAMS)
 def every(request):
     graph = every_layer().lowered()
     return graph, stages.compile(graph, isa=request.param)
@@ -107,7 +107,7 @@ def test_products_are_summed_in_the_order_of_the_inputs():
     assert (found != by_hand(reversed(range(40)))).any()
 
 
-@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+@pytest.mark.parametrize("isa", CPP_ISA_PARAMS)
 def test_every_float16_becomes_the_float32_it_is(isa):
     halves = np.arange(2**16).astype(np.uint16).view(np.float16)
     net = LoopGraph(x=TensorType((symbol("n"), 1), F32))

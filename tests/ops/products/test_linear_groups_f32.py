@@ -11,7 +11,7 @@ from intaglio.ir import DType, Graph, Op, TensorType, symbol
 from intaglio.numerics import float_math
 from intaglio.ops import check_graph
 from support.float_loops import LoopGraph, equal
-from support.matmul_library import RUNNABLE_ISAS
+from support.matmul_library import CPP_ISA_PARAMS
 from support.programs import threads
 
 F32, S8 = DType.F32, DType.S8
@@ -44,7 +44,7 @@ def every_layer() -> LoopGraph:
     return net
 
 
-@pytest.fixture(scope="module", params=RUNNABLE_ISAS)
+@pytest.fixture(scope="module", params=CPP_ISA_PARAMS)
 def every(request):
     graph = every_layer().lowered()
     return graph, stages.compile(graph, isa=request.param)
