@@ -51,10 +51,15 @@ HARD = {
 
 
 def quantizing(lines: Iterable[Line]) -> Table:
-    """Return seconds and GB of every engine, from the newest line of each network with OpenVINO and an idle machine."""
+    """Return seconds and GB of every engine, from the newest line of each network with OpenVINO and an idle machine.
+
+    Lines of machines with AMX are left out, so that all cells of a row are from one kind of machine.
+    """
     found: dict[str, Line] = {}
     for line in lines:
         results = line["results"]
+        if "amx_int8" in line["cpu"].get("flags", ()):
+            continue
         for network in NETWORKS:
             if results.get("idle") and f"{network}/openvino" in results:
                 found |= {key: one for key, one in results.items() if key.startswith(f"{network}/")}
