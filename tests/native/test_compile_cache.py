@@ -150,6 +150,23 @@ def test_the_library_that_is_built_in_the_background_is_compiled_once(fresh_cach
     assert len(counting_compiler.read_text().split()) == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+def test_compilers_in_the_background_have_a_lower_priority(fresh_cache, tmp_path, monkeypatch):
+    seen = tmp_path / "niceness"
+    monkeypatch.setenv("CXX", str(script(tmp_path / "shows_niceness", f'nice >> {seen}\nexec g++ "$@"')))
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def build_in_background() -> None:
+        compiler.yield_cores()
+        build(answer(9), name="background", isa="portable")
+
+    thread = threading.Thread(target=build_in_background)
+    thread.start()
+    thread.join()
+    assert int(seen.read_text().split()[-1]) == max(own, compiler.BACKGROUND_NICENESS)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
 def test_threads_that_build_the_same_text_compile_it_once(fresh_cache, counting_compiler):
     with ThreadPoolExecutor(8) as pool:
         paths = set(pool.map(lambda _: build(answer(5), name="threads", isa="portable"), range(8)))

@@ -53,8 +53,8 @@ class Isa:
         suffix: Suffix of a file with kernels.
         tile: Prints one GEMM kernel.
         join: Prints a family from the texts of its kernels.
-        depthwise: Prints one depthwise kernel; ``None`` if depthwise convolutions are loops that the compiler
-            vectorizes.
+        depthwise: Prints one depthwise kernel; ``None`` if the library computes depthwise convolutions
+            without microkernels (native/products/depthwise.h).
         lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
             without such kernels.
         has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.

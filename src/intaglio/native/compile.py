@@ -306,7 +306,9 @@ def yield_cores() -> None:
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+            own = threading.get_native_id()
+            niceness = max(os.getpriority(os.PRIO_PROCESS, own), BACKGROUND_NICENESS)
+            os.setpriority(os.PRIO_PROCESS, own, niceness)
 
 
 def _share_priority(process: subprocess.Popen[str]) -> None:

@@ -57,11 +57,11 @@ class DepthwiseKernel:
 
 @dataclass(frozen=True)
 class DepthwiseLoops:
-    """A depthwise convolution as loops that the compiler vectorizes."""
+    """A depthwise convolution without microkernels."""
 
     def text(self) -> str:
         """Return a description for the text of a plan."""
-        return "depthwise loops that the compiler vectorizes"
+        return "depthwise loops of the library"
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ MACS_PER_SECOND: Mapping[str, float] = {
     IsaName.PORTABLE: 7.3e9,
 }
 """Rate of one thread in convolutions of 16 channels or more (CIFAR ResNet-20 and ResNet-18). Those of AArch64 are
-assumed, not measured; that of AMX was measured on a Xeon."""
+assumed, not measured; those of AMX and AVX-VNNI were measured on a Xeon, the latter rounded down (ResNet-50: 177e9)."""
 
 BYTES_PER_SECOND = 24e9
 """Rate at which one thread reads and writes activations in addition. Quantize reaches 44e9, max_pool 80e9, and the

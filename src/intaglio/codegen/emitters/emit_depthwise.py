@@ -99,7 +99,7 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
 
 
 def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
-    """Print a `struct DepthwisePlain`, for loops that the compiler vectorizes.
+    """Print a `struct DepthwisePlain`, which the library computes without microkernels.
 
     They are used for instruction sets without depthwise kernels and for dilated columns. Weights are packed as [kernel
     y, kernel x, channel].

@@ -134,7 +134,7 @@ def _quantized_pair(spec: TileSpec, first: Pair, second: Pair) -> list[str]:
     packed, order = first
     lines = [*_words(spec, *first), *_words(spec, *second), f"vpackuswb {second[0]},{packed},{packed}"]
     lines += [f"vmovdqa intaglio_pixels(%rip),{order}", *_clamped(spec, packed), f"vpermd {packed},{order},{packed}"]
-    lines += [*_store_bytes(_xmm(packed), "rdx", [f"vextracti128 $1,{packed},{_xmm(second[0])}"])]
+    lines += [f"vextracti128 $1,{packed},{_xmm(second[0])}", *_store_bytes(_xmm(packed), "rdx")]
     return [*lines, f"add {field('out_pixel')},%rdx", *_store_bytes(_xmm(second[0]), "rdx")]
 
 
@@ -143,13 +143,11 @@ def _remainders(spec: TileSpec, low: str, high: str) -> list[str]:
     lines = [f"vpbroadcastd {limit('zero_point')},{SCRATCH}"] * (not spec.saturates)
     for half in (low, high):
         lines += [f"vcvtps2dq {half},{half}", *[f"vpaddd {SCRATCH},{half},{half}"] * (not spec.saturates)]
-    lower = "vpaddusw", "zero_point16"
-    if not spec.saturates:
-        lower = "vpmaxuw", "low16"
+    lower = f"vpaddusw {limit('zero_point16')}" if spec.saturates else f"vpmaxuw {limit('low16')}"
     lines += [
         f"vpackusdw {high},{low},{low}",
         f"vpermq $0xd8,{low},{low}",
-        f"{lower[0]} {limit(lower[1])},{low},{low}",
+        f"{lower},{low},{low}",
         f"vpminuw {limit('high16')},{low},{low}",
         *split(low, high),
     ]
@@ -159,21 +157,15 @@ def _remainders(spec: TileSpec, low: str, high: str) -> list[str]:
     return lines
 
 
-def _store_bytes(packed: str, pointer: str, before: Sequence[str] = ()) -> list[str]:
-    """Return the lines that store 16 quantized values, or fewer in pieces, which changes the register.
-
-    Args:
-        packed: The register with the values.
-        pointer: The register with the address.
-        before: Lines that need the register as it is.
-    """
+def _store_bytes(packed: str, pointer: str) -> list[str]:
+    """Return the lines that store 16 quantized values, or fewer in pieces, which changes the register."""
     pieces = [
         (8, [f"vmovq {packed},(%r11)", f"vpsrldq $8,{packed},{packed}"]),
         (4, [f"vmovd {packed},(%r11)", f"vpsrldq $4,{packed},{packed}"]),
         (2, [f"vpextrw $0,{packed},(%r11)", f"vpsrldq $2,{packed},{packed}"]),
         (1, [f"vpextrb $0,{packed},(%r11)"]),
     ]
-    return [*before, *_store([f"vmovdqu {packed},(%{pointer})"], pieces, 1, pointer)]
+    return _store([f"vmovdqu {packed},(%{pointer})"], pieces, 1, pointer)
 
 
 def _floats(low: str, high: str) -> list[str]:

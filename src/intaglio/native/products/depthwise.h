@@ -1,4 +1,4 @@
-// Depthwise convolutions: microkernels for tiles of output pixels, or plain loops that the compiler vectorizes.
+// Depthwise convolutions: microkernels for tiles of output pixels, 256-bit vectors, or plain loops.
 
 #pragma once
 
@@ -100,33 +100,34 @@ struct DepthwisePlain {
 
 #if defined(__AVX2__)
 enum {
-    CHANNELS_ONCE = 16,  // channels at a time
-    MOST_TAPS = 64,      // most taps; larger kernels run in the loops below
-    PIXELS_ONCE = 32     // pixels whose float32 results are computed before a function reads them
+    BLOCK_CHANNELS = 16,  // channels that are computed together
+    MOST_TAPS = 64,       // larger kernels run in the loops of `depthwise_plain`
+    BLOCK_PIXELS = 32     // pixels whose float32 results are computed before a function reads them
 };
 
-// Weights of two taps for 16 channels, widened and side by side: channels 0 to 3 and 8 to 11, and the others.
-struct TapPair {
+// Values of 16 channels: those of channels 0 to 3 and 8 to 11, and those of the others. Byte products are added in this
+// order. Of weights, each number is a pair of 16-bit numbers, the weights of two taps.
+struct ChannelHalves {
     __m256i low, high;
 };
 
-// Return the parts of two vectors of 8 numbers that belong to the sums of a `TapPair`.
+// Return the halves of 16 numbers in two vectors, and the other way round: each function undoes itself.
 static inline __m256i low_parts(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
 static inline __m256i high_parts(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
 
 // Copy the values of up to 16 channels; the others become 0.
 static inline void copy_lanes(void* to, const void* from, int64_t lanes, int64_t bytes) {
-    memset(to, 0, (size_t)(CHANNELS_ONCE * bytes));
+    memset(to, 0, (size_t)(BLOCK_CHANNELS * bytes));
     memcpy(to, from, (size_t)(lanes * bytes));
 }
 
 // Pair the weights of all taps for `lanes` channels from `c` on. An odd last tap is paired with zeros.
-static inline void pair_taps(const struct DepthwisePlain* d, int64_t c, int64_t lanes, struct TapPair* pairs) {
+static inline void pair_taps(const struct DepthwisePlain* d, int64_t c, int64_t lanes, struct ChannelHalves* pairs) {
     const int64_t taps = d->taps_y * d->taps_x;
     for (int64_t t = 0; t < taps; t += 2) {
         __m256i wide[2];
         for (int64_t i = 0; i < 2; ++i) {
-            int8_t some[CHANNELS_ONCE] = {0};
+            int8_t some[BLOCK_CHANNELS] = {0};
             if (t + i < taps) memcpy(some, d->weights + (t + i) * d->in.pixel + c, (size_t)lanes);
             wide[i] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)some));
         }
@@ -136,8 +137,8 @@ static inline void pair_taps(const struct DepthwisePlain* d, int64_t c, int64_t 
 }
 
 // Add the products of all taps of one output pixel to sums. `taps` are the places of the taps behind `from`.
-static inline struct TapPair add_taps(struct TapPair sums, const uint8_t* from, const int64_t* taps, int64_t count,
-                                      const struct TapPair* pairs) {
+static inline struct ChannelHalves add_taps(struct ChannelHalves sums, const uint8_t* from, const int64_t* taps,
+                                            int64_t count, const struct ChannelHalves* pairs) {
     for (int64_t t = 0; t < count; t += 2) {
         const __m256i a = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from + taps[t])));
         const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(from + taps[t + 1])));
@@ -169,8 +170,8 @@ static inline __m128i quantize_sums(__m256 low, __m256 high, const struct Limits
 // Compute `lanes` channels from `c` on of line `y` of image `n`. `taps` are the places of the taps behind the first.
 static inline void depthwise_lanes(const struct DepthwisePlain* d, int64_t n, int64_t y, int64_t c, int64_t lanes,
                                    const int64_t* taps) {
-    struct TapPair pairs[MOST_TAPS / 2], factors, biases;
-    float real[PIXELS_ONCE * CHANNELS_ONCE] __attribute__((aligned(32)));
+    struct ChannelHalves pairs[MOST_TAPS / 2], factors, biases;
+    float real[BLOCK_PIXELS * BLOCK_CHANNELS] __attribute__((aligned(32)));
     __m256i bias[2], factor[2];
     const int64_t count = d->taps_y * d->taps_x, width = d->out.width, step = d->stride_x * d->in.pixel;
     const int64_t first = (n * d->out.height + y) * width;
@@ -182,27 +183,27 @@ static inline void depthwise_lanes(const struct DepthwisePlain* d, int64_t n, in
     biases.low = low_parts(bias[0], bias[1]), biases.high = high_parts(bias[0], bias[1]);
     factors.low = low_parts(factor[0], factor[1]), factors.high = high_parts(factor[0], factor[1]);
     for (int64_t x = 0; x < width; ++x, from += step) {
-        const struct TapPair sums = add_taps(biases, from, taps, count, pairs);
+        const struct ChannelHalves sums = add_taps(biases, from, taps, count, pairs);
         const __m256 low = scaled_sums(sums.low, factors.low), high = scaled_sums(sums.high, factors.high);
         if (!staged) {
             uint8_t* out = at(&d->out, n, y, x) + c;
             const __m128i bytes = quantize_sums(low, high, d->limits);
-            if (lanes == CHANNELS_ONCE)
+            if (lanes == BLOCK_CHANNELS)
                 _mm_storeu_si128((__m128i*)out, bytes);
             else
                 memcpy(out, &bytes, (size_t)lanes);
             continue;
         }
-        const int64_t place = x % PIXELS_ONCE, pixels = place + 1;
+        const int64_t place = x % BLOCK_PIXELS, pixels = place + 1;
         const __m256i a = _mm256_castps_si256(low), b = _mm256_castps_si256(high);
-        _mm256_store_si256((__m256i*)(real + place * CHANNELS_ONCE), low_parts(a, b));
-        _mm256_store_si256((__m256i*)(real + place * CHANNELS_ONCE + 8), high_parts(a, b));
-        if (pixels < PIXELS_ONCE && x + 1 < width) continue;
+        _mm256_store_si256((__m256i*)(real + place * BLOCK_CHANNELS), low_parts(a, b));
+        _mm256_store_si256((__m256i*)(real + place * BLOCK_CHANNELS + 8), high_parts(a, b));
+        if (pixels < BLOCK_PIXELS && x + 1 < width) continue;
         uint8_t* out = at(&d->out, n, y, x - place) + c;
         if (d->activation.run)
-            d->activation.run(&d->activation, real, CHANNELS_ONCE, pixels, out, d->out.pixel, lanes);
+            d->activation.run(&d->activation, real, BLOCK_CHANNELS, pixels, out, d->out.pixel, lanes);
         else
-            d->epilogue.take(d->epilogue.run, (uint8_t*)real, 4 * CHANNELS_ONCE, first + x - place, pixels, c, lanes);
+            d->epilogue.take(d->epilogue.run, (uint8_t*)real, 4 * BLOCK_CHANNELS, first + x - place, pixels, c, lanes);
     }
     if (d->table.look_up) d->table.look_up(at(&d->out, n, y, 0) + c, width, d->out.pixel, lanes, d->table.entries);
 }
@@ -214,8 +215,8 @@ static inline void depthwise_lines(const struct DepthwisePlain* d, int64_t begin
         for (int64_t kx = 0; kx < d->taps_x; ++kx)
             taps[count++] = ky * d->dilation_y * d->in.line + kx * d->dilation_x * d->in.pixel;
     for (int64_t r = begin; r < end; ++r)
-        for (int64_t c = 0; c < d->in.pixel; c += CHANNELS_ONCE) {
-            const int64_t lanes = d->in.pixel - c < CHANNELS_ONCE ? d->in.pixel - c : CHANNELS_ONCE;
+        for (int64_t c = 0; c < d->in.pixel; c += BLOCK_CHANNELS) {
+            const int64_t lanes = d->in.pixel - c < BLOCK_CHANNELS ? d->in.pixel - c : BLOCK_CHANNELS;
             depthwise_lanes(d, r / d->out.height, r % d->out.height, c, lanes, taps);
         }
 }
