@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio.codegen.context import CONSTANT_ALIGNMENT, FIRST_BYTES, Blob
+from intaglio.codegen.context import CONSTANT_ALIGNMENT, HUGE_PAGE, Blob
 from intaglio.runtime.artifact import aligned
 from support import nets
 from support.int8_models import assert_same, compiled, picture
@@ -31,7 +31,7 @@ def test_equal_bytes_are_stored_once_whatever_their_type():
 
 
 def test_the_constant_buffer_grows():
-    blob, piece = Blob(), np.arange(FIRST_BYTES // 8 + 1)
+    blob, piece = Blob(), np.arange(HUGE_PAGE // 8 + 1)
     for i in range(8):
         blob.add(piece + i)
     whole = blob.array()

@@ -10,7 +10,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from intaglio import numerics
-from intaglio.ir import Dim, DType, Graph, Input, Op, Origin, Output, QParams, Signature, TensorType, evaluate, symbol
+from intaglio.ir import (
+    Dim,
+    DType,
+    Graph,
+    Input,
+    Op,
+    Origin,
+    Output,
+    Packing,
+    QParams,
+    Signature,
+    TensorType,
+    evaluate,
+    symbol,
+)
 from intaglio.lower import Lowered
 from intaglio.ops import OPS, run_op, verify
 from intaglio.ops.dynamic_quant import per_token_accumulator_qparams, per_token_qparams, quantize_dynamic, scales_shape
@@ -111,17 +125,33 @@ class Net:
         }
         return self._matmul("conv2d", x, (outputs, self.types[x].shape[1] // groups, *kernel), 1, attrs, tail)
 
-    def linear(self, x: str, outputs: int, **tail: Any) -> str:
+    def linear(self, x: str, outputs: int, group: int = 0, **tail: Any) -> str:
+        """linear and its tail, see `_tail`. ``group``: size of the groups of 4-bit weights; 0 for int8 weights."""
         shape = self.types[x].shape
-        return self._matmul("linear", x, (outputs, shape[-1]), len(shape) - 1, {}, tail)
+        return self._matmul("linear", x, (outputs, shape[-1]), len(shape) - 1, {}, tail, group)
 
-    def _matmul(self, kind: str, x: str, shape: tuple[int, ...], axis: int, attrs: dict, tail: dict) -> str:
-        weight = self._constant(self.draw.integers(-127, 128, shape).astype(np.int8), DType.S8)
+    def _matmul(
+        self, kind: str, x: str, shape: tuple[int, ...], axis: int, attrs: dict, tail: dict, group: int = 0
+    ) -> str:
+        weight = self._int4(shape, group) if group else self._int8(shape)
         bias = self._constant(self.draw.integers(-3000, 3000, shape[0]).astype(np.int32), DType.I32)
         scales = self.draw.uniform(0.001, 0.003, shape[0]).astype(np.float32)
         unit = tuple(map(float, numerics.accumulator_scale(self.types[x].qparams.step, scales)))
         q = QParams(unit, (0,) * shape[0], -(2**31), 2**31 - 1, axis)
         return self._tail(self._op(kind, [x, weight, bias], DType.I32, q, **attrs), np.array(unit), axis, **tail)
+
+    def _int8(self, shape: tuple[int, ...]) -> str:
+        return self._constant(self.draw.integers(-127, 128, shape).astype(np.int8), DType.S8)
+
+    def _int4(self, shape: tuple[int, ...], group: int) -> str:
+        """A weight of 4 bits, with a multiple for each group of inputs; some groups are all at one end."""
+        rows, inputs = shape
+        multiples = self.draw.integers(1, 16, (rows, -(-inputs // group)))
+        values = self.draw.choice([-8, 7, *range(-8, 8)], shape)
+        values[: rows // 4] = self.draw.choice([-8, 7])
+        weight = self._constant((values * np.repeat(multiples, group, 1)[:, :inputs]).astype(np.int8), DType.S8)
+        self.types[weight] = replace(self.types[weight], packing=Packing(4, -8, group))
+        return weight
 
     def _tail(
         self,
@@ -157,11 +187,10 @@ class Net:
         self.value[quantized], self.value[scales] = quantize_dynamic(self.value[x], mode)
         return quantized, scales
 
-    def linear_rows(self, quantized: str, scales: str, outputs: int) -> str:
+    def linear_rows(self, quantized: str, scales: str, outputs: int, group: int = 0) -> str:
         """A linear layer on rows, dequantized."""
-        weight = self._constant(
-            self.draw.integers(-127, 128, (outputs, self.types[quantized].shape[-1])).astype(np.int8), DType.S8
-        )
+        shape = (outputs, self.types[quantized].shape[-1])
+        weight = self._int4(shape, group) if group else self._int8(shape)
         start = self._constant(np.zeros(outputs, np.int32), DType.I32)
         columns = self._constant(self.draw.uniform(0.001, 0.003, outputs).astype(np.float32), DType.F32)
         bias = self._constant(self.draw.normal(size=outputs).astype(np.float32), DType.F32)

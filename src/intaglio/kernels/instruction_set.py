@@ -6,7 +6,7 @@ Kernels that differ only in size form a `KernelFamily`: a table of functions tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from intaglio.kernels.depthwise_spec import DepthwiseSpec
@@ -58,6 +58,8 @@ class Isa:
         lookup_condition: C expression that tells whether this machine supports kernels with lookup tables; empty
             without such kernels.
         has_setup: Kernels configure registers, and keep the configuration in a `struct TileSetup`.
+        int4_tile_rows: Maximum number of tile rows for each number of blocks, of kernels for 4-bit weights; empty
+            without such kernels.
         split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
     """
@@ -71,6 +73,7 @@ class Isa:
     depthwise: Callable[[DepthwiseSpec], str] | None = None
     lookup_condition: str = ""
     has_setup: bool = False
+    int4_tile_rows: Mapping[int, int] = field(default_factory=dict)
     split_channels_below: int = LARGEST_SIZE
 
     @property
@@ -92,7 +95,8 @@ class Isa:
 
     def tiles(self, spec: TileSpec) -> KernelFamily:
         """Return the family of a kernel: all heights, indexed by height."""
-        heights = range(1, self.max_tile_rows[spec.blocks] + 1)
+        most = self.int4_tile_rows if spec.int4 else self.max_tile_rows
+        heights = range(1, most[spec.blocks] + 1)
         return KernelFamily(spec.family, "TileKernel", (None, *(replace(spec, rows=rows) for rows in heights)))
 
     def specs(self) -> Iterator[TileSpec]:

@@ -57,6 +57,9 @@ LIMITS_FIELDS = {
 }
 """Byte offsets of the fields of ``struct Limits``."""
 
+INT4_GROUP, INT4_CHANNELS, INT4_LINE = 32, 64, 64
+"""Input channels that share a multiple in panels of 4-bit weights; input channels of a line of multiples, and its
+bytes. Constants with these names in native/products/int4_weights.h."""
 
 SETUP_FIELDS = {name: 8 * index for index, name in enumerate(("blocks", "rows", "first", "run", "steps", "step_run"))}
 """Byte offsets of the fields of ``struct TileSetup``."""
@@ -77,6 +80,7 @@ class TileSpec:
         looks_up: Quantized values are mapped by a lookup table before they are stored; the table includes the clamp.
         remainder: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
         residual_remainder: The residual operand has 16 bits in this form, with any zero point.
+        int4: Weights have 4 bits, with a multiple for each group of ``INT4_GROUP`` input channels of an output channel.
     """
 
     rows: int
@@ -87,6 +91,7 @@ class TileSpec:
     looks_up: bool = False
     remainder: bool = False
     residual_remainder: bool = False
+    int4: bool = False
 
     @property
     def name(self) -> str:
@@ -107,6 +112,7 @@ class TileSpec:
             "table": self.looks_up,
             "rest": self.remainder,
             "of_rest": self.residual_remainder,
+            "int4": self.int4,
         }
         return "".join(f"_{mark}" for mark, has in marks.items() if has)
 

@@ -160,6 +160,7 @@ class OpDef:
         sums_image: Threads may sum one image together if the result is one pixel.
         scratch: 64-byte lines of scratch memory that each thread needs.
         shared_scratch: 64-byte lines of scratch memory that all threads share.
+        why_not_int4: Return why a call's weight is not read in 4 bits, or ``None``.
         direct: The kernel reads and writes tensors as the model has them; no recipe quantizes them.
         kernel: Kernel family; ``None`` for a host operator.
         emit: Key of the emitter if it is not that of the family.
@@ -213,6 +214,7 @@ class OpDef:
     sums_image: bool = False
     scratch: Callable[[Op, Mapping[str, TensorType]], Dim] = lambda op, types: 0
     shared_scratch: Callable[[Op, Mapping[str, TensorType]], Dim] = lambda op, types: 0
+    why_not_int4: Callable[[Op, Mapping[str, TensorType]], str | None] = lambda op, types: "it has no such kernel"
     direct: bool = False
     kernel: str | None = None
     emit: str = ""

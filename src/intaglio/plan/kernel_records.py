@@ -11,6 +11,27 @@ from intaglio.ops.movement.data_movement import Box
 
 
 @dataclass(frozen=True)
+class Int4Kernel:
+    """Kernels of a linear layer with 4-bit weights.
+
+    Attributes:
+        tile: Tile of calls with few rows, which expands weights in registers; ``None`` without such
+            kernels. Calls with more rows expand panels of weights to int8 in memory.
+    """
+
+    tile: TileSpec | None
+
+    @property
+    def few_rows(self) -> int:
+        """Return the number of rows up to which the tile is used."""
+        return 0 if self.tile is None else self.tile.rows
+
+    def text(self) -> str:
+        """Return a description for the text of a plan."""
+        return ", 4-bit weights" + (f", {self.tile.name} for up to {self.few_rows} rows" if self.tile else "")
+
+
+@dataclass(frozen=True)
 class TiledKernel:
     """Tiles of a product with constant weights.
 
@@ -19,17 +40,19 @@ class TiledKernel:
         permuted: Columns of the weights are permuted so that packing instructions restore their order.
         looks_up: The microkernel applies the lookup table of the step if the processor supports it.
         flat: All output pixels of all images are contiguous in memory.
+        int4: Kernels that read 4-bit weights; ``None`` for int8 weights.
     """
 
     tile: TileSpec
     permuted: bool
     looks_up: bool
     flat: bool
+    int4: Int4Kernel | None = None
 
     def text(self) -> str:
         """Return the kernel's name and how it is used."""
         more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
-        return self.tile.name + "".join(more)
+        return self.tile.name + "".join(more) + (self.int4.text() if self.int4 else "")
 
 
 @dataclass(frozen=True)

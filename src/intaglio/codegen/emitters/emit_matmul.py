@@ -13,14 +13,17 @@ from intaglio.codegen.emitters import emit_depthwise
 from intaglio.codegen.emitters.emit_depthwise import CHANNELS
 from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.emit_steps import fill_pair
+from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
+from intaglio.kernels.tile_spec import INT4_CHANNELS
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
+from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
 from intaglio.plan.buffers import nhwc_sizes
-from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, TiledKernel
+from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, Int4Kernel, TiledKernel
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces, weights_of
 from intaglio.plan.scheduling.value_bounds import result_bounds
@@ -77,7 +80,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     count = weights_of(anchor, context.graph)
     plan = _packing(anchor, piece, kernel, count)
     kernels, last_kernels = _kernels(context, plan, kernel.tile)
-    context.include("products/matmul.h")
+    context.include("products/int4_weights.h" if kernel.int4 else "products/matmul.h")
     code("struct Matmul m = {};")
     code(f"m.in = {_source(partition, context)};")
     if partition.epilogue is None:
@@ -86,18 +89,23 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code(f"m.out = {_sizes(anchor.output, not op_def(anchor).convolves, context)};")
         code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
+    _weights(code, context, plan, piece, kernel, anchor.attrs.get("groups", 1), count)
     _operands(code, partition, context, plan, piece, count)
     code(f"""
-        m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {_panel_bytes(plan, piece.weight)};
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
         m.kernels = {kernels}, m.last_kernels = {last_kernels};
         m.mask = {plan.mask:#x}, m.last_mask = {plan.last_mask:#x};
         m.split_channels_below = {schedule.split_channels_below}, m.chunk_bytes = {schedule.chunk_bytes};
     """)
+    if kernel.int4:
+        _int4_weights(code, context, plan, kernel.int4, partition.output)
     if kernel.looks_up:
-        kernels, last_kernels = _kernels(context, plan, replace(kernel.tile, looks_up=True))
         with code.block(f"if ({context.isa.lookup_condition})"):
-            code(f"m.kernels = {kernels}, m.last_kernels = {last_kernels};")
+            tiles = {"m": kernel.tile, "w": kernel.int4.tile if kernel.int4 else None}
+            for name, tile in tiles.items():
+                if tile is not None:
+                    kernels, last_kernels = _kernels(context, plan, replace(tile, looks_up=True))
+                    code(f"{name}.kernels = {kernels}, {name}.last_kernels = {last_kernels};")
             code("m.tile.table = m.table.entries, m.table = {};")
     if context.isa.has_setup:
         code("struct TileSetup setup = {};")
@@ -106,6 +114,8 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
             code(f"m.lines = {schedule.tile_rows} / LINE_PIXELS;")
     if op_def(anchor).row_groups:
         _multiply_groups(code, partition, context, plan)
+    elif kernel.int4:
+        code("matmul_int4(&m, &w, thread, threads);")
     elif partition.head is None:
         code("matmul(&m, thread, threads);")
     else:
@@ -114,6 +124,19 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code("matmul_weighed(&m, &p, thread, threads);")
     if context.isa.has_setup:
         code("release_tiles(&setup);")
+
+
+def _int4_weights(code: Code, context: Context, plan: PanelPacking, int4: Int4Kernel, output: str) -> None:
+    """Print how 4-bit weights are read, a `struct Int4Weights`."""
+    scratch = f"{output}.scratch"
+    _, lines, _ = context.plan.buffers[scratch].shape
+    code("struct Int4Weights w = {};")
+    if int4.tile is not None:
+        kernels, last_kernels = _kernels(context, plan, int4.tile)
+        code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels};")
+        code(f"w.rows = {int4.tile.rows}, w.few_rows = {int4.few_rows};")
+    code(f"w.scratch = r->arena + r->offsets[{context.index[scratch]}];")
+    code(f"w.scratch_bytes = {context.dim(lines * CACHE_LINE)}, w.sharers = {MAX_SCRATCH_THREADS};")
 
 
 def _multiply_groups(code: Code, partition: Partition, context: Context, plan: PanelPacking) -> None:
@@ -249,11 +272,23 @@ def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.nda
     return bias - numerics.zero_point_term(piece.weight, zeros, groups)
 
 
+def _weights(
+    code: Code, context: Context, plan: PanelPacking, piece: Piece, kernel: TiledKernel, groups: int, count: int
+) -> None:
+    """Print the packed weights."""
+    if kernel.int4:
+        packed = pack_int4(piece.weight[:, :, 0, 0], plan)
+        size = piece.weight.shape[1] // INT4_CHANNELS * panel_line_bytes(plan.blocks)
+    else:
+        packed = np.concatenate([pack_weights(part, plan, groups) for part in np.split(piece.weight, count)])
+        size = _panel_bytes(plan, piece.weight)
+    code(f"m.tile.b = {context.constant(packed.view(np.int8), 'int8_t', 'weights')};")
+    code(f"m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {size};")
+
+
 def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece, count: int) -> None:
     anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
     folded = _folded_bias(partition, context, piece).astype(np.int32)
-    parts = [pack_weights(part, plan, anchor.attrs.get("groups", 1)) for part in np.split(piece.weight, count)]
-    code(f"m.tile.b = {context.constant(np.concatenate(parts), 'int8_t', 'weights')};")
     code(f"m.tile.bias = {context.constant(_pack_each(folded, plan, count), 'int32_t', 'bias')};")
     if op_def(tail).tail is Tail.DEQUANTIZE:
         factor = accumulator_scales(anchor, context)

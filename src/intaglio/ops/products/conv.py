@@ -21,6 +21,7 @@ from intaglio.ops.opdef import (
     require_fixed_channels,
     require_float_operands,
 )
+from intaglio.ops.products.int4_linear import int4_scratch, why_not_int4
 
 MAX_ACCUMULATED_PRODUCTS = (2**31 - 2**30) // (255 * 127)
 """Maximum number of products per output that fit into an int32 accumulator with a bias of 2^30, for all data."""
@@ -297,6 +298,8 @@ LINEAR = OpDef(
     macs=linear_macs,
     computed_in_float32=True,
     layout=Layout.ROW_MAJOR,
+    scratch=int4_scratch,
+    why_not_int4=why_not_int4,
     kernel="matmul",
 )
 CONVOLUTION_OPS = (*map(_conv, (1, 2, 3)), *map(_conv_transpose, (1, 2, 3)), LINEAR)

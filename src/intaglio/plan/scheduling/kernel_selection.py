@@ -20,6 +20,7 @@ from intaglio.plan.kernel_records import (
     ActivationTiles,
     DepthwiseKernel,
     DepthwiseLoops,
+    Int4Kernel,
     Kernel,
     Movement,
     MovementKernel,
@@ -99,7 +100,16 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
         remainder=len(tail.outputs) > 1,
         residual_remainder=len(tail.inputs) > 4,
     )
-    return TiledKernel(tile, permuted, looks_up, is_flat(partition, plan.graph, plan.buffers)), reason
+    flat = is_flat(partition, plan.graph, plan.buffers)
+    return TiledKernel(tile, permuted, looks_up, flat, _int4_kernel(partition, tile, plan.graph, isa)), reason
+
+
+def _int4_kernel(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> Int4Kernel | None:
+    """Return how a linear layer reads 4-bit weights, or ``None`` for weights that kernels read in 8 bits."""
+    if partition.head is not None or op_def(partition.anchor).why_not_int4(partition.anchor, graph.types):
+        return None
+    rows = isa.int4_tile_rows.get(tile.blocks)
+    return Int4Kernel(None if rows is None else replace(tile, rows=rows, int4=True))
 
 
 def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -> str | None:

@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 
 from intaglio.ir import Packing
+from intaglio.numerics.multiples_of_groups import LARGEST_MULTIPLE, smallest_multiples
 
-MULTIPLE_BITS = 4
+MULTIPLE_BITS = (LARGEST_MULTIPLE - 1).bit_length()
 """Number of bits in which ``multiple - 1`` is stored."""
 BITS_AT_ONCE = 1 << 20
 """Number of quantized values that are unpacked at a time, a multiple of 8, so that blocks end at byte boundaries."""
@@ -41,7 +42,7 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
     multiples = np.ones((len(rows), 1), np.int16)
     if packing.group:
         groups = _groups(rows, packing.group)
-        multiples = _multiples(groups, packing.low, high)
+        multiples = smallest_multiples(groups, packing.low, high)
         rows = (groups // multiples[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
     if rows.size and not packing.low <= rows.min() <= rows.max() <= high:
         return None
@@ -97,14 +98,3 @@ def _groups(rows: np.ndarray, group: int, padding: Literal["constant", "edge"] =
 def _of_values(of_groups: np.ndarray, group: int, count: int) -> np.ndarray:
     """Repeat numbers of groups [c, groups] for the values of each group, [c, count]."""
     return np.repeat(of_groups, group, axis=1)[:, :count]
-
-
-def _multiples(groups: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Return s16[c, groups], the smallest divisor of each group that brings its values into low..high, or 1 if none
-    does."""
-    common, best = np.gcd.reduce(groups, axis=-1), np.ones(groups.shape[:2], np.int16)
-    lowest, highest = groups.min(-1), groups.max(-1)
-    for multiple in range(2**MULTIPLE_BITS, 0, -1):
-        fits = (common % multiple == 0) & (lowest >= low * multiple) & (highest <= high * multiple)
-        best = np.where(fits, np.int16(multiple), best)
-    return best

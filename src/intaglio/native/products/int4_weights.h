@@ -1,0 +1,26 @@
+// Linear layers whose weights have 4 bits: a value of -8..7 times a multiple of 1..15, which 32 neighbouring input
+// channels of an output channel share. The products are those of int8.
+//
+// A panel consists of lines of 64 input channels: for each output channel, a byte with the multiples of the first and
+// the second 32 input channels, in 64 bytes; then 8 steps of 64 bytes for each block of 16 output channels. A byte of
+// a step has the values plus 8 of input channels k (low half) and k + 4.
+#pragma once
+
+#include "products/matmul.h"
+
+enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_LINE = 64 };
+
+// How a layer reads its weights. `tile.b` and `panel_bytes` of its `struct Matmul` are those of 4-bit weights.
+struct Int4Weights {
+    const TileKernel *kernels, *last_kernels;  // kernels that read 4-bit weights; null without them
+    int64_t rows, few_rows;                    // height of their tallest tile; rows of a call up to which they are used
+    uint8_t* scratch;                          // memory for an expanded panel of each thread
+    int64_t scratch_bytes, sharers;            // bytes per thread; number of threads that have scratch memory
+};
+
+// Compute this thread's part of a layer. Weights are expanded in registers if there are few rows, and to int8 in
+// scratch memory, panel by panel, if there are more.
+LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, int thread, int threads);
+
+// Expand a panel of `lines` lines and `blocks` of 16 output channels to [step of 4 input channels][output channel][4].
+LIBRARY void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to);
