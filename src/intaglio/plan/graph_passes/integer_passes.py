@@ -14,6 +14,7 @@ from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
 from intaglio.ops.movement.shape import SLICE, pad_shape
 from intaglio.plan.graph_passes.loop_merging import merge_loops
 from intaglio.plan.graph_passes.lut_passes import approximate_functions, replace_loops_by_luts
+from intaglio.plan.graph_passes.shared_heads import share_heads
 from intaglio.plan.layouts import separate_layouts
 
 
@@ -141,6 +142,7 @@ def _unfolded(op: Op, weight: np.ndarray) -> tuple[list[tuple[str, dict[str, Any
 INTEGER_PASSES = (
     drop_identity,  # first: an identity between two loops would prevent merging them
     sort_first_places,
+    share_heads,  # after identities, which may be between the steps of a repetition
     depth_as_channels,  # before layouts: images have two axes after it
     merge_loops,
     replace_loops_by_luts,  # after merging, which makes loops as long as possible
