@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import intaglio
+from intaglio.cli import engines
 from intaglio.cli.commands import bench, doctor
+from intaglio.cli.engine_memory import EngineProcess
 from intaglio.cli.options import TextStage
 from intaglio.cli.show import show
-from intaglio.errors import InputError
+from intaglio.errors import InputError, IntaglioError
 from intaglio.native import cpu as machine
 from intaglio.native import peak_throughput as limits
 from intaglio.reporting.timing import measure_speed
@@ -290,9 +292,10 @@ def test_quantize_writes_a_file_that_inspect_and_bench_read(run, folder):
     assert seen["coverage"]["macs"] == found["coverage"]["macs"]
     assert "the recipe leaves it in float" in ok(run("inspect", "net.intaglio"))
     assert "u8[" in ok(run("inspect", "net.intaglio", "--stage", "integer"))
-    alone = parsed(run("bench", "net.intaglio", "--seconds", "0.01", "--json"))
+    alone = parsed(run("bench", "net.intaglio", "--seconds", "0.01", "--no-memory", "--json"))
     assert list(alone["engines"]) == ["int8"]
-    with_float = parsed(run("bench", "net.intaglio", "--float", f"{MODULE}:net", "--seconds", "0.01", "--json"))
+    words = ("bench", "net.intaglio", "--float", f"{MODULE}:net", "--seconds", "0.01", "--no-memory", "--json")
+    with_float = parsed(run(*words))
     assert set(with_float["engines"]) == {"int8", "eager"}
     code, _, err = run("inspect", "net.intaglio", "--match", "head")
     assert code == 2
@@ -464,6 +467,7 @@ def test_bench_times_engines_alternately_and_names_missing_ones(run, monkeypatch
         "0.01",
         "--against",
         "eager,openvino",
+        "--no-memory",
     )
     threads = torch.get_num_threads()
     found = parsed(run(*words, "--batch", "6", "--threads", "1", "--json"))
@@ -483,12 +487,12 @@ def test_bench_races_int8_engines_of_others_calibrated_with_the_same_batches(run
         given.append((example, calibration, threads))
         return lambda x: model(x) + 0.5
 
-    monkeypatch.setitem(bench.ENGINES, "torchao", bench.peer_engine(build))
-    monkeypatch.setitem(bench.PACKAGES, "torchao", ())
+    monkeypatch.setitem(engines.ENGINES, "torchao", engines.peer_engine(build))
+    monkeypatch.setitem(engines.PACKAGES, "torchao", ())
     for name in ("onnxruntime-int8", "openvino-int8", "openvino-int8-f32"):
-        monkeypatch.setitem(bench.PACKAGES, name, ("no_such_package",))
+        monkeypatch.setitem(engines.PACKAGES, name, ("no_such_package",))
     words = ("bench", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--batch", "2", "--against", "int8")
-    found = parsed(run(*words, "--seconds", "0.01", "--threads", "1", "--json"))
+    found = parsed(run(*words, "--seconds", "0.01", "--threads", "1", "--no-memory", "--json"))
     [(example, calibration, threads)] = given
     assert threads == 1
     assert len(calibration) > 1
@@ -501,9 +505,9 @@ def test_bench_races_int8_engines_of_others_calibrated_with_the_same_batches(run
 
 
 def test_an_engine_of_others_refuses_inputs_by_name():
-    engine = bench.peer_engine(lambda *arguments: None)
+    engine = engines.peer_engine(lambda *arguments: None)
     with pytest.raises(InputError, match="passed by keyword"):
-        engine(None, ((), {"x": 1}), 1, [])
+        engine(None, ((), {"x": 1}), 1, [], None)
 
 
 def test_percentiles_are_times_of_calls():
@@ -514,16 +518,16 @@ def test_percentiles_are_times_of_calls():
 def test_compare_detects_a_float_model_with_other_weights(run, folder):
     ok(run(*QUANTIZE))
     (folder / "other.py").write_text(BROUGHT.replace("manual_seed(0)", "manual_seed(1)"))
-    text = ok(run("bench", "net.intaglio", "--float", "other:net", "--seconds", "0.01"))
+    text = ok(run("bench", "net.intaglio", "--float", "other:net", "--seconds", "0.01", "--no-memory"))
     assert "little in common" in text
     sys.modules.pop("other")
 
 
 def test_an_engine_that_fails_is_a_result(run, monkeypatch):
-    def fail(model, call, threads, calibration):
+    def fail(model, call, threads, calibration, folder):
         raise ValueError("no such operator\nat line 3")
 
-    monkeypatch.setitem(bench.ENGINES, "compile", fail)
+    monkeypatch.setitem(engines.ENGINES, "compile", fail)
     found = parsed(
         run(
             "bench",
@@ -534,11 +538,45 @@ def test_an_engine_that_fails_is_a_result(run, monkeypatch):
             "0.01",
             "--against",
             "compile",
+            "--no-memory",
             "--json",
         )
     )
     assert found["engines"]["compile"] == {"failed": "ValueError: no such operator"}
     assert found["ratios"] == {}
+
+
+def test_bench_measures_the_memory_of_each_engine_in_a_process_of_its_own(run):
+    words = ("bench", f"{MODULE}:net", "--data", f"{MODULE}:batches", "--seconds", "0.01", "--against")
+    found = parsed(run(*words, "eager,onnxruntime", "--json"))["engines"]
+    assert set(found) == {"int8", "eager", "onnxruntime"}
+    for engine in found.values():
+        memory = engine["memory_mb"]
+        assert 50 < memory["start"] < memory["resident"] <= memory["peak"] < 4000
+
+
+def test_the_memory_of_a_process_grows_with_its_model(folder, tmp_path):
+    (folder / "large.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(8192, 8192)\n")
+    process = EngineProcess("eager", "large:net", 1, "", str(tmp_path))
+    found = process.memory(((torch.ones(1, 8192),), {}), ())
+    weight = 4 * 8192**2 / 1e6
+    assert weight < found["resident"] - found["start"] < 1.3 * weight
+
+
+def test_an_engine_whose_process_fails_is_named_with_the_reason(folder, tmp_path):
+    (folder / "broken.py").write_text("raise ValueError('no weights here')\n")
+    with pytest.raises(IntaglioError, match="no weights here"):
+        EngineProcess("eager", "broken:net", 1, "", str(tmp_path)).memory(((), {}), ())
+
+
+def test_bench_prints_the_memory_and_what_it_is_of(capsys):
+    engine = {"best_ms": 1.0, "median_ms": 1.0, "memory_mb": {"start": 230.4, "resident": 250.6, "peak": 300.2}}
+    other = {"best_ms": 1.0, "median_ms": 1.0, "memory_problem": "its process ended"}
+    result = {"threads": 2, "engines": {"int8": engine, "eager": other}, "ratios": {}}
+    show(result, False, lambda result: bench.timing_parts(result, ""))
+    printed = capsys.readouterr().out
+    for part in ("resident MB", "251", "300", "of which 230 MB", "the memory of eager was not measured: its process"):
+        assert part in printed
 
 
 @pytest.mark.case("problem 19")

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import intaglio
 from intaglio import build, eager, patterns, stages
-from intaglio.cli.commands import bench
+from intaglio.cli import engines
 from intaglio.config import cache_limit_bytes
 from intaglio.eager.recording.recorder import Recorder
 from intaglio.errors import IntaglioError
@@ -570,8 +570,8 @@ FAST = [
     ),
     Case(
         "use data of tensors or tuples, or measure against eager and compile only",
-        lambda _: bench.ENGINES["onnxruntime"](linears(), ((), {"input": X}), 1, []),
-        lambda _: bench.ENGINES["eager"](linears(), ((), {"input": X}), 1, [])(((), {"input": X})),
+        lambda folder: engines.ENGINES["onnxruntime"](linears(), ((), {"input": X}), 1, [], folder),
+        lambda folder: engines.ENGINES["eager"](linears(), ((), {"input": X}), 1, [], folder)(((), {"input": X})),
     ),
     Case(
         "choose a file in an existing folder",

@@ -336,16 +336,19 @@ def bench(
         str | None, typer.Option("--float", metavar="MODULE:NAME", help="The float model, if TARGET is a saved file.")
     ] = None,
     isa: Isa = None,
+    memory: Annotated[bool, typer.Option(help="Measure the memory of each engine in a process of its own.")] = True,
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Time the int8 model, float engines and int8 engines of others in alternation."""
+    """Time the int8 model, float engines and int8 engines of others in alternation, and measure their memory."""
     import intaglio.cli.commands.bench as command
     from intaglio.cli.show import show
 
     with reserved_output(json, quiet):
         names = _names(against) or ()
-        result = command.run(target, batch, threads, seconds, names, data, example_shape or (), float_model, isa)
+        result = command.run(
+            target, batch, threads, seconds, names, data, example_shape or (), float_model, isa, memory
+        )
     show(result, json, command.render, quiet)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,47 @@ def openvino_call(model: object, threads: int, precision: str | None = "f32") ->
 
     asked = ov.Core().compile_model(model, "CPU", openvino_options(threads, precision)).create_infer_request()
     return lambda *inputs: torch.from_numpy(asked.infer([tensor.numpy() for tensor in inputs])[0])
+
+
+# -- engines that run a file -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """An engine that runs a file, so that a process which only runs it does not need the float model.
+
+    Attributes:
+        file: name of the file within its folder.
+        write: writes it, from the float model, example inputs, inputs for calibration and the folder.
+        run: returns a function that runs it, from its path and the number of threads.
+    """
+
+    file: str
+    write: Callable[[nn.Module, Inputs, Sequence[Inputs], Path], object]
+    run: Callable[[Path, int], PeerRun]
+
+
+def openvino_file_call(path: Path, threads: int, precision: str | None = "f32") -> PeerRun:
+    """Return a function that runs a file of OpenVINO or an ONNX file in OpenVINO."""
+    import openvino as ov
+
+    return openvino_call(ov.Core().read_model(path), threads, precision)
+
+
+def _float_file(model: nn.Module, example: Inputs, calibration: Sequence[Inputs], folder: Path) -> object:
+    return onnx_file(model, example, folder)
+
+
+def _openvino_int8_file(model: nn.Module, example: Inputs, calibration: Sequence[Inputs], folder: Path) -> object:
+    """Write the model that NNCF quantizes, with its float32 constants as they are."""
+    import openvino as ov
+
+    built = openvino_int8_model(model, example, calibration, folder)
+    return ov.save_model(built, folder / "int8.xml", compress_to_fp16=False)
+
+
+ONNXRUNTIME = EngineFile("model.onnx", _float_file, onnxruntime_call)
+ONNXRUNTIME_INT8 = EngineFile("int8.onnx", onnxruntime_int8_file, onnxruntime_call)
+OPENVINO = EngineFile("model.onnx", _float_file, openvino_file_call)
+OPENVINO_INT8 = EngineFile("int8.xml", _openvino_int8_file, openvino_file_call)
+OPENVINO_INT8_DEFAULT = EngineFile("int8.xml", _openvino_int8_file, partial(openvino_file_call, precision=None))

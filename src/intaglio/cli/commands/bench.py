@@ -6,8 +6,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +19,21 @@ from torch import nn
 
 import intaglio
 from intaglio.cli import targets
+from intaglio.cli.engine_memory import EngineProcess, memory_line
+from intaglio.cli.engines import (
+    ENGINES,
+    INT8,
+    INT8_PEERS,
+    PACKAGES,
+    PEERS,
+    Calibration,
+    Run,
+    calibration_inputs,
+    eager_engine,
+)
 from intaglio.cli.show import Result, name_value_table, table
 from intaglio.cli.targets import Call
-from intaglio.errors import InputError
-from intaglio.peers import peer_engines
-from intaglio.quant.calibrate.batches import binder_for
+from intaglio.errors import IntaglioError
 from intaglio.reporting.timing.measure_speed import measure_speed
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import pytree
@@ -30,13 +42,10 @@ BLOCKS = 8
 PAUSE = 0.1
 """Seconds between blocks, in which spinning threads of the last engine go to sleep."""
 BENCH_BATCH = 1
+MEMORY_COLUMNS = {"resident": "resident MB", "peak": "peak MB"}
+"""Columns of the memory, by name of the field."""
 UNRELATED_MODELS_DB = 3.0
 """Signal-to-noise ratio below which the two models probably compute different functions."""
-
-Run = Callable[[Call], Any]
-Calibration = Sequence[tuple[torch.Tensor, ...]]
-Engine = Callable[[nn.Module, Call, int, Calibration], Run]
-"""Builds a run from the float model, a call, the number of threads and inputs for calibration."""
 
 
 def run(
@@ -49,6 +58,7 @@ def run(
     shapes: Sequence[str],
     float_name: str | None,
     isa: str | None,
+    memory: bool,
 ) -> dict[str, Any]:
     """Prepare the models and inputs, measure, and return the result for JSON."""
     against = tuple(one for name in against for one in (PEERS if name == INT8_PEERS else (name,)))
@@ -56,6 +66,7 @@ def run(
         problem = f"unknown engine {', '.join(unknown)}; allowed are {', '.join(ENGINES)}"
         raise typer.BadParameter(problem, param_hint="--against")
     quantized = targets.load_saved(target)
+    sources = {INT8: target, "float": float_name or ""} if quantized is not None else {INT8: "", "float": target}
     batches: Any = ()
     if quantized is not None:
         model = targets.float_model(float_name, "--float") if float_name else None
@@ -83,7 +94,7 @@ def run(
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _measure(quantized, model, call, batches, seconds, against)
+        return _measure(quantized, model, call, batches, seconds, against, sources if memory else None)
     finally:
         torch.set_num_threads(before)
 
@@ -95,109 +106,96 @@ def _measure(
     batches: Iterable[Any],
     seconds: float,
     against: Sequence[str],
+    sources: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """Measure the int8 model and the other engines, and compare their results with those of the float model."""
+    """Measure the int8 model and the other engines, and compare their results with those of the float model.
+
+    Args:
+        quantized: the int8 model.
+        model: the float model, if it is known.
+        call: arguments of the timed call.
+        batches: batches for calibration.
+        seconds: seconds to measure each engine.
+        against: names of the other engines.
+        sources: file of the int8 model ("" if it was not saved) and MODULE:NAME of the float model, from which other
+            processes get them; ``None`` to measure no memory.
+    """
     threads = torch.get_num_threads()
-    runs, out, errors = {"int8": eager_engine(quantized)}, {}, dict[str, float | None]()
-    if model is not None:
-        model = model.eval()
-        expected = _first_tensor(eager_engine(model)(call))
-        errors["int8"] = decibels(expected, _first_tensor(quantized(*call[0], **call[1])))
-        calibration = calibration_inputs(model, call, batches) if set(against) & set(PEERS) else []
-        for name in against:
-            missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
-            if missing:
-                out[name] = {"absent": f"{', '.join(missing)} not installed"}
-                continue
-            try:
-                runs[name] = ENGINES[name](model, call, threads, calibration)
-                errors[name] = decibels(expected, _first_tensor(runs[name](call)))
-            except Exception as problem:  # any failure of another engine is reported as its result
-                out[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
-                runs.pop(name, None)
-    result = time_alternately(runs, call, seconds, threads)
-    slower = measure_speed(model, quantized, call).losing if model is not None else ()
-    for name, found in result["engines"].items():
-        found["sqnr_db"] = errors.get(name)
-    result["engines"].update(out)
+    calibration = calibration_inputs(model, call, batches) if model is not None and set(against) & set(PEERS) else []
+    with tempfile.TemporaryDirectory() as folder:
+        race = _Race(quantized, model, call, calibration, Path(folder))
+        for name in against if model is not None else ():
+            race.add(name)
+        result = time_alternately(race.runs, call, seconds, threads)
+        slower = measure_speed(model, quantized, call).losing if model is not None else ()
+        for name, found in result["engines"].items():
+            found["sqnr_db"] = race.errors.get(name)
+        if sources is not None:
+            for name, found in race.memory(sources).items():
+                result["engines"][name].update(found)
+    result["engines"].update(race.problems)
     tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-    shapes = [list(tensor.shape) for tensor in tensors]
     return {
         "model": repr(quantized),
-        "inputs": shapes,
-        "sqnr_db": errors.get("int8"),
+        "inputs": [list(tensor.shape) for tensor in tensors],
+        "sqnr_db": race.errors.get(INT8),
         "compared": model is not None,
         "slower": [str(one) for one in slower],
         **result,
     }
 
 
-def eager_engine(model: Callable[..., Any]) -> Run:
-    """Return a module as an engine, run without gradients."""
+class _Race:
+    """The int8 model and the other engines that could be built.
 
-    def engine(call: Call) -> Any:
-        with torch.no_grad():
-            return model(*call[0], **call[1])
+    Attributes:
+        runs: the engines by name, the int8 model first.
+        errors: signal-to-noise ratios of their first results.
+        problems: why others could not be built.
+    """
 
-    return engine
+    def __init__(
+        self, quantized: QuantizedModel, model: nn.Module | None, call: Call, calibration: Calibration, folder: Path
+    ) -> None:
+        self.model, self.call, self.calibration, self.folder = model, call, calibration, folder
+        self.quantized = quantized
+        self.runs: dict[str, Run] = {INT8: eager_engine(quantized)}
+        self.errors: dict[str, float | None] = {}
+        self.problems: dict[str, dict[str, str]] = {}
+        if model is not None:
+            self.expected = _first_tensor(eager_engine(model.eval())(call))
+            self.errors[INT8] = decibels(self.expected, _first_tensor(quantized(*call[0], **call[1])))
 
+    def add(self, name: str) -> None:
+        """Build an engine, or note why it cannot be built."""
+        assert self.model is not None
+        missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+        if missing:
+            self.problems[name] = {"absent": f"{', '.join(missing)} not installed"}
+            return
+        try:
+            (folder := self.folder / name).mkdir()
+            run = ENGINES[name](self.model, self.call, torch.get_num_threads(), self.calibration, folder)
+            self.errors[name] = decibels(self.expected, _first_tensor(run(self.call)))
+            self.runs[name] = run
+        except Exception as problem:  # any failure of another engine is reported as its result
+            self.problems[name] = {"failed": f"{type(problem).__name__}: {problem}".splitlines()[0]}
 
-def compiled_engine(model: nn.Module, call: Call, threads: int, calibration: Calibration) -> Run:
-    """Return the module compiled by torch.compile with frozen weights."""
-    return eager_engine(peer_engines.compiled(model, *call))
-
-
-def peer_engine(build: Callable[..., peer_engines.PeerRun]) -> Engine:
-    """Return an engine of another tool, which takes tensors by position."""
-
-    def engine(model: nn.Module, call: Call, threads: int, calibration: Calibration) -> Run:
-        if call[1]:
-            remedy = "use data of tensors or tuples, or measure against eager and compile only"
-            raise InputError("call", None, "inputs passed by keyword cannot be exported to ONNX", remedy=remedy)
-        return eager_engine(build(model, call[0], calibration, threads))
-
-    return engine
-
-
-def calibration_inputs(model: nn.Module, call: Call, batches: Iterable[Any]) -> Calibration:
-    """Return the batches in parts of the size of a call, because other engines are built for its shapes, or else the
-    call."""
-    bind, found = binder_for(model), []
-    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    size = tensors[0].shape[0] if tensors else 0
-    for batch in batches if size else ():
-        inputs = bind(batch)[0]
-        rows = inputs[0].shape[0] if inputs else 0
-        starts = range(0, rows - size + 1, size)
-        found += [tuple(tensor[start : start + size] for tensor in inputs) for start in starts]
-    return found or [call[0]]
-
-
-INT8_PEERS = "int8"
-"""Name of all int8 engines of others in ``--against``."""
-PEERS: Mapping[str, Engine] = {
-    "torchao": peer_engine(peer_engines.torchao),
-    "onnxruntime-int8": peer_engine(peer_engines.onnxruntime_int8),
-    "openvino-int8": peer_engine(peer_engines.openvino_int8_default),
-    "openvino-int8-f32": peer_engine(peer_engines.openvino_int8),
-}
-ENGINES: Mapping[str, Engine] = {
-    "eager": lambda model, call, threads, calibration: eager_engine(model),
-    "compile": compiled_engine,
-    "onnxruntime": peer_engine(peer_engines.onnxruntime),
-    "openvino": peer_engine(peer_engines.openvino),
-    **PEERS,
-}
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "eager": (),
-    "compile": (),
-    "onnxruntime": ("onnxruntime", "onnx", "onnxscript"),
-    "openvino": ("openvino", "onnx", "onnxscript"),
-    "torchao": ("torchao",),
-    "onnxruntime-int8": ("onnxruntime", "onnx", "onnxscript"),
-    "openvino-int8": ("openvino", "nncf", "onnx", "onnxscript"),
-    "openvino-int8-f32": ("openvino", "nncf", "onnx", "onnxscript"),
-}
+    def memory(self, sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Return what the processes of the engines need, by name of the engine."""
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.runs:
+            source, folder = sources[INT8 if name == INT8 else "float"], self.folder / name
+            folder.mkdir(exist_ok=True)
+            try:
+                if not source:
+                    self.quantized.save(source := str(folder / "model.intaglio"))
+                isa, threads = self.quantized.artifact.program.isa, torch.get_num_threads()
+                process = EngineProcess(name, source, threads, isa, str(folder))
+                found[name] = {"memory_mb": dict(process.memory(self.call, self.calibration))}
+            except IntaglioError as error:
+                found[name] = {"memory_problem": error.problem.splitlines()[0]}
+        return found
 
 
 def time_alternately(runs: Mapping[str, Run], call: Call, seconds: float, threads: int) -> dict[str, Any]:
@@ -321,25 +319,33 @@ def render(result: Result) -> Iterator[RenderableType]:
         yield "No float engine was measured: a saved file does not contain the float model. Add --float MODULE:NAME."
 
 
-def _cells(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of an engine: its times, and how close its results are to those of the float model."""
-    shares, error = found.get("percentiles_ms", {}), found.get("sqnr_db")
+def _cells(found: Mapping[str, Any], with_memory: bool) -> tuple[str, ...]:
+    """Return the cells of an engine: its times, its memory, and how close its results are to those of the float
+    model."""
+    shares, error, memory = found.get("percentiles_ms", {}), found.get("sqnr_db"), found.get("memory_mb", {})
     times = (found["best_ms"], found["median_ms"], *(shares[share] for share in ("90", "99") if shares))
     cells = [f"{time:.3f}" for time in times]
-    return (*cells, *[""] * (4 - len(cells)), "" if error is None else f"{error:.1f}")
+    sizes = [f"{memory[name]:.0f}" if name in memory else "" for name in (MEMORY_COLUMNS if with_memory else ())]
+    return (*cells, *[""] * (4 - len(cells)), *sizes, "" if error is None else f"{error:.1f}")
 
 
 def timing_parts(result: Result, what: str) -> Iterator[RenderableType]:
     """Yield the printed parts of a race."""
     timed = {name: found for name, found in result["engines"].items() if "best_ms" in found}
     threads = f"{result['threads']} thread{'s' * (result['threads'] != 1)}"
-    rows = [(name, *_cells(found)) for name, found in timed.items()]
-    columns = ("engine", "best ms", "median ms", "90 % ms", "99 % ms", "SQNR dB")
+    said = memory_line(timed)
+    rows = [(name, *_cells(found, bool(said))) for name, found in timed.items()]
+    memory = MEMORY_COLUMNS.values() if said else ()
+    columns = ("engine", "best ms", "median ms", "90 % ms", "99 % ms", *memory, "SQNR dB")
     yield table(columns, rows, ", ".join(part for part in (what, threads) if part))
+    if said:
+        yield said
     for name, found in result["engines"].items():
         for why in ("absent", "failed"):
             if why in found:
                 yield f"{name} was not measured: {found[why]}"
+        if "memory_problem" in found:
+            yield f"the memory of {name} was not measured: {found['memory_problem']}"
     for name, found in result["ratios"].items():
         if found["ratio"] is not None:
             yield (

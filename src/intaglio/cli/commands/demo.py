@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio.cli.commands import bench
+from intaglio.cli.engines import eager_engine
 from intaglio.cli.show import Result, coverage_parts, coverage_result, name_value_table
 
 CLASSES, IMAGE_SIZE, TRAINING_STEPS, BATCH = 4, 24, 30, 32
@@ -74,7 +75,7 @@ def run() -> dict[str, Any]:
     images, labels = stripes(512, generator)
     with torch.no_grad():
         expected, got = model(images), quantized(images)
-    engines = {"int8": bench.eager_engine(quantized), "eager": bench.eager_engine(model)}
+    engines = {"int8": eager_engine(quantized), "eager": eager_engine(model)}
     return {
         "model": repr(quantized),
         "trained_s": trained,
