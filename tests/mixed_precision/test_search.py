@@ -45,6 +45,15 @@ def test_a_first_int8_model_that_keeps_the_metric_takes_two_evaluations():
     assert torch.equal(found.model(X), intaglio.quantize(layered_network(), [X])(X))
 
 
+def test_the_chosen_model_is_timed_beside_the_float_model():
+    found = intaglio.search(layered_network(), [X], needs("a"), **BY_SIZE)
+    assert found.measured is found.model.measured
+    assert found.measured.operators
+    assert str(found.measured) in str(found)
+    entry = json.loads(found.to_json())["measured"]
+    assert entry["speedup"] == found.measured.speedup
+
+
 @pytest.mark.case("problem 37")
 def test_the_recipe_of_a_result_gives_the_same_bits_without_a_search(tmp_path):
     model = layered_network()

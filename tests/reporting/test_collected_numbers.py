@@ -9,6 +9,7 @@ import intaglio
 from intaglio import eager
 from intaglio.errors import InputError
 from intaglio.lower.facts.operator_facts import Precision
+from intaglio.reporting.timing import measure_speed
 from support import nets, report_models
 from support.report_models import Case
 
@@ -169,6 +170,44 @@ def test_a_loaded_model_without_data_has_decisions_and_times(tmp_path):
         one.facts for one in report_models.residual_report().data.graphs[0].operators
     ]
     assert graph.profile is not None
+
+
+def test_both_models_are_timed_in_alternation(data):
+    case, measured = report_models.residual(), data.measured
+    assert measured.threads == torch.get_num_threads()
+    assert len(measured.int8) == len(measured.float32) > 1
+    selectors = [one.selector for one in measured.operators]
+    assert selectors
+    again = measure_speed.measure_speed(case.exact, case.quantized, ((case.batches[0],), {}), most_calls=1)
+    assert [one.selector for one in again.operators] == selectors
+
+
+@pytest.mark.parametrize("made", [report_models.parts, report_models.define_by_run], ids=lambda made: made.__name__)
+def test_whole_calls_of_models_with_python_code_are_timed_beside_float(made):
+    measured = made().report().data.measured
+    assert measured.speedup > 0
+    assert measured.operators == ()
+    assert "Python runs between" in measured.limits[0]
+
+
+def test_operators_are_timed_with_the_dynamic_sizes_of_the_model():
+    case = report_models.case_of(nets.randomize(nets.Residual()), report_models.pictures(), dynamic_shapes={"x": None})
+    assert case.report().data.measured.operators
+
+
+def test_a_float_model_without_data_is_timed_with_random_numbers():
+    case = report_models.residual()
+    assert intaglio.report(case.exact, case.quantized, calls=1).data.measured is not None
+    parts = report_models.parts()
+    found = intaglio.report(parts.exact, parts.quantized, calls=1).data
+    assert found.measured is None
+    assert "the float model was not timed: that needs data" in found.limits
+
+
+def test_nothing_is_timed_without_the_float_model_or_with_no_calls():
+    case = report_models.residual()
+    assert intaglio.report(None, case.quantized, calls=1).data.measured is None
+    assert case.report(calls=0).data.measured is None
 
 
 def test_a_report_leaves_the_model_as_it_was():

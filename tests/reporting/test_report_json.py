@@ -1,12 +1,14 @@
 """The JSON of a report holds everything, and files that are something else are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import intaglio
 from intaglio.errors import ArtifactError
 from intaglio.reporting.report_json import report_from_json, report_json
+from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
 
 
@@ -28,6 +30,16 @@ def test_times_and_shares_stand_beside_each_operator():
         assert entry["microseconds"] == graph.microseconds(operator)
         assert entry["share"] == graph.share(operator)
         assert entry["of_limit"] == graph.of_limit(operator)
+
+
+def test_the_times_beside_float_have_the_speedup_and_the_names_of_what_loses():
+    slow, fast = OperatorSpeed("a", "a", (2.0,), (1.0,)), OperatorSpeed("b", "b", (1.0,), (2.0,))
+    measured = MeasuredSpeed(1, (4.0, 4.0), (6.0, 6.0), (slow, fast))
+    data = replace(report_models.residual_report().data, measured=measured)
+    entry = json.loads(report_json(data))["measured"]
+    assert entry["speedup"] == 1.5
+    assert entry["losing"] == ["a"]
+    assert report_from_json(report_json(data)).measured == measured
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 
 import intaglio
 from intaglio import eager
+from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import nets
 from support.partial_models import Routed
 
@@ -126,5 +127,16 @@ def nasty_report() -> intaglio.Report:
     run = replace(data.run, recipe=NASTY, corrections=(NASTY,), cpu=NASTY, versions={NASTY: NASTY})
     graphs = (replace(graph, name=NASTY, operators=operators),)
     coverage = replace(data.coverage, notes=(NASTY,))
-    changed = replace(data, name=NASTY, graphs=graphs, suggestions=tried, run=run, limits=(NASTY,), coverage=coverage)
+    slow = OperatorSpeed(NASTY, NASTY, (2.0,), (1.0,))
+    measured = MeasuredSpeed(1, (2.0,), (1.0,), (slow,), limits=(NASTY,))
+    changed = replace(
+        data,
+        name=NASTY,
+        graphs=graphs,
+        suggestions=tried,
+        run=run,
+        limits=(NASTY,),
+        coverage=coverage,
+        measured=measured,
+    )
     return intaglio.Report(changed, changed)

@@ -22,7 +22,17 @@ from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune.reference_pool import ReferencePool
 
-SEARCH_STAGES = ("capture", "equalize", "calibrate", "correct", "candidates", "errors", "latencies", "trials")
+SEARCH_STAGES = (
+    "capture",
+    "equalize",
+    "calibrate",
+    "correct",
+    "candidates",
+    "errors",
+    "latencies",
+    "trials",
+    "measure",
+)
 """Stages of `search` that show progress, in their order."""
 
 
@@ -89,8 +99,9 @@ def search(
         isa: instruction sets, as in `CompileOptions`.
 
     Returns:
-        The chosen model, its recipe, and all trials with their Pareto front. The model has the plain attributes of the
-        float model, such as the configuration of a model of ``transformers``, but not its class: for that, call
+        The chosen model, its recipe, and all trials with their Pareto front, and as ``measured`` the times of the model
+        beside those of the float model, as ``quantize(measure=True)`` measures them. The model has the plain attributes
+        of the float model, such as the configuration of a model of ``transformers``, but not its class: for that, call
         `quantize` with the recipe.
 
     Raises:

@@ -15,6 +15,7 @@ from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting
 from intaglio.runtime import QuantizedModel
+from intaglio.runtime.reports.speed import MeasuredSpeed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,6 +64,12 @@ class SearchResult:
         return self.chosen.accepted
 
     @property
+    def measured(self) -> MeasuredSpeed | None:
+        """Return the times of the chosen model beside those of the float model; ``None`` if the search was
+        interrupted."""
+        return self.model.measured
+
+    @property
     def front(self) -> tuple[SearchTrial, ...]:
         """Return the trials that no other trial beats in both metric and cost, the cheapest first."""
         points = [(trial.cost(Quantity(self.cost)), trial.metric) for trial in self.trials]
@@ -87,6 +94,7 @@ class SearchResult:
             "chosen": self.trials.index(self.chosen),
             "front": [self.trials.index(trial) for trial in self.front],
             "changes": {selector: setting and _given(setting) for selector, setting in self.changes.items()},
+            "measured": self.measured and self.measured.to_dict(),
             "trials": [trial.to_dict() for trial in self.trials],
         }
 
@@ -152,7 +160,8 @@ class SearchResult:
         count, took = len(self.chosen.assignment), f"{len(self.trials)} trials in {self.seconds:.0f} s"
         groups = f"{count} group{'s' * (count != 1)} of operators changed"
         ended = ", interrupted" if self.interrupted else ""
-        return [f"chosen: metric {self.chosen.metric:.6g}, {groups} ({found}); {took}{ended}"]
+        speed = str(self.measured).splitlines() if self.measured is not None else ()
+        return [f"chosen: metric {self.chosen.metric:.6g}, {groups} ({found}); {took}{ended}", *speed]
 
 
 def _given(setting: Setting) -> dict[str, Any]:

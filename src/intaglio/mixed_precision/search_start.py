@@ -26,7 +26,9 @@ from intaglio.mixed_precision.search_journal import SearchJournal, journal_key
 from intaglio.mixed_precision.search_result import SearchResult
 from intaglio.mixed_precision.search_run import SearchRun
 from intaglio.native import cpu as machine
+from intaglio.progress import report_progress
 from intaglio.quant.calibrate.batches import Binder
+from intaglio.reporting.timing.measure_speed import measure_speed
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.signature import bind
@@ -105,6 +107,9 @@ def _result(run: SearchRun, interrupted: bool, seconds: float) -> SearchResult:
         reference = run.pool.reference(quantizer) if chosen.assignment else run.pool.base
     if model is None:
         model = _built(run, reference)
+    if not interrupted:
+        report_progress("measure")
+        model.measured = measure_speed(run.exact, model, (run.call[0], dict(run.call[1])))
     groups = run.measurements.groups if run.measurements is not None else ()
     entries = entries_of(groups, chosen.assignment)
     changes = {selector: None if setting.quantize is False else setting for selector, setting in entries}

@@ -21,6 +21,7 @@ from intaglio.progress import report_progress
 from intaglio.reporting.operators import OperatorSteps, graph_report, steps_of
 from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
 from intaglio.reporting.run_record import fingerprint_of_programs, run_record
+from intaglio.reporting.timing.report_speed import speed_beside_float, timed_call
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.profile import Profile
 from intaglio.signature import bind
@@ -35,6 +36,7 @@ class Settings:
     Attributes:
         samples: number of samples to compare; ``None`` for all.
         calls: number of timed calls; 0 measures no times.
+        speed: whether to time the float model too.
 
     Raises:
         InputError: a number is too small.
@@ -42,6 +44,7 @@ class Settings:
 
     samples: int | None = 64
     calls: int = 20
+    speed: bool = False
 
     def __post_init__(self) -> None:
         if self.samples is not None and self.samples < 1:
@@ -89,6 +92,18 @@ def collect(float_model: nn.Module | None, model: Any, data: Any, settings: Sett
     Raises:
         InputError: the model is not a quantized one.
     """
+    if float_model is None or not settings.speed or not settings.calls:
+        return _collected(float_model, model, data, settings)
+    call, data = timed_call(float_model, model, data)
+    found = _collected(float_model, model, data, settings)
+    with _unchanged_state(model):
+        speed, problem = speed_beside_float(float_model, model, call, settings.calls)
+    limits = (*found.data.limits, problem) if problem else found.data.limits
+    return replace(found, data=replace(found.data, measured=speed, limits=limits))
+
+
+def _collected(float_model: nn.Module | None, model: Any, data: Any, settings: Settings) -> Collection:
+    """Return the content without the times of the float model."""
     if isinstance(model, QuantizedModel):
         return _of_program(float_model, model, data, settings)
     if isinstance(model, PartlyQuantizedModel):
@@ -264,7 +279,7 @@ def _report(name: str, kind: ModelKind, coverage: Coverage, run: ComparisonRun |
 
 
 @contextmanager
-def _unchanged_state(model: QuantizedModel) -> Iterator[None]:
+def _unchanged_state(model: nn.Module) -> Iterator[None]:
     """Restore the mutable buffers of a model after calls that change them."""
     before = {name: tensor.clone() for name, tensor in model.named_buffers(recurse=False)}
     try:

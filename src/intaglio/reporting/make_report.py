@@ -134,7 +134,7 @@ class Report:
 
 @check_arguments_except("model", "float_model")
 @log_once()
-@shows_progress("capture", "compare", "profile", "changes", only_if=lambda: True)
+@shows_progress("capture", "compare", "profile", "measure", "changes", only_if=lambda: True)
 def report(
     float_model: nn.Module | None,
     model: Any,
@@ -149,21 +149,24 @@ def report(
     """Measure what a quantized model costs in accuracy and time, operator by operator, for a page to look at.
 
     One pass over the data compares both models and counts the values of every operator. Then the program is timed on
-    the first sample, and changes that may make the model more accurate are tried on the same samples.
+    the first sample, alone and in alternation with the float model, and changes that may make the model more accurate
+    are tried on the same samples.
 
     Args:
         float_model: the float model that was quantized, or ``None`` for a report without errors.
         model: the quantized model: what `quantize`, `load` or `eager.convert` returned.
         data: an iterable of batches as for `compare`, or ``None`` for a report without errors.
         samples: number of samples to compare (``None``: all).
-        calls: number of timed calls; 0 measures no times.
+        calls: number of timed calls, and the largest number in each block of those in alternation with the float model;
+            0 measures no times.
         tries: number of operators that are left in float one at a time to see what it gains; 0 tries no changes.
         against: another quantized form of the same model, a `Report`, or the path of a report's JSON file, to show
             beside this one.
         progress: whether to show progress (default: on a terminal and in a notebook).
 
     Returns:
-        The report. Its ``data`` holds the numbers of `compare`, `QuantizedModel.profile` and ``model.coverage``.
+        The report. Its ``data`` holds the numbers of `compare`, `QuantizedModel.profile` and ``model.coverage``, and as
+        ``measured`` the times beside those of the float model, as ``quantize(measure=True)`` measures them.
 
     Raises:
         InputError: the model is not a quantized one, or does not belong to the float model.
@@ -175,7 +178,7 @@ def report(
     if tries < 0:
         problem = f"tries = {tries}; it must not be negative"
         raise InputError("report", None, problem, remedy="pass 0 to try no changes")
-    settings = Settings(samples, calls)
+    settings = Settings(samples, calls, speed=True)
     if against is None or isinstance(against, Report):
         other = against
     elif isinstance(against, (str, Path)):

@@ -90,6 +90,8 @@ def _measured(data: ReportData) -> Iterator[str]:
     times = [graph.profile.call_microseconds for graph in data.graphs if graph.profile is not None]
     if times:
         rows.append(("time of one call", microseconds(sum(times))))
+    if data.measured is not None:
+        rows.append(("time beside that of the float model in PyTorch", str(data.measured).splitlines()[0]))
     yield from _table(("", ""), [row for row in rows if row[1]])
 
 

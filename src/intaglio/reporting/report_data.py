@@ -10,6 +10,7 @@ from functools import cached_property
 from intaglio.lower.facts.operator_facts import OperatorFacts, SiteFacts
 from intaglio.runtime import Coverage
 from intaglio.runtime.reports.profile import Profile, ProfiledStep
+from intaglio.runtime.reports.speed import MeasuredSpeed
 from intaglio.tune.comparison import Comparison, Row
 
 
@@ -219,6 +220,7 @@ class ReportData:
         graphs: the graphs of the model.
         suggestions: changes that were tried, the one with the largest gain first.
         limits: what could not be said about this model, and why.
+        measured: times of a call and of the operators beside those of the float model; ``None`` if it was not timed.
     """
 
     name: str
@@ -229,3 +231,4 @@ class ReportData:
     graphs: tuple[GraphReport, ...] = ()
     suggestions: tuple[Suggestion, ...] = ()
     limits: tuple[str, ...] = ()
+    measured: MeasuredSpeed | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.reporting.report_data import GraphReport, ReportData
+from intaglio.runtime.reports.speed import MeasuredSpeed
 from intaglio.tune.comparison import Comparison
 
 REPORT_VERSION = 1
@@ -66,6 +67,8 @@ def json_value(value: Any) -> Any:
     `NO_SIGNAL`."""
     if isinstance(value, Comparison):
         return {**_fields(value, but=(ROWS_KEY,)), "verdict": value.verdict}
+    if isinstance(value, MeasuredSpeed):
+        return json_value(value.to_dict())
     if is_dataclass(value) and not isinstance(value, type):
         return _fields(value)
     if isinstance(value, Mapping):

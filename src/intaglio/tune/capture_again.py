@@ -9,7 +9,7 @@ from torch import nn
 
 from intaglio.errors import CaptureError
 from intaglio.ir import Signature
-from intaglio.quant.calibrate.batches import binder_for
+from intaglio.quant.calibrate.batches import Call, binder_for
 from intaglio.torch_private import pytree
 from intaglio.tracing import Captured, capture
 
@@ -25,7 +25,12 @@ def capture_again(model: nn.Module, item: Any, quantized: Any) -> Captured:
         item: a batch, or the arguments of a call.
         quantized: a quantized model or stage. Without a signature, the automatic choices of `capture` stay.
     """
-    args, kwargs = binder_for(model)(item)
+    return capture_call_again(model, binder_for(model)(item), quantized)
+
+
+def capture_call_again(model: nn.Module, call: Call, quantized: Any) -> Captured:
+    """Return `capture_again` for the arguments of one call."""
+    args, kwargs = call
     signature = getattr(quantized, "signature", None)
     if not isinstance(signature, Signature):
         return capture(model, args, example_kwargs=kwargs)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import intaglio
 from intaglio.errors import InputError
 from intaglio.reporting.pages import page as page_module
+from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
 
 VOID = {"meta", "br", "input", "link", "img", "path", "rect"}
@@ -114,6 +116,23 @@ def test_every_change_has_its_measured_error_and_a_line_to_paste(elements):
         assert one.python in copied
         if not one.failure:
             assert f"{one.before:.1f} dB → {one.after:.1f} dB" in elements.texts("td")
+
+
+def test_the_speed_beside_float_and_what_loses_are_on_the_page():
+    slow = OperatorSpeed("blocks.0 (aten.add.Tensor)", "blocks.0", (20.0, 20.0), (10.0, 10.0))
+    measured = MeasuredSpeed(2, (100.0, 100.0), (250.0, 250.0), (slow,))
+    data = replace(report_models.residual_report().data, measured=measured)
+    elements = Elements(intaglio.Report(data).html())
+    assert "2.50 times as fast" in elements.texts("dd")
+    assert "100.0 µs a call in int8, 250.0 µs in PyTorch" in elements.texts("dd")
+    assert [text for text in elements.texts("td") if text in ("20.0 µs", "10.0 µs")][:2] == ["20.0 µs", "10.0 µs"]
+    assert "skip=['blocks.0']" in {a.get("data-copy") for _, a, _ in elements.found}
+    quick = Elements(intaglio.Report(replace(data, measured=replace(measured, operators=(fast(slow),)))).html())
+    assert "No operator took longer in int8" in "".join(quick.texts("p"))
+
+
+def fast(slow: OperatorSpeed) -> OperatorSpeed:
+    return replace(slow, int8=slow.float32, float32=slow.int8)
 
 
 def test_the_details_hold_every_operator(html):

@@ -71,6 +71,8 @@ def _summary(found: intaglio.Report, request: ReportRequest) -> dict[str, Any]:
         "coverage": coverage_result(data.coverage),
         "verdict": data.comparison.verdict if data.comparison is not None else None,
         "microseconds": sum(profile.call_microseconds for profile in profiles) if profiles else None,
+        "measured": data.measured and data.measured.to_dict(),
+        "speed": data.measured and str(data.measured),
         "best": best and (best.title, gain_text(best.gain), best.command or best.python),
         "limits": data.limits,
         "out": None if out is None else str(out),
@@ -92,6 +94,8 @@ def render(result: Result) -> Iterator[RenderableType]:
     )
     if result["verdict"]:
         yield f"verdict: {result['verdict']}"
+    if result["speed"]:
+        yield f"beside the float model: {result['speed']}"
     if result["best"]:
         title, gain, line = result["best"]
         yield f"best change that was tried: {title} ({gain}): {line}"

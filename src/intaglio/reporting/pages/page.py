@@ -48,6 +48,7 @@ def page_of(data: ReportData, other: ReportData | None = None) -> str:
         cards=list(view.cards(data, other)),
         modes=COLOUR_MODES,
         graphs=graphs,
+        losing=list(view.losing_rows(data)),
         suggestions=[view.suggestion_view(one) for one in data.suggestions],
         agreement=any(one.agreement_after is not None for one in data.suggestions),
         precisions=list(dict.fromkeys(row.precision for row in rows)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from intaglio.formatting.number_text import size_text
@@ -142,10 +143,13 @@ def _figures(data: ReportData) -> Iterator[tuple[str, tuple[str, str]]]:
         time = sum(profile.call_microseconds for profile in profiles)
         threads = f"{profiles[0].threads} thread{'s' * (profiles[0].threads != 1)}"
         yield "Time of one sample", (microseconds(time), f"{threads}, {data.run.isa}, on this machine as it was")
-        if len(profiles) == 1 and (limit := profiles[0].limit):
-            macs_done = sum(part.macs for part in profiles[0].parts)
-            share = macs_done / max(time, 1e-9) / 1e3 / limit
-            yield "Of the peak throughput", (percent(share, 0), f"{limit:.0f} GMAC/s from registers")
+    if (speed := data.measured) is not None:
+        times = f"{microseconds(median(speed.int8))} a call in int8, {microseconds(median(speed.float32))} in PyTorch"
+        yield "Beside the float model", (speed.outcome.removeprefix("int8 is "), times)
+    if len(profiles) == 1 and (limit := profiles[0].limit):
+        macs_done = sum(part.macs for part in profiles[0].parts)
+        share = macs_done / max(profiles[0].call_microseconds, 1e-9) / 1e3 / limit
+        yield "Of the peak throughput", (percent(share, 0), f"{limit:.0f} GMAC/s from registers")
 
 
 # ---- table ----------------------------------------------------------------------------------------------------------
@@ -330,6 +334,18 @@ def suggestion_view(one: Suggestion) -> Mapping[str, Any]:
         "command": one.command,
         "failure": one.failure,
     }
+
+
+def losing_rows(data: ReportData) -> Iterator[Mapping[str, str]]:
+    """Yield the operators that take longer in int8 than in PyTorch, with what leaves them in float."""
+    for one in data.measured.losing if data.measured is not None else ():
+        int8, float32 = median(one.int8), median(one.float32)
+        yield {
+            "name": one.name,
+            "int8": microseconds(int8),
+            "float32": microseconds(float32),
+            "python": f"skip=[{one.selector!r}]" if one.selector else "",
+        }
 
 
 def run_lines(data: ReportData) -> Iterator[tuple[str, str]]:

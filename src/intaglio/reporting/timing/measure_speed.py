@@ -24,6 +24,7 @@ from intaglio.signature import bind, clone_tensors
 from intaglio.tracing import Captured, capture
 from intaglio.tracing.earlier_results import copy_model
 from intaglio.tune import first_sample
+from intaglio.tune.capture_again import capture_call_again
 from intaglio.tune.schedule_search import unflatten_call
 
 TIMED_BLOCKS = 8
@@ -91,14 +92,18 @@ def _noted(model: Any, limit: str) -> Any:
     return model
 
 
-def measure_speed(model: nn.Module, quantized: Any, call: Call, dynamic_shapes: Any = None) -> MeasuredSpeed:
+def measure_speed(
+    model: nn.Module, quantized: Any, call: Call, dynamic_shapes: Any = None, most_calls: int = MOST_CALLS
+) -> MeasuredSpeed:
     """Time a quantized model and its float model in alternation, whole and by operator.
 
     Args:
         model: the float model. It is not changed.
         quantized: what `quantize` returned for it.
         call: arguments of one call. The first sample is used if the batch size is free.
-        dynamic_shapes: the dynamic dimensions with which the model was captured.
+        dynamic_shapes: the dynamic dimensions with which the model was captured (default: those of the quantized
+            model).
+        most_calls: largest number of calls of a block.
     """
     exact = copy_model(model).eval()
     args, kwargs = sample_call(quantized, call)
@@ -111,7 +116,7 @@ def measure_speed(model: nn.Module, quantized: Any, call: Call, dynamic_shapes: 
         runs["float operators"] = _operator_timer(captured, args, kwargs)
     except IntaglioError as error:
         limits = (f"operators were not timed one by one: {error.problem.splitlines()[0]}",)
-    times = alternate(runs)
+    times = alternate(runs, most_calls)
     int8, float32 = tuple(times["int8"][CALL]), tuple(times["float"][CALL])
     speeds = _speeds(operators, times) if not limits else ()
     return MeasuredSpeed(torch.get_num_threads(), int8, float32, speeds, limits=limits)
@@ -126,6 +131,8 @@ def _operators(
         raise InputError("quantize", None, problem)
     facts = ModelFacts.from_json(quantized.model_info.texts["operators"])
     found = graph_report("", facts, steps_of(facts, quantized)).operators
+    if dynamic_shapes is None:
+        return capture_call_again(exact, call, quantized), found
     return capture(exact, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes), found
 
 
@@ -214,7 +221,7 @@ def _speeds(
     return tuple(found)
 
 
-def alternate(runs: Mapping[str, Timer]) -> dict[str, dict[str, list[float]]]:
+def alternate(runs: Mapping[str, Timer], most_calls: int = MOST_CALLS) -> dict[str, dict[str, list[float]]]:
     """Time the runs in alternation, and return for each the medians of its blocks of calls, by name of the time."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in runs}
     for timed in runs.values():
@@ -222,15 +229,15 @@ def alternate(runs: Mapping[str, Timer]) -> dict[str, dict[str, list[float]]]:
     for _ in range(TIMED_BLOCKS):
         for name, timed in runs.items():
             timed()  # threads of the run before go to sleep, and its data leaves the caches
-            for key, value in _block_medians(timed).items():
+            for key, value in _block_medians(timed, most_calls).items():
                 found[name].setdefault(key, []).append(value)
     return found
 
 
-def _block_medians(timed: Timer) -> dict[str, float]:
+def _block_medians(timed: Timer, most_calls: int) -> dict[str, float]:
     """Return the medians of the calls of one block, by name of the time."""
     calls: list[Mapping[str, float]] = []
     end = time.perf_counter() + BLOCK_SECONDS
-    while not calls or (time.perf_counter() < end and len(calls) < MOST_CALLS):
+    while not calls or (time.perf_counter() < end and len(calls) < most_calls):
         calls.append(timed())
     return {key: median(call[key] for call in calls) for key in calls[0]}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from intaglio.formatting.html_text import element, html_table, shortened
 
@@ -79,9 +80,22 @@ class MeasuredSpeed:
         return median(self.float32) / median(self.int8)
 
     @property
+    def outcome(self) -> str:
+        """Return which model is faster, and by which factor."""
+        if is_slower(self.int8, self.float32):
+            return f"int8 is slower: it takes {1 / self.speedup:.2f} times as long"
+        if is_slower(self.float32, self.int8):
+            return f"int8 is {self.speedup:.2f} times as fast"
+        return "the difference may be noise"
+
+    @property
     def losing(self) -> tuple[OperatorSpeed, ...]:
         """Return the kernels that take longer in int8 than in float, those that lose most time first."""
         return tuple(sorted((one for one in self.operators if one.loses), key=lambda one: -one.lost))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dictionary for JSON: the fields, the speedup, and the names of the operators that lose."""
+        return {**asdict(self), "speedup": self.speedup, "losing": [one.name for one in self.losing]}
 
     def __repr__(self) -> str:
         count = len(self.losing)
@@ -113,13 +127,7 @@ class MeasuredSpeed:
     @property
     def _verdict(self) -> str:
         """Return the times of a call and which model is faster."""
-        if is_slower(self.int8, self.float32):
-            found = f"int8 is slower: it takes {1 / self.speedup:.2f} times as long"
-        elif is_slower(self.float32, self.int8):
-            found = f"int8 is {self.speedup:.2f} times as fast"
-        else:
-            found = "the difference may be noise"
-        return f"{self._times}, {self._threads}: {found}"
+        return f"{self._times}, {self._threads}: {self.outcome}"
 
     @property
     def _notes(self) -> tuple[str, ...]:
