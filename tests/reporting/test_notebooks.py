@@ -1,6 +1,7 @@
 """What functions return has a short text of one line, and HTML for notebooks in which all text is escaped."""
 
 import copy
+import pickle
 from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio import stages
+from intaglio import eager, stages
 from intaglio.runtime.reports.coverage import FloatPart
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
@@ -136,6 +137,44 @@ def test_html_is_complete_and_begins_with_what_the_repr_says(name):
     assert {"table", "details", "pre"} & set(page.tags)
     if name not in ("Coverage", "Comparison", "Profile", "SearchResult", "Explanation", "MeasuredSpeed"):
         assert repr(value) in page.text
+
+
+def test_prepared_and_converted_models_of_eager_mode_show_their_recordings():
+    case = report_models.define_by_run()
+    prepared = eager.prepare(case.exact, case.batches[0])
+    prepared(case.batches[0])
+    for model, line in (
+        (prepared, "Branching(prepared define-by-run: 1 recording, 1 call seen)"),
+        (case.quantized, "Branching(converted define-by-run: 1 recording, 100.0 % of 320 MACs in int8)"),
+    ):
+        page = Page(model._repr_html_())
+        assert "table" in page.tags
+        assert page.text.startswith(line)
+        assert repr(model._repr_html_) == line
+        assert repr(model).startswith("Branching(\n")
+    assert Page(eager.coverage(case.quantized)._repr_html_()).text in page.text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_eager_models_show_their_own_recordings(copied):
+    case = report_models.define_by_run()
+    other = copied(eager.prepare(case.exact, case.batches[0]))
+    other(case.batches[0])
+    assert "1 call seen" in Page(other._repr_html_()).text
+    assert "converted define-by-run" in Page(eager.convert(other)._repr_html_()).text
+
+
+def test_a_recording_that_stays_in_float_shows_why():
+    prepared = eager.prepare(nn.Linear(16, 4), report_models.vectors()[0], {"*": None})
+    assert "float: " in Page(prepared._repr_html_()).text
+
+
+def test_html_of_a_models_own_class_stays():
+    class Shown(nn.Linear):
+        def _repr_html_(self):
+            return "<p>mine</p>"
+
+    assert eager.prepare(Shown(16, 4), report_models.vectors()[0])._repr_html_() == "<p>mine</p>"
 
 
 def test_reprs_hold_the_numbers_of_their_values():

@@ -12,7 +12,7 @@ from torch import nn
 from intaglio import errors
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.eager.call_log import Intercepted, calls
-from intaglio.eager.coverage_report import assert_int8, clipping, coverage
+from intaglio.eager.coverage_report import assert_int8, attach_view, clipping, coverage
 from intaglio.eager.model_copies import copy_without_attachments
 from intaglio.eager.quantization_state import AutoQuantizationState, attach, has_states_as_children, session_of
 from intaglio.eager.recording.replay import without_extra_results
@@ -79,6 +79,7 @@ def prepare(
     quantizer = Quantizer(Recipe.given(recipe))
     session = Session(prepared, quantizer, leaf_classes=leaf_classes)
     attach(session, as_children)
+    attach_view(session)
     with restoring_state(prepared):
         _run_example(prepared, model, args, example_kwargs or {})
     for segment in session.segments:
@@ -159,6 +160,7 @@ def convert(
     session.take_over(before, made)
     session.check_quantized()
     attach(session, has_states_as_children(prepared))
+    attach_view(session)
     return converted
 
 

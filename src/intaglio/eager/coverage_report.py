@@ -1,4 +1,5 @@
-"""Coverage of a converted model: how much of its recordings runs in int8, and what runs in float for which reason."""
+"""Coverage of a converted model: how much of its recordings runs in int8, and what runs in float for which reason. What
+notebooks show of prepared and converted models."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ from torch import nn
 
 from intaglio import build
 from intaglio.argument_checks import check_arguments_except
+from intaglio.eager.model_copies import Attachment
 from intaglio.eager.quantization_state import session_of
 from intaglio.eager.recording.events import RecordedTensor, leaves, operator_or_class
 from intaglio.eager.recording.float_calls import FloatWork, batch_of, counted
 from intaglio.eager.segments.segment import Segment
 from intaglio.eager.session import Session
 from intaglio.errors import InputError, UnsupportedError
+from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.lower import Lowered, requantize
 from intaglio.quant.calibrate.prepare import annotate
+from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import Coverage, FloatPart
 from intaglio.runtime.reports.clipping import Clipping
 
@@ -77,6 +81,53 @@ def assert_int8(converted: nn.Module, macs: float = 1.0) -> None:
         macs: Share of the multiply-accumulates of all recordings, from 0 to 1.
     """
     coverage(converted).assert_int8(macs)
+
+
+class NotebookView(Attachment):
+    """Attribute ``_repr_html_`` of a prepared or converted model, which notebooks call. Its text is one line.
+
+    The text of the model itself stays that of its class, which lists the modules.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def __call__(self) -> str:
+        """Return the recordings, and the coverage of a converted model, as HTML."""
+        session = self.session
+        session.resume()
+        rows, more = shortened([_recording_row(*entry) for entry in enumerate(session.segments)], "recordings")
+        columns = ("recording", "from", "runs in", "operators", "sites")
+        shown = element("p", repr(self)) + html_table(columns, rows, more, text=3)
+        return shown if session.is_recording else shown + coverage(session.model)._repr_html_()
+
+    def __repr__(self) -> str:
+        session = self.session
+        session.resume()
+        count = len(session.segments)
+        recordings = f"{count} recording{'s' * (count != 1)}"
+        name = type(session.model).__name__
+        if session.is_recording:
+            calls = f"{session.runs} call{'s' * (session.runs != 1)} seen"
+            return f"{name}(prepared define-by-run: {recordings}, {calls})"
+        return f"{name}(converted define-by-run: {recordings}, {coverage(session.model).macs_text} in int8)"
+
+
+def attach_view(session: Session) -> None:
+    """Let notebooks show the model of a session, unless its class has HTML of its own."""
+    if not hasattr(type(session.model), "_repr_html_"):
+        object.__setattr__(session.model, "_repr_html_", NotebookView(session))
+
+
+def _recording_row(number: int, segment: Segment) -> tuple[object, ...]:
+    """Return number, first operator, precision with the reason for float, and sizes of a recording."""
+    graph = segment.reference or segment.prepared
+    if segment.refused is not None or graph is None:
+        reason = segment.refused if segment.error is None else segment.error.problem
+        return number, segment.events[0], f"float: {reason}", len(segment.events), ""
+    sites = graph.qparams if isinstance(graph, Reference) else graph.observers
+    place = "int8" if isinstance(graph, Reference) else "float, with observers"
+    return number, segment.events[0], place, len(segment.events), len(sites)
 
 
 def _converted_session(model: nn.Module, asked: str) -> Session:
