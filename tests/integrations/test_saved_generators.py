@@ -1,5 +1,6 @@
 """Models that generate in one file: what comes back, and what is refused."""
 
+import copy
 import subprocess
 import sys
 import zipfile
@@ -29,7 +30,17 @@ def test_a_file_keeps_programs_class_and_configurations(name, kept, tmp_path):
         assert type(found) is type(int8_model)
         assert found.generation_config.to_dict() == int8_model.generation_config.to_dict()
         assert found.counts_padding == int8_model.counts_padding
+        assert found.fingerprint() == int8_model.fingerprint()
         assert torch.equal(generated(found, inputs, num_beams=2), generated(int8_model, inputs, num_beams=2))
+
+
+def test_fingerprints_tell_models_that_generate_apart():
+    plain, other = quantized("llama", "float")[1], quantized("llama", "int8")[1]
+    assert plain.fingerprint() != other.fingerprint()
+    counting = copy.copy(plain)
+    counting.counts_padding = not plain.counts_padding
+    assert counting.fingerprint() != plain.fingerprint()
+    assert intaglio.report(None, plain, calls=0).data.run.fingerprint == plain.fingerprint()
 
 
 def test_files_without_libraries_are_smaller_and_take_an_instruction_set(tmp_path):

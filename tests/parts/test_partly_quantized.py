@@ -208,6 +208,28 @@ def test_a_saved_model_gives_the_same_bits_in_a_model_with_other_weights(int8, t
     assert again.coverage == int8.coverage
 
 
+def test_the_fingerprint_is_of_the_parts_and_of_the_float_tensors_around_them(int8, tmp_path):
+    int8.save(tmp_path / "detector.intaglio")
+    again = intaglio.load_into(tmp_path / "detector.intaglio", Detector())
+    assert again.fingerprint() == int8.fingerprint()
+    assert len(int8.fingerprint()) == 64
+    found = {again.fingerprint()}
+    for value in (1.0, 2.0):
+        again.model.register_buffer("offset", torch.tensor(value))
+        found.add(again.fingerprint())
+    assert len(found) == 3
+
+
+def test_another_weight_of_a_part_gives_another_fingerprint(routed, routed_data):
+    found = set()
+    for change in (0, 1e-2):
+        with torch.no_grad():
+            model = copy.deepcopy(routed)
+            next(iter(model.parameters())).add_(change)
+        found.add(intaglio.quantize(model, routed_data, progress=False).fingerprint())
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("other", [Routed, lambda: nn.Linear(2, 2)])
 def test_a_saved_model_is_refused_by_another_architecture(int8, tmp_path, other):
     int8.save(tmp_path / "detector.intaglio")

@@ -19,10 +19,11 @@ from intaglio.parts.call_recorder import recorded_calls
 from intaglio.parts.capture_part import capture_part
 from intaglio.parts.find_parts import FoundParts, calls_of
 from intaglio.parts.part_module import QuantizedPart, alone
-from intaglio.parts.saved_parts import write_parts
+from intaglio.parts.saved_parts import rest_of, write_parts
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.reports.speed import MeasuredSpeed
+from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.signature import clone_tensors
 from intaglio.tune import Comparison, ComparisonRun, run_comparison
 
@@ -125,6 +126,16 @@ class PartlyQuantizedModel(nn.Module):
             data = [(*args, *kwargs.values()) for args, kwargs in logs[path].calls]
             found[path] = run_comparison(captured, part, data, samples, statistics)
         return found
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 digest, as 64 hexadecimal digits, of the int8 parts and of the tensors of the float rest,
+        as `QuantizedModel.fingerprint` does for one program. The Python code of the model does not count.
+
+        Raises:
+            ArtifactError: a float part of a program has no form that can be written.
+        """
+        programs = {path: part.fingerprint() for path, part in self.parts.items()}
+        return fingerprint_of_programs(programs, rest_of(self.model))
 
     @check_arguments
     def save(self, path: str | Path, *, library: bool = True) -> None:

@@ -32,7 +32,7 @@ def write_parts(
     version: str,
 ) -> None:
     """Write a file. Raise `ArtifactError` if that is not possible."""
-    members = {FLOATS: safetensors.torch.save(_rest(model))}
+    members = {FLOATS: safetensors.torch.save(rest_of(model))}
     names = {f"part{index}": where for index, where in enumerate(parts)}
     with tempfile.TemporaryDirectory() as folder:
         for name, where in names.items():
@@ -87,7 +87,7 @@ def _inside(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{where}." for where, module in model.named_modules() if isinstance(module, QuantizedPart))
 
 
-def _rest(model: nn.Module) -> dict[str, torch.Tensor]:
+def rest_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the tensors of a model outside of its parts, by name."""
     parts = _inside(model)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -95,7 +95,7 @@ def _rest(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_rest(path: Path, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    own = _rest(model)
+    own = rest_of(model)
     differing = {name for name in {*own, *tensors} if _kind(own.get(name)) != _kind(tensors.get(name))}
     if differing:
         problem = f"its tensors are not those of the model; the first that differs is {min(differing)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from intaglio.parts import PartlyQuantizedModel
 from intaglio.progress import report_progress
 from intaglio.reporting.operators import OperatorSteps, graph_report, steps_of
 from intaglio.reporting.report_data import GraphReport, ModelKind, ReportData
-from intaglio.reporting.run_record import fingerprint_of_programs, run_record
+from intaglio.reporting.run_record import run_record
 from intaglio.reporting.timing.report_speed import speed_beside_float, timed_call
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.profile import Profile
+from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.signature import bind
 from intaglio.tune import ComparisonRun, first_sample, random_sample, run_comparison
 from intaglio.tune.schedule_search import unflatten_call
@@ -75,7 +76,7 @@ class _Collected:
     graphs: list[GraphReport] = field(default_factory=list)
     texts: list[Mapping[str, str]] = field(default_factory=list)
     integer: list[Graph] = field(default_factory=list)
-    fingerprints: list[str] = field(default_factory=list)
+    fingerprints: dict[str, str] = field(default_factory=dict)
     limits: list[str] = field(default_factory=list)
     isa: str = ""
 
@@ -132,9 +133,10 @@ def _of_program(float_model: nn.Module | None, model: QuantizedModel, data: Any,
         else:
             found.limits.append(NO_DATA)
         _add_program(found, "", model, run, settings, own=False)
+        fingerprints = dict(found.fingerprints)  # that of the model includes the bodies
         for name, loop in model.loops.items():
             _add_program(found, name, loop.body, None, replace(settings, calls=0), own=False)
-        del found.fingerprints[1:]  # that of the model includes the bodies
+        found.fingerprints = fingerprints
     made = _report(model.model_info.name, ModelKind.WHOLE, model.coverage, run, found)
     return Collection(made, {"": run} if run is not None else {})
 
@@ -163,7 +165,7 @@ def _add_program(
     found.texts.append(program.model_info.texts)
     found.integer.append(program.graph)
     with suppress(ArtifactError):  # float parts that no file can hold
-        found.fingerprints.append(program.fingerprint())
+        found.fingerprints[name] = program.fingerprint()
     found.isa = program.artifact.program.isa
 
 
@@ -200,7 +202,8 @@ def _of_parts(float_model: nn.Module | None, model: PartlyQuantizedModel, data: 
     digests = "".join(run.digest for run in runs.values())
     made = _report(type(model.model).__name__, ModelKind.PARTS, model.coverage, None, found)
     samples = max((run.comparison.samples for run in runs.values()), default=0)
-    return Collection(replace(made, run=replace(made.run, samples=samples, data=digests)), runs)
+    run = replace(made.run, samples=samples, data=digests, fingerprint=_fingerprint(model))
+    return Collection(replace(made, run=run), runs)
 
 
 def _of_session(float_model: nn.Module | None, model: nn.Module, data: Any, settings: Settings) -> Collection:
@@ -242,7 +245,19 @@ def _of_programs(
         run = _attempt(lambda: run_comparison(float_model, model, data, settings.samples), found.limits)
     for path, program in programs.items():
         _add_program(found, path, program, None, settings, own=False)
-    return Collection(_report(type(model).__name__, ModelKind.PARTS, _coverage(model, programs), run, found))
+    made = _report(type(model).__name__, ModelKind.PARTS, _coverage(model, programs), run, found)
+    own = _fingerprint(model) or made.run.fingerprint
+    return Collection(replace(made, run=replace(made.run, fingerprint=own)))
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Return the fingerprint of a model that has several programs, or "" if it cannot tell."""
+    if not hasattr(model, "fingerprint"):
+        return ""
+    try:
+        return str(cast(Any, model).fingerprint())
+    except ArtifactError:  # float parts that no file can hold
+        return ""
 
 
 def _coverage(model: nn.Module, programs: Mapping[str, QuantizedModel]) -> Coverage:
@@ -274,7 +289,8 @@ def _report(name: str, kind: ModelKind, coverage: Coverage, run: ComparisonRun |
     comparison = run.comparison if run is not None else None
     samples, digest = (comparison.samples, run.digest) if run is not None and comparison is not None else (0, "")
     record = replace(run_record(found.texts, found.integer, samples, digest), isa=found.isa)
-    record = replace(record, fingerprint=fingerprint_of_programs(found.fingerprints))
+    several = fingerprint_of_programs(found.fingerprints) if len(found.fingerprints) > 1 else ""
+    record = replace(record, fingerprint=several or "".join(found.fingerprints.values()))
     return ReportData(name, kind, record, coverage, comparison, tuple(found.graphs), (), tuple(found.limits))
 
 

@@ -190,7 +190,8 @@ class RunRecord:
         parameters: digest of the quantization parameters.
         weights: digest of the integer graph's constants.
         corrections: what corrections gained, one line each.
-        fingerprint: `QuantizedModel.fingerprint`, or the digest of those of several programs; "" if there is none.
+        fingerprint: what ``model.fingerprint()`` returns, or the digest of those of several programs; "" if there is
+            none.
     """
 
     created: str = ""

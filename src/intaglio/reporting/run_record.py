@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 import numpy as np
@@ -47,13 +47,6 @@ def run_record(texts: Iterable[Mapping[str, str]], graphs: Iterable[Graph], samp
         weights=_digest_of(graphs),
         corrections=tuple(lines),
     )
-
-
-def fingerprint_of_programs(fingerprints: Sequence[str]) -> str:
-    """Return the fingerprint of a model from those of its programs: the only one, or a digest of several."""
-    if len(fingerprints) < 2:
-        return "".join(fingerprints)
-    return hashlib.sha256("".join(fingerprints).encode()).hexdigest()
 
 
 def _digest_of(graphs: Iterable[Graph]) -> str:

@@ -39,6 +39,7 @@ from intaglio.ir import TensorType
 from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
+from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.torch_private import pytree
 from intaglio.tracing import capture
 from intaglio.tune import Comparison, compare
@@ -248,6 +249,13 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         notes = dict.fromkeys(note for one in every for note in one.notes)
         before, after = sum(one.bytes_before for one in every), sum(one.bytes_after for one in every)
         return functools.reduce(Coverage.with_body, every).with_sizes(before, after, tuple(notes))
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 digest, as 64 hexadecimal digits, of what determines the logits, as
+        `QuantizedModel.fingerprint` does: the programs, and how positions are counted. The configurations do not count.
+        """
+        programs = {name: program.fingerprint() for name, program in self.named_programs().items()}
+        return fingerprint_of_programs(programs, counts_padding=self.counts_padding)
 
     def named_programs(self) -> dict[str, QuantizedModel]:
         """Return the programs by name, as a dictionary."""

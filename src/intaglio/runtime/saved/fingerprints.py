@@ -57,6 +57,25 @@ def fingerprint_of(
     return total.hexdigest()
 
 
+def fingerprint_of_programs(
+    programs: Mapping[str, str], tensors: Mapping[str, torch.Tensor] | None = None, counts_padding: bool = False
+) -> str:
+    """Return the SHA-256 digest of what determines the results of a model that has several programs.
+
+    Args:
+        programs: fingerprints of the programs, by name.
+        tensors: tensors of the float rest of the model, by name.
+        counts_padding: whether padding counts in the positions of tokens.
+    """
+    total = hashlib.sha256(f"{FINGERPRINT_FORMAT} of programs".encode())
+    total.update(to_json([sorted(programs.items()), counts_padding]))
+    for name, tensor in sorted((tensors or {}).items()):
+        array = _bytes_of(tensor)
+        total.update(f"{name} {len(array)}\n".encode())
+        total.update(array.tobytes())
+    return total.hexdigest()
+
+
 def _without_origins(graph: Graph) -> Graph:
     """Return a graph whose operators do not know the modules and source lines that they came from."""
     ops = (replace(op, origin=Origin(), body=op.body and _without_origins(op.body)) for op in graph.ops)
