@@ -92,6 +92,7 @@ def test_labels_are_short_and_not_only_a_number():
     assert labels(["layer1.0", "layer1.1"]) == ["0 op", "1 op"]
     found = labels(["a.0.a_projection_of_values", "a.1.a_projection_of_values", "a.the_longest_name_of_all"])
     assert found == ["0.…n_of_values", "1.…n_of_values", "the_longest_n…"]
+    assert labels(["a.attention.output.dense", "a.output.dense"])[0] == "…output.dense"  # not an ellipsis and a dot
 
 
 def test_large_modules_are_split():

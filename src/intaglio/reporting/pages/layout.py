@@ -227,7 +227,7 @@ def _shortened(label: str) -> str:
         return label
     first, dot, _ = label.partition(".")
     kept = f"{first}." if dot and len(first) < LONGEST_LABEL // 2 else ""
-    end = label[len(kept) + 1 - LONGEST_LABEL :]
+    end = label[len(kept) + 1 - LONGEST_LABEL :].lstrip(".")
     return f"{kept}…{end}" if dot else f"{label[: LONGEST_LABEL - 1]}…"
 
 

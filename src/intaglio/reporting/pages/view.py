@@ -284,7 +284,7 @@ def _box_views(graph: GraphReport, picture: NetworkPicture, first: int) -> Itera
     for box in picture.boxes:
         nodes = tuple(_node(graph, node.kernel, node.label, (node.x, node.y), first) for node in box.nodes)
         most = max(int((box.width - 20) / TITLE_CHARACTER), 4)
-        short = box.title if len(box.title) <= most else f"…{box.title[-most + 1 :].lstrip()}"
+        short = box.title if len(box.title) <= most else f"…{box.title[-most + 1 :].lstrip(' .')}"
         yield BoxView(box.title, short, box.x, box.y, box.width, box.height, tuple(box.links), nodes)
 
 
