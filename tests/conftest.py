@@ -1,5 +1,6 @@
 """Fixtures and options all tests share: golden texts, fixed seeds, a private cache, Hypothesis profiles."""
 
+import ctypes
 import difflib
 import gc
 import logging
@@ -13,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from intaglio.native import native_library
+from intaglio.native.cpu import isas
 from support.export_memo import ExportMemo
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -121,6 +124,12 @@ def fresh_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy2(unit, folder / "kernels")  # links are not trusted
     monkeypatch.setenv("INTAGLIO_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(params=isas(), scope="module")
+def runtime_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The native functions, compiled for each instruction set of the processor."""
+    return native_library.open_library(request.param)
 
 
 @pytest.fixture

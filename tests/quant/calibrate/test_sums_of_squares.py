@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intaglio.native import native_library
-from intaglio.native.cpu import isas
 from intaglio.native.statistics import squared_sums, squared_sums_numpy
 from intaglio.quant.calibrate.sums_of_squares import sums_of_squares
-
-
-@pytest.fixture(params=isas(), scope="module")
-def library(request):
-    return native_library.open_library(request.param)
 
 
 @given(
@@ -25,7 +19,7 @@ def library(request):
     infinities=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_the_kernel_gives_the_bits_of_numpy(library, count, threads, infinities, seed):
+def test_the_kernel_gives_the_bits_of_numpy(runtime_library, count, threads, infinities, seed):
     make = np.random.default_rng(seed)
     exact = (make.standard_normal(count) * 10.0 ** make.integers(-20, 18)).astype(np.float32)
     other = exact + (make.standard_normal(count) * 10.0 ** make.integers(-20, 18)).astype(np.float32)
@@ -34,7 +28,7 @@ def test_the_kernel_gives_the_bits_of_numpy(library, count, threads, infinities,
         exact[places] = [math.inf, -math.inf, math.nan, math.inf, math.nan]
         other[make.integers(0, count)] = math.nan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_library, "runtime_if_built", lambda: library)
+        patch.setattr(native_library, "runtime_if_built", lambda: runtime_library)
         found = squared_sums(exact, other, threads)
     np.testing.assert_array_equal(found, squared_sums_numpy(exact, other))
 

@@ -6,14 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intaglio.native import native_library
-from intaglio.native.cpu import isas
 from intaglio.quant.correct.linalg import COLUMN_BLOCK, OrderedFactor
 from intaglio.quant.correct.weight_columns import Columns, round_columns, round_columns_torch
-
-
-@pytest.fixture(params=isas(), scope="module")
-def library(request):
-    return native_library.open_library(request.param)
 
 
 @given(
@@ -25,7 +19,7 @@ def library(request):
     each_weight=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_columns_are_rounded_as_by_pytorch(library, groups, count, rows, threads, high, each_weight, seed):
+def test_columns_are_rounded_as_by_pytorch(runtime_library, groups, count, rows, threads, high, each_weight, seed):
     make = torch.Generator().manual_seed(seed)
     weight = torch.randn(groups, rows, count, generator=make, dtype=torch.float64)
     steps = torch.rand(groups, rows, 1, generator=make, dtype=torch.float64) + 0.01
@@ -45,7 +39,7 @@ def test_columns_are_rounded_as_by_pytorch(library, groups, count, rows, threads
     round_columns_torch(expected, start, spread, -high, high)
     before = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_library, "runtime_if_built", lambda: library)
+        patch.setattr(native_library, "runtime_if_built", lambda: runtime_library)
         torch.set_num_threads(threads)
         try:
             round_columns(found, start, spread, -high, high)
