@@ -1,0 +1,135 @@
+"""The accuracy of a decoder with int8 and 4-bit weights, per token of a text that neither training nor calibration saw.
+
+    pip install transformers
+    python benchmarks/decoders.py
+
+A Llama of 4 layers and 256 channels learns the bytes of a text that Python ships, the documentation of its topics
+(pydoc_data/topics.py); the last tenth is kept for evaluation. For each recipe: the perplexity of the evaluated bytes,
+the divergence of Kullback and Leibler from the float model per byte, how often the most probable byte is the float
+model's, and the signal-to-noise ratio of the logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import warnings
+from pathlib import Path
+from pydoc_data import topics
+
+import record
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+
+import intaglio
+
+LENGTH = 128
+"""Bytes of a sample."""
+INT4 = {"weights_dtype": "s4", "weights": "group:32"}
+NEAREST = {"equalize": 0.0, "rounding": "nearest"}
+RECIPES: dict[str, dict[str, object]] = {
+    "W8A8": {},
+    "W8A8, per token": {"activations": "token"},
+    "W4A8, nearest": {**INT4, **NEAREST},
+    "W4A8, equalization": {**INT4, "rounding": "nearest"},
+    "W4A8, GPTQ": {**INT4, "equalize": 0.0},
+    "W4A8, both": INT4,
+    "W4A8, per token, nearest": {**INT4, **NEAREST, "activations": "token"},
+    "W4A8, per token, GPTQ": {**INT4, "activations": "token"},
+    "W8A8, linear layers per token": {},
+    "W4A8, linear layers per token": INT4,
+}
+"""Settings of all operators by the name of a row."""
+PER_TOKEN = "linear layers per token"
+"""Part of the names of rows in which the scales of linear layers are those of tokens, and all others are calibrated."""
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes for training and for evaluation, in samples [n, LENGTH]."""
+    joined = "\n".join(text for _, text in sorted(topics.topics.items())).encode()
+    samples = torch.tensor(list(joined[: len(joined) // LENGTH * LENGTH])).reshape(-1, LENGTH)
+    held = len(samples) // 10
+    return samples[:-held], samples[-held:]
+
+
+def trained(samples: torch.Tensor, steps: int) -> transformers.LlamaForCausalLM:
+    """Return a decoder after so many steps of AdamW on random samples of 32 rows."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 256}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    for _ in range(steps):
+        batch = samples[torch.randint(len(samples), (32,))]
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval()
+
+
+def logits_of(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    """Return the logits [n, LENGTH - 1, 256] for the bytes after the first."""
+    with torch.no_grad():
+        parts = [model(input_ids=part, use_cache=False).logits[:, :-1] for part in samples.split(16)]
+    return torch.cat(parts).double()
+
+
+def figures(found: torch.Tensor, expected: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+    """Return the figures of one row, from its logits and those of the float model."""
+    own, reference = functional.log_softmax(found, -1), functional.log_softmax(expected, -1)
+    noise = (found - expected).square().sum() / expected.square().sum()
+    return {
+        "perplexity": math.exp(-own.gather(2, samples[:, 1:, None]).mean().item()),
+        "divergence": (reference.exp() * (reference - own)).sum(-1).mean().item(),
+        "agreement": 100 * (found.argmax(-1) == expected.argmax(-1)).double().mean().item(),
+        "sqnr_db": -10 * math.log10(noise.item() + 1e-14),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600, help="steps of training")
+    parser.add_argument("--samples", type=int, default=128, help="samples of calibration")
+    parser.add_argument("--limit", type=int, default=128, help="samples of evaluation")
+    parser.add_argument("--model", type=Path, help="folder of a trained model, which is written if it does not exist")
+    parser.add_argument("--recipes", help="names of rows, separated by semicolons")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    seen, unseen = texts()
+    if arguments.model and arguments.model.exists():
+        model = transformers.LlamaForCausalLM.from_pretrained(arguments.model).eval()
+    else:
+        model = trained(seen, arguments.steps)
+        if arguments.model:
+            model.save_pretrained(arguments.model)
+    unseen = unseen[: arguments.limit]
+    expected = logits_of(model, unseen)
+    results = {"float32": figures(expected, expected, unseen)}
+    data = [{"input_ids": part} for part in seen[torch.randperm(len(seen))[: arguments.samples]].split(16)]
+    names = arguments.recipes.split(";") if arguments.recipes else RECIPES
+    for name in names:
+        recipe = {"*": RECIPES[name]}
+        if PER_TOKEN in name:
+            recipe["type:Linear"] = {"activations": "token"}
+        quantized = intaglio.quantize(model, data, recipe=recipe, progress=False)
+        results[name] = figures(logits_of(quantized, unseen), expected, unseen)
+        print(name, results[name], flush=True)
+    table = Table("", "perplexity", "divergence", "same byte", "SQNR")
+    for name, row in results.items():
+        found = f"{row['perplexity']:.3f}", f"{row['divergence']:.4f}"
+        table.add_row(name, *found, f"{row['agreement']:.1f} %", f"{row['sqnr_db']:.1f} dB")
+    Console(highlight=False).print(table)
+    record.append("decoders", arguments, results)
+
+
+if __name__ == "__main__":
+    main()
