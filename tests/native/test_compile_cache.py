@@ -145,6 +145,7 @@ def test_the_library_that_is_built_in_the_background_is_compiled_once(fresh_cach
     monkeypatch.setattr(library, "runtime", cache(library.runtime.__wrapped__))
     monkeypatch.setattr(library, "_trusted", [])
     library.build_ahead()
+    assert library.builds_in_background()
     assert library.runtime().intaglio_parallel
     library.build_ahead()
     assert len(counting_compiler.read_text().split()) == 1

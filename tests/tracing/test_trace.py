@@ -18,7 +18,7 @@ from intaglio.quant.qdq.convert import convert
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.torch_private import decompose_used_composites
-from intaglio.tracing import CAPTURE_PASSES, capture
+from intaglio.tracing import CAPTURE_PASSES, capture, capture_check
 from intaglio.tracing.export_metadata import path_of
 from intaglio.tracing.local_decompositions import decompose_single_operators
 from support import nets
@@ -599,3 +599,25 @@ def test_sizes_are_enlarged_until_a_quotient_differs():
     captured = capture(model, torch.ones(3, 2, 5), dynamic_shapes={"args": ({2: Dim.AUTO},)})
     for size in (5, 10, 11, 19, 40):
         assert captured(torch.ones(3, 2, size)).shape == model(torch.ones(3, 2, size)).shape
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_calls_of_the_float_model_leave_a_core_to_compilers_in_the_background(compiling, monkeypatch):
+    cores, seen = 4, set[int]()
+    monkeypatch.setattr(capture_check, "builds_in_background", lambda: compiling)
+    monkeypatch.setattr(capture_check.os, "sched_getaffinity", lambda process: range(cores))
+
+    def record_threads(module: nn.Module, inputs: tuple) -> None:
+        if not torch.compiler.is_exporting():
+            seen.add(torch.get_num_threads())
+
+    model = nn.Linear(8, 8).eval()
+    model.register_forward_pre_hook(record_threads)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(cores)
+        capture(model, (torch.randn(1, 8),))
+        assert torch.get_num_threads() == cores
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {cores - compiling}

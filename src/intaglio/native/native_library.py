@@ -146,7 +146,17 @@ def build_ahead() -> None:
     """
     toolchain = find_toolchain("quantize")
     if not runtime.cache_info().currsize:
-        threading.Thread(target=_build_quietly, args=[toolchain], name="intaglio-build").start()
+        _background[:] = [threading.Thread(target=_build_quietly, args=[toolchain], name="intaglio-build")]
+        _background[0].start()
+
+
+_background: list[threading.Thread] = []
+"""The thread that `build_ahead` started last."""
+
+
+def builds_in_background() -> bool:
+    """Return whether what `build_ahead` started is not finished yet."""
+    return any(thread.is_alive() for thread in _background)
 
 
 def _build_quietly(toolchain: Toolchain) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from intaglio.errors import CaptureError, InputError
 from intaglio.fxgraph.node_info import tensor_type
 from intaglio.fxgraph.passes.element_types.half_precision import UPCAST_NOTE
 from intaglio.ir import Dim, DType, Expression, evaluate, has_quotient, symbol, symbols_of
+from intaglio.native.native_library import builds_in_background
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
@@ -148,17 +150,36 @@ def _differs(
     if captured.signature.state:  # compare from the captured state
         captured, model = replace(captured), copy_model(model)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), threads_beside_compilers():
             expected = model(*clone_tensors(args), **clone_tensors(kwargs))
     except Exception as error:
         return f"with {label} {MODEL_FAILS}: {error}"
     try:
-        got = _call_checked(captured, clone_tensors(args), clone_tensors(kwargs))
+        with threads_beside_compilers():
+            got = _call_checked(captured, clone_tensors(args), clone_tensors(kwargs))
     except Exception as error:
         return f"with {label} the graph fails: {error}"
     near = HALF_TOLERANCE if UPCAST_NOTE in captured.notes else FLOAT32_TOLERANCE
     difference = _difference(got, expected, NO_TOLERANCE_LIMIT if _is_random(captured) else near)
     return difference and f"with {label} {difference}"
+
+
+@contextlib.contextmanager
+def threads_beside_compilers() -> Iterator[None]:
+    """Leave a core to the compilers in the background, if there are any and PyTorch uses all cores.
+
+    Each parallel region of PyTorch waits for its slowest thread. On a machine with two cores, a call of MiniLM with a
+    thread that shares its core with a compiler takes seven times as long as one with a single thread.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or threads < len(os.sched_getaffinity(0)) or not builds_in_background():
+        yield
+        return
+    torch.set_num_threads(threads - 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 MODEL_FAILS = "the model itself fails"

@@ -27,6 +27,7 @@ from intaglio.tracing.capture_check import (
     disagreement,
     free_symbols,
     larger_example,
+    threads_beside_compilers,
 )
 from intaglio.tracing.captured import Captured, ExampleError
 from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
@@ -184,7 +185,7 @@ def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
     args, kwargs = clone_tensors(args), clone_tensors(dict(kwargs))
     contents = ContainerContents({**dict(enumerate(args)), **kwargs})
     try:
-        with torch.no_grad():
+        with torch.no_grad(), threads_beside_compilers():
             result = model_copy(*args, **kwargs)
     except Exception as error:
         kinds = [f"{type(v).__name__}{list(v.shape) if isinstance(v, torch.Tensor) else ''}" for v in args]
