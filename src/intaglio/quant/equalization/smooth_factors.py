@@ -39,11 +39,15 @@ def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.T
     columns, outputs = weight.abs().amax(0).double(), _spread_outputs(weight)
     folds = _folds(rows, outputs)
     signal = sum(fold.exact.double().square().sum().item() for fold in folds)
-    plain = sum(_error(fold, outputs, torch.ones(len(columns))) for fold in folds)
+    ones = torch.ones(len(columns))
+    plain_weight = _rounded(outputs, ones)
+    plain = sum(_error(fold, plain_weight, ones) for fold in folds)
     errors = {}
     for strength in STRENGTHS:
         factors = [_factors(fold.largest, columns, strength).float() for fold in folds]
-        errors[strength] = sum(_error(fold, outputs, of_fold) for fold, of_fold in zip(folds, factors, strict=True))
+        errors[strength] = sum(
+            _error(fold, _rounded(outputs, of_fold), of_fold) for fold, of_fold in zip(folds, factors, strict=True)
+        )
     strength = min(errors, key=lambda one: errors[one])
     if not errors[strength] < LEAST_GAIN * plain:
         return None
@@ -103,12 +107,22 @@ def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: float) -> t
     return found / found.log().mean().exp()
 
 
+def _rounded(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return a weight f32[o, c] whose columns are multiplied by factors, rounded to 127 steps on each side of zero."""
+    scaled = weight * factors
+    steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(1).numpy(), 127))[:, None]
+    return numerics.round_clamp(scaled / steps, -127, 127) * steps
+
+
 def _error(fold: _Fold, weight: torch.Tensor, factors: torch.Tensor) -> float:
-    """Return the squared error of the results of a fold that is quantized with factors and the range of the others."""
+    """Return the squared error of the results of a fold that is quantized with factors and the range of the others.
+
+    Args:
+        fold: the fold.
+        weight: the rounded weight, with columns multiplied by the factors.
+        factors: divisors of the channels.
+    """
     low, high = (fold.low / factors).min().item(), (fold.high / factors).max().item()
     scale, zero = numerics.affine_qparams(low, high, 0, 255)
     quantized = numerics.round_clamp(fold.validation / factors / scale, 0, 255, zero) - zero
-    scaled = weight * factors
-    steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(1).numpy(), 127))[:, None]
-    integers = numerics.round_clamp(scaled / steps, -127, 127) * steps
-    return (fold.exact - (quantized * scale) @ integers.t()).double().square().sum().item()
+    return (fold.exact - (quantized * scale) @ weight.t()).double().square().sum().item()
