@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import intaglio
 from intaglio import Recipe, stages
+from intaglio.quant.correct import correct_weights
 from support.lowering import sqnr
 
 SAMPLES = (1, 4, 16, 64, 256, 1024)
@@ -80,3 +82,28 @@ def test_corrections_cost_at_most_a_fifth_of_a_decibel_on_average(correction):
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_no_number_of_samples_costs_more_than_a_decibel(network, correction):
     assert max(losses(network, correction)) <= 1
+
+
+class QueryAndKey(nn.Module):
+    """Two layers that read one value."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 8), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.query(x) * self.key(x)
+
+
+def test_layers_that_read_one_value_share_its_moments(monkeypatch):
+    torch.manual_seed(0)
+    model, data = QueryAndKey().eval(), [torch.randn(80, 16)]
+    calls, moments = [], correct_weights.moments
+    monkeypatch.setattr(correct_weights, "moments", lambda *args: calls.append(args) or moments(*args))
+    shared = intaglio.quantize(model, data, progress=False)
+    count = len(calls)
+    monkeypatch.setattr(correct_weights._WeightCorrector, "_shared", lambda self, region, x, name, compute: compute())
+    alone = intaglio.quantize(model, data, progress=False)
+    assert len(calls) - count == 2 * count
+    assert shared.text("integer") == alone.text("integer")
+    assert shared.fingerprint() == alone.fingerprint()

@@ -10,11 +10,15 @@ from torch import fx
 
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import origin, set_info
+from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
 from intaglio.quant.annotate.find_sites import ValueNames, add_operand_sites, in_execution_order
-from intaglio.quant.annotate.regions import Annotations
+from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import groups
+from intaglio.quant.correct.effort import is_corrected
+from intaglio.quant.qdq.qparams import parameters_of
+from intaglio.quant.recipes.choices import BiasCorrection
 from intaglio.torch_private import schema_of
 
 
@@ -51,3 +55,23 @@ def with_biases(module: fx.GraphModule, biases: Mapping[str, torch.Tensor]) -> f
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def with_needed_biases(annotations: Annotations) -> Annotations:
+    """Return annotations in which every anchor whose bias is corrected has a bias."""
+    outputs = {
+        region.anchor.name: len(parameters_of(annotations.module, region)[0])
+        for region in annotations.regions
+        if _lacks_bias(annotations, region)
+    }
+    if not outputs:
+        return annotations
+    return annotated_with_biases(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
+
+
+def _lacks_bias(annotations: Annotations, region: Region) -> bool:
+    """Return whether the bias of a region is to be corrected, but the region has no bias yet."""
+    corrects = region.setting.bias != BiasCorrection.NONE
+    if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
+        return False
+    return is_corrected(annotations, region)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,31 +13,40 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import info, known_type, origin
+from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
 from intaglio.progress import report_progress
-from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.correct.biases import annotated_with_biases
+from intaglio.quant.correct.biases import annotated_with_biases, with_needed_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
-from intaglio.quant.correct.effort import first_only, sampled_gain, takes_too_long, takes_too_much_memory
+from intaglio.quant.correct.effort import (
+    first_only,
+    is_corrected,
+    is_measured,
+    sampled_gain,
+    takes_too_long,
+    takes_too_much_memory,
+)
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.operand_columns import position_count
 from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
-from intaglio.quant.correct.second_moments import Moments, has_moments, moments, sum_over_ranks
+from intaglio.quant.correct.second_moments import Moments, moments, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
 from intaglio.quant.qdq.weight_grid import WeightGrid, narrow, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
+
+Found = TypeVar("Found")
 
 
 @check_arguments_except("prepared")
@@ -73,7 +82,7 @@ def correct(
     expect(prepared, Prepared, "correct")
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
-    annotations = _annotations_with_biases(prepared)
+    annotations = with_needed_biases(prepared.annotations)
     qparams = activation_qparams(prepared, ranges)
     scales: dict[tuple[str, int], np.ndarray] = {}
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
@@ -83,7 +92,7 @@ def correct(
     corrector = _WeightCorrector(evaluation, prepared.signature, visible, units, group)
     regions = iter(evaluation)
     corrected = any(
-        _is_corrected(annotations, region) or _is_measured(annotations, region) for region in annotations.regions
+        is_corrected(annotations, region) or is_measured(annotations, region) for region in annotations.regions
     )
     count = sum(region.record.roles.weight is not None for region in annotations.regions)
     done = 0
@@ -124,6 +133,7 @@ class _WeightCorrector:
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
             why.
         last_set: weight node of the last region whose weight was set.
+        shared: what linear layers that read the same operand have in common, by the operand and a name.
     """
 
     evaluation: LayerwiseEvaluation
@@ -137,6 +147,7 @@ class _WeightCorrector:
     imported_noise: dict[str, float] = field(default_factory=dict)
     left_out: dict[Region, str] = field(default_factory=dict)
     last_set: fx.Node | None = None
+    shared: dict[tuple[fx.Node, str], Any] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
         """Round the weight of a region and correct its bias, as its setting says."""
@@ -151,10 +162,10 @@ class _WeightCorrector:
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
         self._set_weight(weight_node, grid, grid.nearest(weight))
-        corrects, measures = _is_corrected(annotations, region), _is_measured(annotations, region)
+        corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
             return
-        split, validating, positions = self._split(region, x)
+        split, validating, positions = self._shared(region, x, "split", lambda: self._split(region, x))
         if (reason := takes_too_much_memory(region, positions)) is not None:
             self.left_out[region] = reason
             return
@@ -164,8 +175,7 @@ class _WeightCorrector:
         if not corrects:
             self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
             return
-        fitted = self._moments(region, x, [~mask for mask in validating])
-        parts = SplitMoments(fitted, self._moments(region, x, validating), split.crossed)
+        parts = self._shared(region, x, "moments", lambda: self._split_moments(region, x, split, validating))
         rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         signal_and_noise: tuple[float, float] | None = None
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
@@ -217,6 +227,25 @@ class _WeightCorrector:
         projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _, _ in parts)])
         split = ValidationSplit.of(projections, max((size for _, size, _ in parts), default=0))
         return split, [split.selects(part) for part, _, _ in own], sum(count for _, _, count in parts)
+
+    def _shared(self, region: Region, x: fx.Node, name: str, compute: Callable[[], Found]) -> Found:
+        """Return the result of ``compute``, which linear layers with the same operand share, such as query and key."""
+        if region.record.name != "linear" or len(x.users) < 2:
+            self.shared.clear()
+            return compute()
+        if any(operand is not x for operand, _ in self.shared):
+            self.shared.clear()
+        if (x, name) not in self.shared:
+            self.shared[x, name] = compute()
+        found: Found = self.shared[x, name]
+        return found
+
+    def _split_moments(
+        self, region: Region, x: fx.Node, split: ValidationSplit, validating: list[torch.Tensor]
+    ) -> SplitMoments:
+        """Return the moments of the samples to fit to, and of those that validate."""
+        fitted = self._moments(region, x, [~mask for mask in validating])
+        return SplitMoments(fitted, self._moments(region, x, validating), split.crossed)
 
     def _moments(self, region: Region, x: fx.Node, selected: list[torch.Tensor] | None = None) -> Moments:
         """Return the second moments of a region's quantized input over all ranks.
@@ -348,51 +377,3 @@ class _WeightCorrector:
         """Yield a line for each weight whose rounding data could not decide."""
         for region, reason in self.left_out.items():
             yield f"{origin(region.anchor).path or region.anchor.name}: rounded to nearest, because {reason}"
-
-
-def _annotations_with_biases(prepared: Prepared) -> Annotations:
-    """Return annotations in which every anchor whose bias is corrected has a bias."""
-    annotations = prepared.annotations
-    outputs = {
-        region.anchor.name: len(parameters_of(annotations.module, region)[0])
-        for region in annotations.regions
-        if _lacks_bias(annotations, region)
-    }
-    if not outputs:
-        return annotations
-    return annotated_with_biases(annotations, {name: torch.zeros(count) for name, count in outputs.items()})
-
-
-def _is_measured(annotations: Annotations, region: Region) -> bool:
-    """Return whether a region has an imported weight that is rounded again and whose cost data measures."""
-    if region.record.roles.weight is None or region.dynamic:
-        return False
-    weight = layer_operands(region.anchor).weight
-    if info(weight).imported is None or kept_weight(region, weight) is not None:
-        return False
-    return has_moments(region, operand_site(annotations, region))
-
-
-def _is_corrected(annotations: Annotations, region: Region) -> bool:
-    """Return whether data decides how the weight of a region is rounded, or its bias."""
-    setting = region.setting
-    if region.record.roles.weight is None or region.dynamic:
-        return False
-    if kept_weight(region, layer_operands(region.anchor).weight) is not None:
-        return False
-    if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
-        return False
-    return has_moments(region, operand_site(annotations, region))
-
-
-def _lacks_bias(annotations: Annotations, region: Region) -> bool:
-    """Return whether the bias of a region is to be corrected, but the region has no bias yet."""
-    corrects = region.setting.bias != BiasCorrection.NONE
-    if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
-        return False
-    return _is_corrected(annotations, region)
-
-
-def operand_site(annotations: Annotations, region: Region) -> Site:
-    """Return the site of the activation that an anchor multiplies by its weight."""
-    return annotations.by_value[layer_operands(region.anchor).x.name, Role.ACTIVATION]

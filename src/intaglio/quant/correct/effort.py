@@ -1,4 +1,4 @@
-"""Time and memory of fitting a weight to data, predicted from shapes, and the gain that a sample of its rows shows."""
+"""Data and settings that decide which weights are fitted, predicted time and memory, and the gain of some rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import NamedTuple
 import torch
 
 from intaglio.formatting.number_text import size_text
-from intaglio.quant.annotate.regions import Region
+from intaglio.fxgraph.node_info import info
+from intaglio.fxgraph.nodes import layer_operands
+from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.linalg import COLUMN_BLOCK
 from intaglio.quant.correct.operand_columns import groups_of, row_length, weight_count
-from intaglio.quant.correct.second_moments import Moments, are_few, are_kept
+from intaglio.quant.correct.second_moments import Moments, are_few, are_kept, has_moments
 from intaglio.quant.correct.validation_split import VALIDATED_ROWS
 from intaglio.quant.correct.weight_rounding import ITERATIONS, gptq, nearest
+from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.weight_grid import WeightGrid
-from intaglio.quant.recipes.choices import Effort, Rounding
+from intaglio.quant.recipes.choices import BiasCorrection, Effort, Role, Rounding
 
 LARGEST_MOMENTS = 1 << 27
 """Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
@@ -141,3 +145,30 @@ def first_only(masks: list[torch.Tensor]) -> list[torch.Tensor]:
             own[int(mask.int().argmax())] = True
             break
     return chosen
+
+
+def is_corrected(annotations: Annotations, region: Region) -> bool:
+    """Return whether data decides how the weight of a region is rounded, or its bias."""
+    setting = region.setting
+    if region.record.roles.weight is None or region.dynamic:
+        return False
+    if kept_weight(region, layer_operands(region.anchor).weight) is not None:
+        return False
+    if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
+        return False
+    return has_moments(region, operand_site(annotations, region))
+
+
+def is_measured(annotations: Annotations, region: Region) -> bool:
+    """Return whether a region has an imported weight that is rounded again and whose cost data measures."""
+    if region.record.roles.weight is None or region.dynamic:
+        return False
+    weight = layer_operands(region.anchor).weight
+    if info(weight).imported is None or kept_weight(region, weight) is not None:
+        return False
+    return has_moments(region, operand_site(annotations, region))
+
+
+def operand_site(annotations: Annotations, region: Region) -> Site:
+    """Return the site of the activation that an anchor multiplies by its weight."""
+    return annotations.by_value[layer_operands(region.anchor).x.name, Role.ACTIVATION]

@@ -21,6 +21,8 @@ from intaglio.quant.recipes.choices import Rounding
 
 CHEAP_COLUMNS = 1024
 """Up to this many columns GPTQ takes less time than the moments that it reads."""
+KEPT_FACTOR = 1 << 20
+"""Largest number of elements of moments whose factor is kept with them, for other layers with the same operand."""
 CLEAR_GAIN = 0.75
 """Ratio of the errors with and without a fit on one half of few samples, below which the other half is not tested."""
 FACTORS = (0.8, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
@@ -89,7 +91,8 @@ class RoundingFit:
             plain: the errors of rounding each row to nearest, [groups, rows].
             rows: the rows of each group whose quantized values, steps and errors are returned.
         """
-        found = replace(found)  # The factor, which takes as much memory as the moments, is only kept for this call.
+        if found.sums.numel() * found.sums.shape[1] > KEPT_FACTOR:
+            found = replace(found)  # The factor, which takes as much memory as the moments, is only kept for this call.
         q, grid, step = self.qparams, self.grid, self.step
         if self._has_fitted_scales:
             q = self._rescaled(found, plain)
