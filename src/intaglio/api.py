@@ -24,6 +24,7 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory
 from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
+from intaglio.quant.correct.effort import is_corrected
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import given_quantizer
@@ -303,8 +304,11 @@ def capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shap
 
 
 def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, progress: bool | None) -> Reference:
-    """Calibrate and convert. A model whose activations are all quantized dynamically needs no data."""
-    if not own[0].observers:
+    """Calibrate and convert. A model whose activations are all quantized dynamically needs no data, which only decides
+    how weights of few bits are rounded."""
+    annotations = own[0].annotations
+    corrects = data is not None and any(is_corrected(annotations, region) for region in annotations.regions)
+    if not own[0].observers and not corrects:
         return convert(own.pop())
     return convert_with_corrections(own, *cached_batches(own[0], data, samples), samples, progress)
 

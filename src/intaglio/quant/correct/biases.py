@@ -72,6 +72,8 @@ def with_needed_biases(annotations: Annotations) -> Annotations:
 def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     """Return whether the bias of a region is to be corrected, but the region has no bias yet."""
     corrects = region.setting.bias != BiasCorrection.NONE
-    if region.record.roles.weight is None or not corrects or layer_operands(region.anchor).bias is not None:
+    if region.dynamic or region.record.roles.weight is None or not corrects:
+        return False
+    if layer_operands(region.anchor).bias is not None:
         return False
     return is_corrected(annotations, region)

@@ -17,6 +17,7 @@ from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
+from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
 from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
@@ -133,6 +134,7 @@ class _WeightCorrector:
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
             why.
         last_set: weight node of the last region whose weight was set.
+        peaks: operand of dynamic layers -> its largest magnitude.
         shared: what linear layers that read the same operand have in common, by the operand and a name.
     """
 
@@ -147,6 +149,7 @@ class _WeightCorrector:
     imported_noise: dict[str, float] = field(default_factory=dict)
     left_out: dict[Region, str] = field(default_factory=dict)
     last_set: fx.Node | None = None
+    peaks: dict[str, float] = field(default_factory=dict)
     shared: dict[tuple[fx.Node, str], Any] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
@@ -191,7 +194,7 @@ class _WeightCorrector:
         self._set_weight(weight_node, grid, quantized_now)
         if measures:
             self._measure_imported(region, site, grid, quantized_now, parts.whole)
-        if setting.bias != BiasCorrection.NONE:
+        if setting.bias != BiasCorrection.NONE and not region.dynamic:
             lost = rows - by_group(region, quantized_now) * step
             signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
             self._correct_bias(region, lost, signal_and_noise, parts, split)
@@ -213,8 +216,27 @@ class _WeightCorrector:
             yield from visible_groups(self._operand(x, call), axes, visible)
 
     def _operand(self, x: fx.Node, call: int) -> torch.Tensor:
-        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it."""
-        return torch.atleast_2d(self.evaluation.quantized_values(x, call))
+        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it.
+
+        Operands of dynamic layers are rounded with one scale here, which weighs tokens by their magnitudes.
+        """
+        if x.name in self.evaluation.sites:
+            return torch.atleast_2d(self.evaluation.quantized_values(x, call))
+        q, values = self._parameters_of(x), torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0)
+        return torch.atleast_2d((values / q.step).round().add(q.zero).clamp(q.qmin, q.qmax).to(torch.uint8))
+
+    def _parameters_of(self, x: fx.Node) -> QParams:
+        """Return the parameters of `_operand`."""
+        if (site := self.evaluation.sites.get(x.name)) is not None:
+            return self.evaluation.qparams[site.name]
+        if x.name not in self.peaks:
+            calls = range(len(self.visible))
+            values = (torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0) for call in calls)
+            own = self.group.run_on_all_ranks(
+                lambda: max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
+            )
+            self.peaks[x.name] = max(*self.group.gather(own), float(MIN_ROW_ABSMAX))
+        return QParams((float(np.float32(self.peaks[x.name] / 127)),), (SIGN_OFFSET,), 1, 255)
 
     def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
         """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the
@@ -255,11 +277,10 @@ class _WeightCorrector:
             x: its input.
             selected: bool[samples] for each batch, true for the samples to take (default: all).
         """
-        site, batches = self.evaluation.sites[x.name], self._operands(x)
+        q, batches, site = self._parameters_of(x), self._operands(x), self.evaluation.sites.get(x.name)
         if selected is not None:
             batches = (batch[here] for batch, here in zip(batches, selected, strict=True) if here.any())
-        q = self.evaluation.qparams[site.name]
-        if site.dtype is DType.S8:  # moments are of uint8 values
+        if site is not None and site.dtype is DType.S8:  # moments are of uint8 values
             batches, q = (
                 ((b.to(torch.int16) + SIGN_OFFSET).to(torch.uint8) for b in batches),
                 q.with_offset(SIGN_OFFSET),

@@ -148,12 +148,18 @@ def first_only(masks: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_corrected(annotations: Annotations, region: Region) -> bool:
-    """Return whether data decides how the weight of a region is rounded, or its bias."""
+    """Return whether data decides how the weight of a region is rounded, or its bias.
+
+    Of dynamic layers these are weights of fewer than 8 bits: per-token scales leave so little noise that rounding int8
+    weights to nearest costs next to nothing.
+    """
     setting = region.setting
-    if region.record.roles.weight is None or region.dynamic:
+    if region.record.roles.weight is None or (region.dynamic and setting.weight.bits >= 8):
         return False
     if kept_weight(region, layer_operands(region.anchor).weight) is not None:
         return False
+    if region.dynamic:
+        return setting.rounding != Rounding.NEAREST and region.record.name == "linear"
     if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
         return False
     return has_moments(region, operand_site(annotations, region))

@@ -129,6 +129,11 @@ class LayerwiseEvaluation:
         kept = self._quantized.get(node.name, batch)
         return self._quantized_8bit(node, kept, self.qparams[self.sites[node.name].name])
 
+    def float_values(self, node: fx.Node, batch: int) -> torch.Tensor:
+        """Return the floats of a node in the model quantized so far; its site, if it has one, has no parameters."""
+        found: torch.Tensor = self._quantized.get(node.name, batch).real
+        return found
+
     def set_qparams(self, site: str, q: QParams) -> None:
         """Set the parameters of a site, which values on the second track use from now on."""
         self.qparams[site] = q
