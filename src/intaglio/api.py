@@ -306,11 +306,13 @@ def capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shap
 def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, progress: bool | None) -> Reference:
     """Calibrate and convert. A model whose activations are all quantized dynamically needs no data, which only decides
     how weights of few bits are rounded."""
-    annotations = own[0].annotations
-    corrects = data is not None and any(is_corrected(annotations, region) for region in annotations.regions)
-    if not own[0].observers and not corrects:
+    if not own[0].observers and (data is None or not _has_corrected_weights(own[0])):
         return convert(own.pop())
     return convert_with_corrections(own, *cached_batches(own[0], data, samples), samples, progress)
+
+
+def _has_corrected_weights(prepared: Prepared) -> bool:
+    return any(is_corrected(prepared.annotations, region) for region in prepared.annotations.regions)
 
 
 def cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[list[Any], Any]:

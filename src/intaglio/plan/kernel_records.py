@@ -15,20 +15,20 @@ class Int4Kernel:
     """Kernels of a linear layer with 4-bit weights.
 
     Attributes:
-        tile: Tile of calls with few rows, which expands weights in registers; ``None`` without such
-            kernels. Calls with more rows expand panels of weights to int8 in memory.
+        tile: Tile of calls with few rows, which expands weights in registers. Calls with more rows expand panels of
+            weights to int8 in memory.
     """
 
-    tile: TileSpec | None
+    tile: TileSpec
 
     @property
     def few_rows(self) -> int:
         """Return the number of rows up to which the tile is used."""
-        return 0 if self.tile is None else self.tile.rows
+        return self.tile.rows
 
     def text(self) -> str:
         """Return a description for the text of a plan."""
-        return ", 4-bit weights" + (f", {self.tile.name} for up to {self.few_rows} rows" if self.tile else "")
+        return f", 4-bit weights, {self.tile.name} for up to {self.few_rows} rows"
 
 
 @dataclass(frozen=True)

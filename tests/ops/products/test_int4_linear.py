@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import packing
 from intaglio.ir import DType, Op, Packing, TensorType
+from intaglio.kernels import ISAS
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
 from intaglio.ops.products.int4_linear import why_not_int4
 from support.integer_graphs import N, Net
@@ -51,6 +52,12 @@ def test_any_number_of_rows_has_these_bits(isa):
         for count in (1, 2, 3):
             with threads(count):
                 assert_same_bits(model(*inputs), expected)
+
+
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+def test_plans_name_the_layers_that_read_4_bits(isa):
+    """Where an instruction set has kernels for few rows; all others expand weights when the program is built."""
+    assert ("4-bit weights" in compiled(tails, isa).text("plan")) == bool(ISAS[isa].int4_tile_rows)
 
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)

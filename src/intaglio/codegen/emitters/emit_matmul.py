@@ -101,11 +101,10 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         _int4_weights(code, context, plan, kernel.int4, partition.output)
     if kernel.looks_up:
         with code.block(f"if ({context.isa.lookup_condition})"):
-            tiles = {"m": kernel.tile, "w": kernel.int4.tile if kernel.int4 else None}
+            tiles = {"m": kernel.tile} | ({"w": kernel.int4.tile} if kernel.int4 else {})
             for name, tile in tiles.items():
-                if tile is not None:
-                    kernels, last_kernels = _kernels(context, plan, replace(tile, looks_up=True))
-                    code(f"{name}.kernels = {kernels}, {name}.last_kernels = {last_kernels};")
+                kernels, last_kernels = _kernels(context, plan, replace(tile, looks_up=True))
+                code(f"{name}.kernels = {kernels}, {name}.last_kernels = {last_kernels};")
             code("m.tile.table = m.table.entries, m.table = {};")
     if context.isa.has_setup:
         code("struct TileSetup setup = {};")
@@ -131,10 +130,9 @@ def _int4_weights(code: Code, context: Context, plan: PanelPacking, int4: Int4Ke
     scratch = f"{output}.scratch"
     _, lines, _ = context.plan.buffers[scratch].shape
     code("struct Int4Weights w = {};")
-    if int4.tile is not None:
-        kernels, last_kernels = _kernels(context, plan, int4.tile)
-        code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels};")
-        code(f"w.rows = {int4.tile.rows}, w.few_rows = {int4.few_rows};")
+    kernels, last_kernels = _kernels(context, plan, int4.tile)
+    code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels};")
+    code(f"w.rows = {int4.tile.rows}, w.few_rows = {int4.few_rows};")
     code(f"w.scratch = r->arena + r->offsets[{context.index[scratch]}];")
     code(f"w.scratch_bytes = {context.dim(lines * CACHE_LINE)}, w.sharers = {MAX_SCRATCH_THREADS};")
 

@@ -6,6 +6,8 @@
 typedef uint16_t BytePairs __attribute__((vector_size(64)));
 typedef uint8_t AllBytes __attribute__((vector_size(64)));
 
+enum { EXPANDED_AHEAD = 2048 };  // bytes between the weights that are expanded and those that are prefetched
+
 LIBRARY void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to) {
     const int64_t step_bytes = 64 * blocks;
     for (int64_t line = 0; line < lines; ++line) {
@@ -17,6 +19,7 @@ LIBRARY void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int
             for (int64_t i = 0; i < 4; ++i, to += 2 * step_bytes)
                 for (int64_t block = 0; block < blocks; ++block, step += 64) {
                     BytePairs both, multiple;
+                    __builtin_prefetch(step + EXPANDED_AHEAD);
                     memcpy(&both, step, 64), memcpy(&multiple, multiples + 32 * block, 64);
                     // A product has no carry from the low byte to the high one: 15 * 15 < 256.
                     const AllBytes zero = (AllBytes)(multiple * 0x0808),

@@ -12,7 +12,7 @@ enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_LINE = 64 };
 
 // How a layer reads its weights. `tile.b` and `panel_bytes` of its `struct Matmul` are those of 4-bit weights.
 struct Int4Weights {
-    const TileKernel *kernels, *last_kernels;  // kernels that read 4-bit weights; null without them
+    const TileKernel *kernels, *last_kernels;  // kernels that read 4-bit weights
     int64_t rows, few_rows;                    // height of their tallest tile; rows of a call up to which they are used
     uint8_t* scratch;                          // memory for an expanded panel of each thread
     int64_t scratch_bytes, sharers;            // bytes per thread; number of threads that have scratch memory

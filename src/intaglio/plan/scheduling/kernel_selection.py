@@ -105,11 +105,16 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
 
 
 def _int4_kernel(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> Int4Kernel | None:
-    """Return how a linear layer reads 4-bit weights, or ``None`` for weights that kernels read in 8 bits."""
+    """Return the kernels that read the 4-bit weights of a linear layer, or ``None`` for weights that are expanded when
+    the program is built.
+
+    That is so for all others, and where an instruction set has no kernels for few rows: a row would take three times as
+    long as with int8 weights if these had to be expanded in memory (AVX-VNNI, AVX2: twice).
+    """
     if partition.head is not None or op_def(partition.anchor).why_not_int4(partition.anchor, graph.types):
         return None
     rows = isa.int4_tile_rows.get(tile.blocks)
-    return Int4Kernel(None if rows is None else replace(tile, rows=rows, int4=True))
+    return None if rows is None else Int4Kernel(replace(tile, rows=rows, int4=True))
 
 
 def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -> str | None:

@@ -252,7 +252,7 @@ class _WeightCorrector:
 
     def _shared(self, region: Region, x: fx.Node, name: str, compute: Callable[[], Found]) -> Found:
         """Return the result of ``compute``, which linear layers with the same operand share, such as query and key."""
-        if region.record.name != "linear" or len(x.users) < 2:
+        if not region.record.is_linear_layer or len(x.users) < 2:
             self.shared.clear()
             return compute()
         if any(operand is not x for operand, _ in self.shared):

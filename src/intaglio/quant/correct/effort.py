@@ -159,7 +159,7 @@ def is_corrected(annotations: Annotations, region: Region) -> bool:
     if kept_weight(region, layer_operands(region.anchor).weight) is not None:
         return False
     if region.dynamic:
-        return setting.rounding != Rounding.NEAREST and region.record.name == "linear"
+        return setting.rounding != Rounding.NEAREST and has_moments(region, None)
     if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
         return False
     return has_moments(region, operand_site(annotations, region))

@@ -145,9 +145,13 @@ class Moments:
         return self.operands.wide
 
 
-def has_moments(region: Region, site: Site) -> bool:
-    """Return whether an anchor is an operator whose operand has moments; other weights are rounded to nearest."""
-    return region.record.name in ("conv1d", "conv2d", "linear") and site.dtype in (DType.U8, DType.S8)
+def has_moments(region: Region, site: Site | None) -> bool:
+    """Return whether an anchor is an operator whose operand has moments; other weights are rounded to nearest.
+
+    ``site`` is that of the operand, or ``None`` for a dynamic layer.
+    """
+    is_int8 = site is None or site.dtype in (DType.U8, DType.S8)
+    return is_int8 and region.record.name in ("conv1d", "conv2d", "linear")
 
 
 def moments(region: Region, quantized: Iterable[torch.Tensor], q: QParams) -> Moments:
