@@ -105,11 +105,10 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
 
 
 def _int4_kernel(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> Int4Kernel | None:
-    """Return the kernels that read the 4-bit weights of a linear layer, or ``None`` for weights that are expanded when
-    the program is built.
+    """Return the kernels that read the 4-bit weights of a linear layer, or ``None`` if kernels read int8 weights.
 
-    That is so for all others, and where an instruction set has no kernels for few rows: a row would take three times as
-    long as with int8 weights if these had to be expanded in memory (AVX-VNNI, AVX2: twice).
+    Instruction sets without kernels for few rows read int8 weights: expanding 4-bit weights in memory for a single row
+    would take three times as long (AVX-VNNI; AVX2: twice).
     """
     if partition.head is not None or op_def(partition.anchor).why_not_int4(partition.anchor, graph.types):
         return None
