@@ -7,9 +7,10 @@ import numpy as np
 from intaglio.codegen.weight_packing import PanelPacking
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
 from intaglio.numerics.multiples_of_groups import smallest_multiples
+from intaglio.ops.products.int4_linear import INT4_LOW
 
-LOW, HIGH = -8, 7
-"""Range of 4-bit weights."""
+INT4_HIGH = INT4_LOW + 15
+"""Largest 4-bit weight."""
 MOST_IN_PANEL = 15
 """Largest multiple of a group that a panel can hold."""
 
@@ -28,11 +29,11 @@ def pack_int4(weight: np.ndarray, plan: PanelPacking) -> np.ndarray:
         ValueError: a group does not consist of multiples of 4-bit values.
     """
     groups = weight.reshape(len(weight), -1, INT4_GROUP).astype(np.int16)
-    multiples = smallest_multiples(groups, LOW, HIGH)
+    multiples = smallest_multiples(groups, INT4_LOW, INT4_HIGH)
     values = groups // multiples[..., None]
-    if groups.size and (multiples.max() > MOST_IN_PANEL or values.min() < LOW or values.max() > HIGH):
+    if groups.size and (multiples.max() > MOST_IN_PANEL or values.min() < INT4_LOW or values.max() > INT4_HIGH):
         raise ValueError("the weights of a group are not multiples of 4-bit values")
-    halves = (values - LOW).astype(np.uint8).reshape(len(weight), -1, INT4_CHANNELS // 8, 2, 4)
+    halves = (values - INT4_LOW).astype(np.uint8).reshape(len(weight), -1, INT4_CHANNELS // 8, 2, 4)
     steps = halves[..., 0, :] | halves[..., 1, :] << 4
     pairs = multiples.astype(np.uint8).reshape(len(weight), -1, 2)
     scales = pairs[..., 0] | pairs[..., 1] << 4
@@ -48,7 +49,7 @@ def _panel(steps: np.ndarray, scales: np.ndarray, order: np.ndarray) -> np.ndarr
         order: Output channel of each column.
     """
     inside, lines = order < len(steps), steps.shape[1]
-    columns = np.full((len(order), *steps.shape[1:]), -LOW | -LOW << 4, np.uint8)
+    columns = np.full((len(order), *steps.shape[1:]), -INT4_LOW | -INT4_LOW << 4, np.uint8)
     columns[inside] = steps[order[inside]]
     multiples = np.zeros((lines, INT4_LINE), np.uint8)
     multiples[:, : len(order)][:, inside] = scales[order[inside]].T

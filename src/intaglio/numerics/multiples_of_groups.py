@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 LARGEST_MULTIPLE = 16
+"""Largest multiple that files can hold."""
 
 
 def smallest_multiples(groups: np.ndarray, low: int, high: int) -> np.ndarray:

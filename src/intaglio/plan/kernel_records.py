@@ -11,27 +11,6 @@ from intaglio.ops.movement.data_movement import Box
 
 
 @dataclass(frozen=True)
-class Int4Kernel:
-    """Kernels of a linear layer with 4-bit weights.
-
-    Attributes:
-        tile: Tile of calls with few rows, which expands weights in registers. Calls with more rows expand panels of
-            weights to int8 in memory.
-    """
-
-    tile: TileSpec
-
-    @property
-    def few_rows(self) -> int:
-        """Return the number of rows up to which the tile is used."""
-        return self.tile.rows
-
-    def text(self) -> str:
-        """Return a description for the text of a plan."""
-        return f", 4-bit weights, {self.tile.name} for up to {self.few_rows} rows"
-
-
-@dataclass(frozen=True)
 class TiledKernel:
     """Tiles of a product with constant weights.
 
@@ -40,19 +19,22 @@ class TiledKernel:
         permuted: Columns of the weights are permuted so that packing instructions restore their order.
         looks_up: The microkernel applies the lookup table of the step if the processor supports it.
         flat: All output pixels of all images are contiguous in memory.
-        int4: Kernels that read 4-bit weights; ``None`` for int8 weights.
+        int4: Tile that expands 4-bit weights in registers, for calls with at most as many rows as it has; with more
+            rows, panels of weights are expanded to int8 in memory. ``None`` for int8 weights.
     """
 
     tile: TileSpec
     permuted: bool
     looks_up: bool
     flat: bool
-    int4: Int4Kernel | None = None
+    int4: TileSpec | None = None
 
     def text(self) -> str:
         """Return the kernel's name and how it is used."""
         more = [", looks results up"] * self.looks_up + [", all pixels in one line"] * self.flat
-        return self.tile.name + "".join(more) + (self.int4.text() if self.int4 else "")
+        if self.int4 is not None:
+            more.append(f", 4-bit weights, {self.int4.name} for up to {self.int4.rows} rows")
+        return self.tile.name + "".join(more)
 
 
 @dataclass(frozen=True)

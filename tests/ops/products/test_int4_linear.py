@@ -10,7 +10,7 @@ from intaglio.codegen.weight_packing import packing
 from intaglio.ir import DType, Op, Packing, TensorType
 from intaglio.kernels import ISAS
 from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
-from intaglio.ops.products.int4_linear import why_not_int4
+from intaglio.ops.products.int4_linear import GROUP_STEP, INPUT_STEP, why_not_int4
 from support.integer_graphs import N, Net
 from support.matmul_library import RUNNABLE_ISAS
 from support.programs import (
@@ -56,7 +56,7 @@ def test_any_number_of_rows_has_these_bits(isa):
 
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 def test_plans_name_the_layers_that_read_4_bits(isa):
-    """Where an instruction set has kernels for few rows; all others expand weights when the program is built."""
+    """Instruction sets without kernels for few rows read int8 weights, which are expanded when the program is built."""
     assert ("4-bit weights" in compiled(tails, isa).text("plan")) == bool(ISAS[isa].int4_tile_rows)
 
 
@@ -88,6 +88,10 @@ def unpacked(packed: np.ndarray, outputs: int, blocks: int) -> np.ndarray:
 LINES = 2
 
 
+def test_conditions_are_those_of_the_layout():
+    assert (GROUP_STEP, INPUT_STEP) == (INT4_GROUP, INT4_CHANNELS)
+
+
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 2**31))
 def test_packed_weights_are_those_of_the_layout(outputs, blocks, seed):
     draw = np.random.default_rng(seed)
@@ -108,9 +112,9 @@ def test_weights_of_more_bits_are_refused():
     [
         (128, None, "does not have 4 bits"),
         (128, Packing(3, -4, 32), "does not have 4 bits"),
-        (128, Packing(4, -8), "no multiples of 32"),
-        (128, Packing(4, -8, 16), "no multiples of 32"),
-        (96, Packing(4, -8, 32), "no multiple of 64"),
+        (128, Packing(4, -8), "not multiples of 32"),
+        (128, Packing(4, -8, 16), "not multiples of 32"),
+        (96, Packing(4, -8, 32), "not a multiple of 64"),
         (128, Packing(4, -8, 32), None),
         (192, Packing(4, -8, 128), None),
     ],

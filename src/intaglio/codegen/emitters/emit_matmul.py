@@ -18,12 +18,12 @@ from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_wei
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
-from intaglio.kernels.tile_spec import INT4_CHANNELS
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
 from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
 from intaglio.plan.buffers import nhwc_sizes
-from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, Int4Kernel, TiledKernel
+from intaglio.plan.kernel_records import DepthwiseKernel, DepthwiseLoops, TiledKernel
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.convolution_pieces import Piece, pieces, weights_of
 from intaglio.plan.scheduling.value_bounds import result_bounds
@@ -101,7 +101,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         _int4_weights(code, context, plan, kernel.int4, partition.output)
     if kernel.looks_up:
         with code.block(f"if ({context.isa.lookup_condition})"):
-            tiles = {"m": kernel.tile} | ({"w": kernel.int4.tile} if kernel.int4 else {})
+            tiles = {"m": kernel.tile} | ({"w": kernel.int4} if kernel.int4 else {})
             for name, tile in tiles.items():
                 kernels, last_kernels = _kernels(context, plan, replace(tile, looks_up=True))
                 code(f"{name}.kernels = {kernels}, {name}.last_kernels = {last_kernels};")
@@ -125,14 +125,15 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code("release_tiles(&setup);")
 
 
-def _int4_weights(code: Code, context: Context, plan: PanelPacking, int4: Int4Kernel, output: str) -> None:
+def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSpec, output: str) -> None:
     """Print how 4-bit weights are read, a `struct Int4Weights`."""
     scratch = f"{output}.scratch"
     _, lines, _ = context.plan.buffers[scratch].shape
     code("struct Int4Weights w = {};")
-    kernels, last_kernels = _kernels(context, plan, int4.tile)
-    code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels};")
-    code(f"w.rows = {int4.tile.rows}, w.few_rows = {int4.few_rows};")
+    kernels, last_kernels = _kernels(context, plan, tile)
+    sizes = {"INT4_GROUP": INT4_GROUP, "INT4_CHANNELS": INT4_CHANNELS, "INT4_LINE": INT4_LINE}
+    code(f'static_assert({" && ".join(f"{name} == {size}" for name, size in sizes.items())}, "panels");')
+    code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels}, w.rows = {tile.rows};")
     code(f"w.scratch = r->arena + r->offsets[{context.index[scratch]}];")
     code(f"w.scratch_bytes = {context.dim(lines * CACHE_LINE)}, w.sharers = {MAX_SCRATCH_THREADS};")
 

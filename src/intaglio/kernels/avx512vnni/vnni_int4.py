@@ -19,9 +19,9 @@ from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE, Til
 
 INT4_TILE_ROWS = {1: 6, 2: 6, 3: 4, 4: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
-LOW, HIGH, EIGHTS, SPREAD = (f"%zmm{register}" for register in range(4))
+LOW_HALVES, HIGH_HALVES, EIGHTS, SPREAD = (f"%zmm{register}" for register in range(4))
 """Masks of low and high halves of bytes, the factor 8 in every byte, and the control that spreads multiples."""
-MULTIPLES = 4
+FIRST_MULTIPLE = 4
 """First of three registers for each block: multiples m, ``4096 * m``, and ``8 * m`` in every byte."""
 INT4_AHEAD = 6144
 """Bytes between the weights that are multiplied and those that are prefetched, one line for each that is read.
@@ -45,7 +45,7 @@ class Int4Products:
     def __init__(self, spec: TileSpec) -> None:
         self.spec = spec
         self.first = 32 - spec.rows * spec.blocks
-        first_free = MULTIPLES + 3 * spec.blocks
+        first_free = FIRST_MULTIPLE + 3 * spec.blocks
         self.low, self.high, *self.spare = (f"%zmm{register}" for register in range(first_free, self.first))
 
     def lines(self) -> list[str]:
@@ -54,7 +54,10 @@ class Int4Products:
         lines = ["# products: lines of 64 input channels", f"mov {field('b')},%rsi", f"mov {field('a')},%rax"]
         lines += [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", "lea (%rax,%r15),%r8"]
         lines += [f"mov {field('run')},%rcx", f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
-        lines += [f"vpbroadcastw intaglio_int4+{2 * i}(%rip),{name}" for i, name in enumerate((LOW, HIGH, EIGHTS))]
+        lines += [
+            f"vpbroadcastw intaglio_int4+{2 * i}(%rip),{name}"
+            for i, name in enumerate((LOW_HALVES, HIGH_HALVES, EIGHTS))
+        ]
         lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}", ".p2align 4", "3:"]
         lines += [f"prefetcht1 {INT4_AHEAD}(%rsi)"]
         for half in range(INT4_CHANNELS // INT4_GROUP):
@@ -66,14 +69,14 @@ class Int4Products:
 
     def registers_of(self, block: int) -> list[str]:
         """Return the registers with the multiples of a block, in 16-bit lanes."""
-        return [f"%zmm{MULTIPLES + 3 * block + i}" for i in range(3)]
+        return [f"%zmm{FIRST_MULTIPLE + 3 * block + i}" for i in range(3)]
 
     def multiples(self, block: int, half: int) -> Iterator[str]:
         """Yield the lines that load the multiples of 32 input channels; a byte has those of both halves of a line."""
         once, shifted, eightfold = self.registers_of(block)
         yield f"vbroadcasti32x4 {16 * block}(%rsi),{once}"
         yield f"vpshufb {SPREAD},{once},{once}"
-        yield f"vpsrlw $4,{once},{once}" if half else f"vpandd {LOW},{once},{once}"
+        yield f"vpsrlw $4,{once},{once}" if half else f"vpandd {LOW_HALVES},{once},{once}"
         yield f"vpsllw $12,{once},{shifted}"
         yield f"vpmullw {EIGHTS},{once},{eightfold}"
 
@@ -83,8 +86,8 @@ class Int4Products:
         offset = INT4_LINE + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
         yield f"prefetcht1 {INT4_AHEAD + offset}(%rsi)"
-        yield f"vpandd {at},{LOW},{self.low}"
-        yield f"vpandd {at},{HIGH},{self.high}"
+        yield f"vpandd {at},{LOW_HALVES},{self.low}"
+        yield f"vpandd {at},{HIGH_HALVES},{self.high}"
         yield f"vpmullw {once},{self.low},{self.low}"
         yield f"vpmulhuw {shifted},{self.high},{self.high}"
         yield f"vpsubb {eightfold},{self.low},{self.low}"

@@ -8,7 +8,8 @@ typedef uint8_t AllBytes __attribute__((vector_size(64)));
 
 enum { EXPANDED_AHEAD = 2048 };  // bytes between the weights that are expanded and those that are prefetched
 
-LIBRARY void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to) {
+// Expand a panel of `lines` lines and `blocks` of 16 output channels to [step of 4 input channels][output channel][4].
+static void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to) {
     const int64_t step_bytes = 64 * blocks;
     for (int64_t line = 0; line < lines; ++line) {
         const uint8_t* step = from + INT4_LINE;
@@ -36,7 +37,7 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     const int64_t pixels = m->out.images * m->out.height * m->out.width;
     const int64_t lines = m->flat ? 1 : m->out.images * m->out.height, width = m->flat ? pixels : m->out.width;
     struct Matmul one = *m;
-    if (pixels <= w->few_rows) {
+    if (pixels <= w->rows) {
         one.kernels = w->kernels, one.last_kernels = w->last_kernels, one.rows = w->rows;
         one.split_channels_below = pixels + 1;
         matmul(&one, thread, threads);

@@ -13,7 +13,7 @@ enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_LINE = 64 };
 // How a layer reads its weights. `tile.b` and `panel_bytes` of its `struct Matmul` are those of 4-bit weights.
 struct Int4Weights {
     const TileKernel *kernels, *last_kernels;  // kernels that read 4-bit weights
-    int64_t rows, few_rows;                    // height of their tallest tile; rows of a call up to which they are used
+    int64_t rows;                              // height of their tallest tile; for calls with at most as many rows
     uint8_t* scratch;                          // memory for an expanded panel of each thread
     int64_t scratch_bytes, sharers;            // bytes per thread; number of threads that have scratch memory
 };
@@ -21,6 +21,3 @@ struct Int4Weights {
 // Compute this thread's part of a layer. Weights are expanded in registers if there are few rows, and to int8 in
 // scratch memory, panel by panel, if there are more.
 LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, int thread, int threads);
-
-// Expand a panel of `lines` lines and `blocks` of 16 output channels to [step of 4 input channels][output channel][4].
-LIBRARY void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to);

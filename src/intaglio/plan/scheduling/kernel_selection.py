@@ -20,7 +20,6 @@ from intaglio.plan.kernel_records import (
     ActivationTiles,
     DepthwiseKernel,
     DepthwiseLoops,
-    Int4Kernel,
     Kernel,
     Movement,
     MovementKernel,
@@ -101,11 +100,11 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
         residual_remainder=len(tail.inputs) > 4,
     )
     flat = is_flat(partition, plan.graph, plan.buffers)
-    return TiledKernel(tile, permuted, looks_up, flat, _int4_kernel(partition, tile, plan.graph, isa)), reason
+    return TiledKernel(tile, permuted, looks_up, flat, _int4_tile(partition, tile, plan.graph, isa)), reason
 
 
-def _int4_kernel(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> Int4Kernel | None:
-    """Return the kernels that read the 4-bit weights of a linear layer, or ``None`` if kernels read int8 weights.
+def _int4_tile(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> TileSpec | None:
+    """Return the tile that reads the 4-bit weights of a linear layer, or ``None`` if kernels read int8 weights.
 
     Instruction sets without kernels for few rows read int8 weights: expanding 4-bit weights in memory for a single row
     would take three times as long (AVX-VNNI; AVX2: twice).
@@ -113,7 +112,7 @@ def _int4_kernel(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -
     if partition.head is not None or op_def(partition.anchor).why_not_int4(partition.anchor, graph.types):
         return None
     rows = isa.int4_tile_rows.get(tile.blocks)
-    return None if rows is None else Int4Kernel(replace(tile, rows=rows, int4=True))
+    return None if rows is None else replace(tile, rows=rows, int4=True)
 
 
 def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -> str | None:
