@@ -1,4 +1,4 @@
-"""Tables of calls a second, of the cost of quantizing and its accuracy, of few samples, and of searches."""
+"""Tables of calls a second, of memory, of the cost of quantizing and its accuracy, of few samples, and of searches."""
 
 from __future__ import annotations
 
@@ -20,6 +20,20 @@ ENGINES = {
     "openvino": "OpenVINO and NNCF",
     "onnxruntime_int8": "ONNX Runtime",
     "torchao": "torchao and Inductor",
+}
+LOADED = {
+    "intaglio_exported": "**intaglio**, exported C from Python",
+    "intaglio": "**intaglio**, `intaglio.load`",
+    "onnxruntime_int8": "ONNX Runtime int8",
+    "openvino_int8": "OpenVINO int8",
+}
+MEMORY = {
+    "file": "files",
+    "imported": "imported",
+    "loaded": "loaded",
+    "ran": "after calls",
+    "above": "calls above imports",
+    "resident": "resident",
 }
 SEARCHED = {
     "mobilenet_v3_large": "MobileNetV3-Large",
@@ -70,6 +84,17 @@ def quantizing(lines: Iterable[Line]) -> Table:
             cells = (_cost(found.get(f"{network}/{engine}")) for engine in ENGINES)
             rows.append((title, f"{own['model_mb']:.0f} MB", *cells))
     return ("network", "float parameters", *ENGINES.values()), rows
+
+
+def memory(lines: Iterable[Line]) -> Table:
+    """Return MB of processes that run ResNet-50, and seconds of loading and the first call, from the newest line."""
+    newest = max((line for line in lines if line["arguments"]["network"] == "resnet50"), key=lambda line: line["date"])
+    engines = newest["results"]["engines_mb"]
+    rows = [
+        (title, *(f"{engines[key][column]:.1f}" for column in MEMORY), f"{engines[key]['first_call_s']:.3f}")
+        for key, title in LOADED.items()
+    ]
+    return ("engine", *MEMORY.values(), "load and first call, s"), rows
 
 
 def _cost(found: Line | None) -> str:

@@ -31,11 +31,12 @@ POINTERS = ctypes.c_void_p * 2
 
 
 def build(folder: Path) -> Path:
-    """A shared library of the objects that README.txt says how to make, stripped."""
-    commands = re.findall(r"^    ((?:FLAGS=|gcc ).*)$", (folder / "README.txt").read_text(), re.MULTILINE)[:-1]
-    link = "gcc -shared -s -pthread -Wl,--no-undefined *.o -o library.so"
-    subprocess.run(["sh", "-ec", "\n".join([*commands, "rm main.o", link])], cwd=folder, check=True)
-    return folder / "library.so"
+    """A shared library by the commands of README.txt, stripped, and ``main``."""
+    commands = re.findall(r"^    ((?:FLAGS=|gcc ).*)$", (folder / "README.txt").read_text(), re.MULTILINE)
+    library = next(folder.glob("*.h")).with_suffix("").name
+    strip = f"strip lib{library}.so"
+    subprocess.run(["sh", "-ec", "\n".join([*commands, strip])], cwd=folder, check=True)
+    return folder / f"lib{library}.so"
 
 
 def opened(folder: Path, name: str, x: torch.Tensor, result: torch.Tensor, threads: int) -> Callable[[], None]:
@@ -75,7 +76,8 @@ def main() -> None:
         call()
         assert torch.equal(result, expected), "the export has other bits"
         found = measure(arguments, lambda: model(x), call)
-        found["bytes"] = {name: (folder / name).stat().st_size for name in ("library.so", "weights.bin")}
+        files = {"library.so": next(folder.glob("lib*.so")), "weights.bin": folder / "weights.bin"}
+        found["bytes"] = {name: file.stat().st_size for name, file in files.items()}
     record.append("exported", arguments, found)
     best = {engine: min(found[engine]) for engine in ("python_ms", "c_ms")}
     size = sum(found["bytes"].values()) / 1e6

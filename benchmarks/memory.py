@@ -1,5 +1,8 @@
 """Memory of a process that loads an int8 model from its file and runs it: intaglio, ONNX Runtime, OpenVINO.
 
+intaglio has two rows: a file that `intaglio.load` reads, which needs PyTorch, and the Python file of a model that was
+exported as C, which needs NumPy.
+
     python benchmarks/memory.py                 ResNet-50, batch 1
     python benchmarks/memory.py --image 64      smaller images, to see that it runs
 
@@ -14,6 +17,7 @@ import argparse
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,18 @@ from rich.console import Console
 from rich.table import Table
 
 CALLS = 5
-FILES = {"intaglio": "model.intaglio", "onnxruntime_int8": "int8.onnx", "openvino_int8": "model.xml"}
+FILES = {
+    "intaglio": "model.intaglio",
+    "intaglio_exported": "network.py",
+    "onnxruntime_int8": "int8.onnx",
+    "openvino_int8": "model.xml",
+}
 """Engine -> the file its model is loaded from."""
 
 
 def save_all(network: str, image: int, batch: int, folder: str) -> dict[str, float]:
     """Int8 models of every engine in their files; engine -> MB of its files."""
+    import exported
     import networks
     import openvino
     import torch
@@ -44,13 +54,19 @@ def save_all(network: str, image: int, batch: int, folder: str) -> dict[str, flo
     for engine in FILES:
         (Path(folder) / engine).mkdir()
     with torch.no_grad():
-        intaglio.quantize(model, calibration, example_inputs=example, progress=False).save(path_of(folder, "intaglio"))
+        quantized = intaglio.quantize(model, calibration, example_inputs=example, progress=False)
+        quantized.save(path_of(folder, "intaglio"))
         work = Path(folder) / "work"
-        work.mkdir()
+        quantized.export_c(work)
+        library = exported.build(work)
+        for file in (library, work / "weights.bin"):
+            file.rename(Path(path_of(folder, "intaglio_exported")).with_name(file.name))
+        python_file = work / library.with_suffix(".py").name.removeprefix("lib")
+        python_file.rename(path_of(folder, "intaglio_exported"))
         made = peer_engines.onnxruntime_int8_file(model, example, calibration, work)
         made.rename(path_of(folder, "onnxruntime_int8"))
-        quantized = peer_engines.openvino_int8_model(model, example, calibration, work)
-        openvino.save_model(quantized, path_of(folder, "openvino_int8"))
+        peer = peer_engines.openvino_int8_model(model, example, calibration, work)
+        openvino.save_model(peer, path_of(folder, "openvino_int8"))
     return {engine: sum(f.stat().st_size for f in (Path(folder) / engine).iterdir()) / 1e6 for engine in FILES}
 
 
@@ -71,6 +87,12 @@ def intaglio_loader() -> Callable[[str, int], Callable[[Any], Any]]:
         return lambda image: model(torch.from_numpy(image))
 
     return loaded
+
+
+def exported_loader() -> Callable[[str, int], Callable[[Any], Any]]:
+    import runpy
+
+    return lambda path, threads: runpy.run_path(path)["Network"](threads=threads)
 
 
 def onnxruntime_loader() -> Callable[[str, int], Callable[[Any], Any]]:
@@ -96,19 +118,28 @@ def openvino_loader() -> Callable[[str, int], Callable[[Any], Any]]:
     return loaded
 
 
-LOADERS = {"intaglio": intaglio_loader, "onnxruntime_int8": onnxruntime_loader, "openvino_int8": openvino_loader}
+LOADERS = {
+    "intaglio": intaglio_loader,
+    "intaglio_exported": exported_loader,
+    "onnxruntime_int8": onnxruntime_loader,
+    "openvino_int8": openvino_loader,
+}
 
 
 def peaks(engine: str, path: str, shape: tuple[int, ...], threads: int) -> dict[str, float]:
-    """MB at most after every stage of a new process, and what is resident at the end."""
+    """MB at most after every stage of a new process, what is resident at the end, and seconds of loading and the first
+    call."""
     import numpy as np
 
     image = np.zeros(shape, np.float32)
     load = LOADERS[engine]()
     found = {"imported": in_mb("VmHWM")}
+    begin = time.perf_counter()
     run = load(path, threads)
     found["loaded"] = in_mb("VmHWM")
-    for _ in range(CALLS):
+    run(image)
+    found["first_call_s"] = time.perf_counter() - begin
+    for _ in range(CALLS - 1):
         run(image)
     return {**found, "ran": in_mb("VmHWM"), "resident": in_mb("VmRSS")}
 
@@ -145,11 +176,11 @@ def main() -> None:
     found = measure(arguments)
     title = f"{arguments.network}, batch {arguments.batch}, {arguments.threads} threads: MB"
     table = Table(title=f"{title}, median of {arguments.repeats} processes")
-    for column in ("engine", "file", "imported", "loaded", "ran", "ran above imported", "resident"):
+    for column in ("engine", "file", "imported", "loaded", "ran", "ran above imported", "resident", "first call, s"):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for engine, one in sorted(found.items(), key=lambda entry: entry[1]["above"]):
         keys = ("file", "imported", "loaded", "ran", "above", "resident")
-        table.add_row(engine, *(f"{one[key]:.1f}" for key in keys))
+        table.add_row(engine, *(f"{one[key]:.1f}" for key in keys), f"{one['first_call_s']:.3f}")
     Console(highlight=False).print(table)
     record.append("memory", arguments, {"engines_mb": found})
 

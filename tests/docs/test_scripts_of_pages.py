@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 
@@ -69,12 +70,14 @@ int main(void) {
 
 
 @pytest.mark.slow(reason="compiles an export; tests of exports do, too")
-def test_the_c_example_computes_what_the_model_does(tmp_path):
-    """The calls of the page in a program that reads `images` from a file and writes `scores` to one."""
+def test_the_examples_in_c_and_python_compute_what_the_model_does(tmp_path, monkeypatch):
+    """The calls of the page in a program that reads `images` from a file and writes `scores` to one; the script."""
     layers = nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
     net, images = randomize(nn.Sequential(*layers)), torch.randn(8, 3, 32, 32)
     model = intaglio.quantize(net, [images], progress=False)
     model.export_c(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "images.bin").write_bytes(images.numpy().tobytes())
     (calls,) = blocks("deploying.md", "c")
     (tmp_path / "main.c").write_text(PROGRAM % calls)
@@ -82,3 +85,8 @@ def test_the_c_example_computes_what_the_model_does(tmp_path):
     subprocess.run([str(tmp_path / "sequential")], cwd=tmp_path, check=True)
     scores = torch.frombuffer(bytearray((tmp_path / "scores.bin").read_bytes()), dtype=torch.float32).reshape(8, 10)
     assert torch.equal(scores, model(images))
+
+    (script,) = blocks("deploying.md", "py")
+    (tmp_path / "network.py").write_text(script.replace("net_c", "."))
+    namespace = runpy.run_path(str(tmp_path / "network.py"), {"images": images.numpy()})
+    assert torch.equal(torch.from_numpy(namespace["scores"]), model(images))

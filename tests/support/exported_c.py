@@ -39,7 +39,7 @@ def commands(folder: Path) -> list[str]:
 
 
 def build(folder: Path, compiler: str | None = None) -> Path:
-    """Build a shared library by the commands of README.txt, except for the last one, which links."""
+    """Build a shared library by the commands of README.txt, and check that it needs no other library."""
     name = next(folder.glob("*.h")).stem
     link(folder, compiler or "gcc", f"-shared -Wl,--no-undefined -o lib{name}.so")
     return folder / f"lib{name}.so"
@@ -54,7 +54,7 @@ def link(folder: Path, compiler: str, flags: str, further: str = "") -> None:
         flags: flags of the command that links, with ``-o``.
         further: flags of all commands, which follow those of README.txt.
     """
-    usual, *lines = [line.replace("gcc", compiler, 1) for line in commands(folder)[:-1]]
+    usual, *lines = [line.replace("gcc", compiler, 1) for line in commands(folder)[:-2]]
     lines = [usual, f'FLAGS="$FLAGS {further}"', *lines, "rm -f main.o", f"{compiler} -pthread {further} *.o {flags}"]
     subprocess.run(["sh", "-ec", "\n".join(lines)], cwd=folder, check=True)
 

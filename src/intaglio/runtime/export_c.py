@@ -6,10 +6,12 @@ specific to a program is generated into ``kernels/description.h``. The same mode
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from intaglio import config
 from intaglio.errors import BuildError, UnsupportedError, did_you_mean
@@ -33,11 +35,15 @@ EXPORTED_FILES = (
     "kernels/blake2b.h",
     "kernels/tensor_copies.h",
     "main.c",
+    "net.py",
     "CMakeLists.txt",
     "README.txt",
 )
 THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
 """Library headers that net.cpp includes."""
+
+RESULT_PLACEHOLDER = "outputs  # @STRUCTURE@"
+"""The expression in net.py that is replaced by the result: with it, the template is valid Python."""
 
 C_FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
 """Compiler flags that C and C++ share, for static and shared libraries."""
@@ -65,6 +71,7 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
     for path in EXPORTED_FILES:
         text = _named((TEMPLATES / path).read_text(encoding="utf-8"), name)
+        text = text.replace(RESULT_PLACEHOLDER, values["STRUCTURE"])
         texts[_named(path, name)] = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
     texts["kernels/description.h"] = description(model, programs, weights, name)
     native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
@@ -197,6 +204,7 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
         "INPUT_LINES": _value_lines(inputs),
         "OUTPUT_LINES": _value_lines(outputs),
         "RESULT": _result_text(model.signature),
+        "STRUCTURE": _result_expression(_result_structure(model.signature, "outputs[{}]".format)),
         "COMMANDS": _commands(sources, name),
     }
 
@@ -207,9 +215,38 @@ def _value_lines(values: Sequence[tuple[str, Shape, DType]]) -> str:
 
 def _result_text(signature: Signature) -> str:
     """Return the structure of the Python result as text, with numbered outputs for tensors."""
-    numbers = iter(range(len(signature.outputs)))
-    leaves = [f"output {next(numbers)}" if o.value is not None else str(o.constant) for o in signature.outputs]
-    return str(pytree.tree_unflatten(leaves, signature.out_tree)).replace("'", "")
+    return str(_result_structure(signature, "output {}".format)).replace("'", "")
+
+
+class _Expression(str):
+    """Python code for a tensor or a constant in a result."""
+
+    __slots__ = ()
+
+
+def _result_structure(signature: Signature, output: Callable[[int], str]) -> Any:
+    """Return the result of the Python model with code for its tensors, made from their numbers, and for constants."""
+    numbers = itertools.count()
+    leaves = [
+        _Expression(output(next(numbers)) if leaf.value is not None else repr(leaf.constant))
+        for leaf in signature.outputs
+    ]
+    return pytree.tree_unflatten(leaves, signature.out_tree)
+
+
+def _result_expression(structure: Any) -> str:
+    """Return Python code for a result, in which named tuples are tuples and all mappings dictionaries. An object of
+    another class is the list of all outputs, because its class is not exported."""
+    if isinstance(structure, _Expression):
+        return str(structure)
+    if not isinstance(structure, list | tuple | Mapping):
+        return "outputs"
+    if isinstance(structure, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_result_expression(value)}" for key, value in structure.items()) + "}"
+    parts = [_result_expression(value) for value in structure]
+    if isinstance(structure, list):
+        return f"[{', '.join(parts)}]"
+    return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
 
 
 def _isa_flags(path: str) -> tuple[str, ...]:
@@ -220,5 +257,6 @@ def _isa_flags(path: str) -> tuple[str, ...]:
 def _commands(sources: Sequence[str], name: str) -> str:
     lines = [f'FLAGS="{" ".join(C_FLAGS)}"', f"gcc $FLAGS -c {name}.cpp main.c"]
     lines += [" ".join(["gcc $FLAGS", *_isa_flags(path), f"-c kernels/{path}"]) for path in sources]
-    objects = " ".join(f"{Path(path).stem}.o" for path in sources)
-    return "\n".join(f"    {line}" for line in [*lines, f"gcc -pthread {name}.o main.o {objects} -o {name}"])
+    objects = " ".join([f"{name}.o", *(f"{Path(path).stem}.o" for path in sources)])
+    lines += [f"gcc -shared -pthread {objects} -o lib{name}.so", f"gcc -pthread main.o {objects} -o {name}"]
+    return "\n".join(f"    {line}" for line in lines)
