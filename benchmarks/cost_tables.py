@@ -21,6 +21,13 @@ ENGINES = {
     "onnxruntime_int8": "ONNX Runtime",
     "torchao": "torchao and Inductor",
 }
+SCALED = {
+    "resnet50": "ResNet-50",
+    "bert": "BERT-base (128 tokens)",
+    "mobilenet_v2": "MobileNetV2",
+    "shufflenet_v2_x1_0": "ShuffleNetV2",
+}
+MORE_THREADS = ("4", "8", "16", "32", "64")
 LOADED = {
     "intaglio_exported": "**intaglio**, exported C from Python",
     "intaglio": "**intaglio**, `intaglio.load`",
@@ -95,6 +102,24 @@ def memory(lines: Iterable[Line]) -> Table:
         for key, title in LOADED.items()
     ]
     return ("engine", *MEMORY.values(), "load and first call, s"), rows
+
+
+def scaling(lines: Iterable[Line]) -> Table:
+    """Return measured and predicted times on all cores, and predictions for more, from the newest line of each set."""
+    newest: dict[str, Line] = {}
+    for line in lines:
+        if line["results"]["idle"]:
+            newest[line["results"]["isa"]] = line
+    rows = []
+    for isa, line in newest.items():
+        for key, one in line["results"]["networks"].items():
+            name, _, batch = key.partition(", batch ")
+            (threads, measured), predicted = list(one["measured_us"].items())[-1], one["predicted_us"]
+            ratio = f"{measured / 1e3:.2f} / {predicted[threads] / 1e3:.2f} = {measured / predicted[threads]:.2f}"
+            times = (f"{predicted[count] / 1e3:.2f}" for count in MORE_THREADS)
+            rows.append((SCALED[name], batch, f"`{isa}`", f"{predicted['1'] / 1e3:.2f}", ratio, *times))
+    rows.sort(key=lambda row: (list(SCALED.values()).index(row[0]), int(row[1]), row[2]))
+    return ("network", "batch", "kernels", "1", "2, measured / predicted", *MORE_THREADS), rows
 
 
 def _cost(found: Line | None) -> str:

@@ -369,6 +369,7 @@ TABLES = {
     "zoo_blind": lambda: table(*zoo_tables.blind(recorded("zoo"))),
     "zoo_islands": lambda: table(*zoo_tables.islands(recorded("zoo"))),
     "quantizing": lambda: table(*cost_tables.quantizing(recorded("quantizing"))),
+    "scaling": lambda: table(*cost_tables.scaling(recorded("scaling"))),
     "memory": lambda: table(*cost_tables.memory(recorded("memory"))),
     "throughput": lambda: table(*cost_tables.throughput(recorded("throughput"))),
     "mixed_precision": lambda: table(*cost_tables.mixed_precision(recorded("search"))),

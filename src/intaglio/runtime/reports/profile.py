@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from intaglio.errors import InputError
 from intaglio.formatting.html_text import element, html_table, shortened
 from intaglio.formatting.number_text import count_text
 from intaglio.formatting.plots import MARK, MOST_BARS, MUTED, STRONG, horizontal_bars
 from intaglio.ir import Program, evaluate
+from intaglio.runtime.reports.scaling import Scaling, barrier_of, scaling_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,6 +52,8 @@ class ProfiledStep:
         tile: output pixels and channels of the microkernel, or ``None``.
         of_limit: share of the peak throughput of all threads, or ``None`` if there is nothing to compare.
         island: whether it is a float island.
+        units: number of parts that threads can divide it into.
+        barrier_group: steps of one group have no barrier between them.
     """
 
     name: str
@@ -62,6 +66,8 @@ class ProfiledStep:
     tile: tuple[int, int] | None = None
     of_limit: float | None = None
     island: bool = False
+    units: int = 1
+    barrier_group: int = 0
 
     @property
     def gmacs(self) -> float:
@@ -80,6 +86,7 @@ class Profile:
         limit: peak int8 throughput of so many threads in 10⁹ multiply-accumulates per second, measured from registers
             with the instructions of ``isa``. ``None`` for portable kernels or without a compiler.
         isa: instruction set of the program.
+        weight_bytes: bytes of the packed weights.
     """
 
     parts: tuple[ProfiledStep, ...]
@@ -87,6 +94,7 @@ class Profile:
     call_microseconds: float = 0.0
     limit: float | None = None
     isa: str = ""
+    weight_bytes: int = 0
 
     @property
     def microseconds(self) -> float:
@@ -119,6 +127,57 @@ class Profile:
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per part, for `pandas.DataFrame` and similar."""
         return [{**asdict(part), "gmacs": part.gmacs} for part in self.parts]
+
+    def scaling(
+        self, most: int = 64, *, barrier_us: float | None = None, memory_gb_per_second: float | None = None
+    ) -> Scaling:
+        """Predict the time of the call with more threads, each on a core of its own, from this profile on one thread.
+
+        Float islands count as if they were not divided.
+
+        Args:
+            most: the largest number of threads.
+            barrier_us: microseconds in which two threads wait for each other and fetch what the other has written
+                (default: the constant of one socket by which a call chooses its number of threads). `barrier_us_of`
+                measures it.
+            memory_gb_per_second: rate at which all cores together read weights from memory (default: no limit, as if
+                the weights stayed in caches).
+
+        Returns:
+            Times, and what they consist of, for 1 to ``most`` threads.
+
+        Raises:
+            InputError: this is a profile of several threads, or an argument is not positive.
+        """
+        self._require_one_thread()
+        for name, value, least in (("most", most, 1), ("barrier_us", barrier_us, 0)):
+            if value is not None and value < least:
+                raise InputError("scaling", None, f"{name} = {value}; it must be at least {least}")
+        if memory_gb_per_second is not None and memory_gb_per_second <= 0:
+            raise InputError("scaling", None, f"memory_gb_per_second = {memory_gb_per_second}; it must be positive")
+        return scaling_of(self.parts, self.overhead, self.weight_bytes, most, barrier_us, memory_gb_per_second)
+
+    def barrier_us_of(self, shared: Profile) -> float:
+        """Return the microseconds of a barrier of two threads, from this profile on one thread and another.
+
+        Args:
+            shared: profile of the same call on several threads.
+
+        Raises:
+            InputError: this is a profile of several threads, or ``shared`` is not.
+        """
+        self._require_one_thread()
+        if shared.threads < 2:
+            problem = "both profiles are of calls on one thread"
+            raise InputError(
+                "barrier_us_of", None, problem, remedy="torch.set_num_threads(2) before the second profile"
+            )
+        return barrier_of(self.parts, self.overhead, shared.call_microseconds, shared.threads)
+
+    def _require_one_thread(self) -> None:
+        if self.threads != 1:
+            problem = f"the profile is of a call on {self.threads} threads; predictions begin with one thread"
+            raise InputError("scaling", None, problem, remedy="torch.set_num_threads(1) before the profile")
 
     def plot(self, ax: Axes | None = None, *, most: int = MOST_BARS) -> Axes:
         """Draw the slowest steps with their microseconds; float islands have the colour of marks.
@@ -227,5 +286,7 @@ def profile_of(
         microseconds, macs = median(step_times) / 1e3, evaluate(step.cost.macs, symbols)
         of_limit = _rate(macs, microseconds) / limit if limit and macs else None
         facts = step.path, step.kernel, step.tile, of_limit, bool(step.island) and not step.kernel
-        parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *facts))
-    return Profile(tuple(parts), threads, median(calls_ns) / 1e3, limit, program.isa)
+        division = evaluate(step.cost.units, symbols), step.cost.barrier_group
+        parts.append(ProfiledStep(step.name, step.kinds, step.types, microseconds, macs, *facts, *division))
+    weight_bytes = program.constants.nbytes
+    return Profile(tuple(parts), threads, median(calls_ns) / 1e3, limit, program.isa, weight_bytes)
