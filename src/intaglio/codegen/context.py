@@ -20,7 +20,7 @@ from intaglio.ir.names import sanitized
 from intaglio.kernels import DepthwiseSpec, Isa, KernelFamily, TileSpec, depthwise_tiles
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Strides
-from intaglio.plan.buffers import nhwc_sizes, strides
+from intaglio.plan.buffers import caller_strides, nhwc_sizes, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.value_bounds import result_bounds
@@ -220,7 +220,7 @@ class Context:
     def strided(self, value: str) -> tuple[str, Strides]:
         """Return a C pointer to the first element of a value, and the strides of its logical axes in elements.
 
-        A tensor of the caller is assumed to be dense (see `External.dense`).
+        A tensor of the caller is dense (see `External.dense`) unless `Plan.strided` has it.
         """
         location = self.plan.location(value)
         buffer, array = self.plan.buffers.get(location.root), self.graph.constants.get(location.root)
@@ -267,9 +267,14 @@ class Context:
         return self.constant(limits(zero, low, high, other, rest), "struct Limits", "limits")
 
     def dims_used(self, text: str) -> list[str]:
-        """Return declarations of the dynamic dimensions that a function body uses."""
+        """Return declarations of the dynamic dimensions and of the strides of callers' tensors that a function body
+        uses."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
-        return [f"const int64_t {name} = r->dims[{i}];" for i, name in enumerate(self.symbols) if name in words]
+        declared = {name: f"r->dims[{index}]" for index, name in enumerate(self.symbols)}
+        for value in self.plan.strided:
+            steps = caller_strides(value, self.graph.types[value].shape)
+            declared |= {str(step): f"({self.strides(value)})[{axis}]" for axis, step in enumerate(steps)}
+        return [f"const int64_t {name} = {source};" for name, source in declared.items() if name in words]
 
 
 def step_symbol(number: int, name: str) -> str:

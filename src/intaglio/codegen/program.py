@@ -279,13 +279,13 @@ def _segments_of_values(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def _read_dense(plan: Plan) -> set[str]:
-    """Return the caller's tensors that are read by steps which do not accept arbitrary strides."""
+    """Return the caller's tensors that are read by steps with the strides of a dense tensor."""
     read: set[str] = set()
     for step in plan.steps:
         if not step.called:
             names = [name for op in step.partition.ops if not op_def(op).borders_caller for name in op.inputs]
             read.update(plan.views[name].root if name in plan.views else name for name in names)
-    return read
+    return read - plan.strided
 
 
 def _calls(context: Context) -> tuple[IslandCall | HostCall, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from intaglio.ir import Dim, DType, Op, Shape
+from intaglio.ir import Dim, DType, Op, Shape, symbol
+from intaglio.ir.names import sanitized
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Strides, row_major_strides
 
@@ -84,6 +85,16 @@ def strides(buffer: Buffer) -> Strides:
     if len(buffer.shape) == 5:
         return image * buffer.shape[2], 1, image, line, pixel
     return (image, 1, line, pixel) if len(buffer.shape) == 4 else (image, 1, pixel)
+
+
+def caller_stride(name: str, axis: int) -> Dim:
+    """Return the symbol of a stride, in elements, of a caller's tensor that is read with the strides of each call."""
+    return symbol(f"stride{axis}_of_{sanitized(name)}")
+
+
+def caller_strides(name: str, shape: Shape) -> Strides:
+    """Return the symbols of all strides of such a tensor."""
+    return tuple(caller_stride(name, axis) for axis in range(len(shape)))
 
 
 def in_order(buffer: Buffer) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from intaglio.ir import Graph, Schedule
 from intaglio.plan.arena import Arena, arena_of
-from intaglio.plan.buffers import Buffer, strides
+from intaglio.plan.buffers import Buffer, caller_strides, strides
 from intaglio.plan.kernel_records import Kernel
 from intaglio.plan.loops.loop_records import LoopSchedule
 from intaglio.plan.plan_records import (
@@ -44,6 +44,7 @@ class Plan:
         lifetimes: Lifetimes of buffers in placement order.
         external: Values in tensors of the caller: graph inputs and outputs, operands and results of islands.
         row_major: Values of three to five axes that are row-major.
+        strided: Quantized tensors of the caller that are read with the strides of each call.
         views: Results of data movement that are not copied.
         reasons: Reasons of decisions.
         target: The machine that the plan is scheduled for.
@@ -60,6 +61,7 @@ class Plan:
     lifetimes: tuple[BufferLifetime, ...] = ()
     external: tuple[str, ...] = ()
     row_major: frozenset[str] = frozenset()
+    strided: frozenset[str] = frozenset()
     views: Mapping[str, TensorView] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=dict)
     target: Target | None = None
@@ -85,13 +87,15 @@ class Plan:
         return buffer.alias if buffer is not None and buffer.alias else name
 
     def location(self, name: str) -> TensorView:
-        """Return the location of a value: in a buffer, a constant, or a dense tensor of the caller."""
+        """Return the location of a value: in a buffer, a constant, or a tensor of the caller."""
         view = self.views.get(name)
         if view is not None:
             return view
         buffer = self.buffers.get(name)
         if buffer is None:
             kind, row_major = self.graph.types[name], name in self.graph.constants or name in self.row_major
+            if name in self.strided:
+                return TensorView(name, 0, caller_strides(name, kind.shape))
             return TensorView(name, 0, strides(Buffer(name, kind.shape, kind.dtype, row_major=row_major)))
         (above, beside), (_, _, width, pixel) = buffer.halo, buffer.nhwc_sizes()
         return TensorView(name, (above * (width + 2 * beside) + beside) * pixel, strides(buffer))

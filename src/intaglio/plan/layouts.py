@@ -54,10 +54,32 @@ def assign_layouts(plan: Plan) -> Plan:
         if name in inside or (kind.dtype in (DType.U8, DType.S8) and kind.q is not None and name not in outside):
             buffers[name] = Buffer(name, kind.shape, kind.dtype, halos.get(name, (0, 0)), None, name in row_major)
     alias_reasons = _assign_aliases(graph, buffers)
-    plan = replace(plan, buffers=buffers, row_major=row_major)
+    plan = replace(plan, buffers=buffers, row_major=row_major, strided=_strided_inputs(graph))
     plan = plan.with_reasons(Choice.LAYOUT, {name: layouts[name][1] for name in buffers if name in layouts})
     plan = plan.with_reasons(Choice.HALO, {name: why for name, why in halo_reasons.items() if name in buffers})
     return plan.with_reasons(Choice.ALIAS, alias_reasons)
+
+
+def _strided_inputs(graph: Graph) -> frozenset[str]:
+    """Return the quantized inputs that only concatenations read, which copy them with any strides.
+
+    Keys and values of a cache are such inputs: a copy into a layout of the program before the call would be as large as
+    the cache.
+    """
+    users = graph.users()
+
+    def is_concatenated(name: str) -> bool:
+        copies = users[name]
+        readers = [reader for op in copies for reader in users[op.output]]
+        return (
+            name not in graph.outputs
+            and bool(readers)
+            and all(op.attrs.get("relayout") and op.output not in graph.outputs for op in copies)
+            and all(op.kind == "cat" for op in readers)
+        )
+
+    inputs = [name for name in graph.inputs if graph.types[name].q is not None]
+    return frozenset(name for name in inputs if 0 < len(graph.types[name].shape) <= 5 and is_concatenated(name))
 
 
 def _widest_halos(graph: Graph) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:

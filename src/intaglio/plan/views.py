@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from intaglio.ir import Dim, Graph, Op, Shape
 from intaglio.ops import Layout, op_def
 from intaglio.ops.movement.aliasing import Axes, joined
-from intaglio.plan.buffers import Buffer, strides
+from intaglio.plan.buffers import Buffer, caller_strides, strides
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Choice, TensorView
 
@@ -41,7 +41,7 @@ def assign_views(plan: Plan) -> Plan:
     in_place, reasons = _written_in_place(graph, users, buffers, row_major)
     refused: dict[str, str] = {}
     while True:
-        found = {**in_place, **_read_in_place(graph, buffers, row_major, in_place, refused)}
+        found = {**in_place, **_read_in_place(plan, in_place, refused)}
         wrong = {
             name: f"{reader} needs contiguous elements along the last axis"
             for name, at in found.items()
@@ -123,15 +123,10 @@ def _is_written_through(op: Op) -> bool:
     return alias is not None and alias.source is not None
 
 
-def _read_in_place(
-    graph: Graph,
-    buffers: Mapping[str, Buffer],
-    row_major: frozenset[str],
-    in_place: Mapping[str, _Location],
-    refused: Mapping[str, str],
-) -> dict[str, _Location]:
+def _read_in_place(plan: Plan, in_place: Mapping[str, _Location], refused: Mapping[str, str]) -> dict[str, _Location]:
     """Return results of data movement that can stay in the memory of their source, before their readers are checked."""
-    found: dict[str, _Location] = {}
+    graph, buffers = plan.graph, plan.buffers
+    found: dict[str, _Location] = {name: _caller_location(name, graph) for name in plan.strided}
     own = {*in_place, *(at.root for at in in_place.values()), *refused, *graph.outputs}
     for op in graph.ops:
         if op_def(op).alias is None or op.output in own:
@@ -139,10 +134,17 @@ def _read_in_place(
         buffer, source = buffers.get(op.output), found.get(op.inputs[0]) or in_place.get(op.inputs[0])
         if buffer is None or any(buffer.halo) or (buffer.alias is not None and buffer.alias not in found):
             continue
-        at = _result_location(op, source or _locate(op.inputs[0], graph, buffers, row_major, separate=found), graph)
+        source = source or _locate(op.inputs[0], graph, buffers, plan.row_major, separate=found)
+        at = _result_location(op, source, graph)
         if at is not None:
             found[op.output] = at
-    return found
+    return {name: at for name, at in found.items() if name not in plan.strided}
+
+
+def _caller_location(name: str, graph: Graph) -> _Location:
+    """Return the location of a caller's tensor with the strides of each call."""
+    shape = graph.types[name].shape
+    return _Location(name, 0, tuple(joined([pair]) for pair in zip(shape, caller_strides(name, shape), strict=True)))
 
 
 def _unsuited_reader(name: str, at: _Location, readers: Sequence[Op], found: Mapping[str, _Location]) -> str | None:

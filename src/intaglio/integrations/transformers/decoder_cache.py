@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of forward's argument and result for the cache. Releases of the library before 5.24 use the second."""
+MEMORY_GROWTH, LEAST_ROOM = 1.25, 64
+"""New memory of a cache has room for a quarter more tokens than it holds, and for 64 more."""
 USE_DYNAMIC = "leave the cache and cache_implementation out, or pass transformers.DynamicCache()"
 
 
@@ -114,10 +118,62 @@ def _tensors(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if layer is None else (layer.keys, layer.values)
 
 
+@dataclass
+class _GrowingMemory:
+    """Memory of the keys and values of a layer with room for more tokens.
+
+    Attributes:
+        memory: keys and values, [batch, heads, capacity, size].
+        shown: the parts that the layer of the cache holds. A layer that holds other tensors, for instance after beam
+            search has reordered them, has left this memory.
+    """
+
+    memory: tuple[Tensor, Tensor]
+    shown: tuple[Tensor, Tensor]
+
+    def has_room(self, layer: DynamicLayer, end: int) -> bool:
+        """Return whether the layer still holds the end of this memory, and ``end`` tokens fit."""
+        if self.memory[0].is_inference() and not torch.is_inference_mode_enabled():
+            return False  # PyTorch writes to such tensors in inference mode only
+        return layer.keys is self.shown[0] and layer.values is self.shown[1] and end <= self.memory[0].shape[2]
+
+
+_MEMORY: WeakKeyDictionary[DynamicLayer, _GrowingMemory] = WeakKeyDictionary()
+"""Memory of layers of dynamic caches to which tokens were appended."""
+
+
 def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
-    """Add new keys and values to every layer of a cache."""
+    """Add new keys and values to every layer of a cache.
+
+    Layers of dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
+    """
     for index, (keys, values) in enumerate(new):
-        cache.update(keys, values, index)
+        layer = cache.layers[index] if index < len(cache.layers) else None
+        if type(layer) is DynamicLayer and layer.get_seq_length() and not getattr(cache, "offloading", False):
+            _append_in_place(layer, (keys, values))
+        else:
+            cache.update(keys, values, index)
+
+
+def _append_in_place(layer: DynamicLayer, new: tuple[Tensor, Tensor]) -> None:
+    """Write keys and values behind those of a layer, into memory with room for them."""
+    held: Any = (layer.keys, layer.values)
+    start = int(held[0].shape[2])
+    end = start + new[0].shape[2]
+    own = _MEMORY.get(layer)
+    if own is None or not own.has_room(layer, end):
+        own = _MEMORY[layer] = _GrowingMemory((_with_room(held[0], end), _with_room(held[1], end)), held)
+    for memory, tensor in zip(own.memory, new, strict=True):
+        memory[:, :, start:end] = tensor
+    layer.keys, layer.values = own.shown = own.memory[0][:, :, :end], own.memory[1][:, :, :end]
+
+
+def _with_room(held: Tensor, end: int) -> Tensor:
+    """Return memory that begins with keys or values, and has room for more than ``end`` tokens."""
+    batch, heads, start, size = held.shape
+    memory = torch.empty(batch, heads, int(MEMORY_GROWTH * end) + LEAST_ROOM, size, dtype=held.dtype)
+    memory[:, :, :start] = held
+    return memory
 
 
 def cross_attention(cache: EncoderDecoderCache, layers: int) -> list[tuple[Tensor, Tensor]] | None:
