@@ -32,6 +32,12 @@ class Expression:
 
     terms: tuple[tuple[Monomial, int], ...]
 
+    @property
+    def only_symbol(self) -> str:
+        """Return the name of the symbol if the expression is nothing but a symbol, else an empty text."""
+        monomial, factor = self.terms[0] if len(self.terms) == 1 else ((), 0)
+        return monomial[0] if factor == 1 and len(monomial) == 1 and isinstance(monomial[0], str) else ""
+
     def __str__(self) -> str:
         parts = []
         for monomial, coefficient in self.terms:

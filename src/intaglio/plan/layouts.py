@@ -184,7 +184,11 @@ def assigned_layouts(graph: Graph) -> dict[str, tuple[bool, str]]:
         return (True, f"row-major: {rank} axes") if rank != 4 else (False, "channels last: four axes")
 
     laid = {name: kind for name, kind in graph.types.items() if _layout_is_free(kind)}
-    return {name: layout(kind, groups.same_layout.find(name)) for name, kind in laid.items()}
+    found = {name: layout(kind, groups.same_layout.find(name)) for name, kind in laid.items()}
+    for op in graph.ops:
+        if op.attrs.get("relayout") and op.output in graph.outputs and found.get(op.inputs[0], (False, ""))[0]:
+            found[op.output] = True, f"row-major like %{op.inputs[0]}, of which it is a copy for the caller"
+    return found
 
 
 def _groups_beside_row_major_permutes(graph: Graph, same_layout: DisjointSets, decided: set[str]) -> set[str]:

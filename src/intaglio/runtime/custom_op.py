@@ -63,7 +63,7 @@ def _(inputs: list[torch.Tensor], model: int) -> list[torch.Tensor]:
 
 
 def _symbols(model: CompiledModel, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
-    return dims_of(model.signature, inputs, model.graph.byte_inputs(), traced=True)
+    return dims_of(model.signature, inputs, model.graph.byte_inputs(), in_memory=False)
 
 
 def _strides(model: CompiledModel, inputs: Sequence[torch.Tensor], symbols: dict[str, int]) -> list[tuple[int, ...]]:

@@ -130,7 +130,7 @@ class ProgramModule(ModelWithAttributes):
         plan = self._plan_for(leaves)
         with torch.no_grad():
             values = self._run([*leaves, *self._state()], plan, torch.get_num_threads())
-            results = tuple(self._in_memory_format(values[name], leaves) for name in self._outputs)
+            results = tuple(_in_memory_format([values[name] for name in self._outputs], leaves))
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
             results = update_inputs(self.signature, leaves, results)
@@ -160,14 +160,14 @@ class ProgramModule(ModelWithAttributes):
         results = torch.ops.intaglio.call([leaf.detach() for leaf in leaves], self._model_id)
         if self._positional_inputs and self._results == 1 and self.signature.out_tree.is_leaf():
             return results[0]
-        symbols = dims_of(self.signature, leaves, self._byte_inputs, traced=True)
+        symbols = dims_of(self.signature, leaves, self._byte_inputs, in_memory=False)
         return unflatten_result(self.signature, tuple(results), symbols)
 
     def results(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the output tensors for the input tensors of a call."""
         with torch.no_grad():
             values = self._run(leaves, self._plan_for(leaves), torch.get_num_threads())
-            return [self._in_memory_format(values[name], leaves) for name in self._outputs]
+            return _in_memory_format([values[name] for name in self._outputs], leaves)
 
     @property
     def _has_side_effects(self) -> bool:
@@ -197,7 +197,8 @@ class ProgramModule(ModelWithAttributes):
             raise
         found = self._plans.get(key)
         if found is None:
-            found = self._new_plan(dims_of(self.signature, list(leaves), self._byte_inputs))
+            symbols = dims_of(self.signature, list(leaves), self._byte_inputs, in_memory=False)  # the run checks it
+            found = self._new_plan(symbols)
         # No lock, because a forked child could inherit it in the locked state. Each of these steps is atomic.
         self._plans[key] = found
         if len(self._plans) > 1:
@@ -354,12 +355,6 @@ class ProgramModule(ModelWithAttributes):
         if clock:
             clock.islands[call.key] += time.perf_counter_ns() - begin
 
-    def _in_memory_format(self, value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return an image result contiguous, unless an input was channels-last."""
-        if value.dim() == 4 and not value.is_contiguous() and not any(map(is_channels_last, leaves)):
-            return value.contiguous()
-        return value
-
     def program_for(self, isa: str) -> Program:
         """Return the source text and constants of the program for an instruction set, without compiling it."""
         if isa == self.artifact.program.isa:
@@ -374,6 +369,13 @@ class ProgramModule(ModelWithAttributes):
         with torch.no_grad():
             self._run([*leaves, *self._state()], plan, allowed, clock)
         return clock
+
+
+def _in_memory_format(values: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return results with images contiguous, unless an input of the call is channels-last."""
+    if all(value.dim() != 4 or value.is_contiguous() for value in values) or any(map(is_channels_last, leaves)):
+        return values
+    return [value.contiguous() if value.dim() == 4 else value for value in values]
 
 
 def _is_shape(value: Any) -> bool:

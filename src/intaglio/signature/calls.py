@@ -129,7 +129,7 @@ def _in_order_of(value: Any, example: Any) -> Any:
 
 
 def dims_of(
-    signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = (), *, traced: bool = False
+    signature: Signature, leaves: Sequence[Any], byte_inputs: Collection[int] = (), *, in_memory: bool = True
 ) -> dict[str, int]:
     """Return the sizes of the dynamic dimensions in a call.
 
@@ -137,23 +137,23 @@ def dims_of(
         signature: the signature of the captured model.
         leaves: the tensors of the call, in the order of the signature's inputs.
         byte_inputs: positions of inputs that may be uint8 instead of their captured type.
-        traced: whether a tracer makes the call, whose tensors need no memory.
+        in_memory: whether all elements must be in memory. The tensors of a tracer have none.
 
     Raises:
         InputError: a tensor does not fit its captured type or is not in memory, or a dynamic dimension is out of its
             range.
     """
     check_tensors(signature, leaves, byte_inputs)
-    if not traced:
+    if in_memory:
         check_memory(signature, leaves)
     symbols: dict[str, int] = {}
     for entry, value in zip(signature.inputs, leaves, strict=True):
-        shape, where = entry.type.shape, f"input '{entry.name}'"
+        shape, where, known = entry.type.shape, f"input '{entry.name}'", len(symbols)
         sizes = zip(shape, value.shape, strict=False)
         if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
             problem = f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)}"
             raise InputError(where, None, problem, remedy=SHAPE_REMEDY)
-        if (limits := _range_violation(signature, symbols)) is not None:
+        if len(symbols) > known and (limits := _range_violation(signature, symbols)) is not None:
             raise InputError(
                 where,
                 None,
@@ -221,6 +221,10 @@ SHAPE_REMEDY = (
 def match_size(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
     """Return whether an axis may have this size. If exactly one symbol of ``dim`` is unknown, solve for it and add its
     value to ``symbols``."""
+    if isinstance(dim, int):
+        return dim == size
+    if (value := symbols.get(dim.only_symbol)) is not None:
+        return value == size
     unknown = symbols_of(dim) - symbols.keys()
     if len(unknown) == 1:
         (name,) = unknown

@@ -33,14 +33,13 @@ from intaglio.integrations.transformers.folders import (
     write_configs,
     write_programs,
 )
+from intaglio.integrations.transformers.program_arguments import input_names, types_of_argument
 from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
-from intaglio.ir import TensorType
 from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
 from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
-from intaglio.torch_private import pytree
 from intaglio.tracing import capture
 from intaglio.tune import Comparison, compare
 
@@ -109,7 +108,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
-        kinds = _types_of_argument(program, PAST)
+        kinds = types_of_argument(program, PAST)
         past = decoder_cache.past_of(own, kinds, tokens.shape[0])
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
@@ -119,13 +118,13 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         )
         positions = given.pop(names.positions, None) if names.positions else None
         inputs = step_inputs(self._tokens_with_past(tokens, mask, positions, bool(names.positions)), start)
-        if keeps := "kept" in _input_names(program):
+        if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
         call: list[Any] = [inputs, _pairs(past)]
         if hidden is not None:
             encoder_mask = given.pop("attention_mask", None)
             call.append(self._cross_attention(cache, hidden))
-            if "encoder_mask" in _input_names(program):
+            if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
         _check_ignorable(given)
@@ -149,7 +148,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of cross-attention, computed in the first call and kept in the cache."""
         assert isinstance(cache, EncoderDecoderCache)
-        kinds = _types_of_argument(self.programs[DECODER], PAST_OF_ENCODER)
+        kinds = types_of_argument(self.programs[DECODER], PAST_OF_ENCODER)
         if (found := decoder_cache.cross_attention(cache, len(kinds) // 2)) is None:
             found = decoder_cache.quantized_like(self.programs[CROSS](hidden), kinds)
             decoder_cache.keep_cross_attention(cache, found)
@@ -158,9 +157,9 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
     def _encoder_output(self, given: dict[str, Any]) -> Tensor:
         """Return the encoder's last hidden state, and remove the arguments of the encoder from those of a call."""
         outputs = given.pop("encoder_outputs", None)
-        own = {name: given.get(name) for name in _input_names(self.programs[ENCODER])}
+        own = {name: given.get(name) for name in input_names(self.programs[ENCODER])}
         given.pop(self.main_input_name, None)
-        if "encoder_mask" not in _input_names(self.programs[DECODER]):
+        if "encoder_mask" not in input_names(self.programs[DECODER]):
             given.pop("attention_mask", None)
         return (self.encode(own) if outputs is None else outputs)[0]
 
@@ -171,7 +170,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             InputError: an argument is missing.
         """
         program, inputs = self.programs[ENCODER], dict[str, Tensor]()
-        for name in _input_names(program):
+        for name in input_names(program):
             if (value := given.get(name)) is None:
                 first = given.get(self.main_input_name)
                 if first is None or name != "attention_mask":
@@ -358,19 +357,6 @@ def _output_class(float_class: type[PreTrainedModel]) -> type[ModelOutput]:
     hint = typing.get_type_hints(float_class.forward)["return"]
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
-
-
-def _types_of_argument(program: Any, position: int) -> list[TensorType]:
-    """Return the types of the tensors in one positional argument of a program."""
-    args, _ = pytree.tree_unflatten(list(range(program.signature.in_tree.num_leaves)), program.signature.in_tree)
-    leaves = pytree.tree_leaves(args[position])
-    return [entry.type for entry in program.signature.inputs if entry.leaf in leaves]
-
-
-def _input_names(program: Any) -> list[str]:
-    """Return the keys of the dictionary that a program takes as first argument."""
-    args, _ = pytree.tree_unflatten([None] * program.signature.in_tree.num_leaves, program.signature.in_tree)
-    return list(args[0])
 
 
 def _pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
