@@ -21,6 +21,7 @@ from intaglio.native import cpu as machine
 from intaglio.native.compile import build, load
 from intaglio.native.native_library import parallel_address
 from intaglio.native.units import TranslationUnit
+from intaglio.plan.arena import conflicts_of
 from support import software_tiles
 from support.slow_params import slow_params_except
 
@@ -161,9 +162,10 @@ class Kernels:
 
     def place(self, lives: Sequence[tuple[int, int]], sizes: Sequence[int]) -> tuple[list[int], int]:
         """Offsets of the planner and the bytes it needs."""
-        flat = (ctypes.c_int32 * (2 * len(lives)))(*[group for life in lives for group in life])
+        conflicts, ends = (np.array(numbers, np.int32) for numbers in conflicts_of(lives))
+        tables = (ctypes.c_void_p(table.ctypes.data) for table in (conflicts, ends))
         offsets = (ctypes.c_int64 * len(sizes))()
-        total = self.library.harness_place(flat, (ctypes.c_int64 * len(sizes))(*sizes), len(sizes), offsets)
+        total = self.library.harness_place(*tables, (ctypes.c_int64 * len(sizes))(*sizes), len(sizes), offsets)
         return list(offsets), total
 
 
@@ -225,8 +227,8 @@ def _text(specs: Sequence[TileSpec], declarations: Sequence[str]) -> str:
             "    parallel(body, &call, threads);",
             "}",
             f"{EXPORT} int64_t harness_place(",
-            "    const struct BufferLifetime* l, const int64_t* sizes, int count, int64_t* offsets) {",
-            "    return place_buffers(l, sizes, count, offsets);",
+            "    const int32_t* conflicts, const int32_t* ends, const int64_t* sizes, int count, int64_t* offsets) {",
+            "    return place_buffers(conflicts, ends, sizes, count, offsets);",
             "}",
         ]
     )

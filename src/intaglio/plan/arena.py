@@ -1,6 +1,6 @@
 """The arena of a program: which buffers belong to a batch tile, and the offsets of all buffers.
 
-Sizes may be free, so the program computes offsets at run time by `place` of native/base/run.h. `first_fit` here
+Sizes may be free, so the program computes offsets at run time by `place_buffers` of native/base/run.h. `first_fit` here
 computes the same offsets for the text of a plan.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from intaglio.ir import Dim, evaluate, symbol
 from intaglio.plan.buffers import Buffer
@@ -85,6 +87,22 @@ def first_fit(lifetimes: Sequence[BufferLifetime], sizes: Sequence[int]) -> tupl
                 offset = end
         found.append((offset, offset + room))
     return [start for start, _ in found], max((end for _, end in found), default=0)
+
+
+def conflicts_of(lifetimes: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return the earlier buffers that each buffer must not overlap, as one list, and where those of each buffer end.
+
+    Args:
+        lifetimes: the first and the last barrier group of every buffer, in the order in which they are placed.
+    """
+    first, last = np.array(lifetimes, np.int64).reshape(-1, 2).T
+    found: list[int] = []
+    ends = []
+    for index in range(len(lifetimes)):
+        together = (first[:index] <= last[index]) & (first[index] <= last[:index])
+        found += np.flatnonzero(together).tolist()
+        ends.append(len(found))
+    return found, ends
 
 
 def _names(lifetimes: Sequence[BufferLifetime]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -47,6 +47,10 @@ between, 0.15e-6 for cache line transfer and late arrival); the increase is an e
 
 TIME_TOLERANCE = 1.02
 """More threads are used only if they save more than 2 % of the time, because they take cores from other work."""
+
+
+MAX_DECISIONS = 1024
+"""Number of decisions that are kept for a program."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,13 @@ class _CostExpressions:
         evaluate: function of the dynamic dimensions that returns MACs, bytes and units of every step.
         segments: indices of the steps of every segment.
         barriers: number of barriers of every segment.
+        chosen: numbers of threads of every segment, by the largest number and the rounded dynamic dimensions.
     """
 
     evaluate: Callable[..., tuple[int, ...]]
     segments: tuple[np.ndarray, ...]
     barriers: tuple[int, ...]
+    chosen: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
 
 _EXPRESSIONS: WeakKeyDictionary[Program, _CostExpressions] = WeakKeyDictionary()
@@ -131,9 +137,24 @@ def segment_costs(program: Program, symbols: Mapping[str, int]) -> list[SegmentC
 
 
 def thread_counts(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:
-    """Return the number of threads for every segment, at most ``allowed`` and at most the cores this process may
-    use."""
+    """Return the number of threads for every segment, at most ``allowed`` and at most the cores this process may use.
+
+    Sizes above 64 are rounded up by a sixteenth at most, so that the steps of a decoder, whose past grows, share one
+    decision.
+    """
     most = min(allowed, len(os.sched_getaffinity(0)))
     if most <= 1:
         return (1,) * program.segments
-    return tuple(cost.threads(most) for cost in segment_costs(program, symbols))
+    rounded = {name: _rounded(symbols[name]) for name in program.symbols}
+    chosen, key = _expressions_of(program).chosen, (most, *rounded.values())
+    if key not in chosen:
+        if len(chosen) >= MAX_DECISIONS:
+            chosen.clear()
+        chosen[key] = tuple(cost.threads(most) for cost in segment_costs(program, rounded))
+    return chosen[key]
+
+
+def _rounded(size: int) -> int:
+    """Return a size rounded up to five significant bits."""
+    step = 1 << max(size.bit_length() - 5, 0) if size > 64 else 1
+    return -(-size // step) * step

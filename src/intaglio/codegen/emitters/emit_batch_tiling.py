@@ -8,7 +8,7 @@ from intaglio.codegen.context import Context
 from intaglio.codegen.writer import Code
 from intaglio.ops import op_def
 from intaglio.ops.pointwise import PIXELS
-from intaglio.plan.arena import bytes_per_image
+from intaglio.plan.arena import bytes_per_image, conflicts_of
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import BatchTiling, BufferLifetime
 
@@ -24,17 +24,18 @@ def emit_places(code: Code, context: Context) -> None:
         code(f"const int64_t {one} = {tiling.batch} < {tiling.images} ? {tiling.batch} : {tiling.images};")
         own = [_bytes_of(placement, one, context, tiling) for placement in inside]
         _emit_tables(code, own, [(placement.first, placement.last) for placement in inside], "tile_")
-        code(f"{bytes_at} = place_buffers(tile_lifetimes, tile_sizes, {len(own)}, offsets + {len(outside) + 2});")
+        places = f"offsets + {len(outside) + 2}"
+        code(f"{bytes_at} = place_buffers(tile_conflicts, tile_ends, tile_sizes, {len(own)}, {places});")
         sizes = [f"{bytes_at} * concurrent_batch_tiles({tiling.batch}, {tiling.images})", *sizes]
         lifetimes = [(0, tiling.groups - 1), *lifetimes]
     _emit_tables(code, sizes, lifetimes, "")
-    code(f"return place_buffers(lifetimes, sizes, {len(sizes)}, offsets);")
+    code(f"return place_buffers(conflicts, ends, sizes, {len(sizes)}, offsets);")
 
 
 def _emit_tables(code: Code, sizes: Sequence[str], lifetimes: Sequence[tuple[int, int]], prefix: str) -> None:
     code(f"const int64_t {prefix}sizes[] = {{{', '.join(sizes) or 0}}};")
-    spans = ", ".join(f"{{{first}, {last}}}" for first, last in lifetimes)
-    code(f"static const struct BufferLifetime {prefix}lifetimes[] = {{{spans or '{0, 0}'}}};")
+    for name, numbers in zip(("conflicts", "ends"), conflicts_of(lifetimes), strict=True):
+        code(f"static const int32_t {prefix}{name}[] = {{{', '.join(map(str, numbers)) or 0}}};")
 
 
 def _bytes_of(placement: BufferLifetime, images: str, context: Context, tiling: BatchTiling) -> str:

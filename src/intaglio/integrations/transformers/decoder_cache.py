@@ -89,7 +89,7 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
                 past.append(_empty(sizes, kind))
                 continue
             _check_dtype(index, held, kind)
-            past.append(held[:, :, :length])
+            past.append(held if held.shape[2] == length else held[:, :, :length])
     return past
 
 

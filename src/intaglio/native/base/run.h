@@ -88,24 +88,19 @@ static inline void run_batch_tiles(const struct Run* r, RunBatchTile run_tile, i
 // Return the first of `total` items that a thread works on; its last item precedes the first one of thread + 1.
 static inline int64_t shard_begin(int64_t total, int thread, int threads) { return total * thread / threads; }
 
-// Lifetime of a buffer: the first and the last barrier group in which it holds data.
-struct BufferLifetime {
-    int32_t first, last;
-};
-
-// Place buffers in the given order, each at the lowest offset where it does not overlap a buffer with an overlapping
-// lifetime, and return the bytes of the arena. Offsets are multiples of 64, and at least 64 unused bytes follow each
-// buffer.
-static inline int64_t place_buffers(const struct BufferLifetime* lifetimes, const int64_t* sizes, int count,
+// Place buffers in order, each at the lowest offset where it does not overlap an earlier buffer with an overlapping
+// lifetime, and return the bytes of the arena. Those of buffer i are `conflicts` from ends[i - 1], or 0, to ends[i].
+// Offsets are multiples of 64, and at least 64 unused bytes follow each buffer.
+static inline int64_t place_buffers(const int32_t* conflicts, const int32_t* ends, const int64_t* sizes, int count,
                                     int64_t* offsets) {
     int64_t arena = 0;
-    for (int i = 0; i < count; ++i) {
+    for (int i = 0, first = 0; i < count; first = ends[i++]) {
         const int64_t size = (sizes[i] + 64 + 63) / 64 * 64;
         int64_t offset = 0;
         for (int moved = 1; moved;) {
             moved = 0;
-            for (int j = 0; j < i; ++j) {
-                if (lifetimes[j].first > lifetimes[i].last || lifetimes[i].first > lifetimes[j].last) continue;
+            for (int k = first; k < ends[i]; ++k) {
+                const int32_t j = conflicts[k];
                 const int64_t end = offsets[j] + (sizes[j] + 64 + 63) / 64 * 64;
                 if (offset < end && offsets[j] < offset + size) offset = end, moved = 1;
             }
