@@ -16,7 +16,7 @@ from intaglio.kernels.tile_spec import RESULTS
 from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
 from support.matmul_cases import Case, case_data, cases, run
-from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, SOFTWARE_ISAS, kernels
+from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs, kernels
 
 SIZE_LIMIT = 1 << 21
 TESTED_ISAS = [*RUNNABLE_ISAS, *SOFTWARE_ISAS]
@@ -202,7 +202,8 @@ AVX-VNNI, which some processors with AVX512-VNNI lack."""
 def test_kernels_use_no_instruction_of_a_later_set(kernels_of, allowed):
     """The compiler does not look into assembly, and a better machine would run it."""
     isa = ISAS[kernels_of]
-    families = {spec.family: isa.tiles(spec) for spec in isa.specs() if not spec.looks_up}
+    specs = [*isa.specs(), *int4_specs(kernels_of)]
+    families = {spec.family: isa.tiles(spec) for spec in specs if not spec.looks_up}
     text = "\n".join(re.sub(r"\bintaglio_", f"{name}_intaglio_", isa.family_text(f)) for name, f in families.items())
     command = ["g++", "-x", "assembler", "-c", "-", "-o", os.devnull, f"-Wa,-march=generic64+{ASSEMBLER[allowed]}"]
     status = subprocess.run(command, input=text, text=True, capture_output=True).returncode

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from intaglio import numerics
 from intaglio.codegen.context import limits
+from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
-from intaglio.kernels.tile_spec import RESULTS
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, RESULTS
 from intaglio.ops import OPS
 from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
@@ -28,7 +29,8 @@ class Case:
     kernels that saturate instead of clamping if the numbers permit. ``halos``: of input, result, residual operand,
     beyond what padding needs. ``behind``: bytes of canaries after the result; after those a page that cannot be
     touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the quantized values. ``extreme``: activations
-    0 or 255, weights +-127, biases up to 2^30.
+    0 or 255, weights +-127, biases up to 2^30. ``int4``: weights have 4 bits and a multiple for each group; extreme
+    ones are -8 or 7 times 15.
     """
 
     images: int = 1
@@ -46,6 +48,7 @@ class Case:
     bounds: tuple[int, int] = (0, 255)
     exponent: int | None = None
     extreme: bool = False
+    int4: bool = False
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
@@ -90,6 +93,8 @@ def case_data(case: Case) -> CaseData:
         x, weight = np.where(x < 250, 255, 0).astype(np.uint8), np.where(weight < 0, -127, 127).astype(np.int8)
         weight[::2] = np.abs(weight[::2])
         bias = draw.integers(-(2**30), 2**30, outputs).astype(np.int32)
+    if case.int4:
+        weight = _int4_weight(draw, weight, case.extreme)
     zero_x, zero_y, zero_other = case.zero_points
     attrs = {"stride": case.stride, "padding": case.padding, "dilation": case.dilation, "groups": case.groups}
     acc = OPS["conv2d"].reference(Op("conv2d", (), ("acc",), attrs), [x, weight, bias], [_levels(zero_x)], _acc([1.0]))
@@ -124,6 +129,16 @@ def case_data(case: Case) -> CaseData:
     expected, rest = found if case.remainder else (found, None)
     needs_guard = bool((reach * abs(factor) + most * abs(residual_factor)).max() >= 2**29)
     return CaseData(x, weight, bias, factor, other, residual_factor, needs_guard, expected, rest, residual_remainder)
+
+
+def _int4_weight(draw: np.random.Generator, weight: np.ndarray, extreme: bool) -> np.ndarray:
+    """Return a weight of 4 bits with the signs of ``weight``, with a multiple for each group."""
+    outputs, inputs, *_ = weight.shape
+    values, multiples = draw.integers(0, 8, weight.shape), draw.integers(1, 16, (outputs, inputs // INT4_GROUP))
+    if extreme:
+        values[:], multiples[:] = 7, 15
+    values = np.where(weight < 0, -1 - values, values)
+    return (values * np.repeat(multiples, INT4_GROUP, 1)[..., None, None]).astype(np.int8)
 
 
 def bounds_of(case: Case) -> tuple[int, int]:
@@ -204,7 +219,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
     plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
     saturates = packs and case.saturates and plain and not any(zeros)
-    marks = (saturates, guard, case.table == "kernel", case.remainder, case.residual_remainder)
+    marks = (saturates, guard, case.table == "kernel", case.remainder, case.residual_remainder, case.int4)
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
@@ -258,7 +273,9 @@ def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> di
         "left": case.padding[2],
         "panels": plan.panels,
         "blocks": plan.blocks,
-        "panel_bytes": case.taps[0] * taps * plan.run * 64 * plan.blocks,
+        "panel_bytes": plan.cover // INT4_CHANNELS * panel_line_bytes(plan.blocks)
+        if case.int4
+        else case.taps[0] * taps * plan.run * 64 * plan.blocks,
         "mask": _signed(plan.mask),
         "last_mask": _signed(plan.last_mask),
         "flat": int(flat),
@@ -286,8 +303,9 @@ def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]
     zero_y = numerics.widen_to_16bit(1, zero_y).zero_point if case.remainder else zero_y
     zero_other = numerics.widen_to_16bit(1, zero_other).zero_point if case.residual_remainder else zero_other
     folded = given.bias.astype(np.int64) - zero_x * given.weight.astype(np.int64).reshape(len(given.weight), -1).sum(1)
+    packed = pack_int4(given.weight[..., 0, 0], plan) if case.int4 else pack_weights(given.weight, plan, case.groups)
     found = {
-        "tile.b": memory("weight").hold(pack_weights(given.weight, plan, case.groups)),
+        "tile.b": memory("weight").hold(packed),
         "tile.bias": memory("bias").hold(pack_columns(folded.astype(np.int32), plan)),
         "tile.factor": memory("factor").hold(pack_columns(given.factor, plan)),
         "tile.limits": memory("limits").hold(limits(zero_y, *bounds_of(case), zero_other, case.remainder)),

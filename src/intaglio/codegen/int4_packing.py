@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from intaglio.codegen.weight_packing import PanelPacking
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
 from intaglio.numerics.multiples_of_groups import smallest_multiples
 from intaglio.ops.products.int4_linear import INT4_LOW
 
@@ -51,11 +51,11 @@ def _panel(steps: np.ndarray, scales: np.ndarray, order: np.ndarray) -> np.ndarr
     inside, lines = order < len(steps), steps.shape[1]
     columns = np.full((len(order), *steps.shape[1:]), -INT4_LOW | -INT4_LOW << 4, np.uint8)
     columns[inside] = steps[order[inside]]
-    multiples = np.zeros((lines, INT4_LINE), np.uint8)
-    multiples[:, : len(order)][:, inside] = scales[order[inside]].T
+    multiples = np.zeros((lines, len(order)), np.uint8)
+    multiples[:, inside] = scales[order[inside]].T
     return np.concatenate([multiples, columns.transpose(1, 2, 0, 3).reshape(lines, -1)], axis=1)
 
 
 def panel_line_bytes(blocks: int) -> int:
     """Return the bytes of a line of a panel."""
-    return INT4_LINE + INT4_CHANNELS // 8 * 64 * blocks
+    return (INT4_MULTIPLES + INT4_CHANNELS // 8 * 64) * blocks

@@ -57,9 +57,9 @@ LIMITS_FIELDS = {
 }
 """Byte offsets of the fields of ``struct Limits``."""
 
-INT4_GROUP, INT4_CHANNELS, INT4_LINE = 32, 64, 64
-"""Input channels that share a multiple in panels of 4-bit weights; input channels of a line of multiples, and its
-bytes. Constants with these names in native/products/int4_weights.h."""
+INT4_GROUP, INT4_CHANNELS, INT4_MULTIPLES = 32, 64, 16
+"""Input channels that share a multiple in panels of 4-bit weights; input channels of a line of a panel; bytes of the
+multiples of a line for each block. Constants with these names in native/products/int4_weights.h."""
 
 SETUP_FIELDS = {name: 8 * index for index, name in enumerate(("blocks", "rows", "first", "run", "steps", "step_run"))}
 """Byte offsets of the fields of ``struct TileSetup``."""

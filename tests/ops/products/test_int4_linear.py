@@ -9,7 +9,7 @@ from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import packing
 from intaglio.ir import DType, Op, Packing, TensorType
 from intaglio.kernels import ISAS
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
 from intaglio.ops.products.int4_linear import GROUP_STEP, INPUT_STEP, why_not_int4
 from support.integer_graphs import N, Net
 from support.matmul_library import RUNNABLE_ISAS
@@ -77,7 +77,7 @@ def unpacked(packed: np.ndarray, outputs: int, blocks: int) -> np.ndarray:
             row = []
             for line in panel:
                 for k in range(INT4_CHANNELS):
-                    byte = line[INT4_LINE + k // 8 * 64 * width + 4 * column + k % 4]
+                    byte = line[INT4_MULTIPLES * width + k // 8 * 64 * width + 4 * column + k % 4]
                     value = int(byte >> 4 if k % 8 >= 4 else byte & 15) - 8
                     scales = line[column]
                     row.append(value * int(scales >> 4 if k >= INT4_GROUP else scales & 15))

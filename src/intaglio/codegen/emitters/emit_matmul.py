@@ -18,7 +18,7 @@ from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_wei
 from intaglio.codegen.writer import Code
 from intaglio.ir import Op
 from intaglio.kernels import TileSpec
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES
 from intaglio.ops import op_def
 from intaglio.ops.opdef import Tail
 from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
@@ -131,7 +131,7 @@ def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSp
     _, lines, _ = context.plan.buffers[scratch].shape
     code("struct Int4Weights w = {};")
     kernels, last_kernels = _kernels(context, plan, tile)
-    sizes = {"INT4_GROUP": INT4_GROUP, "INT4_CHANNELS": INT4_CHANNELS, "INT4_LINE": INT4_LINE}
+    sizes = {"INT4_GROUP": INT4_GROUP, "INT4_CHANNELS": INT4_CHANNELS, "INT4_MULTIPLES": INT4_MULTIPLES}
     code(f'static_assert({" && ".join(f"{name} == {size}" for name, size in sizes.items())}, "panels");')
     code(f"w.kernels = {kernels}, w.last_kernels = {last_kernels}, w.rows = {tile.rows};")
     code(f"w.scratch = r->arena + r->offsets[{context.index[scratch]}];")

@@ -17,7 +17,9 @@ Registers: ymm0..3 mask, activations and a product, ymm4..7 weights, then two ac
 from __future__ import annotations
 
 from intaglio.kernels.assembly import family_text, tap_loops, tile_function
+from intaglio.kernels.avx2.avx2_int4 import AVX2_INT4_CONSTANTS, Avx2Int4Kernel
 from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, epilogue, load_biases
+from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
@@ -39,6 +41,8 @@ HALVES = (0, 1)
 
 def emit(spec: TileSpec) -> str:
     """Return the text of one kernel."""
+    if spec.int4:
+        return Avx2Int4Kernel(spec).text()
     pixels = [(acc(i, 0), acc(i, 1)) for i in range(spec.rows)]
     mask = [f"vpcmpeqd {MASK},{MASK},{MASK}", f"vpsrlw $8,{MASK},{MASK}"]
     products = tap_loops(["mov %rdx,%rax"], _step(spec))
@@ -72,7 +76,9 @@ def _step(spec: TileSpec) -> list[str]:
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Return the text of a family."""
-    return family_text(family, texts, AVX2_REGISTERS, EPILOGUE_CONSTANTS)
+    return family_text(
+        family, texts, AVX2_REGISTERS + YMM_INT4_REGISTERS, {**EPILOGUE_CONSTANTS, **AVX2_INT4_CONSTANTS}
+    )
 
 
-AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join)
+AVX2 = Isa("avx2", AVX2_MAX_TILE_ROWS, False, ".s", emit, join, int4_tile_rows=YMM_INT4_TILE_ROWS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from intaglio.kernels.assembly import field
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_LINE, TileSpec
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
 
 INT4_TILE_ROWS = {1: 6, 2: 6, 3: 4, 4: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
@@ -50,7 +50,7 @@ class Int4Products:
 
     def lines(self) -> list[str]:
         """Return the lines that add all products to the accumulators."""
-        size = INT4_LINE + 8 * 64 * self.spec.blocks
+        size = (INT4_MULTIPLES + 8 * 64) * self.spec.blocks
         lines = ["# products: lines of 64 input channels", f"mov {field('b')},%rsi", f"mov {field('a')},%rax"]
         lines += [f"mov {field('a_pixel')},%rbx", "lea (%rbx,%rbx,2),%r15", "lea (%rax,%r15),%r8"]
         lines += [f"mov {field('run')},%rcx", f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
@@ -83,7 +83,7 @@ class Int4Products:
     def step(self, block: int, step: int) -> Iterator[str]:
         """Yield the lines that multiply 8 input channels of all rows by a block of 16 output channels."""
         once, shifted, eightfold = self.registers_of(block)
-        offset = INT4_LINE + 64 * (self.spec.blocks * step + block)
+        offset = INT4_MULTIPLES * self.spec.blocks + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
         yield f"prefetcht1 {INT4_AHEAD + offset}(%rsi)"
         yield f"vpandd {at},{LOW_HALVES},{self.low}"

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from intaglio.kernels.assembly import family_text, field, tap_loops, tile_function
 from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, Pair, epilogue, load_biases
+from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_CONSTANTS, YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
+from intaglio.kernels.avxvnni.avxvnni_int4 import AvxVnniInt4Kernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
 
@@ -49,6 +51,8 @@ BELOW_STACK = ("-32(%rsp)", "-64(%rsp)")
 
 def emit(spec: TileSpec) -> str:
     """Return the text of one kernel."""
+    if spec.int4:
+        return AvxVnniInt4Kernel(spec).text()
     pixels = [(f"%ymm{15 - 2 * i}", f"%ymm{14 - 2 * i}") for i in range(spec.rows)]
     pointers = ("%rax", "%rbp")[: 1 + (spec.rows > 3)]
     start = ["mov %rdx,%rax", "lea (%rdx,%r15),%rbp"][: len(pointers)]
@@ -77,7 +81,9 @@ def _steps(pixels: Sequence[Pair], pointers: Sequence[str], count: int) -> list[
 
 def join(family: KernelFamily, texts: list[str]) -> str:
     """Return the text of a family."""
-    return family_text(family, texts, AVXVNNI_REGISTERS, EPILOGUE_CONSTANTS)
+    return family_text(
+        family, texts, AVXVNNI_REGISTERS + YMM_INT4_REGISTERS, {**EPILOGUE_CONSTANTS, **YMM_INT4_CONSTANTS}
+    )
 
 
-AVXVNNI = Isa("avxvnni", AVXVNNI_MAX_TILE_ROWS, True, ".s", emit, join)
+AVXVNNI = Isa("avxvnni", AVXVNNI_MAX_TILE_ROWS, True, ".s", emit, join, int4_tile_rows=YMM_INT4_TILE_ROWS)

@@ -2,34 +2,47 @@
 
 #include "products/int4_weights.h"
 
-// 16-bit lanes, each of which has two bytes of an output channel.
-typedef uint16_t BytePairs __attribute__((vector_size(64)));
-typedef uint8_t AllBytes __attribute__((vector_size(64)));
+#include "base/vectors.h"
 
-enum { EXPANDED_AHEAD = 2048 };  // bytes between the weights that are expanded and those that are prefetched
+enum {
+    VECTOR_CHANNELS = WIDE / 4,  // output channels of a vector, which is no wider than a register
+    EXPANDED_AHEAD = 2048        // bytes between the weights that are expanded and those that are prefetched
+};
+typedef uint8_t Multiples __attribute__((vector_size(VECTOR_CHANNELS)));
+typedef uint32_t Spread __attribute__((vector_size(WIDE)));  // a multiple in each 32-bit lane
+typedef uint16_t BytePairs __attribute__((vector_size(WIDE)));
+typedef uint8_t AllBytes __attribute__((vector_size(WIDE)));
+
+// Expand 32 input channels of some output channels: 4 steps, which begin every `step_bytes`, to 8 steps of 4 channels.
+static inline void expand_group(const uint8_t* from, Spread multiples, int64_t step_bytes, int8_t* to) {
+    // A product has no carry from the low byte to the high one: 15 * 15 < 256.
+    const BytePairs multiple = (BytePairs)(multiples | multiples << 16);
+    const AllBytes zero = (AllBytes)(multiple * 0x0808);
+    for (int64_t step = 0; step < INT4_GROUP / 8; ++step, from += step_bytes, to += 2 * step_bytes) {
+        BytePairs both;
+        __builtin_prefetch(from + EXPANDED_AHEAD);
+        memcpy(&both, from, WIDE);
+        const AllBytes low = (AllBytes)((both & 0x0f0f) * multiple) - zero,
+                       high = (AllBytes)((both >> 4 & 0x0f0f) * multiple) - zero;
+        memcpy(to, &low, WIDE), memcpy(to + step_bytes, &high, WIDE);
+    }
+}
 
 // Expand a panel of `lines` lines and `blocks` of 16 output channels to [step of 4 input channels][output channel][4].
 static void expand_int4(const uint8_t* from, int64_t lines, int64_t blocks, int8_t* to) {
-    const int64_t step_bytes = 64 * blocks;
-    for (int64_t line = 0; line < lines; ++line) {
-        const uint8_t* step = from + INT4_LINE;
-        for (int half = 0; half < 2; ++half) {
-            uint16_t multiples[2 * 16 * 4] __attribute__((aligned(64)));
-            for (int64_t c = 0; c < 16 * blocks; ++c)
-                multiples[2 * c] = multiples[2 * c + 1] = half ? from[c] >> 4 : from[c] & 15;
-            for (int64_t i = 0; i < 4; ++i, to += 2 * step_bytes)
-                for (int64_t block = 0; block < blocks; ++block, step += 64) {
-                    BytePairs both, multiple;
-                    __builtin_prefetch(step + EXPANDED_AHEAD);
-                    memcpy(&both, step, 64), memcpy(&multiple, multiples + 32 * block, 64);
-                    // A product has no carry from the low byte to the high one: 15 * 15 < 256.
-                    const AllBytes zero = (AllBytes)(multiple * 0x0808),
-                                   low = (AllBytes)((both & 0x0f0f) * multiple) - zero,
-                                   high = (AllBytes)((both >> 4 & 0x0f0f) * multiple) - zero;
-                    memcpy(to + 64 * block, &low, 64), memcpy(to + step_bytes + 64 * block, &high, 64);
-                }
+    const int64_t step_bytes = 64 * blocks, group_bytes = INT4_GROUP / 8 * step_bytes;
+    for (int64_t line = 0; line < lines; ++line, from += 2 * group_bytes, to += 4 * group_bytes) {
+        const uint8_t* multiples = from;
+        from += INT4_MULTIPLES * blocks;
+        for (int64_t channel = 0; channel < 16 * blocks; channel += VECTOR_CHANNELS) {
+            const uint8_t* first = from + 4 * channel;
+            int8_t* const result = to + 4 * channel;
+            Multiples bytes;
+            memcpy(&bytes, multiples + channel, VECTOR_CHANNELS);
+            const Spread both = __builtin_convertvector(bytes, Spread);
+            expand_group(first, both & 15, step_bytes, result);
+            expand_group(first + group_bytes, both >> 4, step_bytes, result + 2 * group_bytes);
         }
-        from += INT4_LINE + 8 * step_bytes;
     }
 }
 

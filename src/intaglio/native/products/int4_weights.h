@@ -1,14 +1,14 @@
 // Linear layers whose weights have 4 bits: a value of -8..7 times a multiple of 1..15, which 32 neighbouring input
 // channels of an output channel share. The products are those of int8.
 //
-// A panel consists of lines of 64 input channels: for each output channel, a byte with the multiples of the first and
-// the second 32 input channels, in 64 bytes; then 8 steps of 64 bytes for each block of 16 output channels. A byte of
-// a step has the values plus 8 of input channels k (low half) and k + 4.
+// A panel consists of lines of 64 input channels: for each output channel, a byte with the multiples of the first (low
+// half) and the second 32 input channels; then 8 steps of 64 bytes for each block of 16 output channels. A byte of a
+// step has the values plus 8 of input channels k (low half) and k + 4.
 #pragma once
 
 #include "products/matmul.h"
 
-enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_LINE = 64 };
+enum { INT4_GROUP = 32, INT4_CHANNELS = 64, INT4_MULTIPLES = 16 };
 
 // How a layer reads its weights. `tile.b` and `panel_bytes` of its `struct Matmul` are those of 4-bit weights.
 struct Int4Weights {

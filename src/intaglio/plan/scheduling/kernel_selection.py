@@ -106,8 +106,7 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
 def _int4_tile(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> TileSpec | None:
     """Return the tile that reads the 4-bit weights of a linear layer, or ``None`` if kernels read int8 weights.
 
-    Instruction sets without kernels for few rows read int8 weights: expanding 4-bit weights in memory for a single row
-    would take three times as long (AVX-VNNI; AVX2: twice).
+    Instruction sets without kernels for few rows read int8 weights.
     """
     if partition.head is not None or op_def(partition.anchor).why_not_int4(partition.anchor, graph.types):
         return None
