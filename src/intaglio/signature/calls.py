@@ -137,7 +137,7 @@ def dims_of(
         signature: the signature of the captured model.
         leaves: the tensors of the call, in the order of the signature's inputs.
         byte_inputs: positions of inputs that may be uint8 instead of their captured type.
-        in_memory: whether all elements must be in memory. The tensors of a tracer have none.
+        in_memory: whether all elements must be in memory, which the tensors of a tracer lack.
 
     Raises:
         InputError: a tensor does not fit its captured type or is not in memory, or a dynamic dimension is out of its

@@ -1,4 +1,4 @@
-"""What the programs of a generator take, by position and by name."""
+"""Arguments of the programs of a generator, by position and by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from intaglio.torch_private import pytree
 
 
 class _Arguments:
-    """What a program takes: the keys of the dictionary that is its first argument, and the types of tensors in each
-    positional argument."""
+    """Arguments of a program.
+
+    Attributes:
+        names: keys of the dictionary that is the first argument.
+        types: types of the tensors in each positional argument.
+    """
 
     def __init__(self, signature: Signature) -> None:
         tree = signature.in_tree

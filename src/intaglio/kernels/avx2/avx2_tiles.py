@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from intaglio.kernels.assembly import family_text, tap_loops, tile_function
 from intaglio.kernels.avx2.avx2_int4 import AVX2_INT4_CONSTANTS, Avx2Int4Kernel
-from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, epilogue, load_biases
+from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, PIXEL_ADDRESSES, epilogue, load_biases
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.instruction_set import Isa, KernelFamily
 from intaglio.kernels.tile_spec import TileSpec
@@ -34,7 +34,6 @@ channels to write. ymm0 scratch, ymm1 zero point of the residual operand, ymm2-3
 """
 MASK, ODD_A, EVEN_A, PRODUCT = (f"%ymm{i}" for i in range(4))
 EVEN_W, ODD_W = ("%ymm4", "%ymm5"), ("%ymm6", "%ymm7")
-PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
 
 HALVES = (0, 1)
 

@@ -16,6 +16,8 @@ Pair = tuple[str, str]
 """Registers with the sums of a pixel: channels 0 to 7, and 8 to 15."""
 
 
+PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)", "(%rax,%r15)")
+"""Addresses of the activations of up to four pixels."""
 EPILOGUE_CONSTANTS = {**REMAINDER_CONSTANTS, "intaglio_pixels": "    .long 0,4,1,5,2,6,3,7\n"}
 """Constants that the epilogue reads: those of `split`, and the order of dwords that separates two packed pixels."""
 

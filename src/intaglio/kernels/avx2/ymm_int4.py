@@ -14,24 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from intaglio.kernels.assembly import field, tile_function
-from intaglio.kernels.avx2.ymm_epilogue import epilogue, load_biases
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
+from intaglio.kernels.avx2.ymm_epilogue import PIXEL_ADDRESSES, epilogue, load_biases
+from intaglio.kernels.tile_spec import INT4_AHEAD, INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
 
 YMM_INT4_TILE_ROWS = {1: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
 LOW_HALVES, EIGHTS, LOW, HIGH = (f"%ymm{register}" for register in range(4))
 FIRST_FREE = 4
-INT4_AHEAD = 6144
-"""Bytes between the weights that are multiplied and those that are prefetched, one line for each that is read.
-
-With 110 MB in huge pages, AVX-VNNI kernels for one row read 18.2 to 18.4 GB/s with 4096 to 10240 bytes, 17.5 with 2048,
-15.5 with 1024; a loop without products reads 19.6 (Xeon, one thread).
-"""
 YMM_INT4_REGISTERS = """
 4-bit weights: rsi weights, rax activations, rbx bytes between pixels; rcx counts lines. ymm0 mask of low halves, ymm1
 the factor 8, ymm2-3 weights, then activations, sums of a group for each pixel, and two accumulators a pixel.
 """
-PIXEL_ADDRESSES = ("(%rax)", "(%rax,%rbx)", "(%rax,%rbx,2)")
 LINE_BYTES = INT4_MULTIPLES + 64 * INT4_CHANNELS // 8
 YMM_INT4_CONSTANTS = {"intaglio_int4": "    .long 0x0f0f0f0f,0x08080808\n"}
 

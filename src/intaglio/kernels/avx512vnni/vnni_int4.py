@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from intaglio.kernels.assembly import field
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
+from intaglio.kernels.tile_spec import INT4_AHEAD, INT4_CHANNELS, INT4_GROUP, INT4_MULTIPLES, TileSpec
 
 INT4_TILE_ROWS = {1: 6, 2: 6, 3: 4, 4: 3}
 """Maximum number of tile rows for each number of blocks; registers limit them."""
@@ -23,12 +23,6 @@ LOW_HALVES, HIGH_HALVES, EIGHTS, SPREAD = (f"%zmm{register}" for register in ran
 """Masks of low and high halves of bytes, the factor 8 in every byte, and the control that spreads multiples."""
 FIRST_MULTIPLE = 4
 """First of three registers for each block: multiples m, ``4096 * m``, and ``8 * m`` in every byte."""
-INT4_AHEAD = 6144
-"""Bytes between the weights that are multiplied and those that are prefetched, one line for each that is read.
-
-With 200 MB in huge pages this reads 95 % of what a loop without products does (Xeon, 19.2 of 20.3 GB/s on one thread,
-38 of 40 on two); 2048 bytes read 90 %, 4096 bytes 83 %, and all prefetches in front of the products 78 %.
-"""
 INT4_CONSTANTS = {
     "intaglio_int4": "    .word 0x0f0f,0xf0f0,0x0808,0\n",
     "intaglio_multiples": "".join(

@@ -5,7 +5,7 @@
 #include "base/vectors.h"
 
 enum {
-    VECTOR_CHANNELS = WIDE / 4,  // output channels of a vector, which is no wider than a register
+    VECTOR_CHANNELS = WIDE / 4,  // output channels of a vector as wide as a register
     EXPANDED_AHEAD = 2048        // bytes between the weights that are expanded and those that are prefetched
 };
 typedef uint8_t Multiples __attribute__((vector_size(VECTOR_CHANNELS)));
