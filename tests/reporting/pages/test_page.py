@@ -121,8 +121,11 @@ def test_every_change_has_its_measured_error_and_a_line_to_paste(elements):
 
 @pytest.mark.parametrize(
     ("float32", "value", "note"),
-    [((845.0, 845.0), "8.45 times", "as fast: "), ((50.0, 50.0), "2.00 times", "as long, int8 is slower: ")]
-    + [((200.0, 50.0), "As fast", "or the difference may be noise: ")],
+    [
+        ((845.0, 845.0), "8.45 times", "as fast: "),
+        ((50.0, 50.0), "2.00 times", "as long, int8 is slower: "),
+        ((200.0, 50.0), "As fast", "or the difference may be noise: "),
+    ],
 )
 def test_the_card_of_the_speed_has_a_figure_that_fits_into_a_line(float32, value, note):
     data = replace(report_models.residual_report().data, measured=MeasuredSpeed(2, (100.0, 100.0), float32))
