@@ -69,6 +69,8 @@ HARD = {
     "onnxruntime_int8": "ONNX Runtime",
     "torchao": "torchao and Inductor",
 }
+AWARE = {"intaglio": ("intaglio",), "nncf": ("nncf", "nncf_default")}
+AWARE_TITLES = {"intaglio": "`intaglio.search`", "nncf": "NNCF, run by OpenVINO"}
 
 
 def quantizing(lines: Iterable[Line]) -> Table:
@@ -195,3 +197,22 @@ def mixed_precision(lines: Iterable[Line]) -> Table:
 def _reached(figures: Line) -> str:
     """Return the latency of a model and its signal-to-noise ratio."""
     return f"{figures['ms']:.3f} ms, {figures['db']:.1f} dB"
+
+
+def accuracy_aware(lines: Iterable[Line]) -> Table:
+    """Return what NNCF's accuracy control and the search find on trained networks, from the newest line of each network
+    that was timed on an idle machine."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        found |= {name: one for name, one in line["results"].items() if name in TRAINED and one["idle"]}
+    rows = []
+    for name, title in TRAINED.items():
+        for search, engines in AWARE.items() if name in found else ():
+            figures, cost = found[name], found[name]["searches"][search]
+            best = figures[engines[0]]
+            times = " / ".join(f"{figures[engine]['best_ms']:.3f}" for engine in engines)
+            accuracy = (f"{best[key]:.2f} %" for key in ("validation", "agreement"))
+            duration = f"{cost['seconds']:.0f} s"
+            rows.append((title if search == "intaglio" else "", AWARE_TITLES[search], *accuracy, times, duration))
+    head = ("network", "search", "same class, validation", "same class, unseen", "ms a call", "duration of the search")
+    return head, rows

@@ -373,6 +373,7 @@ TABLES = {
     "memory": lambda: table(*cost_tables.memory(recorded("memory"))),
     "throughput": lambda: table(*cost_tables.throughput(recorded("throughput"))),
     "mixed_precision": lambda: table(*cost_tables.mixed_precision(recorded("search"))),
+    "accuracy_aware": lambda: table(*cost_tables.accuracy_aware(recorded("accuracy_aware"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),

@@ -6,11 +6,12 @@ The metric is the signal-to-quantization-noise ratio of the results on inputs th
 is that of the int8 model and `--gain` decibels more. Greedy skipping leaves in float the operators whose own rounding
 `intaglio.compare` finds worst: twice as many until the target is reached, then as few as suffice, by bisection. Both
 have the same function, and as many evaluations as the run that they were done in allowed. At the end all models are
-timed in alternation.
+timed in blocks that alternate.
 
 FOLDER keeps recipes with their parameters, what greedy skipping found, and journals of the searches: a run that was
 interrupted continues. `--prepare` does only what a busy machine does not change: it quantizes, skips greedily and
-measures errors.
+measures errors. `--part` searches for `--minutes`, and times nothing at the end: the next run continues, and the
+duration of the search is that of all its parts without what `--prepare` did.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from pathlib import Path
 from typing import Any
 
 import networks
+import race
 import record
 import torch
 from torch import nn
 
 import intaglio
 from intaglio import stages
+from intaglio.errors import UnsupportedError
 from intaglio.tune import ReferencePool
 
 MOST_DB = 100.0
 """Ratio of a model without error: a metric must be finite."""
+ROUNDS = 8
+"""Number of blocks in which a model is timed."""
 
 
 def normalize(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -72,17 +77,21 @@ def greedy(pool: ReferencePool, metric: Decibels, floor: float, most: int) -> li
     ranked = intaglio.compare(pool.captured, pool.base, pool.batches, samples=16, progress=False).skip_list(10**6)
 
     def reached(count: int) -> bool:
-        return metric(leaving(pool, ranked[:count])) >= floor
+        try:
+            return metric(leaving(pool, ranked[:count])) >= floor
+        except UnsupportedError:  # nothing would be quantized
+            impossible.add(count)
+            return True
 
-    failing, count, largest = 0, 1, len(ranked) * 9 // 10  # something must be quantized
+    failing, count, impossible = 0, 1, set[int]()
     while metric.calls < most and not reached(count):
-        failing, count = count, min(2 * count, largest)
+        failing, count = count, min(2 * count, len(ranked))
         if failing == count:
             return ranked[:count]
-    while count - failing > 1 and metric.calls < most:
+    while count - failing > 1 and (metric.calls < most or count in impossible):
         middle = (failing + count) // 2
         failing, count = (failing, middle) if reached(middle) else (middle, count)
-    return ranked[:count]
+    return ranked[: failing if count in impossible else count]
 
 
 def leaving(pool: ReferencePool, left: list[str]) -> Any:
@@ -125,7 +134,11 @@ def compared(name: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     metric.calls, begin = 0, time.perf_counter()
     budget = {"budget": arguments.minutes, "evaluations": arguments.evaluations}
     result = intaglio.search(model, data, metric, **options, **budget)
-    searched = {"seconds": time.perf_counter() - begin, "evaluations": metric.calls, "changes": dict(counted(result))}
+    cost = added(arguments.folder / f"{name}.cost.json", seconds=time.perf_counter() - begin, evaluations=metric.calls)
+    if arguments.part:
+        print(f"{name}: {cost}; reached: {result.reached}")
+        return None
+    searched = {**cost, "changes": dict(counted(result)), "trials": [trial(one) for one in result.trials]}
     models = {"int8": base, "greedy": leaving(pool, skipped["left"]), "search": result.model}
     found: dict[str, Any] = {"target_db": floor, "int8": {}, "greedy": skipped, "search": searched}
     for method, ms in timed(models, networks.inputs(shape, 1), arguments.seconds).items():
@@ -147,6 +160,21 @@ def counted(result: Any) -> Counter:
     return Counter(result.chosen.assignment.values())
 
 
+def added(path: Path, **figures: float) -> dict[str, float]:
+    """Return figures of a search, with those of its earlier parts added, and keep them in a file."""
+    if not figures["evaluations"]:  # the journal had everything
+        figures["seconds"] = 0.0
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = {key: value + earlier.get(key, 0) for key, value in figures.items()}
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def trial(one: Any) -> dict[str, float]:
+    """Return the figures of a trial."""
+    return {"changed": len(one.assignment), "ms": one.latency_ms, "db": one.metric}
+
+
 def search_errors(model: nn.Module, data: list, metric: Callable, options: dict, path: Path) -> None:
     """Run a search and keep of its journal only what does not depend on the speed of the machine."""
     intaglio.search(model, data, metric, **options, budget=60.0, evaluations=2)
@@ -156,16 +184,14 @@ def search_errors(model: nn.Module, data: list, metric: Callable, options: dict,
 
 
 def timed(models: dict[str, Any], inputs: tuple[torch.Tensor, ...], seconds: float) -> dict[str, float]:
-    """Least milliseconds of a call of each model, in alternation."""
+    """Return milliseconds of a call of each model: the least median of blocks of calls, which alternate."""
     best = dict.fromkeys(models, math.inf)
-    end = time.perf_counter() + seconds * len(models)
     with torch.no_grad():
-        while time.perf_counter() < end:
+        for _ in range(ROUNDS):
             for name, model in models.items():
-                model(*inputs)  # caches hold what the model before read
-                begin = time.perf_counter()
+                time.sleep(race.PAUSE)
                 model(*inputs)
-                best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))
+                best[name] = min(best[name], race.block(lambda model=model: model(*inputs), seconds / ROUNDS))
     return best
 
 
@@ -179,7 +205,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="to time each model at the end")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--prepare", action="store_true", help="only quantize, skip greedily and measure errors")
+    parser.add_argument("--part", action="store_true", help="only search")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     quiet, results = arguments.prepare or record.idle(), {}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
+from intaglio.ir import DType, External
+from intaglio.runtime.call_plans import ExternalInput
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 from support.lowering import quantized
@@ -188,6 +190,24 @@ def test_a_model_that_only_writes_returns_none():
 
 
 # ---- what does not fit
+
+
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_an_image_that_the_program_needs_with_channels_last_is_copied_to_them(channels):
+    entry = ExternalInput(0, External("x", (2, channels, 5, 7), DType.F32, False, dense=True), False)
+    image = torch.randn(2, channels, 5, 7)
+    for given in (image, image.to(memory_format=torch.channels_last), image.transpose(2, 3).contiguous().mT):
+        copy = entry.prepared(given)
+        assert torch.equal(copy, image)
+        assert copy.movedim(1, -1).is_contiguous()
+
+
+def test_images_of_few_channels_are_copied_by_the_calling_thread():
+    """Threads of PyTorch would wait for more work on the cores that the program needs."""
+    entry = ExternalInput(0, External("x", (1, 3, 64, 64), DType.F32, False, dense=True), False)
+    with torch.profiler.profile() as profile:
+        entry.prepared(torch.randn(1, 3, 64, 64))
+    assert "aten::copy_" not in {event.name for event in profile.events()}
 
 
 WRONG = {

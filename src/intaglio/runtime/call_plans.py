@@ -32,6 +32,8 @@ MAX_IDLE_FRAMES = 16
 ARENA_GROWTH = 1.25
 """Factor by which an arena that is too small grows at least, so that increasing shapes do not allocate in every
 call."""
+FEW_CHANNELS = 4
+"""Largest number of channels of images that are copied channel by channel."""
 UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
 
@@ -220,4 +222,18 @@ def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without gaps in the layout of an entry, without a copy if it has that layout already."""
     if not external.is_image:
         return tensor.contiguous()
-    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    last = tensor.movedim(1, -1)
+    if tensor.dtype == torch.float32 and last.shape[-1] <= FEW_CHANNELS and not last.is_contiguous():
+        return _interleaved(last).movedim(-1, 1)
+    return last.contiguous().movedim(-1, 1)
+
+
+def _interleaved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor with few elements along its last axis, made by the calling thread.
+
+    Where PyTorch copies with several threads, they wait for more work on the cores that the program needs next.
+    """
+    copy, source = np.empty(tensor.shape, np.float32), tensor.detach().numpy()
+    for channel in range(tensor.shape[-1]):
+        copy[..., channel] = source[..., channel]
+    return torch.from_numpy(copy)

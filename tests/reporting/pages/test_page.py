@@ -13,6 +13,7 @@ import pytest
 import intaglio
 from intaglio.errors import InputError
 from intaglio.reporting.pages import page as page_module
+from intaglio.reporting.pages.view import cards
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed
 from support import report_models
 
@@ -118,13 +119,28 @@ def test_every_change_has_its_measured_error_and_a_line_to_paste(elements):
             assert f"{one.before:.1f} dB → {one.after:.1f} dB" in elements.texts("td")
 
 
+@pytest.mark.parametrize(
+    ("float32", "value", "note"),
+    [
+        ((845.0, 845.0), "8.45 times", "as fast: "),
+        ((50.0, 50.0), "2.00 times", "as long, int8 is slower: "),
+        ((200.0, 50.0), "As fast", "or the difference may be noise: "),
+    ],
+)
+def test_the_card_of_the_speed_has_a_figure_that_fits_into_a_line(float32, value, note):
+    data = replace(report_models.residual_report().data, measured=MeasuredSpeed(2, (100.0, 100.0), float32))
+    (card,) = [card for card in cards(data, None) if card.label == "Beside the float model"]
+    assert card.value == value
+    assert card.note.startswith(note)
+
+
 def test_the_speed_beside_float_and_what_loses_are_on_the_page():
     slow = OperatorSpeed("blocks.0 (aten.add.Tensor)", "blocks.0", (20.0, 20.0), (10.0, 10.0))
     measured = MeasuredSpeed(2, (100.0, 100.0), (250.0, 250.0), (slow,))
     data = replace(report_models.residual_report().data, measured=measured)
     elements = Elements(intaglio.Report(data).html())
-    assert "2.50 times as fast" in elements.texts("dd")
-    assert "100.0 µs a call in int8, 250.0 µs in PyTorch" in elements.texts("dd")
+    assert "2.50 times" in elements.texts("dd")
+    assert "as fast: 100.0 µs a call in int8, 250.0 µs in PyTorch" in elements.texts("dd")
     assert [text for text in elements.texts("td") if text in ("20.0 µs", "10.0 µs")][:2] == ["20.0 µs", "10.0 µs"]
     assert "skip=['blocks.0']" in {a.get("data-copy") for _, a, _ in elements.found}
     quick = Elements(intaglio.Report(replace(data, measured=replace(measured, operators=(fast(slow),)))).html())

@@ -14,6 +14,7 @@ from intaglio.reporting.number_formats import decibels, gain_text, macs_text, mi
 from intaglio.reporting.pages.colours import error_class, time_class, worst_class
 from intaglio.reporting.pages.layout import Kernel, NetworkPicture, picture_of
 from intaglio.reporting.report_data import GraphReport, OperatorReport, ReportData, Suggestion
+from intaglio.runtime.reports.speed import MeasuredSpeed, is_slower
 
 TITLE_CHARACTER = 7.4
 """Width of a character of a title in wide fonts."""
@@ -144,12 +145,21 @@ def _figures(data: ReportData) -> Iterator[tuple[str, tuple[str, str]]]:
         threads = f"{profiles[0].threads} thread{'s' * (profiles[0].threads != 1)}"
         yield "Time of one sample", (microseconds(time), f"{threads}, {data.run.isa}, on this machine as it was")
     if (speed := data.measured) is not None:
-        times = f"{microseconds(median(speed.int8))} a call in int8, {microseconds(median(speed.float32))} in PyTorch"
-        yield "Beside the float model", (speed.outcome.removeprefix("int8 is "), times)
+        yield "Beside the float model", _speed_figure(speed)
     if len(profiles) == 1 and (limit := profiles[0].limit):
         macs_done = sum(part.macs for part in profiles[0].parts)
         share = macs_done / max(profiles[0].call_microseconds, 1e-9) / 1e3 / limit
         yield "Of the peak throughput", (percent(share, 0), f"{limit:.0f} GMAC/s from registers")
+
+
+def _speed_figure(speed: MeasuredSpeed) -> tuple[str, str]:
+    """Return the factor between two models, in few characters because cards are narrow, and what it means."""
+    times = f"{microseconds(median(speed.int8))} a call in int8, {microseconds(median(speed.float32))} in PyTorch"
+    if is_slower(speed.int8, speed.float32):
+        return f"{1 / speed.speedup:.2f} times", f"as long, int8 is slower: {times}"
+    if is_slower(speed.float32, speed.int8):
+        return f"{speed.speedup:.2f} times", f"as fast: {times}"
+    return "As fast", f"or the difference may be noise: {times}"
 
 
 # ---- table ----------------------------------------------------------------------------------------------------------
