@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--threads", type=numbers, default=sorted({1, os.cpu_count()}))
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has been measured on")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the tables again")
-    race.add_options(parser, engines=",".join(USUAL), rounds=4, seconds=1.0)
+    race.add_options(parser, engines=",".join(ENGINES), rounds=4, seconds=1.0)
     arguments = parser.parse_args()
     commit = record.commit()
     for cell in () if arguments.table else cells(arguments):
