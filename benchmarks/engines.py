@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from other_engines import OTHER_ENGINES
 from torch import nn
 
 from intaglio.peers.peer_engines import (
@@ -118,5 +119,8 @@ ENGINES: dict[str, Callable[..., Run]] = {
         intaglio_inductor,
         intaglio_onnxruntime,
         intaglio_openvino,
+        *OTHER_ENGINES,
     )
 }
+USUAL = [name for name in ENGINES if name not in {engine.__name__ for engine in OTHER_ENGINES}]
+"""Names of the engines that are raced unless others are asked for."""

@@ -24,7 +24,7 @@ import limits
 import networks
 import record
 import torch
-from engines import ENGINES
+from engines import ENGINES, USUAL
 from rich.console import Console
 from rich.table import Table
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("network", help=known)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    add_options(parser, engines=",".join(ENGINES), rounds=8, seconds=1.5)
+    add_options(parser, engines=",".join(USUAL), rounds=8, seconds=1.5)
     arguments = parser.parse_args()
     built = networks.build(arguments.network, arguments.data, arguments.image, arguments.sequence)
     macs = networks.count_macs(*built)

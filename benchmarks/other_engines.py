@@ -1,0 +1,105 @@
+"""Engines that were raced once, for a part of the networks: ExecuTorch, MNN, ncnn and tract.
+
+They take and return what the engines of `engines.py` do. Their packages are in requirements-other.txt.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from intaglio.peers.peer_engines import Inputs, PeerRun, onnx_file, onnxruntime_int8_file
+
+
+def executorch(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """ExecuTorch with the XNNPACK delegate, int8 by XNNPACKQuantizer with weights per channel."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.backends.xnnpack.quantizer import xnnpack_quantizer as xnnpack
+    from executorch.exir import to_edge_transform_and_lower
+    from executorch.extension.pybindings import portable_lib
+    from executorch.runtime import Runtime
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    chosen = xnnpack.XNNPACKQuantizer().set_global(xnnpack.get_symmetric_quantization_config(is_per_channel=True))
+    observed = prepare_pt2e(torch.export.export(model, example).module(), chosen)
+    for inputs in calibration:
+        observed(*inputs)
+    exported = torch.export.export(convert_pt2e(observed), example)
+    program = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()]).to_executorch()
+    portable_lib._unsafe_reset_threadpool(threads)
+    data = program.buffer
+    loaded = Runtime.get().load_program(data)
+    method = loaded.load_method("forward")
+    return lambda *inputs, alive=(data, loaded): method.execute(inputs)[0]  # the method reads the memory of both
+
+
+def mnn(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """MNN with int8 weights, which are float during a call."""
+    return mnn_call(model, example, {"backend": "CPU", "numThread": threads})
+
+
+def mnn_dynamic(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """MNN with the same file and low memory, which quantizes activations during a call."""
+    return mnn_call(model, example, {"backend": "CPU", "numThread": threads, "memory": "low"})
+
+
+def mnn_call(model: nn.Module, example: Inputs, settings: dict[str, Any]) -> PeerRun:
+    # The commands mnnconvert and mnnquant import a logger that installs a package by pip and reports their use, so
+    # the functions behind them are called.
+    import _tools
+    import MNN
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = onnx_file(model, example, Path(folder)), Path(folder) / "int8.mnn"
+        files = ["--modelFile", str(source), "--MNNModel", str(target)]
+        _tools.mnnconvert(["mnnconvert", "-f", "ONNX", *files, "--bizCode", "MNN", "--weightQuantBits", "8"])
+        manager = MNN.nn.create_runtime_manager((settings,))
+        net = MNN.nn.load_module_from_file(str(target), [], [], runtime_manager=manager)
+
+    def run(images: torch.Tensor) -> torch.Tensor:
+        given = MNN.expr.placeholder(list(images.shape), MNN.expr.NCHW)
+        given.write(images.numpy())
+        found = net.forward([given])
+        return torch.tensor((found[0] if isinstance(found, (list, tuple)) else found).read())
+
+    return run
+
+
+def ncnn(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """ncnn, float32: its package does not contain the tools that quantize. Batch 1."""
+    import ncnn as library
+    import pnnx
+
+    net = library.Net()
+    net.opt.num_threads = threads
+    with tempfile.TemporaryDirectory() as folder:
+        torch.jit.trace(model, example).save(f"{folder}/model.pt")
+        shape = f"inputshape={list(example[0].shape)}".replace(" ", "")
+        subprocess.run([pnnx.EXEC_PATH, "model.pt", shape, "fp16=0"], cwd=folder, check=True)
+        net.load_param(f"{folder}/model.ncnn.param")
+        net.load_model(f"{folder}/model.ncnn.bin")
+
+    def run(images: torch.Tensor) -> torch.Tensor:
+        extractor = net.create_extractor()
+        extractor.input("in0", library.Mat(images[0].numpy()))
+        return torch.tensor(extractor.extract("out0")[1].numpy())[None]
+
+    return run
+
+
+def tract(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """tract with the file that ONNX Runtime quantizes. Its Python package has no setting for threads."""
+    import tract as library
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = onnxruntime_int8_file(model, example, calibration, Path(folder))
+        built = library.onnx().load(str(file)).into_model().into_runnable()
+    return lambda *inputs: torch.from_numpy(built.run([tensor.numpy() for tensor in inputs])[0].to_numpy())
+
+
+OTHER_ENGINES = (executorch, mnn, mnn_dynamic, ncnn, tract)
