@@ -66,6 +66,7 @@ PACKAGES = {
     "openvino_int8": ("openvino", "OpenVINO"),
     "onnxruntime_int8": ("onnxruntime", "ONNX Runtime"),
     "torchao": ("torchao", "torchao"),
+    "executorch": ("executorch", "ExecuTorch"),
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
 CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
@@ -136,11 +137,14 @@ def all_runs() -> list[Run]:
 
 
 def amx_runs() -> list[Run]:
-    """The newest race of each network and batch size on processors with AMX, on two threads."""
-    compared = [
-        run for run in _idle_races() if run.has_amx and run.threads == 2 and AMX_ENGINES.keys() & run.best_ms.keys()
-    ]
-    newest = {(run.title, run.batch): run for run in sorted(compared, key=lambda run: run.date)}
+    """The race of each network and batch size on processors with AMX, on two threads, that has the most engines of the
+    table; of these the newest."""
+
+    def engines(run: Run) -> int:
+        return len(AMX_ENGINES.keys() & run.best_ms.keys())
+
+    compared = [run for run in _idle_races() if run.has_amx and run.threads == 2 and engines(run)]
+    newest = {(run.title, run.batch): run for run in sorted(compared, key=lambda run: (engines(run), run.date))}
     order = list(NETWORKS.values())
     return sorted(newest.values(), key=lambda run: (run.batch, order.index(run.title)))
 
@@ -241,6 +245,7 @@ AMX_ENGINES = {
     "openvino_int8_default": "OpenVINO int8, as it comes",
     "openvino_int8": "OpenVINO int8, floats in f32",
     "onnxruntime_int8": "ONNX Runtime int8",
+    "executorch": "ExecuTorch int8",
 }
 
 
@@ -256,6 +261,21 @@ def amx_table(runs: list[Run]) -> str:
         )
         for run in runs
     )
+    return table(head, rows)
+
+
+ONCE = {"executorch": "ExecuTorch", "ncnn": "ncnn, float32", "mnn": "MNN", "tract": "tract"}
+"""Engines that were raced once."""
+
+
+def once_table() -> str:
+    """Milliseconds per call of the engines that were raced once, from the newest race of each network with all."""
+    runs = {
+        run.title: run for run in sorted(_idle_races(), key=lambda run: run.date) if ONCE.keys() <= run.best_ms.keys()
+    }
+    head = ("network", "intaglio", *ONCE.values())
+    titles = [title for title in NETWORKS.values() if title in runs]
+    rows = ((title, *(milliseconds(runs[title], engine) for engine in ("intaglio", *ONCE))) for title in titles)
     return table(head, rows)
 
 
@@ -361,6 +381,7 @@ TABLES = {
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
+    "once": once_table,
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
     "elsewhere": lambda: elsewhere_table(all_runs()),
     "accuracy": lambda: accuracy_table(all_runs(), recorded("accuracy")),

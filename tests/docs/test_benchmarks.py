@@ -109,9 +109,9 @@ def picture():
     return script("picture")
 
 
-def race_line(date, *, network="resnet18", idle=True, tokens=128, **best):
+def race_line(date, *, network="resnet18", idle=True, tokens=128, batch=1, **best):
     """A line of results/race.jsonl with one block per engine."""
-    arguments = {"network": network, "batch": 1, "threads": 2, "image": 224, "sequence": tokens}
+    arguments = {"network": network, "batch": batch, "threads": 2, "image": 224, "sequence": tokens}
     engines = {engine: {"blocks_ms": [ms + 1, ms], "sqnr_db": 40.0} for engine, ms in best.items()}
     cpu = {"model": "AMD EPYC", "family": [25, 17, 1]}
     results = {"idle": idle, "limit_ms": 1.0, "engines": engines}
@@ -148,13 +148,25 @@ def test_races_with_amx_have_a_table_of_their_own(published, monkeypatch):
     lines = [
         race_line(f"2026-01-0{day}", intaglio=ms, **ALL, openvino_int8_default=5.0) for day, ms in ((1, 5.0), (2, 4.0))
     ]
+    lines.append(race_line("2026-01-04", intaglio=3.0, executorch=1.0))  # with fewer engines
+    lines.append(race_line("2026-01-02", batch=16, intaglio=4.0, executorch=6.0))
     for line in lines:
         line["cpu"] = {**line["cpu"], "flags": ["amx_int8"]}
     plain = race_line("2026-01-03", intaglio=9.0, **ALL)
     monkeypatch.setattr(published, "recorded", lambda name: [*lines, plain] if name == "race" else [])
     assert [run.date for run in published.all_runs()] == ["2026-01-03"]
-    (run,) = published.amx_runs()
-    assert published.amx_table([run]).splitlines()[-1] == "| ResNet-18 | 1 | **4.000** | 5.000 | 6.000 | 7.000 | 1.25 |"
+    assert published.amx_table(published.amx_runs()).splitlines()[2:] == [
+        "| ResNet-18 | 1 | **4.000** | 5.000 | 6.000 | 7.000 | – | 1.25 |",
+        "| ResNet-18 | 16 | **4.000** | – | – | – | 6.000 | 1.50 |",
+    ]
+
+
+def test_engines_that_were_raced_once_have_the_newest_race_with_all_of_them(published, monkeypatch):
+    others = dict.fromkeys(("ncnn", "mnn", "tract"), 9.0)
+    lines = [race_line(f"2026-01-0{day}", intaglio=float(day), executorch=5.0, **others) for day in (1, 2)]
+    lines.append(race_line("2026-01-03", intaglio=3.0, executorch=1.0))
+    monkeypatch.setattr(published, "recorded", lambda name: lines if name == "race" else [])
+    assert published.once_table().splitlines()[2:] == ["| ResNet-18 | **2.000** | 5.000 | 9.000 | 9.000 | 9.000 |"]
 
 
 def test_texts_of_several_lengths_are_several_networks(published):

@@ -75,7 +75,7 @@ def _strided_inputs(graph: Graph) -> frozenset[str]:
             name not in graph.outputs
             and bool(readers)
             and all(op.attrs.get("relayout") and op.output not in graph.outputs for op in copies)
-            and all(op.kind == "cat" for op in readers)
+            and all(op_def(op).moves_data and op_def(op).variadic for op in readers)
         )
 
     inputs = [name for name in graph.inputs if graph.types[name].q is not None]

@@ -32,7 +32,7 @@ MAX_IDLE_FRAMES = 16
 ARENA_GROWTH = 1.25
 """Factor by which an arena that is too small grows at least, so that increasing shapes do not allocate in every
 call."""
-FEW_CHANNELS = 4
+MAX_INTERLEAVED_CHANNELS = 4
 """Largest number of channels of images that are copied channel by channel."""
 UNCHANGED_FLOAT_PARTS = "do not change or move the float parts of the model"
 
@@ -223,7 +223,7 @@ def _dense_as(external: External, tensor: torch.Tensor) -> torch.Tensor:
     if not external.is_image:
         return tensor.contiguous()
     last = tensor.movedim(1, -1)
-    if tensor.dtype == torch.float32 and last.shape[-1] <= FEW_CHANNELS and not last.is_contiguous():
+    if tensor.dtype == torch.float32 and last.shape[-1] <= MAX_INTERLEAVED_CHANNELS and not last.is_contiguous():
         return _interleaved(last).movedim(-1, 1)
     return last.contiguous().movedim(-1, 1)
 
