@@ -20,7 +20,7 @@ from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.choices import ActivationMode
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
-from intaglio.quant.recipes.settings import DEFAULT, NAMED, TRANSFORMER, UNSET, Setting
+from intaglio.quant.recipes.settings import DEFAULT, NAMED, NAMED_LINEAR, TRANSFORMER, UNSET, Setting
 
 Selectors = str | Iterable[str]
 PARAMETERS = "parameters"
@@ -58,8 +58,10 @@ class Recipe:
         Args:
             name: ``"default"``; ``"accurate"``: residual additions into a convolution keep 16 bits, and first layers
                 stay in float if their rounded operand alone leaves less than 30 dB; ``"int8_dynamic"``: dynamic
-                quantization of linear and recurrent layers only, without calibration; ``"convolutional"`` or
-                ``"transformer"``: the defaults of models without or with attention, for any model.
+                quantization of linear and recurrent layers only, without calibration; ``"w8a8_dynamic"`` and
+                ``"w4a8"``, for decoders: linear layers have scales per token, and weights of 8 or 4 bits, caches are
+                int8, and other operators are as by default; ``"convolutional"`` or ``"transformer"``: the defaults of
+                models without or with attention, for any model.
 
         Raises:
             SelectorError: `name` is unknown.
@@ -67,7 +69,8 @@ class Recipe:
         if name not in NAMED:
             problem = f"no recipe is named {name!r}; names are {', '.join(NAMED)}"
             raise SelectorError("recipe", None, problem, remedy=_nearest_name(name))
-        return Recipe(default=NAMED[name])
+        linear = NAMED_LINEAR.get(name)
+        return Recipe(() if linear is None else (("type:Linear", linear),), NAMED[name])
 
     @staticmethod
     @check_arguments_except("entries")

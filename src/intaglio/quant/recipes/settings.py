@@ -197,5 +197,12 @@ NAMED = {
     "transformer": TRANSFORMER,
     "accurate": Setting(shortcut=16, two_bytes_below=30.0, float_below=30.0),
     "int8_dynamic": Setting(activations="token"),
+    "w8a8_dynamic": Setting(cache="int8"),
+    "w4a8": Setting(cache="int8"),
 }
 """Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""
+NAMED_LINEAR = {
+    "w8a8_dynamic": Setting(activations="token"),
+    "w4a8": Setting(activations="token", weights_dtype="s4", weights="group:32"),
+}
+"""Settings of linear layers by recipe name, of recipes in which they differ from the default settings."""
