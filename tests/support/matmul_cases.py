@@ -18,6 +18,8 @@ from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
 CANARY = 0xA5
 MARGIN = 256
+LINE_PIXELS = 16
+"""Pixels of a line that is part of a tile, at most, as in native/products/matmul.h."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
+    assert LINE_PIXELS * case.lines <= case.rows, "a tile of so many lines has no kernel"
     library = kernels(isa)
     tables = library.heights(full if plan.panels > 1 else last), library.heights(last)
     first = np.array(plan.first, np.int32)
@@ -361,7 +364,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         saturates=draw(st.booleans()),
         table=table,
         rows=rows,
-        lines=draw(st.integers(0, rows // 16)) if ISAS[isa].has_setup else 0,
+        lines=draw(st.integers(0, rows // LINE_PIXELS)) if ISAS[isa].has_setup else 0,
         keeps_setup=draw(st.booleans()),
         guard=draw(st.booleans()),
         threads=draw(st.integers(1, 3)),

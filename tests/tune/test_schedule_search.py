@@ -36,7 +36,7 @@ from intaglio.tune.schedule_cache import ScheduleCache
 from intaglio.tune.schedule_search import best_times, fastest, unflatten_call
 from support import nets
 from support.integer_graphs import H, N, Net, W
-from support.matmul_cases import case_data, cases, run
+from support.matmul_cases import LINE_PIXELS, case_data, cases, run
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS
 
 CACHES = CacheSizes(l1=1 << 10, l2=4000)
@@ -110,6 +110,7 @@ def test_every_schedule_candidate_is_bit_identical(isa, data):
         taken = replace(
             case,
             rows=schedule.tile_rows,
+            lines=min(case.lines, schedule.tile_rows // LINE_PIXELS),
             blocks=schedule.tile_columns,
             chunk_bytes=schedule.chunk_bytes,
             split_channels_below=schedule.split_channels_below,
