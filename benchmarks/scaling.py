@@ -1,4 +1,4 @@
-"""How calls become faster with 1 to 64 threads: predicted from profiles on one thread, and checked on this machine.
+"""Predicted times of calls with 1 to 64 threads, from profiles on one thread, and measured times on this machine.
 
     python benchmarks/scaling.py                                        four networks at batch 1 and 16
     python benchmarks/scaling.py --networks resnet18 --batches 1 --memory 40

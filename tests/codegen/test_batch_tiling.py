@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intaglio import Image, build, stages
 from intaglio.codegen import emit
@@ -15,6 +15,7 @@ from intaglio.lower import Lowered
 from intaglio.plan import BatchTiling, CacheSizes, analytic_batch_tiling, plan_graph, schedule_plan, separable_groups
 from intaglio.runtime import QuantizedModel, build_artifact
 from support.integer_graphs import N, Net, sizes
+from support.lowering import quantized
 from support.matmul_library import RUNNABLE_ISAS
 from support.nets import Body, randomize
 from support.programs import (
@@ -102,6 +103,43 @@ def test_uint8_images_are_batch_tiled():
         with threads(count):
             for x in (pixels, pixels.to(memory_format=torch.channels_last), normal, pixels.flip(0).flip(0)):
                 assert_same_bits(model(x), expected)
+
+
+def view_in_a_loop(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(torch.exp(x[:, :, 1:].transpose(2, 3)) * 0.5)
+
+
+def views_that_are_concatenated(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(torch.cat([x[:, :2, 1:], x[:, 2:, :-1]], 1))
+
+
+def operand_of_a_fused_sum(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(torch.exp(m.c(x) + x))
+
+
+def two_results_of_a_loop(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.exp(x)
+    return y, m.c(y)
+
+
+TENSORS_OF_THE_CALLER = (
+    view_in_a_loop,
+    views_that_are_concatenated,
+    operand_of_a_fused_sum,
+    two_results_of_a_loop,
+)
+
+
+@pytest.mark.parametrize("body", TENSORS_OF_THE_CALLER)
+def test_every_sub_batch_reads_its_own_images_of_the_callers_tensors(body):
+    """Also through views, and operands that are fused behind a product."""
+    x = torch.randn(7, 3, 9, 10)
+    _, lowered = quantized(randomize(Body(body, c=nn.Conv2d(3, 3, 3, padding=1))), x)
+    expected = lowered(x)
+    tiled = with_tiling(lowered, build.compile(lowered), BatchTiling("n", most(lowered), 2))
+    for count in (1, 2, 3):
+        with threads(count):
+            assert_same_bits(tiled(x), expected)
 
 
 def test_threads_that_sum_one_image_each_have_places_of_their_own():

@@ -91,13 +91,15 @@ def batch_tiles_call(tiling: BatchTiling, context: Context) -> str:
 
 
 def _externals_at(plan: Plan, tiling: BatchTiling) -> list[str]:
-    """Return statements that advance the pointers of input tensors to the first image of the sub-batch.
+    """Return statements that advance the pointers of input tensors, also of those read through views, to the first
+    image of the sub-batch.
 
     Elements of an input image have one byte if the caller passes uint8 pixels.
     """
     found = {}
-    for op in (step.partition.anchor for step in plan.steps if step.barrier_group < tiling.groups):
-        for name in op.inputs:
+    tiled = (step.partition for step in plan.steps if step.barrier_group < tiling.groups)
+    for op in (op for partition in tiled for op in partition.ops):
+        for name in map(plan.root, op.inputs):
             if name in plan.external:
                 index, size = plan.external.index(name), str(plan.graph.types[name].dtype.bytes)
                 size = f"(batch_run->bytes[{index}] ? 1 : {size})" if op_def(op) is PIXELS else size

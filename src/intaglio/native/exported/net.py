@@ -21,7 +21,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 NAME = "net"
-"""What the functions of the library and its file are named after."""
+"""Prefix of the functions of the library, and part of the name of its file."""
 LIBRARY_FILE = f"lib{NAME}.so"
 INTERFACE = 1
 """The version of net.h that this file is written for."""

@@ -67,17 +67,18 @@ def batch_symbol(graph: Graph) -> str | None:
 
 
 def _is_separable(partition: Partition, plan: Plan, batch: str) -> bool:
-    """Return whether all operators of a partition process images separately and its result is in a buffer with images.
+    """Return whether all operators of a partition process images separately and its results are in buffers with images.
 
-    Constants are exempt, since they have no batch axis. The buffer that holds an alias counts as well.
+    Constants are exempt, since they have no batch axis. The memory of views and aliases counts as well.
     """
     graph, buffers = plan.graph, plan.buffers
     if not all(op_def(op).batch_separable for op in partition.ops):
         return False
-    values = [name for op in partition.ops for name in (*op.inputs, *op.outputs) if name not in graph.constants]
-    roots = [buffers[buffers[name].alias or name] for name in values if name in buffers]
-    shapes = [graph.types[name].shape for name in values] + [root.shape for root in roots]
-    return partition.output in buffers and all(_has_images(shape, batch) for shape in shapes)
+    values = {name for op in partition.ops for name in (*op.inputs, *op.outputs)} - graph.constants.keys()
+    roots = {plan.root(name) for name in values} - graph.constants.keys()
+    shapes = [graph.types[name].shape for name in values | roots]
+    stored = all(name in buffers for name in partition.ops[-1].outputs)
+    return stored and all(_has_images(shape, batch) for shape in shapes)
 
 
 def _has_images(shape: Shape, batch: str) -> bool:
