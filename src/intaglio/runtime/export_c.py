@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ EXPORTED_FILES = (
 THREAD_POOL_INCLUDES = '#include "base/pool.cpp"\n#include "base/image.h"\n'
 """Library headers that net.cpp includes."""
 
-RESULT_PLACEHOLDER = "outputs  # @STRUCTURE@"
+RESULT_PLACEHOLDER = "outputs  # replaced when a network is exported"
 """The expression in net.py that is replaced by the result: with it, the template is valid Python."""
 
 C_FLAGS = tuple(flag for flag in COMPILE_FLAGS if flag not in ("-std=c++17", "-shared", "-fno-rtti"))
@@ -69,10 +70,11 @@ def export_c(model: CompiledModel, folder: str | Path, isas: Sequence[str] | Non
     name, weights = _name(model.model_info.name), weights_file([program.constants for program in programs])
     kernels = {path: text for program in programs for path, text in _program_texts(program, name).items()}
     values, texts = _values(model, programs, tuple(kernels), name), dict[str, str]()
+    result = _result_expression(_result_structure(model.signature, "outputs[{}]".format))
     for path in EXPORTED_FILES:
         text = _named((TEMPLATES / path).read_text(encoding="utf-8"), name)
-        text = text.replace(RESULT_PLACEHOLDER, values["STRUCTURE"])
-        texts[_named(path, name)] = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
+        text = re.sub(r"@([A-Z_]+)@", lambda match: values[match[1]], text)
+        texts[_named(path, name)] = text.replace(RESULT_PLACEHOLDER, result)
     texts["kernels/description.h"] = description(model, programs, weights, name)
     native = included(THREAD_POOL_INCLUDES + "".join(kernels.values()))
     for path, text in {**kernels, **native}.items():
@@ -204,7 +206,6 @@ def _values(model: CompiledModel, programs: Sequence[Program], sources: Sequence
         "INPUT_LINES": _value_lines(inputs),
         "OUTPUT_LINES": _value_lines(outputs),
         "RESULT": _result_text(model.signature),
-        "STRUCTURE": _result_expression(_result_structure(model.signature, "outputs[{}]".format)),
         "COMMANDS": _commands(sources, name),
     }
 
@@ -228,10 +229,15 @@ def _result_structure(signature: Signature, output: Callable[[int], str]) -> Any
     """Return the result of the Python model with code for its tensors, made from their numbers, and for constants."""
     numbers = itertools.count()
     leaves = [
-        _Expression(output(next(numbers)) if leaf.value is not None else repr(leaf.constant))
+        _Expression(output(next(numbers)) if leaf.value is not None else _constant_code(leaf.constant))
         for leaf in signature.outputs
     ]
     return pytree.tree_unflatten(leaves, signature.out_tree)
+
+
+def _constant_code(value: Any) -> str:
+    """Return Python code for a constant in a result: ``None``, a number or a text."""
+    return f"float({str(value)!r})" if isinstance(value, float) and not math.isfinite(value) else repr(value)
 
 
 def _result_expression(structure: Any) -> str:

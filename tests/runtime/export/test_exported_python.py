@@ -145,6 +145,22 @@ def test_results_have_the_structure_of_the_model_and_inputs_have_names(tmp_path)
     assert equal(network(*arrays)["pair"][1], expected["pair"][1])
 
 
+class Constants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict:
+        return {"@COMMANDS@": self.last(x), "a'": float("inf"), "@TITLE@": '"""\nimport broken', "numbers": [3, 0.5]}
+
+
+def test_names_and_constants_of_any_text_are_no_code(tmp_path):
+    model = intaglio.quantize(nets.randomize(Constants().eval()), [torch.randn(8, 4)], progress=False)
+    model.export_c(tmp_path)
+    expected = model(torch.randn(1, 4)) | {"@COMMANDS@": "the first output"}
+    assert loaded(tmp_path, "constants").result_of(["the first output"]) == expected
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""@TITLE@ from Python, with NumPy and without PyTorch: calls the library that CMake builds from this folder.
+"""Calls of an exported network from Python, with NumPy and without PyTorch: of the library that CMake builds here.
 
     from net import Network
 
@@ -212,4 +212,4 @@ def _pointers(arrays: Sequence[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
 
 def result_of(outputs: list[np.ndarray]) -> Any:
     """Return the outputs in the structure of the Python model's result."""
-    return outputs  # @STRUCTURE@
+    return outputs  # replaced when a network is exported
