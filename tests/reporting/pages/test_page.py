@@ -144,7 +144,7 @@ def test_the_speed_beside_float_and_what_loses_are_on_the_page():
     assert [text for text in elements.texts("td") if text in ("20.0 µs", "10.0 µs")][:2] == ["20.0 µs", "10.0 µs"]
     assert "skip=['blocks.0']" in {a.get("data-copy") for _, a, _ in elements.found}
     quick = Elements(intaglio.Report(replace(data, measured=replace(measured, operators=(fast(slow),)))).html())
-    assert "No operator took longer in int8" in "".join(quick.texts("p"))
+    assert "No operator took longer in the int8 model" in "".join(quick.texts("p"))
 
 
 def fast(slow: OperatorSpeed) -> OperatorSpeed:
