@@ -13,6 +13,8 @@ from intaglio.numerics.multiples_of_groups import LARGEST_MULTIPLE, smallest_mul
 
 MULTIPLE_BITS = (LARGEST_MULTIPLE - 1).bit_length()
 """Number of bits in which ``multiple - 1`` is stored."""
+HALF_BYTE = 4
+"""Number of bits in half a byte, which need no arrays of bits."""
 BITS_AT_ONCE = 1 << 20
 """Number of quantized values that are unpacked at a time, a multiple of 8, so that blocks end at byte boundaries."""
 
@@ -31,7 +33,8 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
         u8 bytes of quantized values and u8 bytes of multiples or of smallest values, or ``None`` if the array does not
         fit the packing.
     """
-    rows = array.reshape(len(array), -1).astype(np.int16)
+    flat = array.reshape(len(array), -1)
+    rows = flat.astype(np.int16)
     if packing.lows:
         lowest = _groups(rows, packing.lows, "edge").min(-1)
         above = rows - _of_values(lowest, packing.lows, rows.shape[1])
@@ -39,11 +42,10 @@ def pack(array: np.ndarray, packing: Packing) -> tuple[np.ndarray, np.ndarray] |
             return None
         return pack_bits(above.ravel(), packing.bits), (lowest + 128).astype(np.uint8).ravel()
     high = packing.low + 2**packing.bits - 1
-    multiples = np.ones((len(rows), 1), np.int16)
+    multiples = np.ones((len(rows), 1), np.uint8)
     if packing.group:
-        groups = _groups(rows, packing.group)
-        multiples = smallest_multiples(groups, packing.low, high)
-        rows = (groups // multiples[..., None]).reshape(len(rows), -1)[:, : rows.shape[1]]
+        multiples = smallest_multiples(_groups(flat, packing.group), packing.low, high)
+        rows //= _of_values(multiples, packing.group, rows.shape[1])
     if rows.size and not packing.low <= rows.min() <= rows.max() <= high:
         return None
     quantized = pack_bits(rows.ravel() - packing.low, packing.bits)
@@ -56,14 +58,17 @@ def unpack(quantized: np.ndarray, of_groups: np.ndarray, packing: Packing, shape
     Raises `ValueError` for another number of bytes, or for values that int8 cannot hold.
     """
     count = math.prod(shape)
-    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16) + (0 if packing.lows else packing.low)
+    wide = unpack_bits(quantized, packing.bits, count).astype(np.int16)
+    if not packing.lows:
+        wide += packing.low
     if (packing.group or packing.lows) and count:
         rows = wide.reshape(shape[0], -1)
         group = min(packing.group or packing.lows, rows.shape[1])
         parts, bits = -(-rows.shape[1] // group), MULTIPLE_BITS if packing.group else 8
         each = unpack_bits(of_groups, bits, shape[0] * parts).astype(np.int16).reshape(shape[0], parts)
-        own = _of_values(each + 1 if packing.group else each - 128, group, rows.shape[1])
-        wide = (rows * own if packing.group else rows + own).ravel()
+        each += 1 if packing.group else -128
+        own = _of_values(each, group, rows.shape[1])
+        (np.multiply if packing.group else np.add)(rows, own, out=rows)
     if count and not -128 <= wide.min() <= wide.max() <= 127:
         raise ValueError("the quantized values exceed 8 bits")
     return wide.astype(np.int8).reshape(shape)
@@ -71,6 +76,10 @@ def unpack(quantized: np.ndarray, of_groups: np.ndarray, packing: Packing, shape
 
 def pack_bits(values: np.ndarray, bits: int) -> np.ndarray:
     """Pack numbers below ``2**bits`` without gaps, highest bit first. The last byte is padded with zeros."""
+    if bits == HALF_BYTE:
+        pairs = np.zeros((len(values) + 1) // 2 * 2, np.uint8)
+        pairs[: len(values)] = values
+        return pairs[::2] << HALF_BYTE | pairs[1::2]
     blocks = [values[start : start + BITS_AT_ONCE].astype(np.uint8) for start in range(0, len(values), BITS_AT_ONCE)]
     packed = [np.packbits(np.unpackbits(block[:, None], axis=1)[:, 8 - bits :]) for block in blocks]
     return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
@@ -80,6 +89,8 @@ def unpack_bits(data: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Return u8[count], the inverse of `pack_bits`. Raise `ValueError` if the number of bytes is wrong."""
     if data.dtype != np.uint8 or data.shape != (-(-count * bits // 8),):
         raise ValueError(f"{data.dtype}{list(data.shape)} cannot hold {count} numbers of {bits} bits")
+    if bits == HALF_BYTE:
+        return np.stack([data >> HALF_BYTE, data & ((1 << HALF_BYTE) - 1)], axis=1).ravel()[:count]
     values = np.zeros(count, np.uint8)
     for start in range(0, count, BITS_AT_ONCE):
         part = values[start : start + BITS_AT_ONCE]
