@@ -15,6 +15,10 @@ VERSION = "0.2.0"
 """Version of this package, which saved models record."""
 
 
+CONSTANTS_SHARE = 4
+"""Size of the cache of packed weights as a multiple of that of the kernel cache."""
+
+
 def cache_dir() -> Path:
     """Return the folder of compiled kernels: ``INTAGLIO_CACHE_DIR``, else ``intaglio`` below the user's cache folder.
 
@@ -28,6 +32,11 @@ def cache_dir() -> Path:
 def cache_limit_bytes() -> int:
     """Return the maximum size of the kernel cache in bytes: ``INTAGLIO_CACHE_MB``, 1024 by default."""
     return _number("INTAGLIO_CACHE_MB", 1024) * MEGA
+
+
+def constants_limit_bytes() -> int:
+    """Return the maximum size of the cache of packed weights in bytes: four times that of the kernel cache."""
+    return CONSTANTS_SHARE * cache_limit_bytes()
 
 
 def max_plans() -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import intaglio
-from intaglio.codegen.context import CONSTANT_ALIGNMENT, HUGE_PAGE, Blob
+from intaglio.codegen.packed_constants import CONSTANT_ALIGNMENT, HUGE_PAGE, PackedConstants
 from intaglio.runtime.artifact import aligned
 from support import nets
 from support.int8_models import assert_same, compiled, picture
@@ -15,7 +15,10 @@ from support.nets import Body
 
 
 def test_constants_are_aligned_and_unchanged():
-    blob, given = Blob(), [np.arange(n, dtype=kind) for kind in (np.uint8, np.int32, np.float32) for n in (1, 17, 64)]
+    blob, given = (
+        PackedConstants(),
+        [np.arange(n, dtype=kind) for kind in (np.uint8, np.int32, np.float32) for n in (1, 17, 64)],
+    )
     starts = [blob.add(array) for array in given]
     whole = blob.array()
     assert all(start % CONSTANT_ALIGNMENT == 0 for start in starts)
@@ -25,13 +28,13 @@ def test_constants_are_aligned_and_unchanged():
 
 
 def test_equal_bytes_are_stored_once_whatever_their_type():
-    blob = Blob()
+    blob = PackedConstants()
     assert blob.add(np.zeros(64, np.uint8)) == blob.add(np.zeros((4, 4), np.float32)) == 0
     assert blob.add(np.ones(64, np.uint8)) == blob.array().size - 64 == 64
 
 
 def test_the_constant_buffer_grows():
-    blob, piece = Blob(), np.arange(HUGE_PAGE // 8 + 1)
+    blob, piece = PackedConstants(), np.arange(HUGE_PAGE // 8 + 1)
     for i in range(8):
         blob.add(piece + i)
     whole = blob.array()
@@ -40,8 +43,8 @@ def test_the_constant_buffer_grows():
 
 
 def test_an_empty_constant_takes_no_bytes():
-    assert Blob().array().size == 0
-    assert Blob().add(np.zeros(0, np.int32)) == 0
+    assert PackedConstants().array().size == 0
+    assert PackedConstants().add(np.zeros(0, np.int32)) == 0
 
 
 def test_kernels_read_what_the_program_holds():

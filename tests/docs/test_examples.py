@@ -2,12 +2,17 @@
 
 import contextlib
 import io
+import json
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from urllib import request
 
 import pytest
 import torch
@@ -137,3 +142,53 @@ def test_export_inductor_runs_its_listing(script):
     assert "InductorModel(M: 1 int8 call)" in printed
     assert "int8 call   linear (aten.linear.default)  qlinear -> float32" in printed
     assert float(printed.split("but for ")[1]) < 1e-5
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """The address of a server that a script runs meanwhile."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, *arguments, "--port", str(port)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "no_proxy": "127.0.0.1"}
+    server = subprocess.Popen(command, env=env, start_new_session=True, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while not _is_ready(address):
+            assert server.poll() is None
+            time.sleep(0.5)
+        yield address
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        with request.urlopen(f"{address}/health") as answer:
+            return answer.read() == b"ok"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow(reason="quantizes a decoder and starts the processes of a server")
+@pytest.mark.skipif(find_spec("litserve") is None, reason="examples/serve_decoder.py needs litserve")
+@pytest.mark.skipif(find_spec("transformers") is None, reason="examples/serve_decoder.py needs transformers")
+def test_serve_decoder_answers_chats_whole_and_in_pieces():
+    with served(str(ROOT / "examples" / "serve_decoder.py")) as address:
+
+        def answer(**settings) -> bytes:
+            chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0, **settings}
+            content = json.dumps(chat).encode()
+            headers = {"Content-Type": "application/json"}
+            with request.urlopen(request.Request(f"{address}/v1/chat/completions", content, headers)) as found:
+                return found.read()
+
+        whole = json.loads(answer())["choices"][0]["message"]["content"]
+        pieces = [line.removeprefix(b"data: ") for line in answer(stream=True).splitlines() if line.startswith(b"data")]
+        assert pieces.pop() == b"[DONE]"
+        deltas = [json.loads(piece)["choices"][0]["delta"]["content"] or "" for piece in pieces]
+        assert whole
+        assert "".join(deltas) == whole

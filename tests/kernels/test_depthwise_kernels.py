@@ -48,7 +48,7 @@ def test_every_tile_fits_the_registers_and_reads_no_other_row(subtests):
 
 def test_a_remainder_of_half_a_vector_uses_half_a_vector():
     for channels, lanes in ((144, [4, 4, 2]), (112, [4, 4]), (32, [2]), (33, [4])):
-        piece = Piece(np.zeros((channels, 1, 3, 3), np.int8), (1, 1), (1, 1), (0, 0))
+        piece = Piece("weight", (channels, 1, 3, 3), np.array, (1, 1), (1, 1), (0, 0))
         kernel, _ = depthwise_kernel(piece, "u8", False, False, False, ISAS["avx512vnni"])
         assert isinstance(kernel, DepthwiseKernel)
         assert [*[kernel.tile.lanes] * (kernel.blocks - 1), kernel.last.lanes] == lanes

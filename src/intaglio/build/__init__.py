@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_schedules
+from intaglio.build.constants_cache import ConstantsCache
 from intaglio.build.planned import Planned
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError, did_you_mean
@@ -251,7 +252,7 @@ def _scheduled(
 
 
 def _emit(plan: Plan, name: str) -> Program:
-    return emit(plan, sanitized(name) or "model")
+    return emit(plan, sanitized(name) or "model", ConstantsCache())
 
 
 def _model(saved: SavedModel, planned: Plan, artifact: Artifact, hosts: Mapping[str, OpDef]) -> QuantizedModel:

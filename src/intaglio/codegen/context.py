@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import hashlib
-import mmap
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import prod
 from typing import SupportsFloat, TypeVar
 
 import numpy as np
 
 from intaglio import numerics
+from intaglio.codegen.packed_constants import PackedConstants
 from intaglio.codegen.writer import Code
 from intaglio.ir import SIGN_OFFSET, ArenaLocation, Dim, DType, Graph, Op, RangeCheck, c_expression, numel
 from intaglio.ir.names import sanitized
@@ -25,54 +23,13 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Partition
 from intaglio.plan.scheduling.value_bounds import result_bounds
 
-CONSTANT_ALIGNMENT = 64
-HUGE_PAGE = 2 << 20
-"""Bytes of a huge page. Linux aligns memory whose size is a multiple of them."""
-HUGE_PAGE_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
-"""Advice for the memory of constants, where the operating system knows it."""
-
-
+RESERVED_BYTES = 1 << 16
+"""Bytes from which a constant is stored once per name; smaller ones are compared with all others."""
 NUMPY_TYPES = {"int32_t": np.int32, "float": np.float32, "double": np.float64}
 """NumPy types of C types."""
 
 
 K = TypeVar("K")
-
-
-class Blob:
-    """Constants of a program in one aligned array. Equal bytes are stored once.
-
-    It is backed by an anonymous mmap that grows with mremap, so weights are never held in memory twice. Linux is asked
-    for huge pages: layers with few rows take the time of reading their weights, and a loop that only reads 600 MB is a
-    third slower with pages of 4 KiB (Xeon: 13 instead of 19 GB/s on one thread, 26 instead of 38 on two).
-    """
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._known: dict[bytes, int] = {}
-        self._size = 0
-
-    def _grow(self) -> None:
-        self._memory.resize(-(-2 * self._size // HUGE_PAGE) * HUGE_PAGE)  # unwritten pages use no memory
-        if HUGE_PAGE_ADVICE is not None:
-            with contextlib.suppress(OSError):  # a system may lack them
-                self._memory.madvise(HUGE_PAGE_ADVICE)
-
-    def add(self, array: np.ndarray) -> int:
-        """Store an array if it is new, and return the offset of its bytes."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        key = hashlib.sha256(data).digest()
-        if key not in self._known:
-            self._known[key] = start = self._size
-            self._size += data.nbytes + -data.nbytes % CONSTANT_ALIGNMENT
-            if self._size > len(self._memory):
-                self._grow()
-            self._memory[start : start + data.nbytes] = data
-        return self._known[key]
-
-    def array(self) -> np.ndarray:
-        """Return all constants. No constant can be added afterwards."""
-        return np.frombuffer(self._memory, np.uint8)[: self._size]
 
 
 class Context:
@@ -95,7 +52,7 @@ class Context:
 
     def __init__(self, plan: Plan, isa: Isa, index: Mapping[str, int]) -> None:
         self.plan, self.isa = plan, isa
-        self.blob = Blob()
+        self.blob = PackedConstants(plan.graph.constants.source)
         self.families: dict[str, KernelFamily] = {}
         self.headers = {"base/run.h"}
         self.kernels: list[TileSpec | DepthwiseSpec] = []
@@ -147,7 +104,30 @@ class Context:
 
     def constant(self, array: np.ndarray, kind: str, label: str) -> str:
         """Store an array and return a C expression for a pointer to it, such as `constant<float>(r, p01_factor)`."""
-        offset, name, count = self.blob.add(array), f"{self.step}_{label}", 2
+        return self._pointer(self.blob.add(array), kind, label)
+
+    def packed(self, size: int, key: Hashable, pack: Callable[[], np.ndarray], kind: str, label: str) -> str:
+        """Return a C expression as `constant` does, for an array that is packed when all code is printed.
+
+        Args:
+            size: Bytes of the array.
+            key: Equal for equal arrays: the names of the constants that it is packed from, and how.
+            pack: Returns the array.
+            kind: C type of its elements.
+            label: Name of the array in the step.
+        """
+        return self._pointer(self.blob.reserve(size, key, pack), kind, label)
+
+    def stored_constant(self, value: str, label: str) -> str:
+        """Return a C pointer to the bytes of a constant of the graph as it is; a large one is not read yet."""
+        constants = self.graph.constants
+        if constants.nbytes(value) < RESERVED_BYTES:
+            return self.constant(constants[value], "uint8_t", label)
+        return self.packed(constants.nbytes(value), value, lambda: constants[value], "uint8_t", label)
+
+    def _pointer(self, offset: int, kind: str, label: str) -> str:
+        """Return a C pointer to the constant at an offset, and give the offset a name."""
+        name, count = f"{self.step}_{label}", 2
         while name == self.symbol or self.constants.setdefault(name, offset) != offset:
             name, count = f"{self.step}_{label}_{count}", count + 1
         return f"constant<{kind}>(r, {name})"
@@ -223,11 +203,12 @@ class Context:
         A tensor of the caller is dense (see `External.dense`) unless `Plan.strided` has it.
         """
         location = self.plan.location(value)
-        buffer, array = self.plan.buffers.get(location.root), self.graph.constants.get(location.root)
+        buffer = self.plan.buffers.get(location.root)
         if buffer is not None:
             at = f"r->arena + r->offsets[{self.index[buffer.alias or location.root]}]"
         else:
-            at = self.external(location.root) if array is None else self.constant(array, "uint8_t", "values")
+            constant = location.root in self.graph.constants
+            at = self.stored_constant(location.root, "values") if constant else self.external(location.root)
         behind = location.start * self.graph.types[value].dtype.bytes
         pointer = at if behind == 0 else f"{at} + {self.dim(behind)}"
         return f"({pointer})", location.strides

@@ -43,6 +43,7 @@ from intaglio.codegen.emitters.emit_steps import (
     emit_quantize,
     emit_table,
 )
+from intaglio.codegen.packed_constants import ConstantsStore
 from intaglio.codegen.shared_bodies import with_shared_bodies
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
@@ -96,8 +97,14 @@ HOST = "host operator"
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
-def emit(plan: Plan, name: str) -> Program:
-    """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for."""
+def emit(plan: Plan, name: str, store: ConstantsStore | None = None) -> Program:
+    """Return the program of a plan for the instruction set that `schedule_plan` chose kernels for.
+
+    Args:
+        plan: The plan.
+        name: Name of the program.
+        store: Has packed constants of other processes, for graphs whose constants are stored in a file.
+    """
     if plan.target is None:
         raise ValueError("the plan has no instruction set yet; call schedule_plan(plan, ...) first")
     isa, tiling = plan.target.isa, plan.batch_tiling
@@ -125,7 +132,7 @@ def emit(plan: Plan, name: str) -> Program:
         name,
         code.text(),
         isa,
-        context.blob.array(),
+        context.blob.array(store),
         context.symbols,
         _externals(plan),
         _calls(context),

@@ -2,6 +2,7 @@
 torch.
 """
 
+from intaglio.ir.constants import Constants, StoredArray
 from intaglio.ir.dims import (
     Dim,
     Expression,
@@ -37,6 +38,7 @@ __all__ = [
     "ArenaLocation",
     "Attrs",
     "Axis",
+    "Constants",
     "Cost",
     "DType",
     "Dim",
@@ -63,6 +65,7 @@ __all__ = [
     "Signature",
     "State",
     "StepInfo",
+    "StoredArray",
     "TensorType",
     "TypeRule",
     "VerifyError",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.ir.constants import Constants
 from intaglio.ir.dims import Dim, symbols_of
 from intaglio.ir.types import DType, QParams, TensorType
 
@@ -88,18 +89,18 @@ class Graph:
         outputs: Names of the results.
         types: Type of every value.
         ops: Operators in execution order.
-        constants: Arrays of the values that never change.
+        constants: Arrays of the values that never change; any mapping is accepted.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     types: Mapping[str, TensorType]
     ops: tuple[Op, ...]
-    constants: Mapping[str, np.ndarray] = field(default_factory=dict)
+    constants: Constants = field(default_factory=lambda: Constants({}))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "types", MappingProxyType(dict(self.types)))
-        object.__setattr__(self, "constants", MappingProxyType(dict(self.constants)))
+        object.__setattr__(self, "constants", Constants(self.constants))
 
     def users(self) -> dict[str, tuple[Op, ...]]:
         """Return for each value the operators that read it, in order, once per operator. Graph outputs are not
@@ -149,8 +150,7 @@ def prune(graph: Graph) -> Graph:
             needed.update(op.outputs)
     needed.update(graph.inputs)
     types = {name: kind for name, kind in graph.types.items() if name in needed}
-    constants = {name: array for name, array in graph.constants.items() if name in needed}
-    return Graph(graph.inputs, graph.outputs, types, tuple(reversed(ops)), constants)
+    return Graph(graph.inputs, graph.outputs, types, tuple(reversed(ops)), graph.constants.only(needed))
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from intaglio.ir.graph import Graph, Op
+
+MOST_VALUES = 4
+"""Number of values of a constant that its line still shows."""
 
 
 def graph_text(graph: Graph) -> str:
     """Return the text of a graph: inputs, constants, operators in order, outputs."""
     lines = [f"input %{name}: {graph.types[name]}" for name in graph.inputs]
-    lines += [f"const %{name}: {graph.types[name]}{_few(array)}" for name, array in graph.constants.items()]
+    lines += [f"const %{name}: {graph.types[name]}{_few(graph, name)}" for name in graph.constants]
     lines += [line for op in graph.ops for line in op_lines(op, graph)]
     lines.append("return " + ", ".join(f"%{name}" for name in graph.outputs))
     return "\n".join(lines) + "\n"
@@ -43,5 +45,7 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-def _few(array: np.ndarray) -> str:
-    return " = " + ", ".join(f"{v:.7g}" for v in array.ravel()) if array.size <= 4 else ""
+def _few(graph: Graph, name: str) -> str:
+    if math.prod(graph.constants.layout(name)[0]) > MOST_VALUES:
+        return ""
+    return " = " + ", ".join(f"{v:.7g}" for v in graph.constants[name].ravel())

@@ -68,10 +68,11 @@ def verify_graph(graph: Graph, rules: Rules, body_rules: Rules, after: str = "")
             f"output %{name} is an accumulator, which only its own partition may read",
         )
     _check_accumulators(graph, place)
-    for name, array in graph.constants.items():
+    for name in graph.constants:
+        shape, _ = graph.constants.layout(name)
         _require(
-            tuple(array.shape) == graph.types[name].shape,
-            f"constant %{name} has shape {list(array.shape)}, but its type is {graph.types[name]}{place}",
+            shape == graph.types[name].shape,
+            f"constant %{name} has shape {list(shape)}, but its type is {graph.types[name]}{place}",
         )
     return graph
 

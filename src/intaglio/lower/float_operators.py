@@ -22,7 +22,7 @@ from intaglio.fxgraph.nodes import (
     resolve_dims,
     tensor_nodes,
 )
-from intaglio.ir import Attrs, DType, Graph, Op, Origin, TensorType
+from intaglio.ir import Attrs, Constants, DType, Graph, Op, Origin, TensorType
 from intaglio.ir.verify import TypeRule
 from intaglio.lower.graph_builder import GraphBuilder
 from intaglio.ops import BY_TARGET, Call, OpDef
@@ -100,7 +100,9 @@ def _loop(ops: Sequence[Op], body: Body, where: Origin) -> Op:
     constants = {name: value for name, value in body.constants.items() if any(name in op.inputs for op in ops)}
     made = dict.fromkeys([result, *constants, *(op.output for op in ops)])  # types are saved in this order
     inputs = tuple(dict.fromkeys(name for op in ops for name in op.inputs if name not in made))
-    inner = Graph(inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, tuple(ops), constants)
+    inner = Graph(
+        inputs, (result,), {name: body.types[name] for name in (*inputs, *made)}, tuple(ops), Constants(constants)
+    )
     return Op("loop", inputs, (result,), {}, inner, where)
 
 

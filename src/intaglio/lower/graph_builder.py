@@ -10,7 +10,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.fxgraph.node_info import known_type, origin, tensor_type
-from intaglio.ir import SIGN_OFFSET, DType, Graph, Op, Origin, QParams, TensorType, fresh
+from intaglio.ir import SIGN_OFFSET, Constants, DType, Graph, Op, Origin, QParams, TensorType, fresh
 from intaglio.ir.names import sanitized
 from intaglio.lower.lowered import Island
 from intaglio.ops import OpDef
@@ -173,7 +173,7 @@ class GraphBuilder:
 
     def graph(self) -> Graph:
         """Return the integer graph built so far."""
-        return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), self.constants)
+        return Graph(tuple(self.inputs), tuple(self.outputs), self.types, tuple(self.ops), Constants(self.constants))
 
 
 def plain_name(stem: str) -> str:

@@ -12,6 +12,7 @@ import stat
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import BinaryIO
 
 from intaglio import config
 from intaglio.errors import BuildError
@@ -24,6 +25,8 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 GRACE_SECONDS = 60
 """Entries built or used this recently are not evicted, because a process may not have loaded them yet."""
 ABANDONED_SECONDS = 3600
+ENTRY_SUFFIXES = (".so", ".o", ".cpp", ".constants")
+"""Of the files of an entry."""
 
 logger = logging.getLogger("intaglio")
 
@@ -61,6 +64,14 @@ def make_folder(folder: Path) -> None:
 
 def read_entry(path: Path) -> bytes | None:
     """Return the contents of a file of the cache, or ``None`` if it does not exist or is not to be trusted."""
+    if (file := open_entry(path)) is None:
+        return None
+    with file:
+        return file.read()
+
+
+def open_entry(path: Path) -> BinaryIO | None:
+    """Open a file of the cache. Return ``None`` if it does not exist or is not to be trusted."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -75,8 +86,7 @@ def read_entry(path: Path) -> bytes | None:
         os.close(handle)
         _warn(path, reason)
         return None
-    with os.fdopen(handle, "rb") as file:
-        return file.read()
+    return os.fdopen(handle, "rb")
 
 
 def _is_shared(base: Path) -> bool:
@@ -124,9 +134,14 @@ def _warn(path: Path, reason: str) -> None:
     logger.warning("%s in the cache is not used and is made again: %s", path, reason)
 
 
-def evict(folder: Path) -> None:
-    """Remove the least recently used entries until the folder is within its limit, and files left by crashed builds."""
-    now = time.time()
+def evict(folder: Path, limit: int | None = None) -> None:
+    """Remove the least recently used entries, and files left by crashed builds.
+
+    Args:
+        folder: A folder of the cache.
+        limit: Bytes that it may have; the default is the limit of the kernel cache.
+    """
+    now, limit = time.time(), config.cache_limit_bytes() if limit is None else limit
     sizes: dict[str, int] = defaultdict(int)
     used: dict[str, float] = defaultdict(float)
     for file in os.scandir(folder):
@@ -141,10 +156,10 @@ def evict(folder: Path) -> None:
         stem = Path(file.name).stem
         sizes[stem] += info.st_size
         used[stem] = max(used[stem], info.st_mtime)
-    excess = sum(sizes.values()) - config.cache_limit_bytes()
+    excess = sum(sizes.values()) - limit
     for stem in sorted(used, key=lambda stem: used[stem]):
         if excess <= 0 or now - used[stem] < GRACE_SECONDS:
             return
-        for suffix in (".so", ".o", ".cpp"):
+        for suffix in ENTRY_SUFFIXES:
             (folder / f"{stem}{suffix}").unlink(missing_ok=True)
         excess -= sizes[stem]

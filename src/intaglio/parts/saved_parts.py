@@ -68,7 +68,7 @@ def read_parts(path: Path, float_model: nn.Module, trust: bool) -> Coverage:
                 old,
                 QuantizedPart(where, open_model(path, read_member(path, members, name), trust=trust), old),
             )
-        _load_rest(path, float_model, safetensors.torch.load(members[FLOATS]))
+        _load_rest(path, float_model, safetensors.torch.load(members[FLOATS].read()))
         return _coverage(manifest["coverage"])
     except (*MALFORMED, safetensors.SafetensorError) as error:
         problem = f"its contents are damaged: {type(error).__name__}: {error}"

@@ -95,7 +95,7 @@ def is_flat(partition: Partition, graph: Graph, buffers: Mapping[str, Buffer]) -
     images = [anchor.inputs[0], partition.output, *([] if residual is None else [first.inputs[residual]])]
     found = [buffers[name] for name in images if name in buffers]
     plain = not any(any(buffers[buffer.alias or buffer.value].halo) for buffer in found)
-    taps = graph.constants[anchor.inputs[1]].shape[2:]
+    taps = graph.types[anchor.inputs[1]].shape[2:]
     return plain and {*taps, *anchor.attrs["stride"]} == {1} and not any(anchor.attrs["padding"])
 
 

@@ -140,7 +140,9 @@ SELECTORS = st.sampled_from(["fc", "layer1.*", 're:layer\\d+\\."x"', "type:Conv2
 def test_recipes_of_decoders_have_scales_per_token_in_linear_layers_alone():
     few = {"activations": "token", "weights_dtype": "s4", "weights": "group:32"}
     for name, linear in (("w8a8_dynamic", {"activations": "token"}), ("w4a8", few)):
-        assert Recipe.named(name) == Recipe.of({"type:Linear": linear}, default=Setting(cache="int8"))
+        assert Recipe.named(name) == Recipe.of(
+            {"type:Linear": linear}, default=Setting(cache="int8", embeddings="int8")
+        )
     body = nn.Sequential(
         nn.Conv1d(4, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 6, 64), nn.ReLU(), nn.Linear(64, 5)
     )
@@ -148,7 +150,7 @@ def test_recipes_of_decoders_have_scales_per_token_in_linear_layers_alone():
     model = intaglio.quantize(body.eval(), data, recipe="w4a8", progress=False)
     text = model.text("integer")
     assert text.count(" = quantize_rows(") == text.count(" = linear(") == 2
-    assert "2 in saved files" in str(model.coverage.notes)
+    assert "32 x 2; products" in str(model.coverage.notes)
 
 
 def test_a_name_that_no_recipe_and_no_file_has_names_the_nearest():

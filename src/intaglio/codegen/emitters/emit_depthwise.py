@@ -69,10 +69,11 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
         _emit_plain(code, layer, context)
         return "depthwise_plain"
     piece, spec, last_spec = layer.piece, kernel.tile, kernel.last
-    channels, _, *taps = piece.weight.shape
+    channels, _, *taps = piece.shape
     specs = [*[spec] * (kernel.blocks - 1), last_spec]
     found = [(index * spec.channels, one) for index, one in enumerate(specs)]
-    weights = [pack_depthwise(piece.weight[first : first + tile.channels], tile) for first, tile in found]
+    weight = piece.read()
+    weights = [pack_depthwise(weight[first : first + tile.channels], tile) for first, tile in found]
     kernels, last_kernels = (context.depthwise_tiles(tile) for tile in (specs[0], last_spec))
     last = channels - found[-1][0]
     code(f"""
@@ -105,7 +106,7 @@ def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
     y, kernel x, channel].
     """
     piece = layer.piece
-    channels, _, taps_y, taps_x = piece.weight.shape
+    channels, _, taps_y, taps_x = piece.shape
     code(f"""
         struct DepthwisePlain d = {{}};
         d.in = {layer.source}, d.out = {layer.result};
@@ -115,7 +116,7 @@ def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
         d.limits = {layer.limits}, d.table = {layer.table};
     """)
     for name, kind, array in (
-        ("weights", "int8_t", piece.weight[:, 0].transpose(1, 2, 0)),
+        ("weights", "int8_t", piece.read()[:, 0].transpose(1, 2, 0)),
         ("bias", "int32_t", layer.bias.astype(np.int32)),
         ("factor", "float", np.broadcast_to(layer.factor, (channels,))),
     ):

@@ -25,13 +25,19 @@ def emit_linear_f32(code: Code, partition: Partition, context: Context) -> None:
     ends, bias = ([name for name in rest if types[name].dtype is dtype] for dtype in (DType.I64, DType.F32))
     kind, shape = types[weight], types[op.output].shape
     experts = evaluate(types[ends[0]].shape[0], {}) if ends else 1
-    element, inputs = WEIGHT_ELEMENT[kind.dtype], kind.shape[1]
-    packed = np.concatenate([pack_panels(part) for part in np.split(constants[weight], experts)])
+    shape_of_weight, _ = constants.layout(weight)
+    element, inputs = WEIGHT_ELEMENT[kind.dtype], shape_of_weight[1]
+    rows = shape_of_weight[0] // experts
+    size = experts * (rows + -rows % F32_PANEL) * inputs * kind.dtype.bytes
+
+    def pack() -> np.ndarray:
+        return np.concatenate([pack_panels(part) for part in np.split(constants[weight], experts)])
+
     context.include("products/linear_f32.h")
     code(f'static_assert(PANEL_F32 == {F32_PANEL}, "panels");')
     code("struct FloatLinear q = {};")
     code(f"q.x = (const float*){context.strided(x)[0]}, q.y = (float*){context.strided(op.output)[0]};")
-    code(f"q.weight = {context.constant(packed, element, 'weights')};")
+    code(f"q.weight = {context.packed(size, (weight, experts), pack, element, 'weights')};")
     if kind.q is not None:
         code(f"q.scales = {context.constant(np.array(kind.q.scales, np.float32), 'float', 'scales')};")
     for name in steps:

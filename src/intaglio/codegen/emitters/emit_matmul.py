@@ -32,7 +32,7 @@ from intaglio.plan.scheduling.value_bounds import result_bounds
 def emit_matmul(code: Code, partition: Partition, context: Context) -> None:
     """Print all pieces of a convolution or linear layer, and fill the halo of the result."""
     anchor = partition.anchor
-    parts = pieces(anchor, context.graph.constants[anchor.inputs[1]])
+    parts = pieces(anchor, context.graph)
     for piece, kernel in zip(parts, context.plan.kernels[partition.output], strict=True):
         with code.block("") if len(parts) > 1 else nullcontext():
             if isinstance(kernel, TiledKernel):
@@ -178,7 +178,7 @@ def _results(value: str, context: Context, piece: Piece, source: str = "m.in") -
 
 def _packing(anchor: Op, piece: Piece, kernel: TiledKernel, count: int) -> PanelPacking:
     """Return the panel layout of a piece's weight, or of each of ``count`` weights."""
-    outputs, per_group, _, taps_x = piece.weight.shape
+    outputs, per_group, _, taps_x = piece.shape
     outputs //= count
     groups = anchor.attrs.get("groups", 1)
     return packing(outputs, per_group * groups, groups, taps_x, piece.dilation[1], kernel.tile.blocks, kernel.permuted)
@@ -233,8 +233,8 @@ def rows_tail(tail: Op, context: Context) -> str:
     return f"(struct ByRow){{dequantize_rows, (const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
 
 
-def _panel_bytes(plan: PanelPacking, weight: np.ndarray) -> int:
-    taps = weight.shape[2] * (1 if plan.joined else weight.shape[3])
+def _panel_bytes(plan: PanelPacking, piece: Piece) -> int:
+    taps = piece.shape[2] * (1 if plan.joined else piece.shape[3])
     return taps * plan.run * 4 * 16 * plan.blocks
 
 
@@ -251,12 +251,12 @@ def times(factor: int, text: str) -> str:
 
 def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, groups: int) -> None:
     """Print the byte strides between output pixels, kernel rows and taps."""
-    weight, (sy, sx), (dy, dx) = piece.weight, piece.stride, piece.dilation
-    channels = weight.shape[1] * groups
-    taps = 1 if plan.joined else weight.shape[3]
+    (_, per_group, taps_y, taps_x), (sy, sx), (dy, dx) = piece.shape, piece.stride, piece.dilation
+    channels = per_group * groups
+    taps = 1 if plan.joined else taps_x
     code(f"""
         m.stride_y = {sy}, m.stride_x = {sx}, m.top = {-piece.start[0]}, m.left = {-piece.start[1]};
-        m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {weight.shape[2]}, m.tile.a_row = {times(dy, "m.in.line")};
+        m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {taps_y}, m.tile.a_row = {times(dy, "m.in.line")};
         m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run};
     """)
     if any(plan.first):
@@ -268,27 +268,37 @@ def _folded_bias(partition: Partition, context: Context, piece: Piece) -> np.nda
     anchor, graph = partition.anchor, context.graph
     zeros, groups = graph.types[anchor.inputs[0]].qparams.zeros, anchor.attrs.get("groups", 1)
     bias = graph.constants[anchor.inputs[2]].astype(np.int64)
-    return bias - numerics.zero_point_term(piece.weight, zeros, groups)
+    return bias - numerics.zero_point_term(piece.read(), zeros, groups)
 
 
 def _weights(
     code: Code, context: Context, plan: PanelPacking, piece: Piece, kernel: TiledKernel, groups: int, count: int
 ) -> None:
     """Print the packed weights."""
-    if kernel.int4:
-        packed = pack_int4(piece.weight[:, :, 0, 0], plan)
-        size = piece.weight.shape[1] // INT4_CHANNELS * panel_line_bytes(plan.blocks)
-    else:
-        packed = np.concatenate([pack_weights(part, plan, groups) for part in np.split(piece.weight, count)])
-        size = _panel_bytes(plan, piece.weight)
-    code(f"m.tile.b = {context.constant(packed.view(np.int8), 'int8_t', 'weights')};")
+    lines = piece.shape[1] // INT4_CHANNELS
+    size = lines * panel_line_bytes(plan.blocks) if kernel.int4 else _panel_bytes(plan, piece)
+
+    def pack() -> np.ndarray:
+        if kernel.int4:
+            return pack_int4(piece.read()[:, :, 0, 0], plan)
+        return np.concatenate([pack_weights(part, plan, groups) for part in np.split(piece.read(), count)])
+
+    total = size * plan.columns.size // (16 * plan.blocks) * count
+    key = (*piece.identity, plan, groups, count, bool(kernel.int4))
+    code(f"m.tile.b = {context.packed(total, key, pack, 'int8_t', 'weights')};")
     code(f"m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {size};")
 
 
 def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece, count: int) -> None:
     anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
-    folded = _folded_bias(partition, context, piece).astype(np.int32)
-    code(f"m.tile.bias = {context.constant(_pack_each(folded, plan, count), 'int32_t', 'bias')};")
+
+    def pack_bias() -> np.ndarray:
+        return _pack_each(_folded_bias(partition, context, piece).astype(np.int32), plan, count)
+
+    zeros = graph.types[anchor.inputs[0]].qparams.zeros
+    key = (*piece.identity, anchor.inputs[2], zeros, plan, count)
+    bias = context.packed(4 * count * plan.columns.size, key, pack_bias, "int32_t", "bias")
+    code(f"m.tile.bias = {bias};")
     if op_def(tail).tail is Tail.DEQUANTIZE:
         factor = accumulator_scales(anchor, context)
         code(f"m.tile.factor = {context.constant(_pack_each(factor, plan, count), 'float', 'factor')};")

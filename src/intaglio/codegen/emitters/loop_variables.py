@@ -46,10 +46,9 @@ class Loop:
         return op if op is not None and primitive(op).quantizes else None
 
     def _operand(self, value: str) -> str:
-        array = self.context.graph.constants.get(value)
-        if array is None:
+        if value not in self.context.graph.constants:
             return self.context.strided(value)[0]
-        return f"({self.context.constant(array, 'uint8_t', 'values')})"
+        return f"({self.context.stored_constant(value, 'values')})"
 
     def graph_value(self, name: str) -> str:
         """Return the value of the graph that the loop's input `name` refers to."""

@@ -21,6 +21,7 @@ from intaglio.integrations.transformers.folders import (
 )
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.archive import GENERATOR_ENTRY, SAVE_AGAIN, from_json, write
+from intaglio.runtime.saved.members import Member
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -48,16 +49,16 @@ def write_generator(
     write(path, {"intaglio": package.VERSION, GENERATOR_ENTRY: listed}, members)
 
 
-def stored_configs(path: Path, members: Mapping[str, bytes], given: type[Any] | None) -> Configs:
+def stored_configs(path: Path, members: Mapping[str, Member], given: type[Any] | None) -> Configs:
     """Return the class of the float model and its configurations from the members of a file, as `configs_of` does."""
     generation = _entries(path, members, GENERATION_FILE) if GENERATION_FILE in members else None
     return configs_of(path, _entries(path, members, CONFIG_FILE), generation, given)
 
 
-def _entries(path: Path, members: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def _entries(path: Path, members: Mapping[str, Member], name: str) -> dict[str, Any]:
     """Return the object in a JSON member."""
     try:
-        entries = from_json(members[name])
+        entries = from_json(members[name].read())
     except (KeyError, ValueError) as error:
         raise ArtifactError(str(path), None, f"'{name}' is missing or no JSON: {error}", remedy=SAVE_AGAIN) from error
     if not isinstance(entries, dict):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from intaglio.ir import Graph, Op, TensorType, fresh
+from intaglio.ir import Constants, Graph, Op, TensorType, fresh
 from intaglio.ops import op_def
 from intaglio.ops.direct.along_axis import ARGSORT
 from intaglio.ops.movement.pixel_shuffle import unfold_depth_shape
@@ -56,7 +56,7 @@ def _reading(op: Op, inputs: tuple[str, ...]) -> Op:
     constants = {names.get(name, name): array for name, array in body.constants.items()}
     outputs = tuple(names.get(name, name) for name in body.outputs)
     read = tuple(dict.fromkeys(inputs))
-    return Op(op.kind, read, op.outputs, op.attrs, Graph(read, outputs, types, steps, constants), op.origin)
+    return Op(op.kind, read, op.outputs, op.attrs, Graph(read, outputs, types, steps, Constants(constants)), op.origin)
 
 
 def sort_first_places(graph: Graph) -> tuple[Graph, int]:
@@ -81,7 +81,8 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
     Kernels process images, one per depth. Depth padding, and the gaps of a strided transposed convolution, are filled
     with the zero point.
     """
-    types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
+    types, ops = dict(graph.types), list[Op]()
+    flattened: dict[str, np.ndarray] = {}
     count = 0
     for op in graph.ops:
         if not (op_def(op).convolves and len(graph.types[op.output].shape) == 5 and _has_depth(op, graph)):
@@ -97,12 +98,12 @@ def depth_as_channels(graph: Graph) -> tuple[Graph, int]:
             ops.append(Op(kind, (x,), (result,), settings, origin=op.origin))
             x = result
         flat = fresh(types, f"{weight}_flat")
-        constants[flat] = quantized
+        flattened[flat] = quantized
         packing = types[weight].packing
         packing = None if packing is None or packing.group else packing  # the weights of a group are not contiguous now
         types[flat] = TensorType(quantized.shape, types[weight].dtype, types[weight].q, packing)
         ops.append(Op(op.kind, (x, flat, bias), op.outputs, attrs, origin=op.origin))
-    return graph.replace(ops=tuple(ops), types=types, constants=constants), count
+    return graph.replace(ops=tuple(ops), types=types, constants=graph.constants | flattened), count
 
 
 MOVED_SHAPES = {"pad": pad_shape, "unfold_depth": unfold_depth_shape}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from intaglio.fusion.integer_graph_view import IntegerGraphView
 from intaglio.fusion.loop_conditions import as_loop
 from intaglio.fusion.table import DEQUANTIZE_LOOP, LOOP_LOOP
-from intaglio.ir import Graph, Op, TensorType, fresh
+from intaglio.ir import Constants, Graph, Op, TensorType, fresh
 from intaglio.ops.loop_ops.loop_space import body_of
 
 
@@ -107,7 +107,7 @@ def _joined(first: Op, second: Op, wanted: set[str]) -> Op:
     read = tuple(dict.fromkeys([*first.inputs, *(name for name in second.inputs if name not in known)]))
     kept = [name for name in first.outputs if name in wanted]
     outputs = tuple(dict.fromkeys([*kept, *second.outputs]))
-    return Op("loop", read, outputs, {}, Graph(read, outputs, types, tuple(steps), constants), second.origin)
+    return Op("loop", read, outputs, {}, Graph(read, outputs, types, tuple(steps), Constants(constants)), second.origin)
 
 
 def _unused_name(name: str, one: Graph, taken: dict[str, TensorType]) -> str:

@@ -17,17 +17,17 @@ def replace_loops_by_luts(graph: Graph) -> tuple[Graph, int]:
 
     The pass runs after `merge_loops`. It leaves loops that also store floats or read other tensors.
     """
-    types, constants, ops = dict(graph.types), dict(graph.constants), list[Op]()
+    types, tables, ops = dict(graph.types), dict[str, np.ndarray](), list[Op]()
     view, count = IntegerGraphView(graph), 0
     for op in graph.ops:
         found = next(LOOP_TABLE.find(op.outputs[0], view), None)
         if found is not None:
             source, lut = found["quantized"], fresh(types, f"{op.output}_levels")
-            constants[lut], types[lut] = _table(op, source, graph), TensorType((256,), DType.U8)
+            tables[lut], types[lut] = _table(op, source, graph), TensorType((256,), DType.U8)
             op = Op("table", (source, lut), op.outputs, {}, origin=op.origin)
             count += 1
         ops.append(op)
-    return graph.replace(ops=tuple(ops), types=types, constants=constants), count
+    return graph.replace(ops=tuple(ops), types=types, constants=graph.constants | tables), count
 
 
 def _table(op: Op, source: str, graph: Graph) -> np.ndarray:

@@ -60,8 +60,9 @@ def _results(op: Op, plan: Plan, axes: int) -> list[LoopOperand]:
 
 def operand_strides(value: str, plan: Plan) -> Strides:
     """Return the strides of an operand; constants are row-major."""
-    array = plan.graph.constants.get(value)
-    return plan.location(value).strides if array is None else row_major_strides(array.shape)
+    if value in plan.graph.constants:
+        return row_major_strides(plan.graph.types[value].shape)
+    return plan.location(value).strides
 
 
 def _with_axis(shape: Shape, strides: Strides, axis: int) -> tuple[Shape, Strides]:

@@ -90,7 +90,7 @@ def _has_images(shape: Shape, batch: str) -> bool:
 
 def _weight_bytes(partition: Partition, graph: Graph) -> int:
     """Return the bytes of constants that a partition reads."""
-    return sum(graph.constants[name].nbytes for name in partition.reads() if name in graph.constants)
+    return sum(graph.constants.nbytes(name) for name in partition.reads() if name in graph.constants)
 
 
 def _activation_bytes(partition: Partition, graph: Graph) -> int:

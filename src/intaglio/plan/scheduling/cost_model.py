@@ -8,7 +8,7 @@ from intaglio.ops.products.scratch_memory import QUERY_BLOCK
 from intaglio.plan.buffers import nhwc_sizes
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import Step
-from intaglio.plan.scheduling.convolution_pieces import weights_of
+from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 
 F32_PANEL = 64
 """Output channels of a packed panel of float weights; ``PANEL_F32`` of native/products/linear_f32.h."""
@@ -37,7 +37,8 @@ def cost_of(step: Step, plan: Plan) -> Cost:
         units = _recurrent_panels(anchor, plan)
     else:
         units = _float_blocks(anchor, graph)
-        moved = moved + graph.constants[anchor.inputs[1]].nbytes  # with few rows, reading the weights dominates
+        kind = graph.types[anchor.inputs[1]]
+        moved = moved + numel(kind.shape) * kind.dtype.bytes  # with few rows, reading the weights dominates
     return Cost(macs, units, moved, step.barrier_group, step.segment)
 
 
@@ -51,7 +52,7 @@ def _recurrent_panels(op: Op, plan: Plan) -> Dim:
 
 def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
     """Return the number of tiles of all panels; a transposed convolution tiles its input, all others their result."""
-    record, outputs = op_def(op), len(graph.constants[op.inputs[1]]) // weights_of(op, graph)
+    record, outputs = op_def(op), weight_shape(op, graph)[0] // weights_of(op, graph)
     shape = graph.types[op.inputs[0] if record.transposed else op.output].shape
     pixels = numel((shape[0], *shape[2:]) if record.convolves else shape[:-1])
     tiles = (pixels + (schedule.tile_rows - 1)) // schedule.tile_rows
@@ -61,7 +62,7 @@ def _tiles(op: Op, graph: Graph, schedule: Schedule) -> Dim:
 def _float_blocks(op: Op, graph: Graph) -> Dim:
     """Return the number of blocks of rows of all panels of float weights."""
     rows = numel(graph.types[op.output].shape[:-1])
-    return (rows + (F32_BLOCK - 1)) // F32_BLOCK * -(-len(graph.constants[op.inputs[1]]) // F32_PANEL)
+    return (rows + (F32_BLOCK - 1)) // F32_BLOCK * -(-weight_shape(op, graph)[0] // F32_PANEL)
 
 
 def _query_blocks(op: Op, graph: Graph) -> Dim:

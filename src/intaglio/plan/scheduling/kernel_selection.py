@@ -73,7 +73,7 @@ def choose_kernels(plan: Plan, isa: Isa) -> Plan:
 
 def _product_kernels(partition: Partition, plan: Plan, isa: Isa) -> tuple[tuple[Kernel, ...], str]:
     """Return the kernels of all pieces, and the reason for the first one."""
-    parts = pieces(partition.anchor, plan.graph.constants[partition.anchor.inputs[1]])
+    parts = pieces(partition.anchor, plan.graph)
     found = [_product_kernel(partition, piece, plan, isa) for piece in parts]
     return tuple(kernel for kernel, _ in found), found[0][1]
 
@@ -119,7 +119,7 @@ def why_not_depthwise(piece: Piece, groups: int, tail: Op, has_epilogue: bool) -
 
     These kernels write whole vectors of floats, so that only the buffer of an epilogue can take floats.
     """
-    outputs, per_group, taps_y, taps_x = piece.weight.shape
+    outputs, per_group, taps_y, taps_x = piece.shape
     if per_group != 1 or outputs != groups or groups < MIN_DEPTHWISE_GROUPS:
         return "every output sums several input channels"
     if taps_y > MAX_INPUT_ROWS - 3 or taps_x > MAX_DEPTHWISE_COLUMNS:
@@ -136,7 +136,7 @@ def depthwise_kernel(
     piece: Piece, result: str, saturates: bool, clamps_float: bool, looks_up: bool, isa: Isa
 ) -> tuple[Kernel, str]:
     """Return the cheapest tiles, or loops if the instruction set has no tiles for such taps, and the reason."""
-    channels, _, taps_y, taps_x = piece.weight.shape
+    channels, _, taps_y, taps_x = piece.shape
     if isa.depthwise is None or piece.dilation[1] != 1:
         missing = f"{isa.name} has none" if isa.depthwise is None else "dilated columns have none"
         return DepthwiseLoops(), f"every output sums one input channel; of depthwise tiles, {missing}"

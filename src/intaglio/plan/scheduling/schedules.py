@@ -16,7 +16,7 @@ from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
-from intaglio.plan.scheduling.convolution_pieces import weights_of
+from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 
 GENERATOR = 3
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
@@ -81,8 +81,8 @@ def _reason(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
 def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
     """Return the dimensions of a convolution or linear layer."""
     graph, anchor = plan.graph, partition.anchor
-    weight, out = graph.constants[anchor.inputs[1]], graph.types[anchor.output].shape
-    groups, outputs = anchor.attrs.get("groups", 1), len(weight) // weights_of(anchor, graph)
+    weight, out = weight_shape(anchor, graph), graph.types[anchor.output].shape
+    groups, outputs = anchor.attrs.get("groups", 1), weight[0] // weights_of(anchor, graph)
     sizes = [evaluate(d, dict.fromkeys(symbols_of(d), 1)) for d in out]
     convolves = op_def(anchor).convolves
     pixels = sizes[0] * prod(sizes[2:]) if convolves else prod(sizes[:-1])
@@ -94,9 +94,9 @@ def gemm_problem(partition: Partition, plan: Plan) -> GemmProblem:
         width=width,
         flat=is_flat(partition, graph, plan.buffers),
         floats=not convolves and op_def(partition.tail[0]).converts,
-        read=weight.shape[1] * groups * prod(anchor.attrs.get("stride", ())),
+        read=weight[1] * groups * prod(anchor.attrs.get("stride", ())),
         touched=outputs * (len(activation_operands(partition)) - 1),
-        weights=weight.size,
+        weights=prod(weight),
     )
 
 
@@ -170,7 +170,7 @@ def geometries(plan: Plan, sizes: Mapping[str, int]) -> dict[str, Geometry]:
     for step in plan.steps:
         anchor = step.partition.anchor
         if op_def(anchor).multiplies_weight:
-            outputs, per_group = plan.graph.constants[anchor.inputs[1]].shape[:2]
+            outputs, per_group, *_ = weight_shape(anchor, plan.graph)
             if per_group > 1 or outputs != anchor.attrs.get("groups", 1):
                 found[step.partition.output] = _geometry(step.partition, plan, sizes)
     return found
@@ -186,7 +186,7 @@ def _geometry(partition: Partition, plan: Plan, sizes: Mapping[str, int]) -> Geo
     )
     return Geometry(
         kinds=tuple(op.kind for op in partition.ops),
-        weight=graph.constants[anchor.inputs[1]].shape,
+        weight=weight_shape(anchor, graph),
         attrs=tuple(sorted(anchor.attrs.items())),
         read=read,
         written=written,

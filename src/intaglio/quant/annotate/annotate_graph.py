@@ -276,7 +276,7 @@ def notes_of(regions: Iterable[Region]) -> tuple[str, ...]:
     settings = [region.setting for region in regions if region.record.roles.weight is not None]
     packed = Counter(str(packing) for setting in settings if (packing := setting.weight.packing(setting.group)))
     found = ", ".join(f"{kind} x {count}" for kind, count in sorted(packed.items()))
-    notes += [f"weights: {found} in saved files; kernels compute with them as int8"] if found else []
+    notes += [f"weights: {found}; products are those of int8 weights"] if found else []
     moved = {region.root for region in regions if region.is_data_movement}
     short = {node: reason for node, reason in find_shortcuts(regions).items() if reason and node not in moved}
     notes += [f"shortcut {origin(node).path or node.name}: 8 bits, because {reason}" for node, reason in short.items()]

@@ -59,9 +59,9 @@ class Recipe:
             name: ``"default"``; ``"accurate"``: residual additions into a convolution keep 16 bits, and first layers
                 stay in float if their rounded operand alone leaves less than 30 dB; ``"int8_dynamic"``: dynamic
                 quantization of linear and recurrent layers only, without calibration; ``"w8a8_dynamic"`` and
-                ``"w4a8"``, for decoders: linear layers have scales per token, and weights of 8 or 4 bits, caches are
-                int8, and other operators are as by default; ``"convolutional"`` or ``"transformer"``: the defaults of
-                models without or with attention, for any model.
+                ``"w4a8"``, for decoders: linear layers have scales per token, and weights of 8 or 4 bits, caches and
+                embedding tables are int8, and other operators are as by default; ``"convolutional"`` or
+                ``"transformer"``: the defaults of models without or with attention, for any model.
 
         Raises:
             SelectorError: `name` is unknown.

@@ -197,8 +197,8 @@ NAMED = {
     "transformer": TRANSFORMER,
     "accurate": Setting(shortcut=16, two_bytes_below=30.0, float_below=30.0),
     "int8_dynamic": Setting(activations="token"),
-    "w8a8_dynamic": Setting(cache="int8"),
-    "w4a8": Setting(cache="int8"),
+    "w8a8_dynamic": Setting(cache="int8", embeddings="int8"),
+    "w4a8": Setting(cache="int8", embeddings="int8"),
 }
 """Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""
 NAMED_LINEAR = {

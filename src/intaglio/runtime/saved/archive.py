@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import stat
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 from intaglio.errors import ArtifactError
 from intaglio.output_paths import expanded, open_without_waiting, replace_file
+from intaglio.runtime.saved.members import LOCAL_HEADER, Member, OpenFile, members_of
 
 FORMAT = "intaglio model"
 ARCHIVE_VERSION = 1
@@ -53,29 +53,29 @@ def write(path: Path, manifest: Mapping[str, Any], members: Mapping[str, bytes])
     replace_file(path, write_members)
 
 
-Contents = tuple[dict[str, Any], dict[str, bytes]]
+Contents = tuple[dict[str, Any], dict[str, Member]]
 """Manifest of a file, and its other members by name."""
 
 
 def read(path: Path) -> Contents:
-    """Return the manifest and the contents of all other members, whose digests have been checked.
+    """Return the manifest and all other members, whose digests have been checked. Members are read when they are used.
 
     Raises:
         ArtifactError: the file cannot be read, is damaged, or has another format or version.
     """
     try:
-        with open(expanded(path), "rb", opener=open_without_waiting) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ArtifactError(str(path), None, "this is not a regular file", remedy=OTHER_FILE)
-            members = _unzip(path, file)
+        file = open(expanded(path), "rb", opener=open_without_waiting)  # noqa: SIM115 - members keep it open
+        whole = OpenFile(file, path)
+        if not stat.S_ISREG(os.fstat(whole.number).st_mode):
+            raise ArtifactError(str(path), None, "this is not a regular file", remedy=OTHER_FILE)
+        return _checked(path, _unzip(path, Member(whole, path.name, 0, whole.state[0])))
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
         problem = f"cannot be read: {said}"
         raise ArtifactError(str(path), None, problem, remedy="check the path and its permissions") from error
-    return _checked(path, members)
 
 
-def read_member(path: Path, members: Mapping[str, bytes], name: str) -> Contents:
+def read_member(path: Path, members: Mapping[str, Member], name: str) -> Contents:
     """Return the contents of a model file that is a member of another file, as `read` does.
 
     Raises:
@@ -83,13 +83,13 @@ def read_member(path: Path, members: Mapping[str, bytes], name: str) -> Contents
     """
     if name not in members:
         raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
-    return _checked(path / name, _unzip(path / name, io.BytesIO(members[name])))
+    return _checked(path / name, _unzip(path / name, members[name]))
 
 
-def _checked(path: Path, members: dict[str, bytes]) -> Contents:
+def _checked(path: Path, members: dict[str, Member]) -> Contents:
     """Return manifest and members of a file. Raise `ArtifactError` unless the members are those of the manifest."""
     manifest = _manifest(path, members)
-    digests = manifest["digests"]
+    digests, found = manifest["digests"], dict[str, Member]()
     for name in sorted({*members, *digests}):
         if name not in digests:
             raise ArtifactError(
@@ -97,49 +97,36 @@ def _checked(path: Path, members: dict[str, bytes]) -> Contents:
             )
         if name not in members:
             raise ArtifactError(str(path), None, f"'{name}' is missing", remedy=SAVE_AGAIN)
-        if digest(members[name]) != digests[name]:
+        if (checked := members[name].checked(digests[name])) is None:
             raise ArtifactError(
                 str(path),
                 None,
                 f"'{name}' is damaged: its digest differs from the one in the manifest",
                 remedy=SAVE_AGAIN,
             )
-    return manifest, members
+        found[name] = checked
+    return manifest, found
 
 
-def _unzip(path: Path, file: BinaryIO) -> dict[str, bytes]:
-    """Return the contents of all members by name. Raise `ArtifactError` if the file is not an intact, uncompressed zip
-    file."""
-    if file.read(4) != b"PK\x03\x04":
+def _unzip(path: Path, whole: Member) -> dict[str, Member]:
+    """Return all members by name. Raise `ArtifactError` if the file is not an intact, uncompressed zip file."""
+    if whole.read(0, min(4, whole.size)) != LOCAL_HEADER:
         raise ArtifactError(str(path), None, "this is not a model file of intaglio", remedy=OTHER_FILE)
-    members: dict[str, bytes] = {}
     try:
-        with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-                    raise ArtifactError(
-                        str(path),
-                        None,
-                        f"'{entry.filename}' is compressed or encrypted, which files of intaglio are not",
-                        remedy="pass a file that model.save wrote",
-                    )
-                if entry.filename in members:
-                    raise ArtifactError(str(path), None, f"it contains '{entry.filename}' twice", remedy=SAVE_AGAIN)
-                members[entry.filename] = archive.read(entry)
+        return members_of(whole)
     except ArtifactError:
         raise
     except Exception as error:  # zipfile raises many types of errors for damaged headers
         raise ArtifactError(
             str(path), None, f"the file is damaged or incomplete: {error}", remedy=SAVE_AGAIN
         ) from error
-    return members
 
 
-def _manifest(path: Path, members: dict[str, bytes]) -> dict[str, Any]:
+def _manifest(path: Path, members: dict[str, Member]) -> dict[str, Any]:
     """Remove the manifest from the members and return it. Raise `ArtifactError` if this version cannot read it."""
     found = None
     with contextlib.suppress(ValueError):
-        found = from_json(members.pop(MANIFEST, b""))
+        found = from_json(members.pop(MANIFEST).read()) if MANIFEST in members else None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ArtifactError(str(path), None, "this is not a model file of intaglio", remedy=OTHER_FILE)
     if found.get("version") != ARCHIVE_VERSION:

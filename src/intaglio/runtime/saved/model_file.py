@@ -35,6 +35,7 @@ from intaglio.runtime.saved.json_codec import (
     encode_dim,
     encode_graph,
 )
+from intaglio.runtime.saved.members import Member
 from intaglio.runtime.saved.saved_libraries import (
     Library,
     library_entries,
@@ -45,6 +46,7 @@ from intaglio.runtime.saved.saved_libraries import (
     take_member,
 )
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
+from intaglio.runtime.saved.stored_arrays import StoredArrays
 from intaglio.signature import bind, dims_of
 
 REBUILT_STAGES = ("integer", "plan", "program")
@@ -217,23 +219,23 @@ def decode(path: str | Path, contents: Contents) -> SavedModel:
         ) from error
 
 
-def _decoded(manifest: dict[str, Any], members: dict[str, bytes]) -> SavedModel:
-    """Decode a manifest and its members. Members are removed from ``members`` as they are read, to free memory
-    early."""
-    arrays = safetensors.numpy.load(take_member(members, "weights.safetensors"))
-    parameters = ParameterTable(arrays.pop(SCALES_MEMBER))
-    graph = verify(decode_graph(from_json(take_member(members, "graph.json")), parameters, arrays), "load")
+def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel:
+    """Decode a manifest and its members, which are removed from ``members``."""
+    arrays = StoredArrays(take_member(members, "weights.safetensors"))
+    parameters = ParameterTable(arrays[SCALES_MEMBER])
+    graph = verify(decode_graph(from_json(take_member(members, "graph.json").read()), parameters, arrays), "load")
     signature = decode_signature(manifest["signature"], parameters, arrays)
     islands = _islands(
-        from_json(take_member(members, "islands.json")),
-        safetensors.torch.load(take_member(members, "islands.safetensors")),
+        from_json(take_member(members, "islands.json").read()),
+        safetensors.torch.load(take_member(members, "islands.safetensors").read()),
     )
-    texts = {as_text(stage): as_text(text) for stage, text in from_json(take_member(members, "texts.json")).items()}
+    texts = from_json(take_member(members, "texts.json").read())
+    texts = {as_text(stage): as_text(text) for stage, text in texts.items()}
     notes = tuple(map(as_text, manifest["notes"]))
     model_info = ModelInfo(as_text(manifest["name"]), checked_integer(manifest["bytes"]), notes, texts)
     example = None
     if manifest["example"] is not None:
-        inputs = safetensors.torch.load(take_member(members, "example.safetensors"))
+        inputs = safetensors.torch.load(take_member(members, "example.safetensors").read())
         tensors = tuple(inputs[f"input{i}"] for i in range(len(signature.inputs)))
         example = Example(tensors, as_text(manifest["example"]))
     bodies = {}

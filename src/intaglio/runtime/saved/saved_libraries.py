@@ -17,6 +17,7 @@ from intaglio.native.native_library import RuntimeLibrary, runtime_library
 from intaglio.runtime.artifact import build_program, program_key
 from intaglio.runtime.saved.attribute_codec import as_text
 from intaglio.runtime.saved.json_codec import checked_identifier, checked_integer
+from intaglio.runtime.saved.members import Member
 
 RUNTIME_MEMBER = "runtime.so"
 
@@ -76,20 +77,21 @@ def library_members(libraries: Mapping[str, Library], runtime: RuntimeLibrary | 
 
 
 def take_libraries(
-    manifest: Mapping[str, Any], members: dict[str, bytes]
+    manifest: Mapping[str, Any], members: dict[str, Member]
 ) -> tuple[dict[str, Library], RuntimeLibrary | None]:
     """Return the compiled programs of a file, whose members are removed. Raise `ValueError` if a member is missing."""
     libraries = {
-        isa: _library(take_member(members, f"program-{isa}.so"), entry) for isa, entry in manifest["libraries"].items()
+        isa: _library(take_member(members, f"program-{isa}.so").read(), entry)
+        for isa, entry in manifest["libraries"].items()
     }
     entry = manifest.get("runtime")
     if entry is None:
         return libraries, None
-    content = take_member(members, RUNTIME_MEMBER)
+    content = take_member(members, RUNTIME_MEMBER).read()
     return libraries, RuntimeLibrary(content, as_text(entry["isa"]), as_text(entry["key"]))
 
 
-def take_member(members: dict[str, bytes], name: str) -> bytes:
+def take_member(members: dict[str, Member], name: str) -> Member:
     """Remove a member and return it. Raise `ValueError` if it is missing."""
     if name not in members:
         raise ValueError(f"'{name}' is missing")

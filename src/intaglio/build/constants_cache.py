@@ -1,0 +1,104 @@
+"""The packed constants of models that were loaded before, in the cache folder.
+
+An entry holds the weights of a program as its kernels read them, and their SHA-256 behind them. Its key is a digest
+of the weights in the model file, of the layout, and of the code that packs them. A loaded model then reads its
+constants instead of decoding and packing its weights again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from intaglio import config
+from intaglio.drafts import draft_file
+from intaglio.errors import BuildError
+from intaglio.native.cache_folder import evict, make_folder, open_entry, trusted_folder
+
+FOLDER, SUFFIX = "constants", ".constants"
+DIGEST_BYTES = hashlib.sha256().digest_size
+SMALLEST_ENTRY = 1 << 20
+"""Bytes of constants from which they are stored. Smaller ones are packed in some milliseconds."""
+CODE = ("codegen", "ir", "kernels", "numerics", "plan", "runtime/saved")
+"""Folders with the code that packed constants depend on."""
+AT_ONCE = 1 << 20
+"""Bytes that are read and hashed at a time."""
+
+logger = logging.getLogger("intaglio")
+
+
+class ConstantsCache:
+    """The store of packed constants that `codegen.emit` uses. Failing to read or write an entry is not an error."""
+
+    def read(self, key: str, arrays: Sequence[memoryview]) -> bool:
+        """Fill arrays with the entry of a key. Return whether there is an intact one of their sizes."""
+        size = sum(map(len, arrays))
+        if size < SMALLEST_ENTRY:
+            return False
+        try:
+            path = _path(key)
+            if (file := open_entry(path)) is None:
+                return False
+            with file:
+                if os.fstat(file.fileno()).st_size != size + DIGEST_BYTES:
+                    return False
+                found = hashlib.sha256()
+                for part in _parts(arrays):
+                    if file.readinto(part) != len(part):  # type: ignore[attr-defined] # a buffered reader has it
+                        return False
+                    found.update(part)
+                if file.read() != found.digest():
+                    logger.warning("%s is damaged: the weights are packed again", path)
+                    return False
+            with contextlib.suppress(OSError):  # marks the entry as recently used; a read-only cache still works
+                os.utime(path)
+        except (OSError, BuildError) as error:
+            logger.warning("packed weights cannot be read: %s", error)
+            return False
+        return True
+
+    def write(self, key: str, arrays: Sequence[memoryview]) -> None:
+        """Store arrays as the entry of a key, unless they are small or larger than the cache may be."""
+        if not SMALLEST_ENTRY <= sum(map(len, arrays)) <= config.constants_limit_bytes():
+            return
+        try:
+            path = _path(key)
+            make_folder(path.parent)
+            with draft_file(path.parent) as (draft, file):
+                found = hashlib.sha256()
+                for part in _parts(arrays):
+                    found.update(part)
+                    file.write(part)
+                file.write(found.digest())
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)  # whatever the umask is: others must not be able to write to it
+                os.replace(draft, path)
+            evict(path.parent, config.constants_limit_bytes())
+        except (OSError, BuildError) as error:
+            logger.warning("packed weights cannot be saved in %s: %s", config.cache_dir(), error)
+
+
+def _parts(arrays: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield all bytes of arrays in order, a few at a time."""
+    for array in arrays:
+        yield from (array[start : start + AT_ONCE] for start in range(0, len(array), AT_ONCE))
+
+
+def _path(key: str) -> Path:
+    return trusted_folder(FOLDER) / f"{hashlib.sha256(f'{key} {_code()}'.encode()).hexdigest()}{SUFFIX}"
+
+
+@cache
+def _code() -> str:
+    """Return the digest of the code that packed constants depend on."""
+    found = hashlib.sha256(config.VERSION.encode())
+    package = Path(config.__file__).parent
+    for folder in CODE:
+        for path in sorted((package / folder).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
