@@ -55,7 +55,8 @@ def test_files_without_libraries_are_smaller_and_take_an_instruction_set(tmp_pat
 
 def changed(path, manifest=None, **members):
     """Write a file with other entries of the manifest, and members without those that are None."""
-    entries, before = read(path)
+    entries, stored = read(path)
+    before = {name: member.read() for name, member in stored.items()}
     entries = {key: value for key, value in entries.items() if key not in ("format", "version", "digests")}
     contents = {name: value for name, value in {**before, **members}.items() if value is not None}
     write(path, {**entries, **(manifest or {})}, contents)

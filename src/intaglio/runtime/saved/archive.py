@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -124,9 +125,12 @@ def _unzip(path: Path, whole: Member) -> dict[str, Member]:
 
 def _manifest(path: Path, members: dict[str, Member]) -> dict[str, Any]:
     """Remove the manifest from the members and return it. Raise `ArtifactError` if this version cannot read it."""
-    found = None
+    found, member = None, members.pop(MANIFEST, None)
+    content = member.read() if member is not None else b""
+    if member is not None and zlib.crc32(content) != member.crc:  # the manifest has no digest
+        raise ArtifactError(str(path), None, f"'{MANIFEST}' is damaged", remedy=SAVE_AGAIN)
     with contextlib.suppress(ValueError):
-        found = from_json(members.pop(MANIFEST).read()) if MANIFEST in members else None
+        found = from_json(content)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ArtifactError(str(path), None, "this is not a model file of intaglio", remedy=OTHER_FILE)
     if found.get("version") != ARCHIVE_VERSION:

@@ -60,6 +60,7 @@ class Member:
         name: Name of the member, for errors.
         start: Its first byte.
         size: Its bytes.
+        crc: Their CRC-32 according to the file.
         digest: SHA-256 of its bytes, once it is checked.
         state: State of the file when it was checked.
     """
@@ -68,6 +69,7 @@ class Member:
     name: str
     start: int
     size: int
+    crc: int = 0
     digest: str = ""
     state: tuple[int, int] = (0, 0)
 
@@ -163,4 +165,4 @@ def _located(whole: Member, entry: zipfile.ZipInfo) -> Member:
     stored = whole.file.read(whole.start + entry.header_offset + LOCAL_HEADER_BYTES, name)
     if stored != entry.filename.encode(errors="surrogateescape") and stored.decode("cp437") != entry.filename:
         raise ValueError(f"'{entry.filename}' has another name in its header")
-    return Member(whole.file, entry.filename, whole.start + start, entry.file_size)
+    return Member(whole.file, entry.filename, whole.start + start, entry.file_size, entry.CRC)
