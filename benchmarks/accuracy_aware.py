@@ -33,6 +33,7 @@ from typing import Any
 
 import fresh
 import networks
+import numpy as np
 import race
 import record
 import torch
@@ -41,6 +42,8 @@ from torch import nn
 import intaglio
 from intaglio.peers.peer_engines import named_arrays, onnx_file, openvino_file_call
 
+BATCH = 50
+"""Number of images in a call of NNCF's validation."""
 STEPS = "nncf,intaglio,scores,times"
 ENGINES = ("intaglio_int8", "intaglio", "nncf_int8", "nncf_int8_default", "nncf", "nncf_default")
 """Engines that are timed. ``_int8`` is the model before layers are left in float, ``_default`` OpenVINO's type of
@@ -96,11 +99,12 @@ def nncf_search(network: str, arguments: argparse.Namespace) -> dict[str, Any]:
     items = list(zip(task.validation.split(1), task.classes.tolist(), strict=True))
 
     def validate(compiled: Any, chosen: Any) -> tuple[float, list]:
-        request, results, hits = compiled.create_infer_request(), [], []
-        for image, expected in chosen:
-            result = request.infer([image.numpy()])[0].copy()
-            hits.append(float(result.argmax() == expected))
-            results.append([result])
+        request, results, hits, listed = compiled.create_infer_request(), [], [], list(chosen)
+        for start in range(0, len(listed), BATCH):
+            images, expected = zip(*listed[start : start + BATCH], strict=True)
+            found = request.infer([torch.cat(images).numpy()])[0].copy()
+            hits += (found.argmax(1) == expected).astype(float).tolist()
+            results += [[one] for one in np.split(found, len(found))]
         calls["images"] += len(hits)
         return sum(hits) / len(hits), results if arguments.logits else hits
 
@@ -109,8 +113,10 @@ def nncf_search(network: str, arguments: argparse.Namespace) -> dict[str, Any]:
     checked = nncf.Dataset(items, lambda item: named_arrays(item[:1]))
     options = {"subset_size": len(task.calibration)}
     source = ov.Core().read_model(file)
+    source.reshape([-1, *task.calibration.shape[1:]])  # to validate in batches
     found = nncf.quantize_with_accuracy_control(source, data, checked, validate, max_drop=arguments.max_drop, **options)
     taken = time.perf_counter() - begin
+    found.reshape([1, *task.calibration.shape[1:]])
     ov.save_model(found, folder / f"{network}.nncf.xml", compress_to_fp16=False)
     plain = nncf.quantize(ov.Core().read_model(file), data, **options)
     ov.save_model(plain, folder / f"{network}.nncf_int8.xml", compress_to_fp16=False)
