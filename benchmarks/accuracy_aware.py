@@ -139,12 +139,13 @@ def intaglio_search(network: str, arguments: argparse.Namespace) -> dict[str, An
     torch.set_num_threads(arguments.threads)
     task, calls = Task.of(network, arguments), Counter()
 
-    def evaluate(model: Any) -> float:
+    def evaluate(model: Any) -> torch.Tensor:
         calls["all"] += 1
-        return share(classes(model, task.validation), task.classes)
+        return classes(model, task.validation) == task.classes
 
     begin = time.perf_counter()
-    limits = {"max_drop": arguments.max_drop, "relative": False, "evaluations": arguments.evaluations}
+    limits = {"max_drop": arguments.max_drop, "relative": False, "confidence": arguments.confidence}
+    limits["evaluations"] = arguments.evaluations
     options = {"budget": arguments.minutes, "journal": arguments.folder / f"{network}.jsonl", "progress": False}
     data = [(part,) for part in task.calibration.split(64)]
     found = intaglio.search(task.model, data, evaluate, **limits, **options)
@@ -221,8 +222,9 @@ def main() -> None:
     parser.add_argument("--networks", default="cifar_resnet20,cifar_resnet56")
     parser.add_argument("--max-drop", type=float, default=0.005, help="accepted share of images with another class")
     parser.add_argument("--images", type=int, default=256, help="to calibrate on")
-    parser.add_argument("--validation", type=int, default=2000, help="images that the searches ask about")
-    parser.add_argument("--unseen", type=int, default=8000, help="images to score")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the search of intaglio")
+    parser.add_argument("--validation", type=int, default=5000, help="images that the searches ask about")
+    parser.add_argument("--unseen", type=int, default=5000, help="images to score")
     parser.add_argument("--minutes", type=float, default=2.0, help="of each search of intaglio")
     parser.add_argument("--evaluations", type=int, default=24)
     parser.add_argument("--logits", action="store_true")
