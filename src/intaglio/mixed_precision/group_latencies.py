@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from intaglio.mixed_precision.precision_groups import OperatorGroup
-from intaglio.reporting.timing.measure_speed import CALL, Timer, alternate, whole_call
+from intaglio.reporting.timing.measure_speed import CALL, Timer, alternate, updates_inputs, whole_call
 from intaglio.runtime import QuantizedModel
 
 TimedCall = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -52,7 +52,10 @@ def program_times(
         with_steps: whether to time steps too.
     """
     args, kwargs = call
-    runs = {f"call {place}": whole_call(program, args, kwargs) for place, program in enumerate(programs)}
+    runs = {
+        f"call {place}": whole_call(program, args, kwargs, copies=updates_inputs(program))
+        for place, program in enumerate(programs)
+    }
     if with_steps:
         runs |= {f"steps {place}": _step_timer(program, call) for place, program in enumerate(programs)}
     medians = {
