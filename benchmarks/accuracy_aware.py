@@ -3,11 +3,12 @@
     python benchmarks/accuracy_aware.py --data FOLDER --folder ANOTHER --networks cifar_resnet20,cifar_resnet56
 
 Both are calibrated on the same training images, and ask the same metric on the same images for validation: the share of
-images that get the class that the float model gives them. `--max-drop` is the loss of it that they accept. The class of
-the float model is asked instead of labels, because int8 costs these networks less than a tenth of a point of their
-top-1. The models are scored on test images that neither has seen, and timed on single images, each in a process of its
-own, in alternation. OpenVINO's models are timed with floats in float32, which NNCF validates with, and with OpenVINO's
-default type, which is bfloat16 on processors that have it.
+images with the right label (`--metric labels`), or that get the class that the float model gives them (`classes`), which
+is far harder to keep. `--max-drop` is the loss of it that they accept. The search of intaglio asks for it with
+`--confidence`, by the standard error over the images, which NNCF has no option for. The models are scored on test
+images that neither has seen, and timed on single images, each in a process of its own, in alternation. OpenVINO's models
+are timed with floats in float32, which NNCF validates with, and with OpenVINO's default type, which is bfloat16 on
+processors that have it.
 
 NNCF ranks layers by its metric, as in its documentation, or with `--logits` by the error of the results.
 
@@ -33,6 +34,7 @@ from typing import Any
 
 import fresh
 import networks
+import numpy as np
 import race
 import record
 import torch
@@ -41,6 +43,8 @@ from torch import nn
 import intaglio
 from intaglio.peers.peer_engines import named_arrays, onnx_file, openvino_file_call
 
+BATCH = 50
+"""Number of images in a call of NNCF's validation."""
 STEPS = "nncf,intaglio,scores,times"
 ENGINES = ("intaglio_int8", "intaglio", "nncf_int8", "nncf_int8_default", "nncf", "nncf_default")
 """Engines that are timed. ``_int8`` is the model before layers are left in float, ``_default`` OpenVINO's type of
@@ -49,7 +53,8 @@ floats."""
 
 @dataclass(frozen=True)
 class Task:
-    """A trained network, images to calibrate on, and images to validate and to score with their classes in float."""
+    """A trained network, images to calibrate on, and images to validate and to score with their classes in float.
+    The metric of the searches is the share of the images for validation that get the expected class."""
 
     model: nn.Module
     calibration: torch.Tensor
@@ -58,6 +63,7 @@ class Task:
     labels: torch.Tensor
     classes: torch.Tensor
     unseen_classes: torch.Tensor
+    expected: torch.Tensor
 
     @staticmethod
     def of(network: str, arguments: argparse.Namespace) -> Task:
@@ -67,9 +73,11 @@ class Task:
         resized = networks.for_imagenet if network == "efficientnet_lite0" else torch.Tensor.contiguous
         first, last = arguments.validation, arguments.validation + arguments.unseen
         parts = resized(images[:first]), resized(images[first:last])
-        found = (classes(model, part) for part in parts)
-        labels = labels[first:last] if network != "efficientnet_lite0" else torch.empty(0)
-        return Task(model, resized(seen[: arguments.images]), *parts, labels, *found)
+        found = [classes(model, part) for part in parts]
+        known = network != "efficientnet_lite0"
+        expected = labels[:first] if arguments.metric == "labels" and known else found[0]
+        labels = labels[first:last] if known else torch.empty(0)
+        return Task(model, resized(seen[: arguments.images]), *parts, labels, *found, expected)
 
 
 def classes(run: Callable, images: torch.Tensor, size: int = 64) -> torch.Tensor:
@@ -93,14 +101,15 @@ def nncf_search(network: str, arguments: argparse.Namespace) -> dict[str, Any]:
     folder = arguments.folder
     begin = time.perf_counter()
     file = onnx_file(task.model, (task.calibration[:1],), folder)
-    items = list(zip(task.validation.split(1), task.classes.tolist(), strict=True))
+    items = list(zip(task.validation.split(1), task.expected.tolist(), strict=True))
 
     def validate(compiled: Any, chosen: Any) -> tuple[float, list]:
-        request, results, hits = compiled.create_infer_request(), [], []
-        for image, expected in chosen:
-            result = request.infer([image.numpy()])[0].copy()
-            hits.append(float(result.argmax() == expected))
-            results.append([result])
+        request, results, hits, listed = compiled.create_infer_request(), [], [], list(chosen)
+        for start in range(0, len(listed), BATCH):
+            images, expected = zip(*listed[start : start + BATCH], strict=True)
+            found = request.infer([torch.cat(images).numpy()])[0].copy()
+            hits += (found.argmax(1) == expected).astype(float).tolist()
+            results += [[one] for one in np.split(found, len(found))]
         calls["images"] += len(hits)
         return sum(hits) / len(hits), results if arguments.logits else hits
 
@@ -109,8 +118,10 @@ def nncf_search(network: str, arguments: argparse.Namespace) -> dict[str, Any]:
     checked = nncf.Dataset(items, lambda item: named_arrays(item[:1]))
     options = {"subset_size": len(task.calibration)}
     source = ov.Core().read_model(file)
+    source.reshape([-1, *task.calibration.shape[1:]])  # to validate in batches
     found = nncf.quantize_with_accuracy_control(source, data, checked, validate, max_drop=arguments.max_drop, **options)
     taken = time.perf_counter() - begin
+    found.reshape([1, *task.calibration.shape[1:]])
     ov.save_model(found, folder / f"{network}.nncf.xml", compress_to_fp16=False)
     plain = nncf.quantize(ov.Core().read_model(file), data, **options)
     ov.save_model(plain, folder / f"{network}.nncf_int8.xml", compress_to_fp16=False)
@@ -133,12 +144,13 @@ def intaglio_search(network: str, arguments: argparse.Namespace) -> dict[str, An
     torch.set_num_threads(arguments.threads)
     task, calls = Task.of(network, arguments), Counter()
 
-    def evaluate(model: Any) -> float:
+    def evaluate(model: Any) -> torch.Tensor:
         calls["all"] += 1
-        return share(classes(model, task.validation), task.classes)
+        return classes(model, task.validation) == task.expected
 
     begin = time.perf_counter()
-    limits = {"max_drop": arguments.max_drop, "relative": False, "evaluations": arguments.evaluations}
+    limits = {"max_drop": arguments.max_drop, "relative": False, "confidence": arguments.confidence}
+    limits["evaluations"] = arguments.evaluations
     options = {"budget": arguments.minutes, "journal": arguments.folder / f"{network}.jsonl", "progress": False}
     data = [(part,) for part in task.calibration.split(64)]
     found = intaglio.search(task.model, data, evaluate, **limits, **options)
@@ -161,11 +173,11 @@ def scores(network: str, arguments: argparse.Namespace) -> dict[str, dict[str, A
     """Return the scores of the models of all engines."""
     torch.set_num_threads(arguments.threads)
     task, results = Task.of(network, arguments), {}
-    for engine in ENGINES:
-        run = loaded(engine, network, arguments)
+    for engine in ("float", *ENGINES):
+        run = task.model if engine == "float" else loaded(engine, network, arguments)
         found = classes(run, task.unseen, 1)
         results[engine] = {
-            "validation": 100 * share(classes(run, task.validation, 1), task.classes),
+            "validation": 100 * share(classes(run, task.validation, 1), task.expected),
             "agreement": 100 * share(found, task.unseen_classes),
             "top1": 100 * share(found, task.labels) if len(task.labels) else None,
         }
@@ -214,9 +226,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for models and journals")
     parser.add_argument("--networks", default="cifar_resnet20,cifar_resnet56")
     parser.add_argument("--max-drop", type=float, default=0.005, help="accepted share of images with another class")
+    parser.add_argument("--metric", choices=("labels", "classes"), default="classes", help="classes of the float model")
     parser.add_argument("--images", type=int, default=256, help="to calibrate on")
-    parser.add_argument("--validation", type=int, default=2000, help="images that the searches ask about")
-    parser.add_argument("--unseen", type=int, default=8000, help="images to score")
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the search of intaglio")
+    parser.add_argument("--validation", type=int, default=5000, help="images that the searches ask about")
+    parser.add_argument("--unseen", type=int, default=5000, help="images to score")
     parser.add_argument("--minutes", type=float, default=2.0, help="of each search of intaglio")
     parser.add_argument("--evaluations", type=int, default=24)
     parser.add_argument("--logits", action="store_true")
@@ -237,7 +251,7 @@ def main() -> None:
             print(network, step, searches[step])
         if "times" in arguments.steps.split(","):
             found, engines = timed(network, arguments), searches.pop("scores")
-            scored = {engine: found[engine] | engines[engine] for engine in ENGINES}
+            scored = {engine: found.get(engine, {}) | figures for engine, figures in engines.items()}
             results[network] = {"searches": searches, "idle": found["idle"], **scored}
             print(network, json.dumps(results[network], indent=1))
     if results:

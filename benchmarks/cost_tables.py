@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from zoo_tables import NOTHING, Line, Table
@@ -70,6 +71,8 @@ HARD = {
     "torchao": "torchao and Inductor",
 }
 AWARE = {"intaglio": ("intaglio",), "nncf": ("nncf", "nncf_default")}
+AWARE_METRICS = {"labels": "top1", "classes": "agreement"}
+"""Metrics of accuracy-aware searches -> the score of unseen images that corresponds to each."""
 AWARE_TITLES = {"intaglio": "`intaglio.search`", "nncf": "NNCF, run by OpenVINO"}
 
 
@@ -201,18 +204,20 @@ def _reached(figures: Line) -> str:
 
 def accuracy_aware(lines: Iterable[Line]) -> Table:
     """Return what NNCF's accuracy control and the search find on trained networks, from the newest line of each network
-    that was timed on an idle machine."""
-    found: dict[str, Line] = {}
+    and metric that was timed on an idle machine."""
+    found: dict[tuple[str, str], Line] = {}
     for line in lines:
-        found |= {name: one for name, one in line["results"].items() if name in TRAINED and one["idle"]}
+        metric = line["arguments"].get("metric")
+        found |= {(name, metric): one for name, one in line["results"].items() if name in TRAINED and one["idle"]}
     rows = []
-    for name, title in TRAINED.items():
-        for search, engines in AWARE.items() if name in found else ():
-            figures, cost = found[name], found[name]["searches"][search]
+    for name, metric in itertools.product(TRAINED, AWARE_METRICS):
+        for search, engines in AWARE.items() if (name, metric) in found else ():
+            figures, cost = found[name, metric], found[name, metric]["searches"][search]
             best = figures[engines[0]]
             times = " / ".join(f"{figures[engine]['best_ms']:.3f}" for engine in engines)
-            accuracy = (f"{best[key]:.2f} %" for key in ("validation", "agreement"))
+            accuracy = (f"{best[key]:.2f} %" for key in ("validation", AWARE_METRICS[metric]))
             duration = f"{cost['seconds']:.0f} s"
-            rows.append((title if search == "intaglio" else "", AWARE_TITLES[search], *accuracy, times, duration))
-    head = ("network", "search", "same class, validation", "same class, unseen", "ms a call", "duration of the search")
+            begin = (TRAINED[name], metric) if search == "intaglio" else ("", "")
+            rows.append((*begin, AWARE_TITLES[search], *accuracy, times, duration))
+    head = ("network", "metric", "search", "validation", "unseen", "ms a call", "duration of the search")
     return head, rows

@@ -84,7 +84,9 @@ def as_many_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models run on one thread, whatever PyTorch is told; in tests they share their steps like large ones."""
     from intaglio.runtime import threads
 
-    monkeypatch.setattr(threads, "thread_counts", lambda program, symbols, allowed: (allowed,) * program.segments)
+    monkeypatch.setattr(
+        threads, "thread_counts", lambda program, symbols, allowed, delay: (allowed,) * program.segments
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intaglio.mixed_precision.group_latencies import differences, time_by_group
+from intaglio.mixed_precision import group_latencies
+from intaglio.mixed_precision.group_latencies import differences, program_times, time_by_group
 from intaglio.mixed_precision.precision_groups import OperatorGroup
 
 
@@ -39,3 +40,16 @@ def test_differences_add_up_to_that_of_the_program(times, data):
 def test_a_conversion_beside_a_changed_group_counts_for_it():
     before, after = [1, 1, 1, 1, 1, 1], [1, 5, 1, 1, 2, 7]
     assert differences([1, 4], before, after) == [4, 7]
+
+
+def test_the_median_of_blocks_counts_and_not_the_least_call(monkeypatch):
+    """Blocks whose calls compete with threads of PyTorch are the usual ones."""
+
+    def alternate(runs):
+        assert [*runs] == ["call 0", "call 1", "steps 0", "steps 1"]
+        blocks = {"call": {"": [1e3, 9e3, 9e3]}, "steps": {"0": [1e3, 7e3, 7e3], "1": [2e3, 2e3, 2e3]}}
+        return {name: blocks[name.split()[0]] for name in runs}
+
+    monkeypatch.setattr(group_latencies, "alternate", alternate)
+    found = program_times([None, None], ((), {}), with_steps=True)
+    assert [(one.call_ms, one.steps_ms) for one in found] == [(9, (7, 2))] * 2

@@ -242,7 +242,8 @@ ODD = {
     "returned None": lambda m: None,
     "returned nan": lambda m: float("nan"),
     "returned 'good'": lambda m: "good",
-    "a tensor of shape (3,)": lambda m: torch.ones(3),
+    "a tensor of shape (3, 2)": lambda m: torch.ones(3, 2),
+    "an array of 2 numbers that are not all finite": lambda m: np.array([1.0, np.nan]),
     "raised ZeroDivisionError": lambda m: 1 / 0,
     "returned (1+2j)": lambda m: 1 + 2j,
 }
@@ -278,6 +279,7 @@ def test_a_failing_metric_function_names_the_trial():
         ({"max_latency": 0}, "max_latency"),
         ({"max_size": float("inf")}, "max_size"),
         ({"minimize": "macs"}, "minimize"),
+        ({"confidence": 1.0}, "confidence"),
     ],
 )
 def test_an_invalid_objective_is_refused(options, problem):

@@ -108,3 +108,20 @@ def test_calls_use_the_chosen_number_of_threads(monkeypatch, cores, many_threads
     many_threads(1)
     assert_same(model(x), two)
     assert found == [2, 1, 1]
+
+
+def test_threads_that_begin_later_get_longer_work_only():
+    assert [replace(cost(2e-4), delay=delay).threads(2) for delay in (0.0, 3e-4)] == [2, 1]
+    assert replace(cost(2e-3), delay=3e-4).threads(2) == 2
+
+
+@pytest.mark.parametrize(("skip", "threads"), [([], 2), (["2"], 1)])
+def test_segments_beside_float_layers_share_only_long_work(monkeypatch, cores, skip, threads):
+    """PyTorch's threads compete with those of the program."""
+    cores(2)
+    monkeypatch.setattr("intaglio.runtime.threads.thread_counts", thread_counts)
+    monkeypatch.setattr("intaglio.runtime.program_module.ISLAND_DELAY_SECONDS", 3600.0)
+    net = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).eval()
+    x = torch.randn(1, 16, 32, 32)
+    model = intaglio.quantize(net, [x], skip=skip, progress=False)
+    assert max(model._plan_for([x]).thread_counts(2)) == threads

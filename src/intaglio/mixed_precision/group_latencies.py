@@ -5,21 +5,18 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from intaglio.mixed_precision.precision_groups import OperatorGroup
+from intaglio.reporting.timing.measure_speed import CALL, Timer, alternate, updates_inputs, whole_call
 from intaglio.runtime import QuantizedModel
 
 TimedCall = tuple[tuple[Any, ...], Mapping[str, Any]]
-TIMING_ROUNDS = range(8, 200)
-"""Rounds of a measurement, in each of which every program runs once: at least the first number, then until
-`MEASURE_SECONDS` per program are over or the last number is reached."""
-MEASURE_SECONDS = 0.5
 INTERLEAVED = 3
 """Number of programs for a candidate. Neighbouring groups change in different programs, so that the steps between them
 that convert values are counted for the group that needs them."""
@@ -29,43 +26,56 @@ STEP_SCALES = (0.25, 2.0)
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """Least times of a program.
+    """Times of a program: medians of the medians of blocks of calls.
 
     Attributes:
         call_ms: milliseconds of a call.
-        steps_ms: milliseconds of each step while steps are timed.
+        steps_ms: milliseconds of each step while steps are timed; empty if they are not.
     """
 
     call_ms: float
-    steps_ms: tuple[float, ...]
+    steps_ms: tuple[float, ...] = ()
 
 
 def program_times(
-    programs: Sequence[QuantizedModel], call: TimedCall, seconds: float = MEASURE_SECONDS
+    programs: Sequence[QuantizedModel], call: TimedCall, *, with_steps: bool = False
 ) -> list[ProgramTimes]:
-    """Return the least times of programs. They alternate, so that a slow moment of the machine affects all of them.
+    """Return the times of programs, measured in blocks of calls that alternate, so that a slow moment of the machine
+    affects all of them.
+
+    A block repeats calls of one program, as an application does. Threads of PyTorch that still spin behind the float
+    islands of one call then take time from the next call, which the least time of single calls would not show.
 
     Args:
         programs: the programs.
         call: arguments of a call.
-        seconds: time for each program.
+        with_steps: whether to time steps too.
     """
     args, kwargs = call
-    calls = [math.inf] * len(programs)
-    steps = [[math.inf] * len(program.artifact.program.steps) for program in programs]
-    end = time.perf_counter() + seconds * len(programs)
-    with torch.no_grad():
-        for index in range(TIMING_ROUNDS.stop):
-            if index >= TIMING_ROUNDS.start and time.perf_counter() > end:
-                break
-            for place, program in enumerate(programs):
-                program(*args, **kwargs)  # caches hold what the program before read
-                begin = time.perf_counter_ns()
-                program(*args, **kwargs)
-                calls[place] = min(calls[place], (time.perf_counter_ns() - begin) / 1e6)
-                taken = program.step_times(*args, **kwargs)
-                steps[place] = [min(old, new / 1e6) for old, new in zip(steps[place], taken, strict=True)]
-    return [ProgramTimes(one, tuple(times)) for one, times in zip(calls, steps, strict=True)]
+    runs = {
+        f"call {place}": whole_call(program, args, kwargs, copies=updates_inputs(program))
+        for place, program in enumerate(programs)
+    }
+    if with_steps:
+        runs |= {f"steps {place}": _step_timer(program, call) for place, program in enumerate(programs)}
+    medians = {
+        name: {key: median(blocks) / 1e3 for key, blocks in found.items()} for name, found in alternate(runs).items()
+    }
+    return [
+        ProgramTimes(medians[f"call {place}"][CALL], tuple(medians.get(f"steps {place}", {}).values()))
+        for place in range(len(programs))
+    ]
+
+
+def _step_timer(program: QuantizedModel, call: TimedCall) -> Timer:
+    """Return a timer of the steps of a program, by their index."""
+    args, kwargs = call
+
+    def timed() -> Mapping[str, float]:
+        with torch.no_grad():
+            return {str(index): taken / 1e3 for index, taken in enumerate(program.step_times(*args, **kwargs))}
+
+    return timed
 
 
 def time_by_group(paths: Sequence[str], times: Sequence[float], groups: Sequence[OperatorGroup]) -> list[float]:
@@ -120,7 +130,7 @@ def measured_differences(
         groups: all groups with one kernel, in execution order.
         indices: the changed ones, ascending; if empty, another group is changed, whose difference is that of the call.
     """
-    before, after = program_times([base, changed], call)
+    before, after = program_times([base, changed], call, with_steps=bool(indices))
     whole = after.call_ms - before.call_ms
     if not indices:
         return [whole]
@@ -143,5 +153,5 @@ def relative_ms(base: QuantizedModel, model: QuantizedModel, call: TimedCall, ba
         call: arguments of the timed call.
         base_ms: milliseconds of the base.
     """
-    before, after = program_times([base, model], call, 2 * MEASURE_SECONDS)
+    before, after = program_times([base, model], call)
     return base_ms * after.call_ms / before.call_ms

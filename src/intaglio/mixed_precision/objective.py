@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
-import numpy as np
 import torch
 
 from intaglio.errors import InputError, did_you_mean
 from intaglio.mixed_precision.assignment_problem import Quantity
+from intaglio.mixed_precision.metric import Metric
 
 DEFAULT_DROP = 0.01
 WITHOUT_GENERATE = (
@@ -28,13 +29,14 @@ class Objective:
     """The metric, what it may lose, and the limits.
 
     Attributes:
-        evaluate: function of a model that returns its metric, higher for better.
+        evaluate: function of a model that returns its metric, higher for better, or one for each sample.
         max_drop: largest accepted loss of the metric, as a fraction of the float model's or, without ``relative``, as
             an absolute difference; ``None`` to maximize the metric within the limits.
         relative: whether ``max_drop`` is a fraction.
         max_latency: largest accepted latency of a call in milliseconds.
         max_size: largest accepted size of a saved file in megabytes.
         minimize: what is minimized while the metric is kept, "latency" or "size".
+        confidence: probability with which the chosen model keeps the metric on other samples of the same kind.
     """
 
     evaluate: Evaluate
@@ -43,6 +45,7 @@ class Objective:
     max_latency: float | None = None
     max_size: float | None = None
     minimize: str = Quantity.LATENCY.value
+    confidence: float = 0.95
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate):
@@ -63,6 +66,9 @@ class Objective:
         if self.minimize not in MINIMIZED:
             problem = f"{self.minimize!r} cannot be minimized; allowed are 'latency' and 'size'"
             raise InputError("minimize", None, problem, remedy=did_you_mean(self.minimize, MINIMIZED))
+        if not 0.5 <= self.confidence < 1:
+            problem = f"it is {self.confidence}, but must be at least 0.5 and below 1"
+            raise InputError("confidence", None, problem, remedy="pass confidence=0.95, or 0.5 for no margin")
         if self.max_drop is None and not self.limits:
             object.__setattr__(self, "max_drop", DEFAULT_DROP)
 
@@ -95,7 +101,22 @@ class Objective:
             return -math.inf
         return baseline - self.max_drop * (abs(baseline) if self.relative else 1.0)
 
-    def metric_of(self, model: Any, name: str) -> float:
+    def margin(self, standard_error: float | None, tries: int) -> float:
+        """Return by how much a metric must exceed the lowest accepted one.
+
+        A model that was chosen because its metric is high enough has a metric that is too high by chance, the more so
+        the more models were tried. With this margin, the probability that any of them is accepted although it does not
+        keep the metric is at most one minus the confidence, for normally distributed means.
+
+        Args:
+            standard_error: standard error of the metric's difference from the float model's; ``None`` if it is unknown.
+            tries: largest number of models that are tried.
+        """
+        if standard_error is None or self.confidence == 0.5:
+            return 0.0
+        return NormalDist().inv_cdf(1 - (1 - self.confidence) / tries) * standard_error
+
+    def metric_of(self, model: Any, name: str) -> Metric:
         """Return the metric of a model.
 
         Args:
@@ -103,7 +124,7 @@ class Objective:
             name: its name in error messages.
 
         Raises:
-            InputError: the function fails or does not return one finite number.
+            InputError: the function fails or returns neither a finite number nor a vector of them.
         """
         try:
             with torch.no_grad():
@@ -112,15 +133,4 @@ class Objective:
             problem = f"it raised {type(error).__name__} for {name}: {error}"
             generates = isinstance(error, AttributeError) and error.name == "generate"
             raise InputError("evaluate", None, problem, remedy=WITHOUT_GENERATE if generates else None) from error
-        number = _number(found)
-        if number is None or not math.isfinite(number):
-            shown = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-            remedy = "return one finite number, where higher is better; for a loss, return its negative"
-            raise InputError("evaluate", None, f"it returned {shown} for {name}", remedy=remedy)
-        return number
-
-
-def _number(found: Any) -> float | None:
-    if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
-        return float(found.item()) if math.prod(found.shape) == 1 and np.isrealobj(found) else None
-    return float(found) if isinstance(found, (int, float)) else None
+        return Metric.of(found, name)

@@ -49,6 +49,7 @@ def search(
     max_latency: float | None = None,
     max_size: float | None = None,
     minimize: str = "latency",
+    confidence: float = 0.95,
     budget: float = 10.0,
     evaluations: int = 20,
     candidates: Mapping[str, Any] | None = None,
@@ -75,13 +76,17 @@ def search(
         model: the float model, which is not changed.
         data: an iterable of batches. A function that runs the model is refused, because errors are measured on batches.
         evaluate: a function that takes a model, either the float model or an int8 model, and returns one finite number,
-            higher for better. It is called without gradients, with the float model first.
+            higher for better, or a vector with a number for each sample, such as 1 for a correct class and 0 for a
+            wrong one, whose mean is the metric. It is called without gradients, with the float model first.
         max_drop: the largest accepted loss of the metric, as a fraction of the float model's metric (default: 0.01, or
             without a bound if there is a limit).
         relative: if ``False``, ``max_drop`` is an absolute difference.
         max_latency: the largest accepted latency in milliseconds per call.
         max_size: the largest accepted size in megabytes of the saved model without its compiled program.
         minimize: what is minimized where ``max_drop`` is kept, "latency" or "size".
+        confidence: if ``evaluate`` returns a number for each sample, the probability with which the chosen model keeps
+            ``max_drop`` on other samples of the same kind, however many models are tried; 0.5 asks only for
+            ``max_drop`` on the samples of ``evaluate``.
         budget: minutes. Measurements of groups take half of them at most; the groups that are not measured keep what
             the recipe says. The model that `quantize` returns is evaluated in any case.
         evaluations: the largest number of calls of ``evaluate``, the one with the float model included.
@@ -105,15 +110,15 @@ def search(
         `quantize` with the recipe.
 
     Raises:
-        InputError: SciPy is not installed, ``evaluate`` fails or does not return one finite number, ``data`` is a
-            function, or the journal belongs to another search.
+        InputError: SciPy is not installed, ``evaluate`` fails or returns neither a finite number nor a vector of them,
+            ``data`` is a function, or the journal belongs to another search.
 
     Examples:
         >>> found = intaglio.search(model, batches, evaluate=lambda m: accuracy(m, test_set), max_drop=0.005)
         >>> found.model.save("model.int8")
     """
     refuse_quantized(model)
-    objective = Objective(evaluate, max_drop, relative, max_latency, max_size, minimize)
+    objective = Objective(evaluate, max_drop, relative, max_latency, max_size, minimize, confidence)
     options = SearchOptions(budget, evaluations, candidates, journal, timed_call, isa)
     quantizer = quantizer or Quantizer()
     captured, _, data = capture_model(model, data, example_inputs, dynamic_shapes)

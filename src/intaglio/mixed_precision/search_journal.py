@@ -11,7 +11,7 @@ from typing import Any
 from intaglio import config
 from intaglio.errors import MALFORMED, ArtifactError, InputError
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 JOURNAL_NAME = "intaglio search"
 
 

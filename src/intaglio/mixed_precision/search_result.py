@@ -37,6 +37,8 @@ class SearchResult:
             for a model that was searched with the default recipe.
         baseline: metric of the float model.
         floor: lowest accepted metric; minus infinity if the search maximizes it.
+        confidence: probability with which the metric on other samples is not below it, if the metric function returns a
+            number for each sample.
         limits: largest accepted latency in milliseconds and size in megabytes, where given.
         cost: quantity beside the metric in the front, "latency" or "size".
         trials: all trials in order. The first is the model that `quantize` returns.
@@ -57,6 +59,7 @@ class SearchResult:
     chosen: SearchTrial
     seconds: float = field(default=0.0, compare=False)
     interrupted: bool = False
+    confidence: float | None = None
 
     @property
     def reached(self) -> bool:
@@ -86,6 +89,7 @@ class SearchResult:
         return {
             "baseline": self.baseline,
             "floor": self.floor if self.floor > float("-inf") else None,
+            "confidence": self.confidence,
             "limits": {**self.limits},
             "cost": self.cost,
             "reached": self.reached,
@@ -151,6 +155,8 @@ class SearchResult:
 
     def _heading(self) -> str:
         target = f"accepted from {self.floor:.6g} on" if self.floor > float("-inf") else "to be as high as possible"
+        if self.floor > float("-inf") and self.confidence is not None:
+            target += f" with a confidence of {100 * self.confidence:g} %"
         units = {"latency": "ms", "size": "MB"}
         limits = "".join(f", {name} at most {limit:g} {units[name]}" for name, limit in self.limits.items())
         return f"metric of the float model: {self.baseline:.6g}; {target}{limits}"
@@ -175,4 +181,4 @@ def _setting_text(setting: Setting | None) -> str:
 
 def _line(cells: tuple[str, ...]) -> str:
     metric, latency, size, macs, verdict, changes = cells
-    return f"{metric:>12} {latency:>12} {size:>10} {macs:>10} {verdict:>9}  {changes}"
+    return f"{metric:>16} {latency:>12} {size:>10} {macs:>10} {verdict:>9}  {changes}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from intaglio import build
@@ -19,6 +20,7 @@ from intaglio.mixed_precision.assignment_problem import AssignmentProblem, Choic
 from intaglio.mixed_precision.group_errors import model_error
 from intaglio.mixed_precision.group_latencies import TimedCall, program_times, relative_ms
 from intaglio.mixed_precision.group_measurements import GroupMeasurements, Isas, TimeBudget
+from intaglio.mixed_precision.metric import Metric
 from intaglio.mixed_precision.objective import Objective
 from intaglio.mixed_precision.precision_groups import UNCHANGED, Assignment, changed_quantizer, entries_of
 from intaglio.mixed_precision.search_journal import SearchJournal
@@ -59,7 +61,7 @@ class SearchRun:
         budget: the minutes.
         evaluations: largest number of calls of the metric, the one with the float model included.
         trials: trials in order.
-        baseline: metric of the float model.
+        exact_metric: metric of the float model.
         base: program of the recipe without changes.
         base_ms: its latency in milliseconds, if latencies count.
         best: the best trial, its model and its reference, where they are still known.
@@ -77,7 +79,7 @@ class SearchRun:
     trials: list[SearchTrial] = field(default_factory=list)
     measurements: GroupMeasurements | None = None
     problem: AssignmentProblem | None = None
-    baseline: float = math.nan
+    exact_metric: Metric = field(default_factory=lambda: Metric(math.nan))
     base: QuantizedModel | None = None
     base_ms: float | None = None
     best: tuple[SearchTrial, QuantizedModel | None, Reference | None] | None = None
@@ -85,14 +87,19 @@ class SearchRun:
     @property
     def floor(self) -> float:
         """Return the lowest accepted metric."""
-        return self.objective.floor(self.baseline)
+        return self.objective.floor(self.exact_metric.value)
 
     def start(self) -> None:
         """Evaluate the float model and the model without changes."""
         known = self.journal.known("float", "")
-        self.baseline = self.objective.metric_of(self.exact, "the float model") if known is None else known["metric"]
         if known is None:
-            self.journal.add("float", "", metric=self.baseline)
+            self.exact_metric = self.objective.metric_of(self.exact, "the float model")
+            samples = self.exact_metric.samples
+            values = {} if samples is None else {"samples": samples.tolist()}
+            self.journal.add("float", "", metric=self.exact_metric.value, **values)
+        else:
+            samples = np.array(known["samples"]) if "samples" in known else None
+            self.exact_metric = Metric(known["metric"], samples)
         self.base = build.compile(requantize(self.pool.base), isa=self.isa)
         self.base.kept_attributes = KeptAttributes.of(self.exact)
         if self.objective.with_latency:
@@ -138,7 +145,7 @@ class SearchRun:
         return self._keep(values, assignment, model, reference)
 
     def _measured(self, model: QuantizedModel, assignment: Assignment) -> dict[str, Any]:
-        """Return metric, latency, size, error and share in int8 of a model."""
+        """Return metric, latency, size, error, share in int8 and standard error of a model."""
         listed = ", ".join(f"{selector} as {name}" for selector, name in assignment.items()) or "nothing"
         metric = self.objective.metric_of(model, f"the int8 model with {listed} changed")
         latency = self.base_ms
@@ -146,7 +153,8 @@ class SearchRun:
             assert self.base is not None
             latency = relative_ms(self.base, model, self.call, self.base_ms)
         error = model_error(self.pool.captured, model, self.calls)
-        values = metric, latency, saved_megabytes(model), error, model.coverage.macs
+        deviation = metric.standard_error(self.exact_metric)
+        values = metric.value, latency, saved_megabytes(model), error, model.coverage.macs, deviation
         return dict(zip(RECORDED, values, strict=True))
 
     def _keep(
@@ -158,7 +166,8 @@ class SearchRun:
     ) -> SearchTrial:
         limits = self.objective.limits
         kept = {Quantity.LATENCY: values["latency_ms"], Quantity.SIZE: values["size_mb"]}
-        accepted = values["metric"] >= self.floor and all(kept[name] <= most for name, most in limits.items())
+        margin = self.objective.margin(values["standard_error"], self.evaluations - 1)
+        accepted = values["metric"] - margin >= self.floor and all(kept[name] <= most for name, most in limits.items())
         predicted = self._predicted(assignment)
         trial = SearchTrial(dict(assignment), accepted=accepted, **values, **predicted)
         self.trials.append(trial)
@@ -320,7 +329,7 @@ class SearchRun:
         return sorted(rates, key=lambda selector: (rates[selector], selector))
 
 
-RECORDED = ("metric", "latency_ms", "size_mb", "error", "macs")
+RECORDED = ("metric", "latency_ms", "size_mb", "error", "macs", "standard_error")
 """Fields of a trial that its record in the journal has."""
 
 

@@ -118,7 +118,7 @@ def _result(run: SearchRun, interrupted: bool, seconds: float) -> SearchResult:
         reference,
         quantizer.recipe.with_parameters(reference.parameters),
         changes,
-        run.baseline,
+        run.exact_metric.value,
         run.floor,
         {str(name): limit for name, limit in run.objective.limits.items()},
         str(run.objective.cost),
@@ -126,12 +126,17 @@ def _result(run: SearchRun, interrupted: bool, seconds: float) -> SearchResult:
         chosen,
         seconds,
         interrupted,
+        None if run.exact_metric.samples is None else run.objective.confidence,
     )
     if not found.reached and not interrupted:
         target = "keeps the limits" if run.objective.max_drop is None else f"reaches the metric {run.floor:.6g}"
         target += " within the limits" if run.objective.limits and run.objective.max_drop is not None else ""
         best = f"the best of {len(run.trials)} trials has {chosen.metric:.6g}"
-        advice = "A larger budget, more evaluations, a larger max_drop or limit, or another recipe may help"
+        if chosen.standard_error:
+            target += f" with a confidence of {100 * run.objective.confidence:g} %"
+            best += f" with a standard error of {chosen.standard_error:.2g}"
+        more = "more samples in evaluate, " if chosen.standard_error else ""
+        advice = f"A larger budget, more evaluations, a larger max_drop or limit, {more}or another recipe may help"
         warnings.warn(f"search: no trial {target}; {best}. {advice}", stacklevel=7)
     return found
 

@@ -23,6 +23,8 @@ class SearchTrial:
         predicted_ms: latency that was predicted from its groups.
         predicted_error: error that was predicted from its groups.
         macs: share of multiply-accumulates in int8, from 0 to 1.
+        standard_error: standard error of the metric's difference from the float model's; ``None`` if it is unknown,
+            because the metric function returns one number.
     """
 
     assignment: Mapping[str, str]
@@ -34,6 +36,7 @@ class SearchTrial:
     predicted_ms: float | None = None
     predicted_error: float | None = None
     macs: float = 1.0
+    standard_error: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -56,7 +59,8 @@ class SearchTrial:
     def cells(self) -> tuple[str, ...]:
         """Return metric, latency, size, share of MACs in int8, verdict and changes as text."""
         latency = "" if self.latency_ms is None else f"{self.latency_ms:.3f} ms"
-        numbers = f"{self.metric:.6g}", latency, f"{self.size_mb:.2f} MB", f"{100 * self.macs:.1f} %"
+        deviation = "" if self.standard_error is None else f" +-{self.standard_error:.1g}"
+        numbers = f"{self.metric:.6g}{deviation}", latency, f"{self.size_mb:.2f} MB", f"{100 * self.macs:.1f} %"
         return (*numbers, self.verdict, self.changes)
 
     def to_dict(self) -> dict[str, Any]:

@@ -161,10 +161,17 @@ class CallPlan:
         input_shapes: shape of every external tensor that the program reads.
     """
 
-    def __init__(self, sizes: SizeEvaluator, symbols: dict[str, int]) -> None:
+    def __init__(self, sizes: SizeEvaluator, symbols: dict[str, int], delay: float = 0.0) -> None:
+        """Plan a call.
+
+        Args:
+            sizes: evaluates the sizes that depend on dynamic dimensions.
+            symbols: sizes of the dynamic dimensions.
+            delay: seconds by which threads begin a segment later; see `threads.ISLAND_DELAY_SECONDS`.
+        """
         found = sizes.shapes(symbols)
         externals, count = sizes.externals, len(sizes.externals)
-        self.artifact, self.symbols = sizes.artifact, symbols
+        self.artifact, self.symbols, self.delay = sizes.artifact, symbols, delay
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
@@ -187,7 +194,9 @@ class CallPlan:
         """Return the number of threads for every segment if at most ``allowed`` may be used."""
         found = self._thread_counts.get(allowed)
         if found is None:
-            found = self._thread_counts[allowed] = threads.thread_counts(self.artifact.program, self.symbols, allowed)
+            program = self.artifact.program
+            found = threads.thread_counts(program, self.symbols, allowed, self.delay)
+            self._thread_counts[allowed] = found
         return found
 
 

@@ -34,6 +34,7 @@ from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, input_tensors
 from intaglio.runtime.saved.saved_libraries import Library
 from intaglio.runtime.segment_values import segments_of
+from intaglio.runtime.threads import ISLAND_DELAY_SECONDS
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
@@ -270,7 +271,7 @@ class ProgramModule(ModelWithAttributes):
         """Return the plan for these sizes of the dynamic dimensions."""
         if self._size_evaluator is None:
             self._size_evaluator = SizeEvaluator(self.artifact, self.graph, self.island_dims)
-        return CallPlan(self._size_evaluator, symbols)
+        return CallPlan(self._size_evaluator, symbols, ISLAND_DELAY_SECONDS * self.coverage.has_float_layers)
 
     @with_memory_errors
     def _run(

@@ -1,6 +1,7 @@
 """Thread counts: a cost model of the segments of a program, and the fewest threads that come close to the best time.
 
-    time(threads) = start + sum over steps of (step + work / rate / threads as far as its units divide) + barriers
+    time(threads) = start + delay + barriers
+                    + sum over steps of (step + work / rate / threads as far as its units divide)
 
 The constants were measured on two cores of an AMD EPYC (family 25, 2.6 GHz); benchmarks/scale.py compares predictions
 and measurements. Nothing is timed at run time, and results do not depend on the number of threads.
@@ -41,6 +42,11 @@ START_SECONDS = 5e-6
 """Seconds until the other threads work: 0.2e-6 while they still spin for the next call, 30e-6 to 200e-6 once they
 sleep."""
 
+ISLAND_DELAY_SECONDS = 300e-6
+"""Seconds by which the other threads begin later in a program whose float islands have layers. They sleep while PyTorch
+computes an island, and PyTorch's threads then spin on their cores for milliseconds. Measured as 120e-6 to 320e-6 per
+segment in MobileNetV3 and MiniLM with 10 to 49 islands, on two cores of a Xeon with AMX."""
+
 BARRIER_SECONDS, BARRIER_SECONDS_PER_THREAD = 0.08e-6, 0.04e-6
 """Seconds of a barrier, and for each thread that waits at it. Two threads were measured (0.05e-6 without work in
 between, 0.15e-6 for cache line transfer and late arrival); the increase is an estimate for cores of one socket."""
@@ -61,18 +67,21 @@ class SegmentCost:
         seconds: f64[steps], time of each step on one thread.
         units: f64[steps], number of units that each step can be divided into.
         barriers: number of barriers between the steps.
+        delay: seconds by which the other threads begin later than `START_SECONDS`.
     """
 
     seconds: np.ndarray
     units: np.ndarray
     barriers: int
+    delay: float = 0.0
 
     def times(self, most: int) -> np.ndarray:
         """Return the predicted seconds with 1 to ``most`` threads, f64[most]."""
         counts = np.arange(1, most + 1)
         largest = np.ceil(self.units / counts[:, None]) / self.units
         shared = (self.seconds * largest).sum(1) + STEP_SECONDS * len(self.seconds)
-        others = START_SECONDS + self.barriers * (BARRIER_SECONDS + BARRIER_SECONDS_PER_THREAD * counts)
+        begin = START_SECONDS + self.delay
+        others = begin + self.barriers * (BARRIER_SECONDS + BARRIER_SECONDS_PER_THREAD * counts)
         return shared + np.where(counts > 1, others, 0)
 
     def time(self, threads: int) -> float:
@@ -93,13 +102,14 @@ class _CostExpressions:
         evaluate: function of the dynamic dimensions that returns MACs, bytes and units of every step.
         segments: indices of the steps of every segment.
         barriers: number of barriers of every segment.
-        chosen: numbers of threads of every segment, by the largest number and the rounded dynamic dimensions.
+        chosen: numbers of threads of every segment, by the largest number, the delay and the rounded sizes of dynamic
+            dimensions.
     """
 
     evaluate: Callable[..., tuple[int, ...]]
     segments: tuple[np.ndarray, ...]
     barriers: tuple[int, ...]
-    chosen: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    chosen: dict[tuple[float, ...], tuple[int, ...]] = field(default_factory=dict)
 
 
 _EXPRESSIONS: WeakKeyDictionary[Program, _CostExpressions] = WeakKeyDictionary()
@@ -123,20 +133,20 @@ def _expressions_of(program: Program) -> _CostExpressions:
     return found
 
 
-def segment_costs(program: Program, symbols: Mapping[str, int]) -> list[SegmentCost]:
-    """Return the cost of every segment."""
+def segment_costs(program: Program, symbols: Mapping[str, int], delay: float = 0.0) -> list[SegmentCost]:
+    """Return the cost of every segment, whose other threads begin later by a number of seconds."""
     table = _expressions_of(program)
     found = table.evaluate(*[symbols[name] for name in program.symbols])
     macs, moved, units = np.array(found, np.float64).reshape(-1, 3).T
     seconds = macs / MACS_PER_SECOND[program.isa] + moved / BYTES_PER_SECOND
     units = np.maximum(units, 1)
     return [
-        SegmentCost(seconds[steps], units[steps], barriers)
+        SegmentCost(seconds[steps], units[steps], barriers, delay)
         for steps, barriers in zip(table.segments, table.barriers, strict=True)
     ]
 
 
-def thread_counts(program: Program, symbols: Mapping[str, int], allowed: int) -> tuple[int, ...]:
+def thread_counts(program: Program, symbols: Mapping[str, int], allowed: int, delay: float = 0.0) -> tuple[int, ...]:
     """Return the number of threads for every segment, at most ``allowed`` and at most the cores this process may use.
 
     Sizes above 64 are rounded up by a sixteenth at most, so that the steps of a decoder, whose past grows, share one
@@ -146,11 +156,11 @@ def thread_counts(program: Program, symbols: Mapping[str, int], allowed: int) ->
     if most <= 1:
         return (1,) * program.segments
     rounded = {name: _rounded(symbols[name]) for name in program.symbols}
-    chosen, key = _expressions_of(program).chosen, (most, *rounded.values())
+    chosen, key = _expressions_of(program).chosen, (most, delay, *rounded.values())
     if key not in chosen:
         if len(chosen) >= MAX_DECISIONS:
             chosen.clear()
-        chosen[key] = tuple(cost.threads(most) for cost in segment_costs(program, rounded))
+        chosen[key] = tuple(cost.threads(most) for cost in segment_costs(program, rounded, delay))
     return chosen[key]
 
 

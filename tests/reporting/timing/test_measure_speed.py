@@ -132,3 +132,29 @@ def test_measuring_alone_leaves_nothing_in_float(monkeypatch):
 def test_times_that_do_not_differ_clearly_are_called_noise():
     assert "the difference may be noise" in str(MeasuredSpeed(1, (1.0, 3.0), (2.0, 2.0)))
     assert "int8 is slower: it takes 2.00 times as long" in str(MeasuredSpeed(1, (4.0, 4.0), (2.0, 2.0)))
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_calls_get_copies_only_where_asked(copies):
+    x, seen = torch.ones(2), []
+    measure_speed.whole_call(lambda x: seen.append(x), (x,), {}, copies=copies)()
+    assert (seen[0] is not x) == copies
+    assert torch.equal(seen[0], x)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, count):
+        count.add_(1)
+        return self.layer(x) + count
+
+
+def test_a_model_that_writes_into_its_inputs_does_not_change_those_that_are_measured():
+    count, x = torch.zeros(1), torch.randn(3, 4)
+    found = intaglio.quantize(Counter().eval(), [(x, count)], progress=False)
+    count.zero_()
+    measure_speed.measure_speed(Counter().eval(), found, ((x, count), {}), most_calls=1)
+    assert count.item() == 0

@@ -75,7 +75,8 @@ def quantize_and_measure(
     except IntaglioError as error:
         return _noted(found, f"{', '.join(losing)} could not be left in float: {error.problem.splitlines()[0]}")
     args, kwargs = sample_call(found, call)
-    runs = {"all": whole_call(found, args, kwargs), "left": whole_call(other, args, kwargs)}
+    copies = updates_inputs(found)
+    runs = {name: whole_call(one, args, kwargs, copies=copies) for name, one in (("all", found), ("left", other))}
     times = alternate(runs)
     before, after = times["all"][CALL], times["left"][CALL]
     if not is_slower(before, after):
@@ -107,7 +108,8 @@ def measure_speed(
     """
     exact = copy_model(model).eval()
     args, kwargs = sample_call(quantized, call)
-    runs: dict[str, Timer] = {"int8": whole_call(quantized, args, kwargs), "float": whole_call(exact, args, kwargs)}
+    models, copies = {"int8": quantized, "float": exact}, updates_inputs(quantized)
+    runs: dict[str, Timer] = {name: whole_call(one, args, kwargs, copies=copies) for name, one in models.items()}
     operators: tuple[OperatorReport, ...] = ()
     limits: tuple[str, ...] = ()
     try:
@@ -149,17 +151,30 @@ def sample_call(quantized: Any, call: Call) -> Call:
 # -- timers -----------------------------------------------------------------------------------------------------------
 
 
-def whole_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Timer:
-    """Return a timer of whole calls. Every call gets copies of the tensors, because a model may write into them."""
+def whole_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, copies: bool) -> Timer:
+    """Return a timer of whole calls.
+
+    Args:
+        model: the model.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of a call.
+        copies: whether every call gets copies of the tensors, because the model writes into them. PyTorch copies large
+            tensors in several threads, which then spin and take time from the threads of the call.
+    """
 
     def timed() -> Mapping[str, float]:
-        own_args, own_kwargs = clone_tensors((args, kwargs))
+        own_args, own_kwargs = clone_tensors((args, kwargs)) if copies else (args, kwargs)
         with torch.no_grad():
             begin = time.perf_counter_ns()
             model(*own_args, **own_kwargs)
             return {CALL: (time.perf_counter_ns() - begin) / 1e3}
 
     return timed
+
+
+def updates_inputs(quantized: Any) -> bool:
+    """Return whether a call of a quantized model, and of its float model, may write into the tensors it is given."""
+    return not isinstance(quantized, QuantizedModel) or bool(quantized.signature.updated_inputs)
 
 
 def _step_timer(

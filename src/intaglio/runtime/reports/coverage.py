@@ -109,6 +109,11 @@ class Coverage:
         return self.macs_int8 / self.macs_total if self.macs_total else 0.0
 
     @property
+    def has_float_layers(self) -> bool:
+        """Return whether float islands have convolutions, linear layers or matrix products."""
+        return self.islands > 0 and any(part.macs for part in self.floats)
+
+    @property
     def operators(self) -> float:
         """Return the share of operators on floating-point tensors that run in int8, from 0 to 1."""
         return self.operators_int8 / self.operators_total if self.operators_total else 0.0
