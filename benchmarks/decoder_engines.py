@@ -2,12 +2,13 @@
 
 ``prepare(model, bits, path)`` writes the file of an engine, which is not timed. ``load(network, path, threads)`` gives
 an object whose ``text(ids)`` forgets all tokens before and whose ``step(ids)`` continues with one token; both return
-the logits of the last token.
+the logits of the last token. If it has ``program_step``, that is a step without the Python code around it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,12 @@ class Intaglio:
 
         self.model = intaglio.load(path, trust=True)
         self.cache: Any = None
+        self.past: list[tuple[Tensor, Tensor]] = []
 
     def text(self, ids: Tensor) -> Tensor:
-        return self.keep(self.model(ids, logits_to_keep=1))
+        logits = self.keep(self.model(ids, logits_to_keep=1))
+        self.past = [(layer.keys, layer.values) for layer in self.cache.layers]
+        return logits
 
     def step(self, ids: Tensor) -> Tensor:
         return self.keep(self.model(ids, past_key_values=self.cache, logits_to_keep=1))
@@ -71,37 +75,17 @@ class Intaglio:
         self.cache = found.get("cache", found.get("past_key_values"))
         return found.logits[:, -1]
 
-
-class IntaglioProgram(Intaglio):
-    """Calls the program of the decoder. Every step has the text as its past; its keys and values are not appended."""
-
-    def __init__(self, network: str, path: Path, threads: int) -> None:
-        super().__init__(network, path, threads)
-        self.program = self.model.programs["decoder"]
-        config = self.model.config
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        empty = torch.empty(1, config.num_key_value_heads, 0, head, dtype=torch.uint8)
-        self.empty = [(empty, empty)] * config.num_hidden_layers
-        self.past = self.empty
-
-    def text(self, ids: Tensor) -> Tensor:
-        logits, self.past = self.run(ids, self.empty)
-        return logits
-
-    def step(self, ids: Tensor) -> Tensor:
-        return self.run(ids, self.past)[0]
-
-    def run(self, ids: Tensor, past: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Any]:
-        new, before = ids.shape[1], past[0][0].shape[2]
+    def program_step(self, ids: Tensor) -> Tensor:
+        """Call the program of the decoder with the text as its past, to which nothing is appended."""
+        before = self.past[0][0].shape[2]
         inputs = {
             "tokens": ids,
-            "mask": torch.ones(1, new, dtype=torch.long),
+            "mask": torch.ones(1, 1, dtype=torch.long),
             "past_mask": torch.ones(1, before, dtype=torch.long),
-            "positions": torch.arange(before, before + new)[None],
-            "kept": torch.tensor([new - 1]),
+            "positions": torch.tensor([[before]]),
+            "kept": torch.tensor([0]),
         }
-        logits, present = self.program(inputs, past)
-        return logits[:, -1], present
+        return self.model.programs["decoder"](inputs, self.past)[0]
 
 
 # -- llama.cpp --------------------------------------------------------------------------------------------------------
@@ -156,6 +140,12 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {failed}")
         logits = self.library.llama_get_logits_ith(self.context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(logits, (1, self.vocabulary)).copy())
+
+
+def llama_cpp_vnni(network: str, path: Path, threads: int) -> Session:
+    """Return the same with the build in the folder LLAMA_CPP_VNNI, which has AVX512-VNNI and no AMX."""
+    os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["LLAMA_CPP_VNNI"]
+    return LlamaCpp(network, path, threads)
 
 
 # -- ONNX Runtime -----------------------------------------------------------------------------------------------------
@@ -289,10 +279,11 @@ class OpenVino:
 
 ENGINES: dict[str, Engine] = {
     "intaglio": Engine("intaglio", prepare_intaglio, Intaglio),
-    "intaglio_program": Engine("intaglio", prepare_intaglio, IntaglioProgram),
     "llama_cpp": Engine("gguf", prepare_llama_cpp, LlamaCpp),
     "llama_cpp_pure": Engine("pure.gguf", prepare_llama_cpp_pure, LlamaCpp),
+    "llama_cpp_vnni": Engine("pure.gguf", prepare_llama_cpp_pure, llama_cpp_vnni),
     "onnxruntime": Engine("onnx", prepare_onnxruntime, OnnxRuntime),
     "openvino_32": Engine("g32.xml", prepare_openvino(32), openvino({})),
+    "openvino_64": Engine("g64.xml", prepare_openvino(64), openvino({})),
     "openvino_128": Engine("g128.xml", prepare_openvino(128), openvino({})),
 }

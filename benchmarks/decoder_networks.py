@@ -44,13 +44,13 @@ SIZES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
             "intermediate_size": 8192,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "num_hidden_layers": 16,
+            "num_hidden_layers": 8,
             "vocab_size": 128256,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
 }
-TITLES = {"qwen25_05b": "Qwen2.5-0.5B", "qwen3_06b": "Qwen3-0.6B", "llama32_1b": "Llama-3.2-1B"}
+TITLES = {"qwen25_05b": "Qwen2.5-0.5B", "qwen3_06b": "Qwen3-0.6B", "llama32_1b": "Llama-3.2-1B, 8 of 16 layers"}
 
 
 def decoder(network: str) -> transformers.PreTrainedModel:

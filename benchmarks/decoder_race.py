@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import statistics
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,17 +44,14 @@ def main() -> None:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--folder", type=Path, required=True, help="folder of the engines' files")
     parser.add_argument("--prepare", action="store_true", help="write the files, and measure nothing")
+    parser.add_argument("--start", type=Path, help="a file; once the engines are loaded, wait until it exists")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=32)
     arguments = parser.parse_args()
     if arguments.prepare:
         prepare(arguments)
         return
-    quiet = record.idle()
-    bandwidth = read_bandwidth(arguments.threads)
-    engines = race(arguments)
-    bandwidth = max(bandwidth, read_bandwidth(arguments.threads))
-    found = {"idle": record.still_idle(quiet), "gb_per_s": bandwidth, "engines": engines}
+    found = race(arguments)
     record.append("decoder_race", arguments, found)
     report(arguments, found)
 
@@ -109,8 +107,8 @@ def read_bandwidth(threads: int) -> float:
     return READ_BYTES / best / 1e9
 
 
-def race(arguments: argparse.Namespace) -> dict[str, dict]:
-    """Engine -> what was measured, or why there is nothing."""
+def race(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Load all engines, and let them take turns. Each has what was measured, or why there is nothing."""
     results: dict[str, dict] = {}
     with contextlib.ExitStack() as stack:
         channels: dict[str, Connection] = {}
@@ -121,14 +119,18 @@ def race(arguments: argparse.Namespace) -> dict[str, dict]:
                 channels[engine] = channel
             except fresh.FailedError as error:
                 results[engine] = {"failed": str(error)}
+        print("loaded", flush=True)
+        while arguments.start and not arguments.start.exists():
+            time.sleep(0.2)
+        quiet, bandwidth = record.idle(), read_bandwidth(arguments.threads)
         for _ in range(arguments.rounds):
             for engine, channel in channels.items():
                 time.sleep(PAUSE)
                 channel.send(None)
-                text_ms, step_ms = fresh.receive(channel)
-                results[engine]["text_ms"].append(text_ms)
-                results[engine]["step_ms"].append(step_ms)
-    return results
+                for name, value in fresh.receive(channel).items():
+                    results[engine].setdefault(name, []).append(value)
+        bandwidth = max(bandwidth, read_bandwidth(arguments.threads))
+        return {"idle": record.still_idle(quiet), "gb_per_s": bandwidth, "engines": results}
 
 
 def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> None:
@@ -140,27 +142,29 @@ def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> No
         loaded = time.perf_counter() - begin
         text, following = calls(arguments.network, arguments.steps)
         expected = torch.load(arguments.folder / f"{arguments.network}.pt")["logits"]
-        got = [session.text(text)]
-        got += [session.step(token) for token in following[:CHECKED]]
-        if engine == "intaglio_program":  # its steps do not append to the past
-            got, expected = got[:2], expected[:2]
-        error = (torch.cat(got) - expected).square().sum() / expected.square().sum()
+        got = torch.cat([session.text(text), *(session.step(token) for token in following[:CHECKED])])
+        error = (got - expected).square().sum() / expected.square().sum()
         channel.send((True, {"load_s": loaded, "sqnr_db": -10 * torch.log10(error).item()}))
         while True:
             channel.recv()
             channel.send((True, block(session, text, following)))
 
 
-def block(session: Any, text: torch.Tensor, following: list[torch.Tensor]) -> tuple[float, float]:
+def block(session: Any, text: torch.Tensor, following: list[torch.Tensor]) -> dict[str, float]:
     """Milliseconds of the text, and of the median step after it."""
     begin = time.perf_counter()
     session.text(text)
-    times = [time.perf_counter() - begin]
-    for token in following:
-        begin = time.perf_counter()
-        session.step(token)
-        times.append(time.perf_counter() - begin)
-    return 1e3 * times[0], 1e3 * statistics.median(times[1:])
+    found = {"text_ms": 1e3 * (time.perf_counter() - begin)}
+    for name in ("step", "program_step"):
+        if call := getattr(session, name, None):
+            found[f"{name}_ms"] = 1e3 * statistics.median(seconds(call, token) for token in following)
+    return found
+
+
+def seconds(call: Callable[[torch.Tensor], torch.Tensor], token: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    call(token)
+    return time.perf_counter() - begin
 
 
 def report(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
