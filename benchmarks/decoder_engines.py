@@ -28,11 +28,25 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Engine:
-    """``file`` names what ``prepare`` writes; engines that share it share its content."""
+    """How an engine is prepared and loaded.
+
+    Attributes:
+        file: ending of the name of what ``prepare`` writes; engines that share it share the file.
+        scales: bits that scales add to a weight of 4 bits and of 8 bits.
+        output: bits of a weight of the output layer if the others have 4 bits, when these are more.
+    """
 
     file: str
     prepare: Callable[[Any, int, Path], None]
     load: Callable[[str, Path, int], Session]
+    scales: tuple[float, float]
+    output: float | None = None
+
+    def bytes_of_a_step(self, bits: int, weights: dict[str, int]) -> float:
+        """Return the bytes of the weights that a step reads, for the numbers of `weights_of_a_step`."""
+        width = bits + self.scales[bits == 8]
+        output = self.output if bits == 4 and self.output else width
+        return (weights["layers"] * width + weights["output"] * output) / 8
 
 
 # -- intaglio ---------------------------------------------------------------------------------------------------------
@@ -277,13 +291,32 @@ class OpenVino:
         return torch.from_numpy(found["logits"][:, -1].copy())
 
 
+# -- PyTorch ----------------------------------------------------------------------------------------------------------
+
+
+def prepare_torch(model: Any, bits: int, path: Path) -> None:
+    """Write the number of bits: the model is quantized and compiled when it is loaded."""
+    path.write_text(str(bits))
+
+
+def load_torch(network: str, path: Path, threads: int) -> Session:
+    from decoder_torch import Compiled
+
+    return Compiled(network, int(path.read_text()))
+
+
+Q6_K = 6.5625
+"""Bits of a weight in the format that llama-quantize chooses for the output layer."""
+FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
 ENGINES: dict[str, Engine] = {
-    "intaglio": Engine("intaglio", prepare_intaglio, Intaglio),
-    "llama_cpp": Engine("gguf", prepare_llama_cpp, LlamaCpp),
-    "llama_cpp_pure": Engine("pure.gguf", prepare_llama_cpp_pure, LlamaCpp),
-    "llama_cpp_vnni": Engine("pure.gguf", prepare_llama_cpp_pure, llama_cpp_vnni),
-    "onnxruntime": Engine("onnx", prepare_onnxruntime, OnnxRuntime),
-    "openvino_32": Engine("g32.xml", prepare_openvino(32), openvino({})),
-    "openvino_64": Engine("g64.xml", prepare_openvino(64), openvino({})),
-    "openvino_128": Engine("g128.xml", prepare_openvino(128), openvino({})),
+    "intaglio": Engine("intaglio", prepare_intaglio, Intaglio, (0.125, 0)),
+    "llama_cpp": Engine("gguf", prepare_llama_cpp, LlamaCpp, (0.5, 0.5), Q6_K),
+    "llama_cpp_pure": Engine("pure.gguf", prepare_llama_cpp_pure, LlamaCpp, (0.5, 0.5)),
+    "llama_cpp_vnni": Engine("pure.gguf", prepare_llama_cpp_pure, llama_cpp_vnni, (0.5, 0.5)),
+    "onnxruntime": Engine("onnx", prepare_onnxruntime, OnnxRuntime, (1, 1)),
+    "openvino_32": Engine("g32.xml", prepare_openvino(32), openvino({}), (0.5, 0)),
+    "openvino_32_float32": Engine("g32.xml", prepare_openvino(32), openvino(FLOAT32), (0.5, 0)),
+    "openvino_128": Engine("g128.xml", prepare_openvino(128), openvino({}), (0.125, 0)),
+    "openvino_128_float32": Engine("g128.xml", prepare_openvino(128), openvino(FLOAT32), (0.125, 0)),
+    "torch": Engine("torch", prepare_torch, load_torch, (1, 0)),
 }

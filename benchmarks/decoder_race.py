@@ -141,10 +141,11 @@ def serve(channel: Connection, engine: str, arguments: argparse.Namespace) -> No
         session = ENGINES[engine].load(arguments.network, file_of(arguments, engine), arguments.threads)
         loaded = time.perf_counter() - begin
         text, following = calls(arguments.network, arguments.steps)
-        expected = torch.load(arguments.folder / f"{arguments.network}.pt")["logits"]
+        saved = torch.load(arguments.folder / f"{arguments.network}.pt")
+        expected, read = saved["logits"], ENGINES[engine].bytes_of_a_step(arguments.bits, saved["weights"])
         got = torch.cat([session.text(text), *(session.step(token) for token in following[:CHECKED])])
         error = (got - expected).square().sum() / expected.square().sum()
-        channel.send((True, {"load_s": loaded, "sqnr_db": -10 * torch.log10(error).item()}))
+        channel.send((True, {"load_s": loaded, "sqnr_db": -10 * torch.log10(error).item(), "bytes": read}))
         while True:
             channel.recv()
             channel.send((True, block(session, text, following)))
@@ -171,7 +172,15 @@ def report(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     title = f"{arguments.network}, {arguments.bits} bits, {arguments.threads} threads, {found['gb_per_s']:.1f} GB/s"
     table = Table(title=title)
-    for column in ("engine", "step, best ms", "step, median", "text, best ms", "text, median", "SQNR dB", "loaded in s"):
+    for column in (
+        "engine",
+        "step, best ms",
+        "step, median",
+        "text, best ms",
+        "text, median",
+        "SQNR dB",
+        "loaded in s",
+    ):
         table.add_column(column, justify="left" if column == "engine" else "right")
     for engine, one in found["engines"].items():
         if "failed" in one:
