@@ -133,7 +133,7 @@ def quantize_gguf(model: Any, bits: int, path: Path, pure: bool) -> None:
 class LlamaCpp:
     """Calls llama_decode of a build for this processor, with the settings of llama-bench."""
 
-    def __init__(self, network: str, path: Path, threads: int) -> None:
+    def __init__(self, network: str, path: Path, threads: int, flash: bool = True) -> None:
         from llama_cpp import llama_cpp as library
 
         self.library, self.vocabulary = library, SIZES[network][1]["vocab_size"]
@@ -142,6 +142,8 @@ class LlamaCpp:
         settings = library.llama_context_default_params()
         settings.n_ctx = PAST + NEW
         settings.n_threads = settings.n_threads_batch = threads
+        if not flash:
+            settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = library.llama_init_from_model(model, settings)
 
     def text(self, ids: Tensor) -> Tensor:
@@ -154,6 +156,11 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode returned {failed}")
         logits = self.library.llama_get_logits_ith(self.context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(logits, (1, self.vocabulary)).copy())
+
+
+def llama_cpp_without_flash(network: str, path: Path, threads: int) -> Session:
+    """Return the same with attention as matrix products."""
+    return LlamaCpp(network, path, threads, flash=False)
 
 
 def llama_cpp_vnni(network: str, path: Path, threads: int) -> Session:
@@ -312,6 +319,7 @@ ENGINES: dict[str, Engine] = {
     "intaglio": Engine("intaglio", prepare_intaglio, Intaglio, (0.125, 0)),
     "llama_cpp": Engine("gguf", prepare_llama_cpp, LlamaCpp, (0.5, 0.5), Q6_K),
     "llama_cpp_pure": Engine("pure.gguf", prepare_llama_cpp_pure, LlamaCpp, (0.5, 0.5)),
+    "llama_cpp_pure_no_flash": Engine("pure.gguf", prepare_llama_cpp_pure, llama_cpp_without_flash, (0.5, 0.5)),
     "llama_cpp_vnni": Engine("pure.gguf", prepare_llama_cpp_pure, llama_cpp_vnni, (0.5, 0.5)),
     "onnxruntime": Engine("onnx", prepare_onnxruntime, OnnxRuntime, (1, 1)),
     "openvino_32": Engine("g32.xml", prepare_openvino(32), openvino({}), (0.5, 0)),

@@ -6,8 +6,7 @@ several settings has the fastest of them in each cell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from zoo_tables import NOTHING, Line, Table
 
@@ -22,7 +21,15 @@ ENGINES = {
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
 }
-"""First word of the names of settings, and the name of the engine."""
+"""Beginning of the names of settings, and the name of the engine."""
+PACKAGES = {
+    "torch": "PyTorch",
+    "llama_cpp_python": "llama-cpp-python",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "nncf": "NNCF",
+}
+START = ("network", "bits", "threads")
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:
@@ -38,7 +45,7 @@ def newest(lines: Iterable[Line]) -> list[Line]:
 def steps(lines: Iterable[Line]) -> Table:
     """Milliseconds of a token after 512 others, and the share of the time that memory needs for the weights."""
 
-    def cell(one: dict[str, Any], line: Line) -> str:
+    def cell(one: Line, line: Line) -> str:
         best = min(one["step_ms"])
         bound = 1e3 * one["bytes"] / (line["results"]["gb_per_s"] * 1e9)
         return f"{best:.2f} ({100 * bound / best:.0f} %)"
@@ -51,23 +58,53 @@ def texts(lines: Iterable[Line]) -> Table:
     return _race(lines, "text_ms", lambda one, line: f"{min(one['text_ms']):.0f}")
 
 
-def _race(lines: Iterable[Line], key: str, cell: Any) -> Table:
-    head = ("network", "weights", "threads", *ENGINES.values(), "fastest other / intaglio")
+def accuracy(lines: Iterable[Line]) -> Table:
+    """Decibels of the logits of every engine, with the setting whose step is the fastest."""
     rows = []
     for line in newest(lines):
-        given, best = line["arguments"], _fastest(line["results"]["engines"], key)
-        first = min(best, key=lambda name: min(best[name][key]))
-        cells = [
-            f"**{cell(best[name], line)}**" if name == first else cell(best[name], line) if name in best else NOTHING
-            for name in ENGINES
-        ]
-        ratio = min(min(best[name][key]) for name in best if name != "intaglio") / min(best["intaglio"][key])
-        start = (NETWORKS[given["network"]], f"{given['bits']} bits", str(given["threads"]))
-        rows.append((*start, *cells, f"{ratio:.2f}"))
+        best = _fastest(line["results"]["engines"], "step_ms")
+        cells = (f"{best[name]['sqnr_db']:.1f}" if name in best else NOTHING for name in ENGINES)
+        rows.append((*_start(line), *cells))
+    return (*START, *ENGINES.values()), rows
+
+
+def source(lines: Iterable[Line]) -> str:
+    """Bandwidths, versions and dates of the lines, as sentences below their table."""
+    counted = newest(lines)
+    speeds: dict[int, list[float]] = {}
+    for line in counted:
+        speeds.setdefault(line["arguments"]["threads"], []).append(line["results"]["gb_per_s"])
+    measured = " and ".join(f"{_range(found)} GB/s ({count} threads)" for count, found in speeds.items())
+    found = counted[-1]["versions"]
+    named = ", ".join(f"{title} {found[package].partition('+')[0]}" for package, title in PACKAGES.items())
+    days = sorted({line["date"][:10] for line in counted})
+    return f"Memory: {measured}. {named}. Recorded {' to '.join(dict.fromkeys((days[0], days[-1])))}."
+
+
+def _range(values: list[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.1f}" for value in (min(values), max(values))))
+
+
+def _race(lines: Iterable[Line], key: str, cell: Callable[[Line, Line], str]) -> Table:
+    head = (*START, *ENGINES.values(), "fastest other / intaglio")
+    rows = []
+    for line in newest(lines):
+        best = _fastest(line["results"]["engines"], key)
+        times = {name: min(one[key]) for name, one in best.items()}
+        texts_of = {name: cell(one, line) for name, one in best.items()}
+        first = min(times, key=times.__getitem__)
+        texts_of[first] = f"**{texts_of[first]}**"
+        ratio = min(time for name, time in times.items() if name != "intaglio") / times["intaglio"]
+        rows.append((*_start(line), *(texts_of.get(name, NOTHING) for name in ENGINES), f"{ratio:.2f}"))
     return head, rows
 
 
-def _fastest(settings: dict[str, dict[str, Any]], key: str) -> dict[str, dict[str, Any]]:
+def _start(line: Line) -> tuple[str, ...]:
+    given = line["arguments"]
+    return NETWORKS[given["network"]], str(given["bits"]), str(given["threads"])
+
+
+def _fastest(settings: dict[str, Line], key: str) -> dict[str, Line]:
     """Engine -> its setting with the least time."""
     found = {}
     for name in ENGINES:
