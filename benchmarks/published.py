@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_tables
+import decoder_tables
 import zoo_tables
 
 ROOT = Path(__file__).parents[1]
@@ -397,6 +398,10 @@ TABLES = {
     "accuracy_aware": lambda: table(*cost_tables.accuracy_aware(recorded("accuracy_aware"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
+    "decoder_steps": lambda: table(*decoder_tables.steps(recorded("decoder_race"))),
+    "decoder_texts": lambda: table(*decoder_tables.texts(recorded("decoder_race"))),
+    "decoder_accuracy": lambda: table(*decoder_tables.accuracy(recorded("decoder_race"))),
+    "decoder_source": lambda: decoder_tables.source(recorded("decoder_race")),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
 
