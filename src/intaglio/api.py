@@ -25,6 +25,7 @@ from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory
 from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.correct.effort import is_corrected
+from intaglio.quant.equalization.equalize import equalize_without_data
 from intaglio.quant.imported_weights.fill_model import imported_recipe
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.quantizer import given_quantizer
@@ -307,7 +308,7 @@ def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, 
     """Calibrate and convert. A model whose activations are all quantized dynamically needs no data, which only decides
     how weights of few bits are rounded."""
     if not own[0].observers and (data is None or not _has_corrected_weights(own[0])):
-        return convert(own.pop())
+        return convert(equalize_without_data(own.pop()))
     return convert_with_corrections(own, *cached_batches(own[0], data, samples), samples, progress)
 
 
@@ -324,10 +325,11 @@ def cached_batches(prepared: Prepared, data: Any, samples: int | None) -> tuple[
 def convert_with_corrections(
     own: list[Prepared], cached: list[Any], data: Any, samples: int | None, progress: bool | None
 ) -> Reference:
-    """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only calibrate and
-    convert."""
+    """Equalize, calibrate, correct and convert. Data that is a function has no cached batches: only rotate, calibrate
+    and convert."""
     prepared = own.pop()
     if not cached and Group.current().size == 1:
+        prepared = equalize_without_data(prepared)
         return convert(prepared, calibrate(prepared, data, samples=samples, progress=progress))
     prepared = equalize(prepared, cached)
     collect_large(prepared.module.buffers())

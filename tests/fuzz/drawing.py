@@ -52,6 +52,7 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "equalize": (0.0, 0.5, 1.0),
         "results": ("int8", "float"),
         "two_bytes_below": (0.0, 200.0),
+        "rotate": (True,),
     }
     frequent = (
         "method",

@@ -41,6 +41,7 @@ COMPARED = {
     "embeddings",
     "two_bytes_below",
     "results",
+    "rotate",
 }
 """Settings of networks that are compared; weights of few bits have errors as large as the values."""
 

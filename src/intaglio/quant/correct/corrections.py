@@ -61,6 +61,8 @@ class Equalization:
         layers: value of a first layer that stays in float -> the signal-to-noise ratio in decibels that its rounded
             operand would leave in the results.
         two_bytes: value of a layer that reads an input of the model in two bytes -> its operand.
+        rotations: first value of a residual stream, or of the values of attention, that is rotated -> the size of the
+            rotation, which determines it.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Equalization:
     tables: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, float] = field(default_factory=dict)
     two_bytes: Mapping[str, TwoBytes] = field(default_factory=dict)
+    rotations: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -196,6 +199,7 @@ class Corrected:
             "tables": {name: _hexadecimal([cost])[0] for name, cost in self.equalization.tables.items()},
             "layers": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.layers.items()},
             "two_bytes": {name: _hexadecimal(found) for name, found in self.equalization.two_bytes.items()},
+            "rotations": dict(self.equalization.rotations),
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -219,13 +223,14 @@ class Corrected:
         two_bytes = {name: TwoBytes(*_floats(found)) for name, found in sections.get("two_bytes", {}).items()}
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes)
+        rotations = {name: int(size) for name, size in sections.get("rotations", {}).items()}
+        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes, rotations)
         return Corrected(found, quantized, biases)
 
 
 SECTIONS = (
     *("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "two_bytes"),
-    *("levels", "biases"),
+    *("rotations", "levels", "biases"),
 )
 
 

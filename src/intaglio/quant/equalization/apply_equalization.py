@@ -33,6 +33,7 @@ from intaglio.quant.precision.apply_decisions import (
     with_split_layers,
     with_two_bytes,
 )
+from intaglio.quant.rotation.rotate import with_rotations
 
 
 def apply_equalization(
@@ -59,6 +60,7 @@ def apply_equalization(
             "equalization", None, "the model is already equalized", remedy="start again from prepare(captured)"
         )
     if precomputed is None:
+        prepared = with_rotations(prepared, found.rotations)
         prepared = with_split_layers(prepared, found.splits)
         prepared = with_data_floats(prepared, found.concatenations, found.coarse, found.layers)
         prepared = with_two_bytes(prepared, found.two_bytes)

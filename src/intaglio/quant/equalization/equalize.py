@@ -19,7 +19,7 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
-from intaglio.quant.correct.corrections import CorrectionStep
+from intaglio.quant.correct.corrections import CorrectionStep, Equalization
 from intaglio.quant.correct.layerwise_eval import decibels
 from intaglio.quant.equalization.apply_equalization import apply_equalization, with_input_equalization
 from intaglio.quant.equalization.channel_records import ChannelFactors, record_channels
@@ -38,6 +38,7 @@ from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.first_layers import sensitive_layers
 from intaglio.quant.precision.int8_tables import int8_tables
 from intaglio.quant.recipes.choices import Rounding
+from intaglio.quant.rotation.rotate import choose_rotations, with_rotations
 from intaglio.tracing.captured import expect
 
 
@@ -54,7 +55,9 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     than 16 quantized values to one operand, as it does to scores beside boxes in pixels. So do values whose rounding
     would leave less than 20 dB of what readers of floats compute from them, such as the logarithm of a rounded score.
     Layers read an input of the model in two bytes if one byte alone would leave less of the results than their setting
-    ``two_bytes_below``, and layers behind them stay in float below ``float_below``.
+    ``two_bytes_below``, and layers behind them stay in float below ``float_below``. Where the setting ``rotate`` asks
+    for it, residual streams and the values of attention are multiplied by rotations first, which are folded into
+    weights.
 
     Args:
         prepared: the prepared model.
@@ -72,7 +75,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
     report_progress("equalize")
+    rotations, rotated = choose_rotations(prepared)
+    prepared = with_rotations(prepared, rotations)  # first: all other decisions are about the rotated values
     prepared, decided = decide_by_data(prepared, calls, group)
+    decided = replace(decided, rotations=rotations)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
     found = replace(decided, inputs=inputs)
     current = with_input_equalization(prepared, found)
@@ -84,12 +90,19 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
         current = with_input_equalization(prepared, found)
     every = annotate_everything(current)
     factors, lines = _factors(current, every, calls, group)
-    report = "".join(f"{line}\n" for line in (*notes, *lines))
+    report = "".join(f"{line}\n" for line in (*rotated, *notes, *lines))
     found = replace(found, factors=factors)
     equalized = apply_equalization(prepared, found, report, (current, every))
     if not (tables := int8_tables(equalized, calls, group)):
         return equalized
     return replace(with_int8_tables(equalized, tables), equalization=replace(found, tables=tables))
+
+
+def equalize_without_data(prepared: Prepared) -> Prepared:
+    """Return the model with the part of `equalize` that needs no data: the rotations that its recipe asks for."""
+    rotations, lines = choose_rotations(prepared)
+    report = "".join(f"{line}\n" for line in lines)
+    return apply_equalization(prepared, Equalization(rotations=rotations), report)
 
 
 def _factors(

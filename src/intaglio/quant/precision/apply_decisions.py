@@ -12,7 +12,7 @@ from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.uneven_concatenations import Extrema, notes_on_concatenations
 from intaglio.quant.annotate.annotate_graph import annotate_graph
 from intaglio.quant.annotate.find_sites import ValueNames
-from intaglio.quant.annotate.regions import DataFloats
+from intaglio.quant.annotate.regions import NO_DATA_FLOATS, DataFloats
 from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
 from intaglio.quant.correct.corrections import TwoBytes
 from intaglio.quant.precision.coarse_values import notes_on_coarse_values
@@ -50,7 +50,7 @@ def with_data_floats(
         {**old.layers, **{node.name: ratio for node, ratio in sensitive.items()}},
     )
     notes = (*notes_on_concatenations(uneven), *notes_on_coarse_values(lossy), *notes_on_float_layers(sensitive))
-    return _reannotated(prepared, module, notes, floats)
+    return reannotated(prepared, module, notes, floats)
 
 
 def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]) -> Prepared:
@@ -69,7 +69,7 @@ def with_split_layers(prepared: Prepared, found: Mapping[str, Sequence[Extrema]]
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
     split_layers(module, {copies[node.name]: ends for node, ends in uneven.items()}, [copies[n.name] for n in layers])
-    return _reannotated(prepared, module, tuple(notes_on_split_layers(layers, uneven)), before.data_floats)
+    return reannotated(prepared, module, tuple(notes_on_split_layers(layers, uneven)), before.data_floats)
 
 
 def with_two_bytes(prepared: Prepared, found: Mapping[str, TwoBytes]) -> Prepared:
@@ -87,10 +87,12 @@ def with_two_bytes(prepared: Prepared, found: Mapping[str, TwoBytes]) -> Prepare
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
     split_into_bytes(module, {copies[node.name]: operand for node, operand in layers.items()})
-    return _reannotated(prepared, module, notes_on_two_bytes(layers), before.data_floats)
+    return reannotated(prepared, module, notes_on_two_bytes(layers), before.data_floats)
 
 
-def _reannotated(prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...], floats: DataFloats) -> Prepared:
+def reannotated(
+    prepared: Prepared, module: fx.GraphModule, notes: tuple[str, ...] = (), floats: DataFloats = NO_DATA_FLOATS
+) -> Prepared:
     """Return a prepared model with another graph, annotated anew, and with notes."""
     annotations = annotate_graph(module, prepared.quantizer, prepared.classes, floats)
     model_info = prepared.model_info.with_stage(notes)

@@ -46,6 +46,8 @@ class Setting:
             error).
         effort: how long fitting one weight to data may take, predicted from its shape: "fast", "default" or "best".
         equalize: strength of `equalize`, the exponent alpha of its per-channel factors, 0 to 1.
+        rotate: whether `equalize` rotates the values that a linear layer computes and reads, if all layers of these
+            values have it: residual streams that norms read, and the values of attention.
         weights_dtype: name in `DATATYPES`; default s8.
         activations_dtype: name in `DATATYPES`; default u8, or u7 with ``bits=7``.
         shortcut: bits of the other operand of a residual addition fused into the operator, 8 or 16.
@@ -75,6 +77,7 @@ class Setting:
     bias: str | None = None
     effort: str | None = None
     equalize: float | None = None
+    rotate: bool | None = None
     weights_dtype: str | None = None
     activations_dtype: str | None = None
     shortcut: int | None = None
@@ -89,6 +92,7 @@ class Setting:
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
             "quantize": (None, True, False),
+            "rotate": (None, True, False),
             "weights": (None, *WeightScales, "group:N"),
             "bits": (None, 7, 8),
             "functions": (None, *FunctionForm),
@@ -178,6 +182,7 @@ DEFAULT = Setting(
     bias="none",
     effort="default",
     equalize=0.75,
+    rotate=False,
     shortcut=8,
     residual="int8",
     results="float",

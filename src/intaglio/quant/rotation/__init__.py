@@ -1,0 +1,1 @@
+"""Rotation of the residual stream and of the values of attention before calibration, folded into weights."""
