@@ -97,6 +97,7 @@ FOLLOWED_ELSEWHERE = {
 NOT_FOLLOWED = {
     "join its parts: llama-gguf-split --merge": "needs llama.cpp",
     "free some space": "needs a disk that is full",
+    "load the file again; to replace it while it is in use": "needs a file that changes during a call",
     "save the model again with the installed version": "needs two versions of intaglio",
     "quantize the float model again with the installed version and save it": "needs two versions of intaglio",
     "load it with the version that saved it, or calibrate again": "needs two versions of intaglio",

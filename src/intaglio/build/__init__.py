@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from intaglio.build.check import check_schedules
-from intaglio.build.constants_cache import ConstantsCache
 from intaglio.build.planned import Planned
 from intaglio.codegen import emit
 from intaglio.errors import ArtifactError, BuildError, did_you_mean
@@ -20,6 +19,7 @@ from intaglio.kernels import ISAS
 from intaglio.lower import Island, Lowered
 from intaglio.native import cpu as machine
 from intaglio.native.compile import install
+from intaglio.native.constants_cache import ConstantsCache
 from intaglio.native.native_library import use_trusted
 from intaglio.native.toolchain import NO_COMPILER
 from intaglio.ops import OpDef, check_graph, checked_records

@@ -40,7 +40,7 @@ def pack_int4(weight: np.ndarray, plan: PanelPacking) -> np.ndarray:
 
 def _split(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the 4-bit values of some output channels, u8[outputs, line, step, 4], and the multiples of their groups,
-    u8[outputs, line], two in a byte. Raise `ValueError` if a group has none."""
+    u8[outputs, line], two in a byte. Raise `ValueError` if a group does not consist of multiples of 4-bit values."""
     groups = weight.reshape(len(weight), -1, INT4_GROUP)
     multiples = smallest_multiples(groups, INT4_LOW, INT4_HIGH)
     values = _quotients().take(groups.view(np.uint8) + (multiples.astype(np.uint16) << 8)[..., None])

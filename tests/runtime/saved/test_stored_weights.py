@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intaglio
-from intaglio.build import constants_cache
 from intaglio.codegen.emitters import emit_matmul
 from intaglio.errors import ArtifactError
 from intaglio.ir import Constants, StoredArray
+from intaglio.native import constants_cache
 from intaglio.runtime import QuantizedModel
 from intaglio.runtime.saved.members import Member, OpenFile
 from intaglio.runtime.saved.stored_arrays import StoredArrays

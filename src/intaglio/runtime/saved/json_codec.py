@@ -31,19 +31,13 @@ from intaglio.ir import (
     PerRowGroup,
     QParams,
     Ref,
-    StoredArray,
     TensorType,
 )
 from intaglio.ir.dims import FloorDiv
-from intaglio.runtime.saved.bit_packing import pack, unpack
+from intaglio.runtime.saved.constant_codec import decode_constant, encode_constant
 from intaglio.runtime.saved.stored_arrays import StoredArrays
 
-QUANTIZED_SUFFIX, GROUPS_SUFFIX = " levels", " multiples"
-"""Suffixes of the keys of a packed constant: its quantized values, and the multiples or smallest values of groups.
-Their space keeps them distinct from the names of values."""
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-STORED_BYTES = 1 << 16
-"""Bytes from which a constant stays in the file until it is needed."""
 SHORT_ARRAY = 4
 """Maximum number of parameters per channel that are written in the JSON text. Longer arrays are stored in a tensor."""
 
@@ -324,7 +318,7 @@ def encode_graph(graph: Graph, parameters: ParameterTable, arrays: dict[str, np.
         prefix: prefix of the keys of constants. Those of a loop body start with the index of its operator.
     """
     for name, array in graph.constants.items():
-        arrays.update(_encode_constant(prefix + name, array, graph.types[name].packing))
+        arrays.update(encode_constant(prefix + name, array, graph.types[name].packing))
     return {
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
@@ -332,37 +326,6 @@ def encode_graph(graph: Graph, parameters: ParameterTable, arrays: dict[str, np.
         "types": {name: encode_type(kind, parameters) for name, kind in graph.types.items()},
         "ops": [_encode_op(op, parameters, arrays, f"{prefix}{index}/") for index, op in enumerate(graph.ops)],
     }
-
-
-def _encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> dict[str, np.ndarray]:
-    """Return the arrays of a constant by key, packed if its type says so. A constant whose values no longer fit the
-    bits is stored unpacked."""
-    packed = pack(array, packing) if packing is not None else None
-    if packed is None:
-        return {key: np.asarray(array, order="C")}  # ascontiguousarray would turn a scalar into a 1-d array
-    quantized, of_groups = packed
-    return {key + QUANTIZED_SUFFIX: quantized} | ({key + GROUPS_SUFFIX: of_groups} if len(of_groups) else {})
-
-
-def _decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray | StoredArray:
-    """Return a constant, or the place of a large one in the file."""
-    packing = kind.packing
-    if packing is None or key + QUANTIZED_SUFFIX not in arrays:
-        if not isinstance(arrays, StoredArrays):
-            return arrays[key]
-        shape, dtype = arrays.layout(key)
-        return _in_memory_if_small(StoredArray(shape, dtype, lambda: arrays[key]))
-    sizes = tuple(map(checked_integer, kind.shape))
-
-    def unpacked() -> np.ndarray:
-        of_groups = arrays.get(key + GROUPS_SUFFIX, np.zeros(0, np.uint8))
-        return unpack(arrays[key + QUANTIZED_SUFFIX], of_groups, packing, sizes)
-
-    return _in_memory_if_small(StoredArray(sizes, np.dtype(np.int8), unpacked))
-
-
-def _in_memory_if_small(array: StoredArray) -> np.ndarray | StoredArray:
-    return array if math.prod(array.shape) * array.dtype.itemsize >= STORED_BYTES else array.read()
 
 
 def _encode_op(op: Op, parameters: ParameterTable, arrays: dict[str, np.ndarray], prefix: str) -> Any:
@@ -382,7 +345,7 @@ def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np
     Raise `ValueError` if a constant does not have its declared type.
     """
     types = {checked_value_name(name): decode_type(kind, parameters) for name, kind in entry["types"].items()}
-    constants = {checked_value_name(n): _decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
+    constants = {checked_value_name(n): decode_constant(prefix + n, types[n], arrays) for n in entry["constants"]}
     for name, array in constants.items():
         if array.dtype != NUMPY_DTYPES.get(types[name].dtype):
             raise ValueError(f"constant %{name} has data type {array.dtype}, but must have {types[name].dtype}")
