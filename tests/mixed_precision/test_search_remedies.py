@@ -46,8 +46,8 @@ REMEDIES = {
     ),
     "a metric of several numbers for each sample": (
         lambda: metric(torch.ones(3, 2)),
-        "return one finite number, or an array with one for each sample, where higher is better; for a loss, return its "
-        "negative",
+        "return one finite number, or an array with one for each sample, where higher is better; for a loss, return "
+        "its negative",
         lambda: [metric(torch.ones(3).mean()), metric(torch.ones(3)), metric(-0.5)],
     ),
     "a single evaluation": (
