@@ -2,13 +2,13 @@
 
     python benchmarks/accuracy_aware.py --data FOLDER --folder ANOTHER --networks cifar_resnet20,cifar_resnet56
 
-Both are calibrated on the same training images, and ask the same metric on the same images for validation: the share
-of images with the right label (`--metric labels`), or that get the class that the float model gives them (`classes`),
-which is far harder to keep. `--max-drop` is the loss of it that they accept. The search of intaglio asks for it with
-`--confidence`, by the standard error over the images, which NNCF has no option for. The models are scored on test
-images that neither has seen, and timed on single images, each in a process of its own, in alternation. OpenVINO's
-models are timed with floats in float32, which NNCF validates with, and with OpenVINO's default type, which is
-bfloat16 on processors that have it.
+Both are calibrated on the same training images, and ask the same metric on the same images for validation: the share of
+images with the right label (`--metric labels`), or that get the class that the float model gives them (`classes`), far
+harder to keep. `--max-drop` is the loss of it that they accept. The search of intaglio asks for it with `--confidence`,
+by the standard error over the images, which NNCF has no option for. The models are scored on test images that neither
+has seen, and timed on single images, each in a process of its own, in alternation. OpenVINO's models are timed with
+floats in float32, which NNCF validates with, and with OpenVINO's default type, which is bfloat16 on processors that
+have it.
 
 NNCF ranks layers by its metric, as in its documentation, or with `--logits` by the error of the results.
 

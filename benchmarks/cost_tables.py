@@ -207,7 +207,7 @@ def accuracy_aware(lines: Iterable[Line]) -> Table:
     and metric that was timed on an idle machine."""
     found: dict[tuple[str, str], Line] = {}
     for line in lines:
-        metric = line["arguments"].get("metric")
+        metric = line["arguments"].get("metric", "classes")
         found |= {(name, metric): one for name, one in line["results"].items() if name in TRAINED and one["idle"]}
     rows = []
     for name, metric in itertools.product(TRAINED, AWARE_METRICS):

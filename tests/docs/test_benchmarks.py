@@ -341,17 +341,21 @@ def test_the_table_of_searches_takes_the_newest_run_of_an_idle_machine():
     assert len(head) == len(rows[0])
 
 
-def test_the_table_of_accuracy_control_has_the_newest_run_of_an_idle_machine():
-    def run(idle: bool, ms: float) -> dict:
-        one = {"validation": 99.5, "agreement": 99.25, "best_ms": ms}
+def test_the_table_of_accuracy_control_has_the_newest_run_of_an_idle_machine_for_each_metric():
+    def run(idle: bool, ms: float, **arguments: str) -> dict:
+        one = {"validation": 99.5, "agreement": 99.25, "top1": 80.0, "best_ms": ms}
         searches = {"intaglio": {"seconds": 60.0}, "nncf": {"seconds": 200.0}}
         engines = dict.fromkeys(("intaglio", "nncf", "nncf_default"), one)
-        return {"results": {"cifar_resnet20": {"searches": searches, "idle": idle, **engines}}}
+        results = {"cifar_resnet20": {"searches": searches, "idle": idle, **engines}}
+        return {"arguments": arguments, "results": results}
 
-    head, rows = script("cost_tables").accuracy_aware([run(True, 3.0), run(True, 2.0), run(False, 1.0)])
+    lines = [run(True, 3.0), run(True, 2.0), run(True, 4.0, metric="labels"), run(False, 1.0, metric="classes")]
+    head, rows = script("cost_tables").accuracy_aware(lines)
     assert rows == [
-        ("ResNet-20", "`intaglio.search`", "99.50 %", "99.25 %", "2.000", "60 s"),
-        ("", "NNCF, run by OpenVINO", "99.50 %", "99.25 %", "2.000 / 2.000", "200 s"),
+        ("ResNet-20", "labels", "`intaglio.search`", "99.50 %", "80.00 %", "4.000", "60 s"),
+        ("", "", "NNCF, run by OpenVINO", "99.50 %", "80.00 %", "4.000 / 4.000", "200 s"),
+        ("ResNet-20", "classes", "`intaglio.search`", "99.50 %", "99.25 %", "2.000", "60 s"),
+        ("", "", "NNCF, run by OpenVINO", "99.50 %", "99.25 %", "2.000 / 2.000", "200 s"),
     ]
     assert len(head) == len(rows[0])
 

@@ -44,10 +44,11 @@ REMEDIES = {
         "did you mean 'size'",
         lambda: metric(0.9, minimize="size"),
     ),
-    "a metric of several numbers": (
-        lambda: metric(torch.ones(3)),
-        "return one finite number, where higher is better; for a loss, return its negative",
-        lambda: [metric(torch.ones(3).mean()), metric(-0.5)],
+    "a metric of several numbers for each sample": (
+        lambda: metric(torch.ones(3, 2)),
+        "return one finite number, or an array with one for each sample, where higher is better; for a loss, return "
+        "its negative",
+        lambda: [metric(torch.ones(3).mean()), metric(torch.ones(3)), metric(-0.5)],
     ),
     "a single evaluation": (
         lambda: SearchOptions(evaluations=1),
