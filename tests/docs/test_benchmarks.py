@@ -190,6 +190,19 @@ def test_pages_have_the_tables_of_the_recorded_results(page, published):
     assert published.fill(text) == text, "the results have changed: run `python benchmarks/picture.py`"
 
 
+def test_a_table_of_decoders_has_the_fastest_setting_of_each_engine_in_idle_runs():
+    tables = script("decoder_tables")
+    measured = {"intaglio": 4.0, "llama_cpp": 8.0, "llama_cpp_pure": 5.0}
+    engines = {name: {"step_ms": [ms, 9.0], "bytes": 3e6, "sqnr_db": ms} for name, ms in measured.items()}
+    shared = {"gb_per_s": 1.0, "engines": engines | {"openvino_32": {"failed": "it died"}}}
+    arguments = {"network": "qwen3_06b", "bits": 4, "threads": 2}
+    lines = [{"arguments": arguments, "results": shared | {"idle": idle}} for idle in (True, False)]
+    assert tables.steps(lines)[1] == [
+        ("Qwen3-0.6B", "4", "2", "**4.00 (75 %)**", "5.00 (60 %)", tables.NOTHING, tables.NOTHING, "1.25")
+    ]
+    assert tables.steps(lines[1:])[1] == []
+
+
 def test_another_number_in_a_table_is_found(published):
     text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     changed = text.replace("81.03 % | – | – |", "82.03 % | – | – |")
