@@ -1,4 +1,4 @@
-"""Constants of a graph as arrays in a file: packed if they have few bits. Large ones stay there until they are needed."""
+"""Constants of a graph as arrays in a file: packed if they have few bits. Large ones stay there until they are read."""
 
 from __future__ import annotations
 
