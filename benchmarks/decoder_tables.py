@@ -74,8 +74,10 @@ def source(lines: Iterable[Line]) -> str:
     speeds: dict[int, list[float]] = {}
     for line in counted:
         speeds.setdefault(line["arguments"]["threads"], []).append(line["results"]["gb_per_s"])
-    names = {count: f"{count} thread{'s' * (count > 1)}" for count in speeds}
-    measured = " and ".join(f"{_range(found)} GB/s ({names[count]})" for count, found in speeds.items())
+    measured = " and ".join(
+        f"{_range(found)} GB/s ({'one thread' if count == 1 else f'{count} threads'})"
+        for count, found in speeds.items()
+    )
     found = counted[-1]["versions"]
     named = ", ".join(f"{title} {found[package].partition('+')[0]}" for package, title in PACKAGES.items())
     days = sorted({line["date"][:10] for line in counted})
