@@ -131,7 +131,7 @@ def all_threads(count: int) -> Iterator[None]:
     """Let programs use ``count`` threads, however small they are."""
     before, chosen = torch.get_num_threads(), thread_choice.thread_counts
     torch.set_num_threads(count)
-    thread_choice.thread_counts = lambda program, symbols, allowed: (allowed,) * program.segments
+    thread_choice.thread_counts = lambda program, symbols, allowed, delay=0.0: (allowed,) * program.segments
     try:
         yield
     finally:

@@ -64,7 +64,9 @@ def test_weights_of_few_bits_run_as_int8_with_the_interpreter_s_bits(setting):
     assert_equal_quantized(reference, graph, X)
     model = stages.compile(graph)
     assert torch.equal(model(X), graph(X))
-    assert any(line.startswith("weights: ") and "kernels compute with them as int8" in line for line in reference.notes)
+    assert any(
+        line.startswith("weights: ") and "products are those of int8 weights" in line for line in reference.notes
+    )
 
 
 @pytest.mark.case("calibration 45")

@@ -13,7 +13,7 @@ from intaglio.runtime.saved.members import Member
 LENGTH_BYTES = 8
 """Of the number in front that says how long the JSON header is."""
 METADATA = "__metadata__"
-ELEMENT_TYPES = {
+SAFETENSORS_TYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I8": np.int8,
@@ -54,11 +54,13 @@ class StoredArrays(Mapping[str, np.ndarray]):
     def _entry(self, name: str, entry: Mapping[str, object]) -> tuple[int, int, Layout]:
         """Return first byte, bytes, shape and element type of an array."""
         shape, dtype, places = entry["shape"], entry["dtype"], entry["data_offsets"]
-        if not (isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and dtype in ELEMENT_TYPES):
+        if not (
+            isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and dtype in SAFETENSORS_TYPES
+        ):
             raise ValueError(f"{name!r:.60} in {self.member.name} is not a known kind of array")
         if not all(type(number) is int and number >= 0 for number in (*shape, *places)):
             raise ValueError(f"{name!r:.60} in {self.member.name} has sizes that are no numbers")
-        (begin, end), element = places, np.dtype(ELEMENT_TYPES[str(dtype)])
+        (begin, end), element = places, np.dtype(SAFETENSORS_TYPES[str(dtype)])
         if end - begin != math.prod(shape) * element.itemsize or self._begin + end > self.member.size:
             raise ValueError(f"{name!r:.60} in {self.member.name} does not fit its bytes")
         return self._begin + begin, end - begin, (tuple(shape), element)
