@@ -28,7 +28,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Engine:
-    """How an engine is prepared and loaded.
+    """The functions that prepare and load an engine, and the bits that its weights take.
 
     Attributes:
         file: ending of the name of what ``prepare`` writes; engines that share it share the file.

@@ -112,16 +112,8 @@ def read_bandwidth(threads: int) -> float:
 
 def race(arguments: argparse.Namespace) -> dict[str, Any]:
     """Load all engines, and let them take turns. Each has what was measured, or why there is nothing."""
-    results: dict[str, dict] = {}
     with contextlib.ExitStack() as stack:
-        channels: dict[str, Connection] = {}
-        for engine in arguments.engines.split(","):
-            channel = stack.enter_context(fresh.opened(serve, engine, arguments))
-            try:
-                results[engine] = {**fresh.receive(channel), "text_ms": [], "step_ms": []}
-                channels[engine] = channel
-            except fresh.FailedError as error:
-                results[engine] = {"failed": str(error)}
+        channels, results = fresh.start_all(stack, serve, arguments.engines.split(","), arguments)
         print("loaded", flush=True)
         while arguments.start and not arguments.start.exists():
             time.sleep(0.2)

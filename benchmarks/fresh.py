@@ -9,7 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -40,6 +40,22 @@ def opened(function: Callable, *args: Any, environment: dict[str, str] | None = 
         ours.close()
         process.join(timeout=10)
         process.terminate()
+
+
+def start_all(
+    stack: contextlib.ExitStack, serve: Callable, names: Iterable[str], *args: Any
+) -> tuple[dict[str, Connection], dict[str, dict]]:
+    """A process for each name that runs ``serve(channel, name, *args)``: the channels, and what each sent first. A
+    process that failed has no channel, and the result ``failed``."""
+    channels, results = dict[str, Connection](), dict[str, dict]()
+    for name in names:
+        channel = stack.enter_context(opened(serve, name, *args))
+        try:
+            results[name] = dict(receive(channel))
+            channels[name] = channel
+        except FailedError as error:
+            results[name] = {"failed": str(error)}
+    return channels, results
 
 
 def receive(channel: Connection) -> Any:

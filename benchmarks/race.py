@@ -108,16 +108,10 @@ def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
 
 def race(arguments: argparse.Namespace) -> dict[str, dict]:
     """Engine -> what was measured, or why there is nothing."""
-    results: dict[str, dict] = {}
     with contextlib.ExitStack() as stack:
-        channels: dict[str, Connection] = {}
-        for engine in arguments.engines.split(","):
-            channel = stack.enter_context(fresh.opened(serve, engine, arguments))
-            try:
-                results[engine] = {**fresh.receive(channel), "blocks_ms": []}
-                channels[engine] = channel
-            except fresh.FailedError as error:
-                results[engine] = {"failed": str(error)}
+        channels, results = fresh.start_all(stack, serve, arguments.engines.split(","), arguments)
+        for engine in channels:
+            results[engine]["blocks_ms"] = []
         for _ in range(arguments.rounds):
             for engine, channel in list(channels.items()):
                 time.sleep(PAUSE)

@@ -26,7 +26,7 @@ import transformers
 import intaglio
 
 MOST_TOKENS = 64
-"""Of an answer, if the request does not say."""
+"""Largest number of tokens of an answer to a request without a limit of its own."""
 
 
 class Decoder(litserve.LitAPI):

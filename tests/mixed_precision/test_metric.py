@@ -39,7 +39,7 @@ def test_differences_of_the_same_samples_count():
 
 @pytest.mark.parametrize(("confidence", "left"), [(0.5, set()), (0.95, {"a"})])
 def test_a_metric_that_may_be_too_high_by_chance_is_refused(confidence, left):
-    """Of 100 samples 2 are wrong, and 3 may be."""
+    """The int8 model is wrong for 2 of 100 samples, and ``max_drop`` allows 3."""
     found = intaglio.search(
         layered_network(), [X], depending_on("a", 2), max_drop=0.03, confidence=confidence, **BY_SIZE
     )

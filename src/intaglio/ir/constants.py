@@ -25,6 +25,11 @@ class StoredArray:
     dtype: np.dtype
     read: Callable[[], np.ndarray] = field(repr=False)
 
+    @property
+    def nbytes(self) -> int:
+        """Return its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Constants(Mapping[str, np.ndarray]):
     """Arrays by name. An array that is stored elsewhere is read each time it is asked for, and not kept.
@@ -33,7 +38,7 @@ class Constants(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray | StoredArray], source: str = "") -> None:
-        entries = arrays._entries if isinstance(arrays, Constants) else dict(arrays)
+        entries = arrays._entries if isinstance(arrays, Constants) else arrays
         self._entries: Mapping[str, np.ndarray | StoredArray] = MappingProxyType(dict(entries))
         self.source = source or getattr(arrays, "source", "")
 
@@ -71,8 +76,7 @@ class Constants(Mapping[str, np.ndarray]):
 
     def nbytes(self, name: str) -> int:
         """Return the size of an array in bytes, without reading it."""
-        shape, dtype = self.layout(name)
-        return math.prod(shape) * dtype.itemsize
+        return self._entries[name].nbytes
 
     def is_stored(self, name: str) -> bool:
         """Return whether an array is read each time it is asked for."""

@@ -11,8 +11,8 @@ import shutil
 import stat
 import time
 from collections import defaultdict
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from intaglio import config
 from intaglio.errors import BuildError
@@ -26,7 +26,7 @@ GRACE_SECONDS = 60
 """Entries built or used this recently are not evicted, because a process may not have loaded them yet."""
 ABANDONED_SECONDS = 3600
 ENTRY_SUFFIXES = (".so", ".o", ".cpp", ".constants")
-"""Of the files of an entry."""
+"""Suffixes of the files of an entry."""
 
 logger = logging.getLogger("intaglio")
 
@@ -70,7 +70,7 @@ def read_entry(path: Path) -> bytes | None:
         return file.read()
 
 
-def open_entry(path: Path) -> BinaryIO | None:
+def open_entry(path: Path) -> BufferedReader | None:
     """Open a file of the cache. Return ``None`` if it does not exist or is not to be trusted."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

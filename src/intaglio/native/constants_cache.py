@@ -49,7 +49,7 @@ class ConstantsCache:
                     return False
                 found = hashlib.sha256()
                 for part in _parts(arrays):
-                    if file.readinto(part) != len(part):  # type: ignore[attr-defined] # a buffered reader has it
+                    if file.readinto(part) != len(part):
                         return False
                     found.update(part)
                 if file.read() != found.digest():

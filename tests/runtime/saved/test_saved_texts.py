@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from intaglio.codegen.program import comment_text
-from intaglio.ir import Graph, Origin
+from intaglio.ir import Constants, Graph, Origin
 from intaglio.runtime.saved.archive import from_json, to_json
 from intaglio.runtime.saved.json_codec import NotStorableError, ParameterTable, decode_graph, encode_graph
 from support import nets
@@ -33,7 +33,7 @@ def test_origins_of_any_text_are_loaded_as_they_were_saved(path, operator, sourc
     graph = replace(graph, ops=tuple(replace(op, origin=origin) for op in graph.ops))
     parameters, arrays = ParameterTable(), dict[str, np.ndarray]()
     written = to_json(encode_graph(graph, parameters, arrays))
-    found = decode_graph(from_json(written), ParameterTable(parameters.array()), arrays)
+    found = decode_graph(from_json(written), ParameterTable(parameters.array()), Constants(arrays))
     assert {op.origin for op in found.ops} == {origin}
 
 
@@ -46,7 +46,7 @@ def test_attributes_are_refused_when_they_are_saved_or_loaded_as_they_were(text)
         written = to_json(encode_graph(graph, parameters, arrays))
     except NotStorableError:
         return
-    found = decode_graph(from_json(written), ParameterTable(parameters.array()), arrays)
+    found = decode_graph(from_json(written), ParameterTable(parameters.array()), Constants(arrays))
     assert [op.attrs for op in found.ops] == [op.attrs for op in graph.ops]
 
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import is_constant, layer_operands, operator
+from intaglio.fxgraph.overloads import EMBEDDING_TARGET, LINEAR_TARGET
 from intaglio.quant.rotation.rotating_operators import (
     is_attention,
     is_layer_norm,
@@ -26,8 +27,6 @@ from intaglio.quant.rotation.rotating_operators import (
     size_of_rows,
     splits_heads,
 )
-
-EMBEDDING, LINEAR = "aten.embedding.default", "aten.linear.default"
 
 
 @dataclass
@@ -101,7 +100,7 @@ class RotatedValues:
                     self.constants[value, operand] = None
                 else:
                     yield operand
-        elif operator(value) == EMBEDDING and is_constant(value.args[0]):
+        elif operator(value) == EMBEDDING_TARGET and is_constant(value.args[0]):
             self.constants[value, value.args[0]] = None
         elif is_plain_layer(value):
             self.writers[value] = None
@@ -158,7 +157,7 @@ def _is_seed(node: fx.Node) -> bool:
 
 def is_plain_layer(node: fx.Node) -> bool:
     """Return whether a node is a linear layer whose parameters are constants."""
-    if operator(node) != LINEAR or not is_constant(node.args[1]):
+    if operator(node) != LINEAR_TARGET or not is_constant(node.args[1]):
         return False
     _, weight, bias = layer_operands(node)
     return is_constant(weight) and (bias is None or is_constant(bias))

@@ -9,6 +9,7 @@ from torch import fx
 
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_of, is_constant, operator, record_of
+from intaglio.fxgraph.overloads import SDPA_TARGET
 from intaglio.ir import Shape
 
 LAYER_NORM, RMS_NORM, AFFINE = "aten.layer_norm.default", "aten.rms_norm.default", "aten.addcmul.default"
@@ -178,6 +179,6 @@ PASSING: Mapping[str, Callable[[fx.Node], tuple[Any, ...]]] = {
     LAYER_NORM: _normalized,
     RMS_NORM: _normalized,
     AFFINE: _scaled_channels,
-    "aten.scaled_dot_product_attention.default": _attended,
+    SDPA_TARGET: _attended,
 }
 """Operators that a rotation passes through, besides data movement of whole rows -> their operands to be rotated."""

@@ -65,8 +65,8 @@ def read(path: Path) -> Contents:
         ArtifactError: the file cannot be read, is damaged, or has another format or version.
     """
     try:
-        file = open(expanded(path), "rb", opener=open_without_waiting)  # noqa: SIM115 - members keep it open
-        whole = OpenFile(file, path)
+        with open(expanded(path), "rb", opener=open_without_waiting) as file:
+            whole = OpenFile(os.dup(file.fileno()), path)
         if not stat.S_ISREG(os.fstat(whole.number).st_mode):
             raise ArtifactError(str(path), None, "this is not a regular file", remedy=OTHER_FILE)
         return _checked(path, _unzip(path, Member(whole, path.name, 0, whole.state[0])))

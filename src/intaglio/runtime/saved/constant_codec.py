@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import numpy as np
 
-from intaglio.ir import Packing, StoredArray, TensorType
+from intaglio.ir import Constants, Packing, StoredArray, TensorType
 from intaglio.runtime.saved.bit_packing import pack, unpack
-from intaglio.runtime.saved.stored_arrays import StoredArrays
 
 QUANTIZED_SUFFIX, GROUPS_SUFFIX = " levels", " multiples"
 """Suffixes of the keys of a packed constant: its quantized values, and the multiples or smallest values of groups.
@@ -28,22 +24,21 @@ def encode_constant(key: str, array: np.ndarray, packing: Packing | None) -> dic
     return {key + QUANTIZED_SUFFIX: quantized} | ({key + GROUPS_SUFFIX: of_groups} if len(of_groups) else {})
 
 
-def decode_constant(key: str, kind: TensorType, arrays: Mapping[str, np.ndarray]) -> np.ndarray | StoredArray:
-    """Return a constant, or the place of a large one in the file."""
-    packing = kind.packing
-    if packing is None or key + QUANTIZED_SUFFIX not in arrays:
-        if not isinstance(arrays, StoredArrays):
-            return arrays[key]
+def decode_constant(key: str, kind: TensorType, arrays: Constants) -> np.ndarray | StoredArray:
+    """Return a constant, or the place of a large one in the file. Raise `TypeError` if the shape of a packed constant
+    is symbolic."""
+    packing, quantized = kind.packing, key + QUANTIZED_SUFFIX
+    if packing is None or quantized not in arrays:
         shape, dtype = arrays.layout(key)
-        return _in_memory_if_small(StoredArray(shape, dtype, lambda: arrays[key]))
+        found = StoredArray(shape, dtype, lambda: arrays[key])
+        return found if arrays.is_stored(key) and found.nbytes >= STORED_BYTES else found.read()
     sizes = tuple(size for size in kind.shape if isinstance(size, int))
+    if len(sizes) < len(kind.shape):
+        raise TypeError(f"the shape {kind.shape} of a packed constant is symbolic")
 
     def unpacked() -> np.ndarray:
         of_groups = arrays.get(key + GROUPS_SUFFIX, np.zeros(0, np.uint8))
-        return unpack(arrays[key + QUANTIZED_SUFFIX], of_groups, packing, sizes)
+        return unpack(arrays[quantized], of_groups, packing, sizes)
 
-    return _in_memory_if_small(StoredArray(sizes, np.dtype(np.int8), unpacked))
-
-
-def _in_memory_if_small(array: StoredArray) -> np.ndarray | StoredArray:
-    return array if math.prod(array.shape) * array.dtype.itemsize >= STORED_BYTES else array.read()
+    found = StoredArray(sizes, np.dtype(np.int8), unpacked)
+    return found if arrays.is_stored(quantized) and found.nbytes >= STORED_BYTES else found.read()

@@ -35,7 +35,6 @@ from intaglio.ir import (
 )
 from intaglio.ir.dims import FloorDiv
 from intaglio.runtime.saved.constant_codec import decode_constant, encode_constant
-from intaglio.runtime.saved.stored_arrays import StoredArrays
 
 IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SHORT_ARRAY = 4
@@ -339,8 +338,8 @@ def _encode_op(op: Op, parameters: ParameterTable, arrays: dict[str, np.ndarray]
     return entry
 
 
-def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Graph:
-    """Return the graph that `encode_graph` wrote. Large constants of `StoredArrays` stay in the file.
+def decode_graph(entry: Any, parameters: ParameterTable, arrays: Constants, prefix: str = "") -> Graph:
+    """Return the graph that `encode_graph` wrote. Large constants that are in a file stay there.
 
     Raise `ValueError` if a constant does not have its declared type.
     """
@@ -350,12 +349,11 @@ def decode_graph(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np
         if array.dtype != NUMPY_DTYPES.get(types[name].dtype):
             raise ValueError(f"constant %{name} has data type {array.dtype}, but must have {types[name].dtype}")
     ops = [_decode_op(op, parameters, arrays, f"{prefix}{index}/") for index, op in enumerate(entry["ops"])]
-    source = arrays.member.digest if isinstance(arrays, StoredArrays) else ""
     inputs, outputs = _names(entry["inputs"]), _names(entry["outputs"])
-    return Graph(inputs, outputs, types, tuple(ops), Constants(constants, source))
+    return Graph(inputs, outputs, types, tuple(ops), Constants(constants, arrays.source))
 
 
-def _decode_op(entry: Any, parameters: ParameterTable, arrays: Mapping[str, np.ndarray], prefix: str) -> Op:
+def _decode_op(entry: Any, parameters: ParameterTable, arrays: Constants, prefix: str) -> Op:
     attrs = {checked_identifier(key): _plain_attr(decode(value)) for key, value in entry.get("attrs", {}).items()}
     body = decode_graph(entry["body"], parameters, arrays, prefix) if "body" in entry else None
     path, operator, source = map(decode_line, entry.get("origin", ("", "", "")))

@@ -9,7 +9,7 @@ import weakref
 import zipfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from intaglio.errors import ArtifactError
 
@@ -17,17 +17,23 @@ READ_BYTES = 1 << 20
 """Bytes that are read at a time for a digest, so that a file of any size needs little memory."""
 LOCAL_HEADER = b"PK\x03\x04"
 LOCAL_HEADER_BYTES, NAME_BYTES_AT = 30, 26
-"""Of the header in front of each member of a zip file: its size without name and extra field, and the place of the
-sizes of these two, of two bytes each."""
+"""Size of the header in front of each member of a zip file, without name and extra field, and the place in it of the
+sizes of these two, which have two bytes each."""
 CHANGED = "load the file again; to replace it while it is in use, write a new file and rename it"
 
 
 class OpenFile:
-    """A file that stays open as long as a member of it is used, also after it is renamed or deleted."""
+    """A file that stays open as long as a member of it is used, also after it is renamed or deleted.
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self.path, self.number = path, file.fileno()
-        weakref.finalize(self, file.close)
+    Attributes:
+        path: its path, for errors.
+        number: its descriptor, which it closes.
+        intact: first byte of a member -> state of the file when the digest of the member was last found to be right.
+    """
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.path, self.number, self.intact = path, number, dict[int, tuple[int, int]]()
+        weakref.finalize(self, os.close, number)
 
     @property
     def state(self) -> tuple[int, int]:
@@ -62,7 +68,6 @@ class Member:
         size: Its bytes.
         crc: Their CRC-32 according to the file.
         digest: SHA-256 of its bytes, once it is checked.
-        state: State of the file when it was checked.
     """
 
     file: OpenFile = field(repr=False)
@@ -71,9 +76,21 @@ class Member:
     size: int
     crc: int = 0
     digest: str = ""
-    state: tuple[int, int] = (0, 0)
 
-    def computed_digest(self) -> str:
+    def checked(self, digest: str) -> Member | None:
+        """Return the member with its digest, or ``None`` if its bytes have another one."""
+        return replace(self, digest=digest) if self._is_intact(digest) else None
+
+    def _is_intact(self, digest: str) -> bool:
+        """Return whether the bytes have this SHA-256 digest. They are only read again if the file was changed."""
+        state = self.file.state
+        if self.file.intact.get(self.start) != state:
+            if self._computed_digest() != digest:
+                return False
+            self.file.intact[self.start] = state
+        return True
+
+    def _computed_digest(self) -> str:
         """Return the SHA-256 digest of the bytes in hexadecimal."""
         found, memory = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, self.size)))
         for start in range(0, self.size, READ_BYTES):
@@ -81,11 +98,6 @@ class Member:
             self.file.fill(part, self.start + start)
             found.update(part)
         return found.hexdigest()
-
-    def checked(self, digest: str) -> Member | None:
-        """Return the member with its digest, or ``None`` if its bytes have another one."""
-        state = self.file.state
-        return replace(self, digest=digest, state=state) if self.computed_digest() == digest else None
 
     def read(self, start: int = 0, size: int | None = None) -> bytes:
         """Return bytes of the member, by default all, with the errors of `fill`."""
@@ -95,7 +107,7 @@ class Member:
 
     def fill(self, memory: memoryview, start: int) -> None:
         """Read bytes from ``start`` on into memory. Raise `ArtifactError` if the file was changed meanwhile."""
-        if self.digest and self.file.state != self.state and self.computed_digest() != self.digest:
+        if self.digest and not self._is_intact(self.digest):
             raise ArtifactError(
                 str(self.file.path), None, f"'{self.name}' was changed after the file was loaded", remedy=CHANGED
             )
@@ -124,10 +136,11 @@ class MemberStream(io.RawIOBase):
         self.position = base + offset
         return self.position
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         """Read into a buffer and return the number of bytes."""
-        size = max(min(len(buffer), self.member.size - self.position), 0)
-        self.member.file.fill(memoryview(buffer)[:size], self.member.start + self.position)
+        memory = memoryview(buffer)
+        size = max(min(len(memory), self.member.size - self.position), 0)
+        self.member.file.fill(memory[:size], self.member.start + self.position)
         self.position += size
         return size
 

@@ -46,7 +46,7 @@ from intaglio.runtime.saved.saved_libraries import (
     take_member,
 )
 from intaglio.runtime.saved.signature_codec import decode_signature, encode_signature
-from intaglio.runtime.saved.stored_arrays import StoredArrays
+from intaglio.runtime.saved.stored_arrays import stored_arrays
 from intaglio.signature import bind, dims_of
 
 REBUILT_STAGES = ("integer", "plan", "program")
@@ -221,7 +221,7 @@ def decode(path: str | Path, contents: Contents) -> SavedModel:
 
 def _decoded(manifest: dict[str, Any], members: dict[str, Member]) -> SavedModel:
     """Decode a manifest and its members, which are removed from ``members``."""
-    arrays = StoredArrays(take_member(members, "weights.safetensors"))
+    arrays = stored_arrays(take_member(members, "weights.safetensors"))
     parameters = ParameterTable(arrays[SCALES_MEMBER])
     graph = verify(decode_graph(from_json(take_member(members, "graph.json").read()), parameters, arrays), "load")
     signature = decode_signature(manifest["signature"], parameters, arrays)

@@ -11,7 +11,7 @@ import torch
 
 from intaglio import numerics
 from intaglio.errors import MALFORMED, ArtifactError
-from intaglio.ir import Graph, Op, Signature, State, TensorType, VerifyError
+from intaglio.ir import Constants, Graph, Op, Signature, State, TensorType, VerifyError
 from intaglio.ops import verify
 from intaglio.runtime.saved.archive import from_json, to_json
 from intaglio.runtime.saved.json_codec import ParameterTable, decode_graph, encode_graph
@@ -46,7 +46,7 @@ def graph_of(state: Mapping[str, Any], like: Graph) -> Graph:
     try:
         arrays = {key.removeprefix(f"{GRAPH}."): tensor.detach().cpu().numpy() for key, tensor in state.items()}
         text, parameters = arrays.pop(GRAPH).tobytes(), ParameterTable(arrays.pop(SCALES_MEMBER))
-        graph = verify(decode_graph(from_json(text), parameters, arrays), "load_state_dict")
+        graph = verify(decode_graph(from_json(text), parameters, Constants(arrays)), "load_state_dict")
     except (*MALFORMED, VerifyError) as error:
         problem = f"the state does not contain an integer graph: {type(error).__name__}: {error}"
         raise ArtifactError("load_state_dict", None, problem, remedy=LOAD_SAME_MODEL) from error

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from intaglio.ir import Constants, StoredArray
 from intaglio.runtime.saved.archive import from_json
 from intaglio.runtime.saved.members import Member
 
 LENGTH_BYTES = 8
-"""Of the number in front that says how long the JSON header is."""
+"""Size of the number in front of the JSON header, which is the length of the header."""
 METADATA = "__metadata__"
 SAFETENSORS_TYPES = {
     "BOOL": np.bool_,
@@ -29,57 +30,42 @@ SAFETENSORS_TYPES = {
 }
 """Element types by their names in a header."""
 
-Layout = tuple[tuple[int, ...], np.dtype]
-"""Shape and element type."""
 
+def stored_arrays(member: Member) -> Constants:
+    """Return the arrays of a member of a model file, which are read when they are asked for.
 
-class StoredArrays(Mapping[str, np.ndarray]):
-    """The arrays of a member of a model file. Each is read when it is asked for, and not kept.
+    The library safetensors reads single arrays of whole files only, not of a file inside of another one.
 
     Raises:
         ValueError: the header is invalid, or an array is not inside of the member.
     """
+    length = int.from_bytes(member.read(0, min(LENGTH_BYTES, member.size)), "little")
+    begin = LENGTH_BYTES + length
+    if begin > member.size:
+        raise ValueError(f"the header of {member.name} is longer than the member")
+    header = from_json(member.read(LENGTH_BYTES, length))
+    if not isinstance(header, dict):
+        raise ValueError(f"the header of {member.name} is not a JSON object")
+    entries = {name: _stored(member, begin, name, entry) for name, entry in header.items() if name != METADATA}
+    return Constants(entries, member.digest)
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        length = int.from_bytes(member.read(0, min(LENGTH_BYTES, member.size)), "little")
-        self._begin = LENGTH_BYTES + length
-        if self._begin > member.size:
-            raise ValueError(f"the header of {member.name} is longer than the member")
-        header = from_json(member.read(LENGTH_BYTES, length))
-        if not isinstance(header, dict):
-            raise ValueError(f"the header of {member.name} is not a JSON object")
-        self._entries = {name: self._entry(name, entry) for name, entry in header.items() if name != METADATA}
 
-    def _entry(self, name: str, entry: Mapping[str, object]) -> tuple[int, int, Layout]:
-        """Return first byte, bytes, shape and element type of an array."""
-        shape, dtype, places = entry["shape"], entry["dtype"], entry["data_offsets"]
-        if not (
-            isinstance(shape, list) and isinstance(places, list) and len(places) == 2 and dtype in SAFETENSORS_TYPES
-        ):
-            raise ValueError(f"{name!r:.60} in {self.member.name} is not a known kind of array")
-        if not all(type(number) is int and number >= 0 for number in (*shape, *places)):
-            raise ValueError(f"{name!r:.60} in {self.member.name} has sizes that are no numbers")
-        (begin, end), element = places, np.dtype(SAFETENSORS_TYPES[str(dtype)])
-        if end - begin != math.prod(shape) * element.itemsize or self._begin + end > self.member.size:
-            raise ValueError(f"{name!r:.60} in {self.member.name} does not fit its bytes")
-        return self._begin + begin, end - begin, (tuple(shape), element)
+def _stored(member: Member, begin: int, name: str, entry: Any) -> StoredArray:
+    """Return the array of an entry of the header; the bytes of all arrays begin at ``begin``."""
+    shape, dtype, places = entry["shape"], entry["dtype"], entry["data_offsets"]
+    lists = isinstance(shape, list) and isinstance(places, list)
+    if not (lists and len(places) == 2 and dtype in SAFETENSORS_TYPES):
+        raise ValueError(f"{name!r:.60} in {member.name} is not a known kind of array")
+    if not all(type(number) is int and number >= 0 for number in (*shape, *places)):
+        raise ValueError(f"{name!r:.60} in {member.name} has sizes that are no numbers")
+    (first, end), element = places, np.dtype(SAFETENSORS_TYPES[str(dtype)])
+    size = end - first
+    if size != math.prod(shape) * element.itemsize or begin + end > member.size:
+        raise ValueError(f"{name!r:.60} in {member.name} does not fit its bytes")
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        start, size, (shape, dtype) = self._entries[name]
+    def read() -> np.ndarray:
         array = np.empty(size, np.uint8)
-        self.member.fill(array.data, start)
-        return array.view(dtype).reshape(shape)
+        member.fill(array.data, begin + first)
+        return array.view(element).reshape(shape)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def layout(self, name: str) -> Layout:
-        """Return the shape and the element type of an array, without reading it."""
-        return self._entries[name][2]
+    return StoredArray(tuple(shape), element, read)
