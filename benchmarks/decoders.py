@@ -41,14 +41,17 @@ RECIPES: dict[str, dict[str, object]] = {
     "W4A8, equalization": {**INT4, "rounding": "nearest"},
     "W4A8, GPTQ": {**INT4, "equalize": 0.0},
     "W4A8, both": INT4,
+    "W4A8, Qronos": {**INT4, "rounding": "qronos"},
     "W4A8, per token, nearest": {**INT4, **NEAREST, "activations": "token"},
     "W4A8, per token, GPTQ": {**INT4, "activations": "token"},
     "W8A8, linear layers per token": {},
     "W4A8, linear layers per token": INT4,
     "W4A8, linear layers per token, nearest": {**INT4, "rounding": "nearest"},
+    "W4A8, linear layers per token, Qronos": {**INT4, "rounding": "qronos"},
     "W8A8, rotations": {"rotate": True},
     "W8A8, linear layers per token, rotations": {"rotate": True},
     "W4A8, linear layers per token, rotations": {**INT4, "rotate": True},
+    "W4A8, linear layers per token, rotations, Qronos": {**INT4, "rotate": True, "rounding": "qronos"},
     "W4A8, linear layers per token, rotations, nearest": {**INT4, "rotate": True, "rounding": "nearest"},
 }
 """Settings of all operators by the name of a row."""

@@ -47,7 +47,7 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "residual": ("int8", "float"),
         "activations": ("static", "token", "tensor", "float"),
         "embeddings": ("int8",),
-        "rounding": ("gptq", "adaround", "nearest"),
+        "rounding": ("gptq", "adaround", "nearest", "qronos"),
         "bias": ("none", "weights", "outputs"),
         "equalize": (0.0, 0.5, 1.0),
         "results": ("int8", "float"),

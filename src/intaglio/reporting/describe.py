@@ -24,6 +24,7 @@ ROUNDING_MEANINGS = {
     "nearest": "to the nearest quantized value",
     IMPORTED: "not by intaglio: the integers are those of the imported checkpoint",
     "gptq": "by GPTQ, so that the result of the operator changes least on calibration data",
+    "qronos": "by Qronos, so that the result of the operator is closest to that in the float model on calibration data",
     "adaround": "by AdaRound, so that the result of the operator changes least on calibration data",
 }
 """Meanings of the rounding methods of weights, by name."""

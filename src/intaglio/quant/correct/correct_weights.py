@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,9 +15,8 @@ from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
 from intaglio.fxgraph.node_info import known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
-from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups, visible_tokens
-from intaglio.ir import SIGN_OFFSET, DType, QParams, Signature
-from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
+from intaglio.fxgraph.padding_masks import padded_axes, visible_groups, visible_tokens
+from intaglio.ir import SIGN_OFFSET, DType, QParams
 from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
@@ -32,14 +31,15 @@ from intaglio.quant.correct.effort import (
     first_only,
     is_corrected,
     is_measured,
+    reads_float_model,
     sampled_gain,
     takes_too_long,
     takes_too_much_memory,
 )
 from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
-from intaglio.quant.correct.operand_columns import position_count
+from intaglio.quant.correct.operand_columns import OperandReader, position_count
 from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
-from intaglio.quant.correct.second_moments import Moments, moments, sum_over_ranks
+from intaglio.quant.correct.second_moments import Moments, moments, shift_of, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
@@ -87,10 +87,11 @@ def correct(
     qparams = activation_qparams(prepared, ranges)
     scales: dict[tuple[str, int], np.ndarray] = {}
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
-    through_outputs = any(region.setting.bias == BiasCorrection.OUTPUTS for region in annotations.regions)
-    evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=through_outputs, cache=cache)
+    compared = any(reads_float_model(region.setting) for region in annotations.regions)
+    evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=compared, cache=cache)
     visible = tuple(visible_tokens(prepared.signature, leaves) for leaves in calls)
-    corrector = _WeightCorrector(evaluation, prepared.signature, visible, units, group)
+    operands = OperandReader(evaluation, prepared.signature, visible, group)
+    corrector = _WeightCorrector(evaluation, operands, units, group)
     regions = iter(evaluation)
     corrected = any(
         is_corrected(annotations, region) or is_measured(annotations, region) for region in annotations.regions
@@ -123,8 +124,7 @@ class _WeightCorrector:
 
     Attributes:
         evaluation: the evaluation of the model, layer by layer.
-        signature: signature of the model.
-        visible: the tokens of each batch that padding masks do not hide.
+        operands: reads the operands of layers from the evaluation.
         units: parameters of weights and biases before correction, by site.
         group: the processes that take part.
         weights: weight site -> rounded weight.
@@ -134,13 +134,11 @@ class _WeightCorrector:
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
             why.
         last_set: weight node of the last region whose weight was set.
-        peaks: operand of dynamic layers -> its largest magnitude.
         shared: what linear layers that read the same operand have in common, by the operand and a name.
     """
 
     evaluation: LayerwiseEvaluation
-    signature: Signature
-    visible: tuple[VisibleTokens, ...]
+    operands: OperandReader
     units: Mapping[str, QParams]
     group: Group
     weights: dict[str, RoundedWeight] = field(default_factory=dict)
@@ -149,7 +147,6 @@ class _WeightCorrector:
     imported_noise: dict[str, float] = field(default_factory=dict)
     left_out: dict[Region, str] = field(default_factory=dict)
     last_set: fx.Node | None = None
-    peaks: dict[str, float] = field(default_factory=dict)
     shared: dict[tuple[fx.Node, str], Any] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
@@ -178,7 +175,9 @@ class _WeightCorrector:
         if not corrects:
             self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
             return
-        parts = self._shared(region, x, "moments", lambda: self._split_moments(region, x, split, validating))
+        parts = self._shared(
+            region, x, f"moments, {setting.rounding}", lambda: self._split_moments(region, x, split, validating)
+        )
         rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         signal_and_noise: tuple[float, float] | None = None
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
@@ -209,41 +208,12 @@ class _WeightCorrector:
         self.last_set = node
         self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
 
-    def _operands(self, x: fx.Node) -> Iterator[torch.Tensor]:
-        """Yield the quantized operand of this rank's batches in groups of samples, without padding."""
-        axes = padded_axes(known_type(x).shape, self.signature)
-        for call, visible in enumerate(self.visible):
-            yield from visible_groups(self._operand(x, call), axes, visible)
-
-    def _operand(self, x: fx.Node, call: int) -> torch.Tensor:
-        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it.
-
-        Operands of dynamic layers are rounded with one scale here, which weighs tokens by their magnitudes.
-        """
-        if x.name in self.evaluation.sites:
-            return torch.atleast_2d(self.evaluation.quantized_values(x, call))
-        q, values = self._parameters_of(x), torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0)
-        return torch.atleast_2d((values / q.step).round().add(q.zero).clamp(q.qmin, q.qmax).to(torch.uint8))
-
-    def _parameters_of(self, x: fx.Node) -> QParams:
-        """Return the parameters of `_operand`."""
-        if (site := self.evaluation.sites.get(x.name)) is not None:
-            return self.evaluation.qparams[site.name]
-        if x.name not in self.peaks:
-            calls = range(len(self.visible))
-            values = (torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0) for call in calls)
-            own = self.group.run_on_all_ranks(
-                lambda: max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
-            )
-            self.peaks[x.name] = max(*self.group.gather(own), float(MIN_ROW_ABSMAX))
-        return QParams((float(np.float32(self.peaks[x.name] / 127)),), (SIGN_OFFSET,), 1, 255)
-
     def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
         """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the
         number of positions on all ranks.
         """
         own = self.group.run_on_all_ranks(
-            lambda: [(project(b), b[:1].numel(), position_count(region, b)) for b in self._operands(x)],
+            lambda: [(project(b), b[:1].numel(), position_count(region, b)) for b in self.operands.batches(x)],
         )
         parts = [part for of_rank in self.group.gather(own) for part in of_rank]
         projections = torch.cat([torch.zeros(0, dtype=torch.int64), *(part for part, _, _ in parts)])
@@ -277,15 +247,27 @@ class _WeightCorrector:
             x: its input.
             selected: bool[samples] for each batch, true for the samples to take (default: all).
         """
-        q, batches, site = self._parameters_of(x), self._operands(x), self.evaluation.sites.get(x.name)
-        if selected is not None:
-            batches = (batch[here] for batch, here in zip(batches, selected, strict=True) if here.any())
-        if site is not None and site.dtype is DType.S8:  # moments are of uint8 values
-            batches, q = (
-                ((b.to(torch.int16) + SIGN_OFFSET).to(torch.uint8) for b in batches),
-                q.with_offset(SIGN_OFFSET),
-            )
-        return sum_over_ranks(self.group.run_on_all_ranks(lambda: moments(region, batches, q)), self.group)
+        q, site = self.operands.parameters(x), self.evaluation.sites.get(x.name)
+        signed = site is not None and site.dtype is DType.S8  # moments are of uint8 values
+        read = q.with_offset(SIGN_OFFSET) if signed else q
+
+        def chosen(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+            if selected is None:
+                return batches
+            return (batch[here] for batch, here in zip(batches, selected, strict=True) if here.any())
+
+        def quantized() -> Iterator[torch.Tensor]:
+            batches = chosen(self.operands.batches(x))
+            return ((b.to(torch.int16) + SIGN_OFFSET).to(torch.uint8) for b in batches) if signed else batches
+
+        def compute() -> Moments:
+            found = moments(region, quantized(), read)
+            if region.setting.rounding != Rounding.QRONOS or len(q.scales) > 1:
+                return found
+            differences = chosen(self.operands.differences(region, x))
+            return replace(found, shift=shift_of(region, quantized(), differences, read))
+
+        return sum_over_ranks(self.group.run_on_all_ranks(compute), self.group)
 
     def _gain_of_sample(
         self, region: Region, x: fx.Node, weight: np.ndarray, grid: WeightGrid, validating: list[torch.Tensor]
@@ -367,15 +349,17 @@ class _WeightCorrector:
         axis = -1 if region.record.is_linear_layer else 1
         total = torch.zeros(2, outputs + 1, dtype=torch.int64)
         x = layer_operands(region.anchor).x
-        input_axes, output_axes = (padded_axes(known_type(node).shape, self.signature) for node in (x, region.anchor))
+        input_axes, output_axes = (
+            padded_axes(known_type(node).shape, self.operands.signature) for node in (x, region.anchor)
+        )
         if None in (input_axes, output_axes) or axis != -1:
             input_axes = output_axes = None
 
         def add_up() -> None:
-            for batch, visible in enumerate(self.visible):
+            for batch, visible in enumerate(self.operands.visible):
                 exact, found = map(torch.atleast_2d, self.evaluation.anchor_outputs(region, batch))
                 errors = visible_groups(exact.double() - found.double(), output_axes, visible)
-                inputs = visible_groups(self._operand(x, batch), input_axes, visible)
+                inputs = visible_groups(self.operands.values(x, batch), input_axes, visible)
                 for operand, error in zip(inputs, errors, strict=True):
                     validates = split.validates(operand)
                     for sums, part in zip(total, (~validates, validates), strict=True):

@@ -20,6 +20,7 @@ from intaglio.quant.correct.weight_rounding import ITERATIONS, gptq, nearest
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.weight_grid import WeightGrid
 from intaglio.quant.recipes.choices import BiasCorrection, Effort, Role, Rounding
+from intaglio.quant.recipes.settings import Setting
 
 LARGEST_MOMENTS = 1 << 27
 """Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
@@ -72,6 +73,8 @@ def predicted_cost(region: Region, positions: int) -> FittingCost:
     fits = 0.0 if region.setting.rounding == Rounding.NEAREST else 1 + VALIDATING_FITS * validated
     in_bytes = are_kept(positions, groups, k)
     wide = factor + fits * spread + (0 if in_bytes else 4 * count * rank)
+    if region.setting.rounding == Rounding.QRONOS:
+        wide += 2 * groups * k * k * positions + k * count
     if region.setting.rounding == Rounding.ADAROUND:
         wide += fits * ITERATIONS * 2 * count * k
     seconds = wide / WIDE_PRODUCTS + fits * count * COLUMN_BLOCK / 2 / COLUMN_PRODUCTS
@@ -86,6 +89,8 @@ def takes_too_much_memory(region: Region, positions: int) -> str | None:
     """Return why fitting a weight to data takes too much memory; ``None`` if it does not."""
     groups, k, count = groups_of(region), row_length(region), weight_count(region)
     moments = groups * k * (positions if are_few(positions, k) else k)
+    if region.setting.rounding == Rounding.QRONOS:
+        moments += 2 * groups * k * k  # those of the differences from the float model
     if moments > LARGEST_MOMENTS:
         return f"the moments of its operand take {size_text(8 * moments)}"
     return f"it has {count:,} elements" if count > LARGEST_WEIGHT else None
@@ -163,6 +168,11 @@ def is_corrected(annotations: Annotations, region: Region) -> bool:
     if setting.rounding == Rounding.NEAREST and setting.bias == BiasCorrection.NONE:
         return False
     return has_moments(region, operand_site(annotations, region))
+
+
+def reads_float_model(setting: Setting) -> bool:
+    """Return whether a correction compares an operator with the float model."""
+    return setting.bias == BiasCorrection.OUTPUTS or setting.rounding == Rounding.QRONOS
 
 
 def is_measured(annotations: Annotations, region: Region) -> bool:

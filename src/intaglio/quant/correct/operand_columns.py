@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from torch import fx
 from torch.nn import functional as F
 
 from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.nodes import call_of, layer_operands
-from intaglio.ir import QParams
+from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups
+from intaglio.ir import SIGN_OFFSET, QParams, Signature
+from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
 from intaglio.quant.annotate.regions import Region
+from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
+
+SHIFT_UNIT = 1 / 256
+"""Unit of differences between float and quantized operands, in steps of the operand."""
+LARGEST_SHIFT = (1 << 15) - 1
+"""Largest difference in this unit, 128 steps."""
 
 
 def groups_of(region: Region) -> int:
@@ -143,3 +154,64 @@ def _patches(images: torch.Tensor, window: ConvolutionWindow, groups: int) -> to
     a, b, c, d = images.contiguous().stride()
     view = images.contiguous().as_strided((channels, kh, kw, n, rows, columns), (b, c * dh, d * dw, a, c * sh, d * sw))
     return view.reshape(groups, channels // groups * kh * kw, n * rows * columns)
+
+
+@dataclass
+class OperandReader:
+    """Reads the operands of layers from an evaluation, without padding.
+
+    Attributes:
+        evaluation: the evaluation of the model, layer by layer.
+        signature: signature of the model.
+        visible: the tokens of each batch that padding masks do not hide.
+        group: the processes that take part.
+        peaks: operand of dynamic layers -> its largest magnitude.
+    """
+
+    evaluation: LayerwiseEvaluation
+    signature: Signature
+    visible: tuple[VisibleTokens, ...]
+    group: Group
+    peaks: dict[str, float] = field(default_factory=dict)
+
+    def batches(self, x: fx.Node) -> Iterator[torch.Tensor]:
+        """Yield the quantized operand of this rank's batches in groups of samples."""
+        axes = padded_axes(known_type(x).shape, self.signature)
+        for call, visible in enumerate(self.visible):
+            yield from visible_groups(self.values(x, call), axes, visible)
+
+    def differences(self, region: Region, x: fx.Node) -> Iterator[torch.Tensor]:
+        """Yield what the operand in the float model is larger than in the model quantized so far, in groups of samples.
+
+        It is an integer number of `SHIFT_UNIT` steps of the operand, int16, so that products add up exactly.
+        """
+        axes, place = padded_axes(known_type(x).shape, self.signature), region.activations().index(x)
+        unit = self.parameters(x).step * SHIFT_UNIT
+        for call, visible in enumerate(self.visible):
+            exact = self.evaluation.unquantized_inputs(region, call)[place]
+            found = torch.nan_to_num((exact - self.evaluation.quantized_inputs(region, call)[place]) / unit)
+            rounded = torch.atleast_2d(found.round().clamp(-LARGEST_SHIFT, LARGEST_SHIFT).to(torch.int16))
+            yield from visible_groups(rounded, axes, visible)
+
+    def values(self, x: fx.Node, call: int) -> torch.Tensor:
+        """Return the quantized values of an operand; a vector, which is one sample, gets an axis for it.
+
+        Operands of dynamic layers are rounded with one scale here, which weighs tokens by their magnitudes.
+        """
+        if x.name in self.evaluation.sites:
+            return torch.atleast_2d(self.evaluation.quantized_values(x, call))
+        q, values = self.parameters(x), torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0)
+        return torch.atleast_2d((values / q.step).round().add(q.zero).clamp(q.qmin, q.qmax).to(torch.uint8))
+
+    def parameters(self, x: fx.Node) -> QParams:
+        """Return the parameters of `values`."""
+        if (site := self.evaluation.sites.get(x.name)) is not None:
+            return self.evaluation.qparams[site.name]
+        if x.name not in self.peaks:
+            calls = range(len(self.visible))
+            values = (torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0) for call in calls)
+            own = self.group.run_on_all_ranks(
+                lambda: max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
+            )
+            self.peaks[x.name] = max(*self.group.gather(own), float(MIN_ROW_ABSMAX))
+        return QParams((float(np.float32(self.peaks[x.name] / 127)),), (SIGN_OFFSET,), 1, 255)

@@ -113,18 +113,17 @@ class RoundingFit:
         Args:
             parts: moments of parts of the samples.
         """
-        noise = self.rows - self._nearest * self.step
-        plain = [part.errors(noise) for part in parts.both]
+        plain = [part.result_errors(self.rows, self._nearest * self.step) for part in parts.both]
         nearest_error = sum(part.sum().item() for part in plain)
         if not all(part.count for part in parts.both):
             return self.nearest(nearest_error)
-        cheap = self.method == Rounding.GPTQ and self.rows.shape[2] <= CHEAP_COLUMNS
+        cheap = self.method != Rounding.ADAROUND and self.rows.shape[2] <= CHEAP_COLUMNS
         refitted = parts.crossed or cheap
         rows = self._validated_rows() if refitted else slice(None)
         error = unfitted = 0.0
         for own, other in parts.directions:
             fit = self.fitted(parts.both[own], plain[own], rows)
-            error += parts.both[other].errors(self.rows[:, rows] - fit.quantized * fit.step).sum().item()
+            error += parts.both[other].result_errors(self.rows[:, rows], fit.quantized * fit.step).sum().item()
             unfitted += plain[other][:, rows].sum().item()
             if error < CLEAR_GAIN * unfitted:
                 break
@@ -159,7 +158,8 @@ class RoundingFit:
         each row to nearest with the given scales.
         """
         rows, step = self.rows, self.step
-        least = gptq(rows, step, found, self.grid.low, self.grid.high, plain).error
+        known = plain if found.shift is None else None
+        least = gptq(rows, step, found, self.grid.low, self.grid.high, known).error
         best = torch.ones(rows.shape[:2], dtype=torch.float64)
         for factor in FACTORS:
             now = gptq(rows, step * factor, found, self.grid.low, self.grid.high).error

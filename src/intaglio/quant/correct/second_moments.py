@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,15 @@ from intaglio.native.row_errors import row_errors, split_rows
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.linalg import Factor, operand_factor, ordered_factor
+from intaglio.quant.correct.linalg import (
+    DAMPING_OF_A_POSITION,
+    DAMPINGS,
+    Factor,
+    operand_factor,
+    ordered_factor,
+)
 from intaglio.quant.correct.operand_columns import (
+    SHIFT_UNIT,
     groups_of,
     operand_columns,
     operand_zero_points,
@@ -85,6 +92,23 @@ class Operands(NamedTuple):
         return torch.from_numpy(found)[None]
 
 
+class Shift(NamedTuple):
+    """Differences of the operands in the float model from those in the model quantized so far, which are x.
+
+    Attributes:
+        products: sum of d x^T over all positions, where d is the difference, float64 [groups, k, k].
+        squares: sum of d d^T.
+    """
+
+    products: torch.Tensor
+    squares: torch.Tensor
+
+    def __add__(self, other: tuple[Any, ...]) -> Shift:
+        """Return the shift over the positions of both."""
+        assert isinstance(other, Shift)
+        return Shift(self.products + other.products, self.squares + other.squares)
+
+
 @dataclass(frozen=True)
 class Moments:
     """Moments of x over all positions that an anchor computes.
@@ -97,6 +121,7 @@ class Moments:
         count: number of positions.
         samples: number of samples that they are from.
         operands: x of all positions, if there are few.
+        shift: what x lack compared with the float model, where results are compared with those of the float model.
     """
 
     products: torch.Tensor | None
@@ -104,6 +129,7 @@ class Moments:
     count: int
     samples: int
     operands: Operands | None = None
+    shift: Shift | None = None
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments over the positions of both."""
@@ -112,7 +138,34 @@ class Moments:
         operands = None
         if self.operands and other.operands and (few or are_kept(counts[0], *sums.shape)):
             operands = self.operands.joined(other.operands)
-        return Moments(None if few else self.matrix + other.matrix, sums, *counts, operands)
+        shift = self.shift + other.shift if self.shift and other.shift else None
+        return Moments(None if few else self.matrix + other.matrix, sums, *counts, operands, shift)
+
+    def result_errors(self, weight: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        """Return the sum of squared errors of the results of each rounded row, [groups, rows], in squared steps of x.
+
+        They are compared with what the exact weight computes from x or, with a shift, from the float model's operands:
+        the error is then ``(weight - rounded) x + weight d``.
+        """
+        lost = weight - rounded
+        error = self.errors(lost)
+        if self.shift is None:
+            return error
+        crossed = (lost * (weight @ self.shift.products)).sum(2)
+        return (error + 2 * crossed + (weight * (weight @ self.shift.squares)).sum(2)).clamp_min(0)
+
+    def target(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the rows whose results from x are next to those of a weight from the float model's operands.
+
+        They solve a least-squares problem, damped as for GPTQ, so that rows for few positions stay close to the weight.
+        """
+        if self.shift is None:
+            return weight
+        matrix, k = self.matrix, self.sums.shape[1]
+        share = max(DAMPINGS[0], DAMPING_OF_A_POSITION * k / max(self.count, 1))
+        added = share * matrix.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)
+        damped = matrix + added[:, None, None] * torch.eye(k, dtype=torch.float64)
+        return weight + torch.linalg.solve(damped, weight @ self.shift.products, left=False)
 
     def errors(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``row M row^T`` of each row, [groups, rows], for float64 [groups, rows, k] and M = sum of x x^T."""
@@ -197,7 +250,33 @@ def sum_over_ranks(found: Moments, group: Group) -> Moments:
         parts = [torch.from_numpy(part) for part in group.gather(found.operands.signed.numpy())]
         operands = Operands.of(torch.cat(parts, 2), found.operands.offset)
     products = None if few else torch.from_numpy(group.total(found.matrix.numpy()))
-    return Moments(products, sums, count, samples, operands)
+    shift = found.shift
+    if shift is not None:
+        shift = Shift(*(torch.from_numpy(group.total(part.numpy())) for part in shift))
+    return Moments(products, sums, count, samples, operands, shift)
+
+
+def shift_of(
+    region: Region, quantized: Iterable[torch.Tensor], differences: Iterable[torch.Tensor], q: QParams
+) -> Shift:
+    """Return the shift of an anchor's operand; products of integers are exact in float64, so they add up in any order.
+
+    Args:
+        region: the region of the anchor.
+        quantized: batches of quantized operands, as for `moments`.
+        differences: what the operands lack compared with the float model, int16 in units of `SHIFT_UNIT` steps.
+        q: parameters of the operand.
+    """
+    groups, k = groups_of(region), row_length(region)
+    zero = operand_zero_points(region, q, groups, k)[..., None]
+    products, squares = (torch.zeros(groups, k, k, dtype=torch.float64) for _ in range(2))
+    for batch, lacking in zip(quantized, differences, strict=True):
+        exact = operand_columns(region, lacking, q.with_offset(-q.zero))
+        for columns, others in zip(operand_columns(region, batch, q), exact, strict=True):
+            x, d = columns.double() - zero, others.double()
+            products.baddbmm_(d, x.mT)
+            squares.baddbmm_(d, d.mT)
+    return Shift(products * SHIFT_UNIT, squares * SHIFT_UNIT**2)
 
 
 def are_few(positions: int, k: int) -> bool:

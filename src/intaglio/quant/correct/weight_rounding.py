@@ -99,6 +99,26 @@ def _spread(
     return columns.chosen(), (damped - added).clamp_min(0) + CANCELLATION * damped
 
 
+def qronos(
+    weight: torch.Tensor,
+    step: torch.Tensor,
+    found: Moments,
+    low: int,
+    high: int,
+    plain_error: torch.Tensor | None = None,
+) -> RoundedRows:
+    """Round as GPTQ does, for the results that the weight has with the operands of the float model.
+
+    The error is that of Qronos (Zhang et al. 2025) and GPTAQ (Li et al. 2025). It is smallest for the solution of a
+    least-squares problem, to which GPTQ is applied. Rows that do not gain keep nearest rounding.
+    """
+    plain = nearest(weight, step, low, high)
+    if plain_error is None:
+        plain_error = found.result_errors(weight, plain * step)
+    chosen = gptq(found.target(weight), step, found, low, high).quantized
+    return _better_rows(chosen, found.result_errors(weight, chosen * step), plain, plain_error)
+
+
 def adaround(
     weight: torch.Tensor,
     step: torch.Tensor,
@@ -136,7 +156,7 @@ def adaround(
     return _better_rows(chosen, found.errors(weight - chosen * step), plain, plain_error)
 
 
-ROUNDINGS: dict[str, Round] = {Rounding.GPTQ: gptq, Rounding.ADAROUND: adaround}
+ROUNDINGS: dict[str, Round] = {Rounding.GPTQ: gptq, Rounding.QRONOS: qronos, Rounding.ADAROUND: adaround}
 """Rounding methods that read moments, by name."""
 
 

@@ -48,6 +48,8 @@ class Rounding(StrEnum):
     """Methods by which `correct` rounds weights."""
 
     GPTQ = "gptq"
+    QRONOS = "qronos"
+    """GPTQ, for the results that the layer has in the float model."""
     ADAROUND = "adaround"
     NEAREST = "nearest"
 

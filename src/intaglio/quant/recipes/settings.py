@@ -41,7 +41,7 @@ class Setting:
         bits: 8, or 7 for activations in 0..127.
         functions: how an activation function such as silu is computed behind a convolution or linear layer: "table" or
             "precise".
-        rounding: how `correct` rounds weights: "gptq", "adaround" or "nearest".
+        rounding: how `correct` rounds weights: "gptq", "qronos", "adaround" or "nearest".
         bias: what `correct` compensates in biases: "none", "weights" (rounded weights) or "outputs" (all quantization
             error).
         effort: how long fitting one weight to data may take, predicted from its shape: "fast", "default" or "best".
