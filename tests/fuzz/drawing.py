@@ -52,6 +52,8 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "equalize": (0.0, 0.5, 1.0),
         "results": ("int8", "float"),
         "two_bytes_below": (0.0, 200.0),
+        "operand_bytes": (1, 2),
+        "weight_bytes": (1, 2),
         "rotate": (True,),
     }
     frequent = (
@@ -64,6 +66,8 @@ def draw_settings(rng: random.Random, network: Network) -> dict[str, Any]:
         "embeddings",
         "results",
         "two_bytes_below",
+        "operand_bytes",
+        "weight_bytes",
     )
     found: dict[str, Any] = {}
     for name, values in choices.items():

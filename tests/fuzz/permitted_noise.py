@@ -40,6 +40,8 @@ COMPARED = {
     "equalize",
     "embeddings",
     "two_bytes_below",
+    "operand_bytes",
+    "weight_bytes",
     "results",
     "rotate",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -44,6 +44,22 @@ class LoopIteration:
         return "".join(f"{loop}[{index}]" for loop, index in self.loops)
 
 
+class LayerPart(NamedTuple):
+    """Part of a layer that was split into several layers.
+
+    Attributes:
+        layer: name that the layer had, which the sum of all parts has now.
+        operator: operator of the layer.
+        label: name of the part, different for all nodes of a layer; empty for the sum of all parts.
+        exact: whether the parts represent the weight of the layer exactly enough to round each of them to nearest.
+    """
+
+    layer: str
+    operator: str
+    label: str
+    exact: bool = False
+
+
 @dataclass(frozen=True)
 class NodeInfo:
     """Facts about a node. A field with its default value does not apply to the node."""
@@ -74,8 +90,10 @@ class NodeInfo:
     """Zero points per channel of an image input: the node is the byte minus the zero point of its channel."""
     fixed_parameters: tuple[float, int] | None = None
     """Scale and zero point of a value whose quantization is known beforehand."""
-    adds_bytes: bool = False
-    """True if the node adds the results for both bytes of an operand, which stay in float."""
+    part: LayerPart | None = None
+    """Part of a layer in two bytes that the node computes."""
+    float_reason: str | None = None
+    """Reason why the node stays in float, beside or behind the parts of a layer that reads two bytes."""
     takes_bytes: bool = False
     """True if the image input is passed as uint8."""
     divides_by_smoothing: bool = False

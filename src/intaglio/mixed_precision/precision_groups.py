@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from intaglio.errors import InputError
-from intaglio.fxgraph.node_info import origin
+from intaglio.fxgraph.node_info import info, origin
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.qdq.convert import Reference
 from intaglio.quant.qdq.operator_names import OperatorNames
@@ -27,11 +27,14 @@ DEFAULT_CANDIDATES: Mapping[str, Setting | None] = {
     "mse": Setting(method="mse"),
     "percentile": Setting(method="percentile:99.99"),
     "token": Setting(activations="token"),
+    "two_bytes": Setting(operand_bytes=2, weight_bytes=2),
 }
 FOUR_BITS: Mapping[str, Setting | None] = {"w4": Setting(weights_dtype="s4", weights="group:32")}
 """Candidate for searches with a size: fewer bits make files smaller, not programs faster."""
 ONLY_ADDITIONS = frozenset({"shortcut"})
 """Settings that only kernels with a residual addition read, so that other operators of a module may have them too."""
+ONLY_LAYERS = frozenset({"operand_bytes", "weight_bytes"})
+"""Settings that only the layer of a kernel reads, and not the operators behind it."""
 SAME_PROGRAM = frozenset({"method", "rounding", "bias", "effort"})
 """Settings that change constants of the program, but neither its steps nor its size."""
 Assignment = Mapping[str, str]
@@ -100,6 +103,7 @@ class OperatorGroup:
         anchors: names of the first operators of its kernels.
         paths: paths of the modules of its operators.
         alone: whether these modules have only operators of the group, so that a setting for them changes nothing else.
+        own_paths: paths of the modules of its layers, if these modules have only operators of the group.
         layers: whether all its kernels are linear or recurrent layers, whose activations may be quantized dynamically.
         candidates: candidates that change it.
     """
@@ -109,6 +113,7 @@ class OperatorGroup:
     anchors: tuple[str, ...]
     paths: frozenset[str]
     alone: bool = True
+    own_paths: frozenset[str] = frozenset()
     layers: bool = True
     candidates: tuple[Candidate, ...] = field(default=())
 
@@ -116,6 +121,8 @@ class OperatorGroup:
         """Return whether a recipe can give the group a candidate without changing other groups."""
         if candidate.in_float or candidate.given <= ONLY_ADDITIONS:
             return True
+        if candidate.given <= ONLY_LAYERS:
+            return bool(self.own_paths)
         return self.alone and (self.layers or not candidate.is_dynamic)
 
     def entries(self, candidate: Candidate) -> list[tuple[str, Setting]]:
@@ -128,6 +135,8 @@ class OperatorGroup:
         selectors = [self.selector] if candidate.in_float or not self.alone else sorted(self.paths)
         if candidate.given <= ONLY_ADDITIONS:
             selectors = sorted(path for path in self.paths if path) or [self.selector]
+        if candidate.given <= ONLY_LAYERS:
+            selectors = sorted(self.own_paths)
         return [(selector, candidate.setting) for selector in selectors]
 
     @property
@@ -157,9 +166,14 @@ def groups_of(reference: Reference) -> list[OperatorGroup]:
             names = frozenset(node.name for node in nodes)
             layers = all(region.record.is_linear_layer or region.record.recurrent for region in regions)
             touched = {value.name for node in nodes for value in node.all_input_nodes} | names
-            alone = not selector.startswith("op:") and all(_owners_below(path, owners) == {selector} for path in paths)
+            own = {path for path in paths if _owners_below(path, owners) == {selector}}
+            alone = not selector.startswith("op:") and own == paths
             anchors = tuple(region.anchor.name for region in regions)
-            groups.append(OperatorGroup(selector, names, anchors, paths, alone, layers and not touched & scaled))
+            own_paths = frozenset(_path(region.anchor) for region in regions)
+            own_paths = own_paths if own_paths <= own - {""} else frozenset()
+            groups.append(
+                OperatorGroup(selector, names, anchors, paths, alone, own_paths, layers and not touched & scaled)
+            )
     return groups
 
 
@@ -203,10 +217,19 @@ def is_changed(group: OperatorGroup, before: Annotations, after: Annotations) ->
 
 
 def _decisions(annotations: Annotations, anchor: str) -> tuple[object, ...] | None:
-    """Return what decides about the arithmetic of the kernel with an anchor, or ``None`` if it is in float."""
-    region = next((one for one in annotations.regions if one.anchor.name == anchor), None)
-    if region is None:
-        return None
+    """Return what decides about the arithmetic of the kernels with an anchor or its parts, or ``None`` if they are in
+    float."""
+    regions = [one for one in annotations.regions if anchor in (one.anchor.name, _layer_name(one.anchor))]
+    return tuple(_decision(annotations, region) for region in regions) or None
+
+
+def _layer_name(node: fx.Node) -> str | None:
+    """Return the name of the layer that a node is a part of, if it reads two bytes."""
+    part = info(node).part
+    return None if part is None else part.layer
+
+
+def _decision(annotations: Annotations, region: Region) -> tuple[object, ...]:
     by_value = annotations.by_value
     read = dict.fromkeys(value.name for node in region.nodes for value in node.all_input_nodes)
     sites = [by_value.get((name, role)) for name in read for role in Role if role != Role.BIAS]
@@ -225,8 +248,10 @@ def weight_bytes(group: OperatorGroup, annotations: Annotations, datatype_bits: 
     nodes, total = {node.name: node for node in annotations.module.graph.nodes}, 0.0
     by_value = annotations.by_value
     counted = set[str]()
-    for name in group.nodes & nodes.keys():
-        for value in nodes[name].all_input_nodes:
+    for node in nodes.values():
+        if not group.nodes & {node.name, _layer_name(node)}:
+            continue
+        for value in node.all_input_nodes:
             if value.op != "get_attr" or value.name in counted:
                 continue
             counted.add(value.name)

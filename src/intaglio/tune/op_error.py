@@ -60,9 +60,10 @@ class GraphComparison:
         found = reference.parameters.corrected.equalization
         for name, node in self.nodes.items():
             other = theirs.get(name)
-            if other is None and (found.splits or found.two_bytes or (found and node.target in EQUALIZED)):
+            split = found.splits or found.two_bytes or found.layer_bytes
+            if other is None and (split or (found and node.target in EQUALIZED)):
                 continue
-            replaced = node.target in EQUALIZED or name != node.name
+            replaced = node.target in EQUALIZED or name != node.name or info(node).part is not None
             same = other is not None and (operator(other) == operator(node) or replaced)
             if other is None or not same or tensor_type(other) != tensor_type(node):
                 kind = "no operator of this name" if other is None else f"{operator(other)} {tensor_type(other)}"

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from intaglio.fxgraph.uneven_concatenations import Extrema
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.calibration_loop import calibrate
+from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.prepare import Prepared, prepare
+from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.correct_weights import correct
 from intaglio.quant.correct.corrections import Corrected
 from intaglio.quant.equalization.apply_equalization import apply_equalization
+from intaglio.quant.precision.layer_bytes import layers_to_split, with_asked_bytes
 from intaglio.quant.qdq.convert import Reference, convert
 from intaglio.quant.qdq.parameters import Parameter, Parameters, owners
 from intaglio.quant.qdq.qparams import activation_qparams
@@ -36,6 +40,7 @@ class ReferencePool:
         batches: batches for calibration and correction.
         entries: parameters by site.
         weights: corrected weights by site.
+        extrema: ranges of the operands of layers that were split into bytes, by the value of the layer.
     """
 
     captured: Captured
@@ -44,6 +49,7 @@ class ReferencePool:
     batches: Sequence[Any]
     entries: dict[Hashable, Parameter] = field(default_factory=dict)
     weights: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    extrema: dict[str, Extrema] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._keep(self.base)
@@ -79,8 +85,9 @@ class ReferencePool:
         """Return the reference of a quantizer. Only activations that were never quantized in this way are
         calibrated."""
         prepared = prepare(self.captured, quantizer)
-        self._calibrate_missing(self._equalized(prepared))
-        sites = self._equalized(prepared).annotations.sites
+        equalized = self._equalized(prepared)
+        self._calibrate_missing(equalized)
+        sites = equalized.annotations.sites
         entries = {site.name: self.entries[_key(site)] for site in sites if _key(site) in self.entries}
         weights = {site.name: self.weights[_key(site)] for site in sites if _key(site) in self.weights}
         known = self.base.parameters.corrected
@@ -92,10 +99,20 @@ class ReferencePool:
             if not region.dynamic and any(value.name in same for value in region.anchor.all_input_nodes)
         }
         biases = {name: values for name, values in known.biases.items() if name in anchors}
-        return convert(prepared, Parameters(entries, Corrected(known.equalization, weights, biases)))
+        return convert(prepared, Parameters(entries, Corrected(equalized.equalization, weights, biases)))
 
     def _equalized(self, prepared: Prepared) -> Prepared:
-        return apply_equalization(prepared, self.base.parameters.corrected.equalization)
+        """Return a model with the equalization of the first one, and with the layers split that its recipe asks for."""
+        known = replace(self.base.parameters.corrected.equalization, layer_bytes={})
+        made, group = apply_equalization(prepared, known), Group.current()
+        if not layers_to_split(made):
+            return made
+        return with_asked_bytes(made, self._calls(group), group, self.extrema)
+
+    def _calls(self, group: Group) -> Calls:
+        return group.run_on_all_ranks(
+            lambda: cached_calls(self.captured.signature, self.batches, CACHED_SAMPLES, group)
+        )
 
     def _calibrate_missing(self, prepared: Prepared) -> None:
         """Calibrate the activations whose parameters are not known yet."""

@@ -132,7 +132,8 @@ def find_regions(
             return None
         if not (_same_setting(chain, settings) if resolved is None else resolved.accepts(chain)):
             return None
-        setting = settings[chain[-1] if resolved is None else chain[0]]
+        setting, own = settings[chain[-1] if resolved is None else chain[0]], settings[chain[0]]
+        setting = replace(setting, operand_bytes=own.operand_bytes, weight_bytes=own.weight_bytes)
         return Region(chain, row.name, setting, _pattern_of(chain, owners))
 
     found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)
@@ -145,12 +146,15 @@ def find_regions(
     return sorted(found, key=lambda region: view.position(region.root))
 
 
+OF_ONE_OPERATOR: Mapping[str, None] = dict.fromkeys(
+    ("functions", "shortcut", "residual", "results", "operand_bytes", "weight_bytes")
+)
+"""Options of single operators, which the others of a chain need not have."""
+
+
 def _same_setting(nodes: Iterable[fx.Node], settings: Mapping[fx.Node, Setting]) -> bool:
     """Return whether all operators of a chain have the same setting, apart from options of single operators."""
-    return (
-        len({replace(settings[node], functions=None, shortcut=None, residual=None, results=None) for node in nodes})
-        == 1
-    )
+    return len({replace(settings[node], **OF_ONE_OPERATOR) for node in nodes}) == 1
 
 
 def _only_after_product(node: fx.Node, setting: Setting) -> bool:

@@ -319,6 +319,8 @@ def _source(node: fx.Node) -> fx.Node:
 def _stem(node: fx.Node) -> str:
     """Return the name of a value without its number: ``module.path#call/operator``."""
     path, _, call = origin(node).path.partition("@")
-    written = origin(node).operator
+    part = info(node).part
+    written = origin(node).operator if part is None else part.operator
     kind = written.split(".")[1] if "." in written else getattr(node.target, "__name__", str(node.target))
-    return f"{path}#{call or 0}/{kind}"
+    label = f":{part.label}" if part is not None and part.label else ""
+    return f"{path}#{call or 0}/{kind}{label}"

@@ -61,8 +61,8 @@ def refusal(node: fx.Node, setting: Setting) -> str | None:
         return f"weight-only quantization ({imported}, as imported): activations stay in float"
     if not setting.quantize:
         return "the recipe leaves it in float"
-    if info(node).adds_bytes:
-        return "it adds the results for two bytes"
+    if (reason := info(node).float_reason) is not None:
+        return reason
     if setting.activations in ROW_MODES and (reason := dynamic_refusal(record, setting)) is not None:
         return reason
     if setting.activations == ActivationMode.FLOAT:

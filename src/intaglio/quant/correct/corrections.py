@@ -45,6 +45,22 @@ class TwoBytes(NamedTuple):
     high: float
 
 
+class LayerBytes(NamedTuple):
+    """The bytes of a layer that its setting splits into several layers.
+
+    Attributes:
+        operand: number of bytes of its operand, 1 or 2.
+        weight: number of bytes of its weight, 1 or 2.
+        low: smallest value of the operand.
+        high: largest value of the operand.
+    """
+
+    operand: int
+    weight: int
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Equalization:
     """Factors that equalize channels.
@@ -61,6 +77,7 @@ class Equalization:
         layers: value of a first layer that stays in float -> the signal-to-noise ratio in decibels that its rounded
             operand would leave in the results.
         two_bytes: value of a layer that reads an input of the model in two bytes -> its operand.
+        layer_bytes: value of a layer whose operand or weight has two bytes, as its setting asks -> its bytes.
         rotations: first value of a residual stream, or of the values of attention, that is rotated -> the size of the
             rotation, which determines it.
     """
@@ -74,6 +91,7 @@ class Equalization:
     layers: Mapping[str, float] = field(default_factory=dict)
     two_bytes: Mapping[str, TwoBytes] = field(default_factory=dict)
     rotations: Mapping[str, int] = field(default_factory=dict)
+    layer_bytes: Mapping[str, LayerBytes] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -199,6 +217,7 @@ class Corrected:
             "tables": {name: _hexadecimal([cost])[0] for name, cost in self.equalization.tables.items()},
             "layers": {name: _hexadecimal([ratio])[0] for name, ratio in self.equalization.layers.items()},
             "two_bytes": {name: _hexadecimal(found) for name, found in self.equalization.two_bytes.items()},
+            "layer_bytes": {name: _hexadecimal(found) for name, found in self.equalization.layer_bytes.items()},
             "rotations": dict(self.equalization.rotations),
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
@@ -224,14 +243,23 @@ class Corrected:
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
         rotations = {name: int(size) for name, size in sections.get("rotations", {}).items()}
-        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes, rotations)
+        of_layers = {name: _layer_bytes(_floats(found)) for name, found in sections.get("layer_bytes", {}).items()}
+        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes, rotations, of_layers)
         return Corrected(found, quantized, biases)
 
 
 SECTIONS = (
     *("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "two_bytes"),
-    *("rotations", "levels", "biases"),
+    *("layer_bytes", "rotations", "levels", "biases"),
 )
+
+
+def _layer_bytes(values: tuple[float, ...]) -> LayerBytes:
+    operand, weight, low, high = values
+    if not {operand, weight} <= {1.0, 2.0}:
+        problem = f"a layer has {operand:g} bytes of its operand and {weight:g} of its weight; allowed are 1 and 2"
+        raise ValueError(problem)
+    return LayerBytes(int(operand), int(weight), low, high)
 
 
 def _ranges_to_text(found: Mapping[str, tuple[tuple[float, float], ...]]) -> dict[str, list[list[str]]]:

@@ -161,7 +161,8 @@ def is_corrected(annotations: Annotations, region: Region) -> bool:
     setting = region.setting
     if region.record.roles.weight is None or (region.dynamic and setting.weight.bits >= 8):
         return False
-    if kept_weight(region, layer_operands(region.anchor).weight) is not None:
+    part = info(region.anchor).part
+    if (part is not None and part.exact) or kept_weight(region, layer_operands(region.anchor).weight) is not None:
         return False
     if region.dynamic:
         return setting.rounding != Rounding.NEAREST and has_moments(region, None)

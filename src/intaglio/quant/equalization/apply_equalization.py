@@ -33,6 +33,7 @@ from intaglio.quant.precision.apply_decisions import (
     with_split_layers,
     with_two_bytes,
 )
+from intaglio.quant.precision.layer_bytes import with_layer_bytes
 from intaglio.quant.rotation.rotate import with_rotations
 
 
@@ -90,8 +91,8 @@ def apply_equalization(
 
 
 def _with_report(made: Prepared, found: Equalization, report: str) -> Prepared:
-    """Return an equalized model with the tables that are int8, and with the report."""
-    made = with_int8_tables(made, found.tables)
+    """Return an equalized model with the layers that are split, the tables that are int8, and the report."""
+    made = with_int8_tables(with_layer_bytes(made, found.layer_bytes), found.tables)
     model_info = made.model_info.with_stage(corrections=report) if report else made.model_info
     return replace(made, equalization=found, model_info=model_info)
 

@@ -37,6 +37,7 @@ from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8
 from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.first_layers import sensitive_layers
 from intaglio.quant.precision.int8_tables import int8_tables
+from intaglio.quant.precision.layer_bytes import with_asked_bytes
 from intaglio.quant.recipes.choices import Rounding
 from intaglio.quant.rotation.rotate import choose_rotations, with_rotations
 from intaglio.tracing.captured import expect
@@ -92,10 +93,10 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     factors, lines = _factors(current, every, calls, group)
     report = "".join(f"{line}\n" for line in (*rotated, *notes, *lines))
     found = replace(found, factors=factors)
-    equalized = apply_equalization(prepared, found, report, (current, every))
+    equalized = with_asked_bytes(apply_equalization(prepared, found, report, (current, every)), calls, group)
     if not (tables := int8_tables(equalized, calls, group)):
         return equalized
-    return replace(with_int8_tables(equalized, tables), equalization=replace(found, tables=tables))
+    return replace(with_int8_tables(equalized, tables), equalization=replace(equalized.equalization, tables=tables))
 
 
 def equalize_without_data(prepared: Prepared) -> Prepared:

@@ -14,11 +14,11 @@ from intaglio.quant.annotate.annotate_graph import annotate_graph
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import NO_DATA_FLOATS, DataFloats
 from intaglio.quant.calibrate.prepare import Prepared, reprepare, with_specs
-from intaglio.quant.correct.corrections import TwoBytes
+from intaglio.quant.correct.corrections import LayerBytes, TwoBytes
 from intaglio.quant.precision.coarse_values import notes_on_coarse_values
 from intaglio.quant.precision.first_layers import notes_on_float_layers
 from intaglio.quant.precision.split_layers import notes_on_split_layers, split_layers, split_readers
-from intaglio.quant.precision.two_bytes import notes_on_two_bytes, split_into_bytes
+from intaglio.quant.precision.two_bytes import SplitLayer, notes_on_two_bytes, split_into_bytes
 
 
 def with_data_floats(
@@ -86,7 +86,9 @@ def with_two_bytes(prepared: Prepared, found: Mapping[str, TwoBytes]) -> Prepare
     layers = {node: found[name] for name, node in named.items()}
     module = copy_graph(before.module)
     copies = {node.name: node for node in module.graph.nodes}
-    split_into_bytes(module, {copies[node.name]: operand for node, operand in layers.items()})
+    split_into_bytes(
+        module, [SplitLayer(copies[node.name], LayerBytes(2, 1, one.low, one.high)) for node, one in layers.items()]
+    )
     return reannotated(prepared, module, notes_on_two_bytes(layers), before.data_floats)
 
 

@@ -48,7 +48,8 @@ def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> tuple[di
     model then have a lower signal-to-noise ratio than the setting ``two_bytes_below`` of a layer that reads an input,
     the layer reads two bytes. If they have a lower one than ``float_below``, another layer stays in float. The layers
     behind both are first layers too. The noise of the values near the inputs passes through all others, which amplify
-    it in some networks, and the first layers have few multiply-accumulates.
+    it in some networks, and the first layers have few multiply-accumulates. Layers whose setting asks for two bytes
+    are left to `layer_bytes`.
 
     Args:
         prepared: the prepared model, with its inputs quantized per channel.
@@ -69,6 +70,8 @@ def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> tuple[di
     measure = _Measurement(prepared, first_samples(calls, group), group)
     first = _FirstLayers(annotations)
     for region in first:
+        if 2 in (region.setting.operand_bytes, region.setting.weight_bytes):
+            continue
         cost, x = macs(region.anchor), layer_operands(region.anchor).x
         doubles = x not in first.behind and takes_two_bytes(region.anchor)
         in_bytes, in_float = region.setting.two_bytes_below or 0.0, region.setting.float_below or 0.0

@@ -1,24 +1,26 @@
-"""Layers that read an input of the model in two bytes, because one byte would cost too much in the results.
+"""Layers that read two bytes of their operand, of their weight or of both, because one byte would cost too much.
 
-The layer is computed as ``layer(high) + layer(low) / 256``. Here ``high`` is the operand in steps of its range, rounded
-to integers, and ``low`` is 256 times what this rounding leaves. Both are exact in 8 bits, but for the last half of a
-step of ``low``, so that both layers have int8 kernels. Their results are added in float32.
+A layer of an operand x and a weight w is computed as ``layer(high(x), high(w)) + layer(low(x), high(w)) +
+layer(high(x), low(w))``. Here ``high(x)`` is x in steps of its range, rounded to integers, and ``low(x)`` is what this
+rounding leaves, in steps that are 256 times finer. ``high(w)`` is the weight rounded to int8, and ``low(w)`` is the
+rest, with scales of its own. The product of both low bytes, which is left out, is 65,536 times smaller than that of
+both high ones. All layers have int8 kernels. Their results are added in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from intaglio import numerics
-from intaglio.fxgraph.node_info import constant_path, known_type, origin, update_info
+from intaglio.fxgraph.node_info import LayerPart, constant_path, known_type, origin, update_info
 from intaglio.fxgraph.nodes import call_before, constant_node, is_constant, layer_operands, replace_node
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
-from intaglio.quant.correct.corrections import TwoBytes
+from intaglio.quant.correct.corrections import LayerBytes, TwoBytes
 from intaglio.quant.precision.coarse_values import listed_ratios
 
 aten = torch.ops.aten
@@ -26,6 +28,9 @@ BYTE_VALUES = 256
 """Number of values of the low byte for one value of the high byte."""
 MIDDLE = 128
 """Quantized value of 0 in the low byte, which has as many negative as positive values."""
+ADDS_BYTES = "it adds the results for two bytes"
+FOLLOWS_BYTES = "it follows the results for two bytes, which are float32"
+"""Reasons for operators in float."""
 
 
 def takes_two_bytes(layer: fx.Node) -> bool:
@@ -33,44 +38,82 @@ def takes_two_bytes(layer: fx.Node) -> bool:
     return is_constant(layer_operands(layer).weight)
 
 
-def split_into_bytes(module: fx.GraphModule, found: Mapping[fx.Node, TwoBytes]) -> None:
-    """Replace layers by sums of two layers, one for each byte of their operand.
+@dataclass(frozen=True)
+class SplitLayer:
+    """A layer to split.
 
-    Args:
-        module: the graph, which is changed.
-        found: the operand of each layer.
+    Attributes:
+        node: the layer.
+        bytes: the bytes of its operand and its weight.
+        rounded: its weight as int8 values represent it, if the weight has two bytes.
     """
-    for layer, operand in found.items():
-        x, weight, bias = layer_operands(layer)
-        step, zero = numerics.affine_qparams(operand.low, operand.high, 0, BYTE_VALUES - 1)
-        scaled = _call(layer, "mul.Scalar", x, known_type(x), 1 / step)
-        upper = _call(layer, "round.default", scaled, known_type(x))
-        rest = _call(layer, "sub.Tensor", scaled, known_type(x), upper)
-        lower = _call(layer, "mul.Scalar", rest, known_type(x), float(BYTE_VALUES))
+
+    node: fx.Node
+    bytes: LayerBytes
+    rounded: torch.Tensor | None = None
+
+    def split(self, module: fx.GraphModule) -> None:
+        """Replace the layer by the sum of its parts, which gets its name."""
+        layer, name = self.node, self.node.name
+        weight, bias = layer_operands(layer)[1:]
+        whole = getattr(module, str(weight.target)).detach().double()
+        coarse = whole if self.rounded is None else self.rounded.double()
+        step, high, low = self._bytes_of_operand()
+        parts = [("high bytes", high, coarse * step, bias)]
+        if low is not None:
+            parts.append(("low byte of the operand", low, coarse * (step / BYTE_VALUES), None))
+        if self.rounded is not None and (whole != coarse).any():
+            parts.append(("low byte of the weight", high, (whole - coarse) * step, None))
+        total: fx.Node | None = None
+        for label, operand, values, own_bias in reversed(parts):
+            constant = add_constant(module, f"{weight.target}_{label.replace(' ', '_')}", values.float())
+            path = f"{constant_path(weight, str(weight.target))}, {label}"
+            read = constant_node(module, constant, path)
+            more = layer.args[3:]
+            call = call_before(layer, known_type(layer), layer.target, operand, read, own_bias, *more, **layer.kwargs)
+            update_info(call, part=self._part(label))
+            if total is None:
+                total = call
+                continue
+            total = self._call(f"sum with the {label}", "add.Tensor", total, known_type(layer), call)
+            update_info(total, float_reason=ADDS_BYTES)
+        assert total is not None
+        update_info(total, part=self._part(""))
+        replace_node(layer, total)
+        total.name = name
+
+    def _bytes_of_operand(self) -> tuple[float, fx.Node, fx.Node | None]:
+        """Return the step of the high byte of the operand, the high byte, and the low byte if there are two."""
+        x = layer_operands(self.node).x
+        if self.bytes.operand == 1:
+            return 1.0, x, None
+        step, zero = numerics.affine_qparams(self.bytes.low, self.bytes.high, 0, BYTE_VALUES - 1)
+        kind = known_type(x)
+        scaled = self._call("operand in steps", "mul.Scalar", x, kind, 1 / step)
+        upper = self._call("high byte of the operand", "round.default", scaled, kind)
+        rest = self._call("rest of the operand", "sub.Tensor", scaled, kind, upper)
+        lower = self._call("low byte of the operand in finer steps", "mul.Scalar", rest, kind, float(BYTE_VALUES))
         update_info(upper, fixed_parameters=(1.0, zero))
         update_info(lower, fixed_parameters=(1.0, MIDDLE))
-        parts = []
-        for byte, scale, own_bias in ((upper, step, bias), (lower, step / BYTE_VALUES, None)):
-            label = "high" if byte is upper else "low"
-            values = getattr(module, str(weight.target)).detach()
-            name = add_constant(module, f"{weight.target}_{label}", (values.double() * scale).float())
-            constant = constant_node(module, name, f"{constant_path(weight, str(weight.target))} of the {label} byte")
-            more = layer.args[3:]
-            call = call_before(layer, known_type(layer), layer.target, byte, constant, own_bias, *more, **layer.kwargs)
-            parts.append(call)
-        total = _call(layer, "add.Tensor", parts[1], known_type(layer), parts[0])
-        update_info(total, adds_bytes=True)
-        replace_node(layer, total)
+        return step, upper, lower
+
+    def _part(self, label: str) -> LayerPart:
+        return LayerPart(self.node.name, origin(self.node).operator, label, self.rounded is not None)
+
+    def _call(self, label: str, name: str, x: fx.Node, kind: TensorType, *args: object) -> fx.Node:
+        """Insert a call of an ATen operator in front of the layer, at its place in the model."""
+        operator, overload = name.split(".")
+        node = call_before(self.node, kind, getattr(getattr(aten, operator), overload), x, *args)
+        update_info(node, origin=replace(origin(self.node), operator=f"aten.{name}"), part=self._part(label))
+        return node
+
+
+def split_into_bytes(module: fx.GraphModule, layers: Iterable[SplitLayer]) -> None:
+    """Replace layers of a graph by sums of the layers for each byte."""
+    for layer in layers:
+        layer.split(module)
     module.graph.eliminate_dead_code()
     module.recompile()
-
-
-def _call(layer: fx.Node, name: str, x: fx.Node, kind: TensorType, *args: object) -> fx.Node:
-    """Insert a call of an ATen operator in front of a layer, at its place in the model."""
-    operator, overload = name.split(".")
-    node = call_before(layer, kind, getattr(getattr(aten, operator), overload), x, *args)
-    update_info(node, origin=replace(origin(layer), operator=f"aten.{name}"))
-    return node
 
 
 def notes_on_two_bytes(found: Mapping[fx.Node, TwoBytes]) -> tuple[str, ...]:

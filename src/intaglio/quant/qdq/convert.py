@@ -31,6 +31,7 @@ from intaglio.quant.imported_weights.kept_integers import (
     rounding_note,
     use_channel_scales,
 )
+from intaglio.quant.precision.layer_bytes import notes_on_unsplit_layers
 from intaglio.quant.qdq.integer_regions import keep_regions
 from intaglio.quant.qdq.parameters import OWN_PARAMETERS, Parameters
 from intaglio.quant.qdq.qdq_rewriter import Rewriter
@@ -132,7 +133,7 @@ def _converted(
     bodies: Mapping[str, Reference],
 ) -> Reference:
     """Return the reference of a model with these corrections, whose loop bodies are converted."""
-    remarks, annotations = list[str](), corrections.annotations
+    remarks, annotations = notes_on_unsplit_layers(prepared), corrections.annotations
     qparams, kept = _chosen_qparams(prepared, ranges, corrections, remarks)
     statistics = _statistics(prepared, ranges)
     remarks += rounding_costs(annotations, qparams, statistics)

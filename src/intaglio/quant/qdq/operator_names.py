@@ -85,6 +85,8 @@ class OperatorNames:
         if node.op == "placeholder":
             return name, "input", ""
         where = origin(node)
+        if (part := info(node).part) is not None:
+            return where.path, part.operator, part.label
         if not where.operator or _packet(where.operator) == _packet(operator(node)):
             return where.path, operator(node), ""
         if node.target in EQUALIZED:
@@ -131,4 +133,6 @@ def _is_of_model(node: fx.Node) -> bool:
     kind = tensor_type(node)
     is_inserted = operator(node).startswith(("quantized_decomposed.", "intaglio."))
     known = node.op == "placeholder" or (node.op == "call_function" and not is_inserted)
-    return known and kind is not None and kind.q is None and kind.dtype in FLOATING
+    part = info(node).part
+    whole = part is None or not part.label
+    return known and whole and kind is not None and kind.q is None and kind.dtype in FLOATING

@@ -66,6 +66,8 @@ class Setting:
             model in two bytes, if the rounding of this operand alone to one byte leaves less, by the calibration data;
             0 never asks for two bytes.
         float_below: the same ratio, below which a layer behind such layers stays in float; 0 never leaves it in float.
+        operand_bytes: bytes in which a layer with a constant weight reads its calibrated operand, 1 or 2.
+        weight_bytes: bytes in which it reads its int8 weight, 1 or 2.
     """
 
     quantize: bool | None = None
@@ -88,6 +90,8 @@ class Setting:
     cache: str | None = None
     two_bytes_below: float | None = None
     float_below: float | None = None
+    operand_bytes: int | None = None
+    weight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -107,6 +111,8 @@ class Setting:
             "results": (None, *FloatResults),
             "embeddings": (None, *EmbeddingType),
             "cache": (None, *CacheType),
+            "operand_bytes": (None, 1, 2),
+            "weight_bytes": (None, 1, 2),
         }
         for name, values in allowed.items():
             value = "group:N" if name == "weights" and GROUPS.fullmatch(str(self.weights)) else getattr(self, name)
@@ -191,6 +197,8 @@ DEFAULT = Setting(
     cache="float",
     two_bytes_below=25.0,
     float_below=0.0,
+    operand_bytes=1,
+    weight_bytes=1,
 )
 """Default of models without attention."""
 TRANSFORMER = dataclasses.replace(DEFAULT, method="minmax", functions="precise", residual="float")
