@@ -252,7 +252,7 @@ def _variant(pool: ReferencePool, groups: Sequence[OperatorGroup], candidate: Ca
     """Return the reference with all groups at a candidate, or ``None`` if the model does not have it."""
     entries = [entry for group in groups for entry in group.entries(candidate)]
     try:
-        return pool.variant(changed_quantizer(pool.quantizer, entries)) if entries else None
+        return pool.reference(changed_quantizer(pool.quantizer, entries)) if entries else None
     except IntaglioError as error:
         logger.info("search: the candidate %s is not possible: %s", candidate.name, error.problem)
         return None

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from intaglio.errors import IntaglioError
+from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import record_of
 from intaglio.lower.facts.operator_facts import OperatorFacts
 from intaglio.progress import report_progress
@@ -29,6 +30,9 @@ LARGE = 0.5
 """Share of the multiply-accumulates that linear layers have in a model for which scales by token are tried."""
 OTHER_METHODS = ("minmax", "mse", "percentile:99.99", "kl")
 """Range methods that are tried for one operator."""
+
+TWO_BYTES = {"operand_bytes": 2, "weight_bytes": 2}
+"""Setting of a layer that reads two bytes of its operand and of its weight."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +113,17 @@ class Trials:
 
 
 def model_changes(start: ReferencePool, comparison: Comparison, count: int) -> Iterator[Change]:
-    """Yield changes of a whole model: the worst operators in float, alone and together, 16-bit residual sums, another
-    range method, and a scale for each token."""
+    """Yield changes of a whole model: the worst operators in float, alone and together, the worst layers in two bytes,
+    16-bit residual sums, another range method, and a scale for each token."""
     worst, quantizer = comparison.skip_list(count), start.quantizer
     for selector in worst:
         yield _skip([selector], f"Leave {selector} in float", start)
     if 1 < len(worst) < len({row.skip for row in comparison.rows if row.skip}):
         yield _skip(worst, f"Leave these {len(worst)} in float together", start)
     default, regions = quantizer.recipe.default, start.base.annotations.regions
+    if layers := [selector for selector in worst if _is_layer(regions, selector)]:
+        names = f"{layers[0]}" if len(layers) == 1 else f"these {len(layers)} layers"
+        yield _entry(f"Read two bytes in {names}", quantizer, *layers, **TWO_BYTES)
     if default.shortcut != 16 and any(_in_16_bits(region).adds_shortcut for region in regions):
         yield _setting(
             "Residual sums in 16 bits, and sensitive first layers in two bytes or in float",
@@ -134,12 +141,15 @@ def model_changes(start: ReferencePool, comparison: Comparison, count: int) -> I
 
 
 def operator_changes(start: ReferencePool, facts: OperatorFacts) -> Iterator[Change]:
-    """Yield changes of the kernel of an operator: in float, with a 16-bit shortcut, with each other range method."""
+    """Yield changes of the kernel of an operator: in float, in two bytes, with a 16-bit shortcut, with each other range
+    method."""
     names = {facts.node}
     region = next((one for one in start.base.annotations.regions if names & _nodes(one)), None)
     if region is None or not facts.selector:
         return
     yield _skip([facts.selector], "In float", start)
+    if _is_layer([region], facts.selector):
+        yield _entry("In two bytes", start.quantizer, facts.selector, **TWO_BYTES)
     if region.setting.shortcut != 16 and _in_16_bits(region).adds_shortcut:
         yield _entry("Its residual sum in 16 bits", start.quantizer, facts.selector, shortcut=16)
     for method in OTHER_METHODS:
@@ -151,10 +161,18 @@ def _nodes(region: Region) -> set[str]:
     return {node.name for node in region.computed}
 
 
-def _entry(title: str, quantizer: Quantizer, selector: str, **fields: Any) -> Change:
-    """Return the change of one entry of the recipe."""
-    recipe = replace(quantizer.recipe, entries=(*quantizer.recipe.entries, (selector, Setting(**fields))))
-    return Change(title, f"recipe={{{selector!r}: {fields!r}}}", "", replace(quantizer, recipe=recipe))
+def _is_layer(regions: Iterable[Region], selector: str) -> bool:
+    """Return whether a selector is the module of a layer with a weight, which may read two bytes."""
+    layers = [one for one in regions if one.record.roles.weight is not None and one.record.accumulates]
+    return any(origin(region.anchor).path == selector and not region.dynamic for region in layers)
+
+
+def _entry(title: str, quantizer: Quantizer, *selectors: str, **fields: Any) -> Change:
+    """Return the change of entries of the recipe, all with the same setting."""
+    entries = tuple((selector, Setting(**fields)) for selector in selectors)
+    recipe = replace(quantizer.recipe, entries=(*quantizer.recipe.entries, *entries))
+    given = ", ".join(f"{selector!r}: {fields!r}" for selector in selectors)
+    return Change(title, f"recipe={{{given}}}", "", replace(quantizer, recipe=recipe))
 
 
 def _skip(selectors: Sequence[str], title: str, start: ReferencePool) -> Change:

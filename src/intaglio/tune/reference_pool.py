@@ -72,22 +72,16 @@ class ReferencePool:
         prepared = prepare(self.captured, quantizer)
         return convert(prepared, calibrate(prepared, self.batches, progress=False) if prepared.observers else None)
 
-    def variant(self, quantizer: Quantizer) -> Reference:
-        """Return the reference of a quantizer that changes many groups. New weights are corrected."""
-        prepared = self._equalized(prepare(self.captured, quantizer))
-        sites = prepared.annotations.sites
-        if any(site.role == Role.WEIGHT and _key(site) not in self.entries for site in sites):
-            ranges = calibrate(prepared, self.batches, progress=False)
-            self._keep(convert(prepared, ranges, correct(prepared, ranges, self.batches)))
-        return self.reference(quantizer)
-
     def reference(self, quantizer: Quantizer) -> Reference:
-        """Return the reference of a quantizer. Only activations that were never quantized in this way are
-        calibrated."""
+        """Return the reference of a quantizer. Activations and weights that were never quantized in this way are
+        calibrated and corrected."""
         prepared = prepare(self.captured, quantizer)
         equalized = self._equalized(prepared)
-        self._calibrate_missing(equalized)
         sites = equalized.annotations.sites
+        if any(site.role == Role.WEIGHT and _key(site) not in self.entries for site in sites):
+            ranges = calibrate(equalized, self.batches, progress=False)
+            self._keep(convert(equalized, ranges, correct(equalized, ranges, self.batches)))
+        self._calibrate_missing(equalized)
         entries = {site.name: self.entries[_key(site)] for site in sites if _key(site) in self.entries}
         weights = {site.name: self.weights[_key(site)] for site in sites if _key(site) in self.weights}
         known = self.base.parameters.corrected

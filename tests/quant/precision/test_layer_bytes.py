@@ -23,7 +23,7 @@ from support.programs import assert_same_bits
 
 BOTH = {"operand_bytes": 2, "weight_bytes": 2}
 OPERAND, WEIGHT = {"operand_bytes": 2}, {"weight_bytes": 2}
-X, UNSEEN = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.randn(8, 3, 8, 8)
+X, UNSEEN = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0)).split(16)
 
 
 def residual() -> nn.Module:
@@ -57,10 +57,10 @@ def ratio_of(recipe: dict) -> float:
     return sqnr(reference_of(model, recipe)(UNSEEN), model(UNSEEN).detach())
 
 
-def test_each_byte_more_makes_results_more_exact():
-    plain, weight, both = (ratio_of({"*": one}) for one in ({}, WEIGHT, BOTH))
-    assert plain < weight < both
-    assert both > plain + 20
+def test_both_bytes_of_operands_and_weights_are_needed_for_exact_results():
+    plain, operand, weight, both = (ratio_of({"*": one}) for one in ({}, OPERAND, WEIGHT, BOTH))
+    assert both > max(operand, weight) + 8
+    assert both > plain + 18
 
 
 def test_both_bytes_of_everything_are_close_to_float():
@@ -195,7 +195,7 @@ def test_a_pool_makes_the_reference_that_the_stages_make():
     pool = ReferencePool(captured, Quantizer(Recipe.of(nearest)), plain, [X])
     for names in itertools.combinations(("first", "last", "head"), 2):
         recipe = nearest | dict.fromkeys(names, BOTH)
-        made = pool.variant(Quantizer(Recipe.of(recipe)))
+        made = pool.reference(Quantizer(Recipe.of(recipe)))
         assert sqnr(made(UNSEEN), reference_of(model, recipe)(UNSEEN)) > 50  # ranges are of the graph before the split
 
 
