@@ -8,7 +8,8 @@ import numpy as np
 
 from intaglio import numerics
 from intaglio.codegen.context import Context
-from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames, zero_point
+from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
+from intaglio.codegen.emitters.loop_variables import zero_point
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
 from intaglio.ops import op_def

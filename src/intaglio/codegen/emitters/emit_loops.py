@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from intaglio import numerics
 from intaglio.codegen.context import Context, fill_result_halo
-from intaglio.codegen.emitters.loop_variables import Loop
+from intaglio.codegen.emitters.loop_variables import Loop, number, operand_of, value_of, zero_point
 from intaglio.codegen.writer import Code
-from intaglio.ir import DType, Op, QParams, numel
+from intaglio.ir import DType, Op, numel
 from intaglio.ops.loop_ops.primitives import Lanes, primitive
-from intaglio.plan.loops.loop_records import LoopVariant
+from intaglio.plan.loops.loop_records import LoopOperand, LoopVariant
 from intaglio.plan.loops.loop_stages import LoopStage
 from intaglio.plan.plan_records import Partition
 
@@ -63,7 +61,7 @@ def _count_clipped(name: str, loop: Loop, count: str) -> str:
     op, variable = loop.quantize_of(name), loop.names[name]
     assert op is not None, f"{name} is not quantized"
     inverse = number(numerics.reciprocal(loop.body.types[name].qparams.step))
-    return f"count_lanes(&{variable}_clipped, {_operand(op.inputs[0], loop)}, {inverse}, {variable}_bounds, {count});"
+    return f"count_lanes(&{variable}_clipped, {operand_of(op.inputs[0], loop)}, {inverse}, {variable}_bounds, {count});"
 
 
 def _declare_operands(code: Code, loop: Loop) -> None:
@@ -118,6 +116,9 @@ def epilogue(partition: Partition, context: Context, width: int) -> str:
 
 def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
     """Print the loop over rows. Without a reduction, long rows are divided into pieces."""
+    if loop.across is not None:
+        _rows_across(code, loop, variant, loop.across)
+        return
     axis, kept = loop.schedule.axis, {name: place for place, name in enumerate(variant.kept)}
     if kept:
         code(f"float kept[{len(kept)}][{-(-variant.longest // 16) * 16}] __attribute__((aligned(64)));")
@@ -143,10 +144,51 @@ def _rows(code: Code, loop: Loop, variant: LoopVariant) -> None:
         code("end_streams();")
 
 
+def _rows_across(code: Code, loop: Loop, variant: LoopVariant, axis: int) -> None:
+    """Print the loop over rows of a reduction, whose vectors hold the elements of neighbouring rows.
+
+    Each lane adds up the partial results of its row in the order of `for_each_block`, so results have the same bits.
+    """
+    outer, (stage,) = loop.schedule.rows.outer, (one for one in variant.stages if not one.empty)
+    width, others = outer[axis], [place for place in range(len(outer)) if place != axis]
+    code(f"const int64_t blocks = ({width} + FLOATS - 1) / FLOATS, units = rows / {width} * blocks;")
+    with code.block(
+        "for (int64_t u = shard_begin(units, thread, threads); u < shard_begin(units, thread + 1, threads); ++u)"
+    ):
+        code(f"int64_t rest = u / blocks;\nconst int64_t i{axis} = u % blocks * FLOATS;")
+        for place in reversed(others):
+            code(f"const int64_t i{place} = rest % ({loop.context.dim(outer[place])});")
+            code(f"rest /= {loop.context.dim(outer[place])};")
+        with code.block("const auto pass = [&](const int64_t count) __attribute__((always_inline))", end="};"):
+            _row_pointers(code, loop, [f"i{place}" for place in range(len(outer))])
+            for one in variant.stages:
+                if one is stage:
+                    _stage_across(code, loop, one)
+                else:
+                    _stage(code, loop, one, {})
+            _store_rows(code, loop)
+        code(f"if ({width} - i{axis} >= FLOATS) pass(FLOATS);\nelse pass({width} - i{axis});")
+
+
+def _stage_across(code: Code, loop: Loop, stage: LoopStage) -> None:
+    """Print the pass along a row of which vectors hold one element each."""
+    for op in stage.row:
+        code(f"const {VECTOR[loop.body.types[op.output].dtype]} {loop.names[op.output]} = {value_of(op, loop)};")
+    for op in stage.reductions:
+        code(f"Reals {loop.names[op.output]}_lanes[LANES];")
+        code(f"for (int l = 0; l < LANES; ++l) {loop.names[op.output]}_lanes[l] = all_lanes({_lanes(op).start});")
+    with code.block("for (int64_t e = 0; e < size; ++e)"):
+        code("enum { COUNT = 1 };")
+        _pass(code, loop, stage, {})
+    for op in stage.reductions:
+        reduced = _lanes(op).final.format(f"{loop.names[op.output]}_lanes").replace("reduce_lanes", "reduce_vectors")
+        code(f"const Reals {loop.names[op.output]} = {reduced};")
+
+
 def _pointers(code: Code, loop: Loop) -> None:
     """Declare pointers to the current row of every operand, and the values that are constant along a row."""
-    schedule, context, indices = loop.schedule, loop.context, ["row"]
-    outer = schedule.rows.outer
+    context, indices = loop.context, ["row"]
+    outer = loop.schedule.rows.outer
     if len(outer) > 1:
         indices = [f"i{axis}" for axis in range(len(outer))]
         code("int64_t rest = row;")
@@ -154,6 +196,12 @@ def _pointers(code: Code, loop: Loop) -> None:
             code(f"const int64_t i{axis} = rest % ({context.dim(outer[axis])});")
             code(f"rest /= {context.dim(outer[axis])};")
         code("const int64_t i0 = rest;")
+    _row_pointers(code, loop, indices)
+
+
+def _row_pointers(code: Code, loop: Loop, indices: list[str]) -> None:
+    """Declare pointers to the row with these indices, and the values that are constant along it."""
+    schedule, context = loop.schedule, loop.context
     for operand in schedule.operands.values():
         *steps, inner = schedule.rows.strides[operand.name]
         name, element = loop.names[operand.name], LOOP_ELEMENT[operand.dtype]
@@ -166,11 +214,20 @@ def _pointers(code: Code, loop: Loop) -> None:
             terms.append(f"channel * {context.dim(inner)}")
         code(f"{const}{element}* const {name}_row = {' + '.join([f'{name}_at', *terms])};")
         if operand.name in schedule.row_values and not loop.is_result(operand):
-            code(f"const {VECTOR[operand.dtype]} {name} = all_{operand.dtype}({name}_row);")
+            code(f"const {VECTOR[operand.dtype]} {name} = {_load_row_value(operand, loop)};")
         if operand.name in schedule.streamed:
             code(f"const int {name}_streamed = is_streamed({name}_row, 4 * rows * size);")
     for name, step in schedule.tables.items():
         _table(code, loop, name, step)
+
+
+def _load_row_value(operand: LoopOperand, loop: Loop) -> str:
+    """Return the value of a row in every lane, or those of neighbouring rows."""
+    row = f"{loop.names[operand.name]}_row"
+    step = 0 if loop.across is None else loop.schedule.rows.strides[operand.name][loop.across]
+    if step == 0:
+        return f"all_{operand.dtype}({row})"
+    return f"read_{operand.dtype}({row}, {loop.context.dim(step)}, count)"
 
 
 def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
@@ -189,7 +246,7 @@ def _table(code: Code, loop: Loop, name: str, step: Op) -> None:
 def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:
     names, types = loop.names, loop.body.types
     for op in stage.row:
-        code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {_value(op, loop)};")
+        code(f"const {VECTOR[types[op.output].dtype]} {names[op.output]} = {value_of(op, loop)};")
     if stage.empty:
         return
     for op in stage.reductions:
@@ -210,7 +267,7 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
 
     def define(name: str, value: str) -> None:
         code(f"{VECTOR[loop.body.types[name].dtype]} {loop.names[name]}[COUNT];")
-        code(f"EACH {_operand(name, loop)} = {value};")
+        code(f"EACH {operand_of(name, loop)} = {value};")
 
     for name in () if stage.any_order else stage.loads:
         define(name, _load(name, loop))
@@ -219,16 +276,16 @@ def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> 
     for op in stage.ops:
         if of_vectors := _of_vectors(op, loop):
             code(f"Reals {loop.names[op.output]}[COUNT];")
-            code(f"EACH {_operand(op.output, loop)} = {_operand(op.inputs[0], loop)};")
+            code(f"EACH {operand_of(op.output, loop)} = {operand_of(op.inputs[0], loop)};")
             code(f"{of_vectors}<COUNT>({loop.names[op.output]});")
         elif op.output not in stage.direct:
             turn = stage.any_order and primitive(op).dequantizes
-            define(op.output, _load_interleaved(op, loop) if turn else _value(op, loop))
+            define(op.output, _load_interleaved(op, loop) if turn else value_of(op, loop))
     for op in stage.reductions:
-        lanes = f"{loop.names[op.output]}_lanes[(g + i) % GROUPS]"
-        code(f"EACH {lanes} = {_lanes(op).join}({lanes}, {_operand(op.inputs[0], loop)}, count);")
+        lanes = f"{loop.names[op.output]}_lanes[{'(g + i) % GROUPS' if loop.across is None else 'e % LANES'}]"
+        code(f"EACH {lanes} = {_lanes(op).join}({lanes}, {operand_of(op.inputs[0], loop)}, count);")
     for name in stage.kept:
-        code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {_operand(name, loop)});")
+        code(f"EACH write_f32(kept[{kept[name]}] + e + i * FLOATS, 1, FLOATS, {operand_of(name, loop)});")
     for name in stage.stored:
         if name in loop.clip_counts:
             code(f"EACH {_count_clipped(name, loop, 'count')}")
@@ -252,10 +309,12 @@ def _store_rows(code: Code, loop: Loop) -> None:
     """Print the stores of results that have one value per row."""
     for name in loop.body.outputs:
         if not loop.schedule.along(name):
-            value = _operand(loop.schedule.equal_value(name), loop)
+            value = operand_of(loop.schedule.equal_value(name), loop)
+            step, count = (1, "1") if loop.across is None else (loop.schedule.rows.strides[name][loop.across], "count")
             if name in loop.clip_counts:
-                code(_count_clipped(name, loop, "1"))
-            code(f"write_{loop.schedule.operands[name].dtype}({loop.names[name]}_row, 1, 1, {value});")
+                code(_count_clipped(name, loop, count))
+            place = f"{loop.names[name]}_row, {loop.context.dim(step)}"
+            code(f"write_{loop.schedule.operands[name].dtype}({place}, {count}, {value});")
 
 
 def _load(name: str, loop: Loop) -> str:
@@ -278,14 +337,16 @@ def _store(name: str, loop: Loop) -> str:
     if name in loop.schedule.streamed and source not in loop.schedule.row_values:
         row = f"{loop.names[name]}_row"
         return f"stream_f32<COUNT>({row} + e, count, {loop.names[source]}, {loop.names[name]}_streamed);"
-    return f"EACH write_{loop.schedule.operands[name].dtype}({_elements(name, loop)}, count, {_operand(source, loop)});"
+    kind, value = loop.schedule.operands[name].dtype, operand_of(source, loop)
+    return f"EACH write_{kind}({_elements(name, loop)}, count, {value});"
 
 
 def _quantize_and_store(name: str, loop: Loop, interleaved: bool) -> str:
     """Return a store fused with its quantize, of all vectors of a block."""
-    step, q = loop.schedule.rows.strides[name][-1], loop.body.types[name].qparams
-    stride, (source,) = loop.context.dim(step), loop.schedule.producers[name].inputs
-    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {stride}")
+    strides, q = loop.schedule.rows.strides[name], loop.body.types[name].qparams
+    step, (source,) = strides[-1], loop.schedule.producers[name].inputs
+    at = f"{loop.names[name]}_row + e" + ("" if step == 1 else f" * {loop.context.dim(step)}")
+    stride = loop.context.dim(step if loop.across is None else strides[loop.across])
     inverse, small = numerics.reciprocal(q.step), name in loop.schedule.convertible
     numbers = f"{number(inverse)}, {zero_point(q)}, {q.qmin}, {q.qmax}, {int(small)}, {int(interleaved)}"
     return f"quantize_and_write<COUNT>({at}, {stride}, count, {loop.names[source]}, {numbers});"
@@ -294,67 +355,7 @@ def _quantize_and_store(name: str, loop: Loop, interleaved: bool) -> str:
 def _elements(name: str, loop: Loop) -> str:
     """Return the address of the i-th vector's elements, and their stride."""
     step = loop.schedule.rows.strides[name][-1]
+    if loop.across is not None:
+        return f"{loop.names[name]}_row + e * {loop.context.dim(step)}, 1"
     place = "e + i * FLOATS" if step == 1 else f"(e + i * FLOATS) * {loop.context.dim(step)}"
     return f"{loop.names[name]}_row + {place}, {loop.context.dim(step)}"
-
-
-def _operand(name: str, loop: Loop) -> str:
-    """Return the C variable of a value, its i-th vector if it varies along the row, or a constant in every lane."""
-    array = loop.body.constants.get(name)
-    if array is not None:
-        is_integer = loop.body.types[name].dtype is DType.I64
-        return f"all_{'integers' if is_integer else 'lanes'}({number(array)})"
-    return loop.names[name] if name in loop.schedule.row_values else f"{loop.names[name]}[i]"
-
-
-def _value(op: Op, loop: Loop) -> str:
-    """Return the C expression of an operator on the variables of its operands."""
-    types, constants = loop.body.types, loop.body.constants
-    given, result = [_operand(name, loop) for name in op.inputs], types[op.output]
-    row = primitive(op)
-    if row.dequantizes:
-        q = types[op.inputs[0]].qparams
-        return f"dequantize_lanes({given[0]}, {zero_point(q)}, {number(q.step)})"
-    if row.quantizes:
-        q = result.qparams
-        bounds = f"{number(q.qmin - q.zero)}, {number(q.qmax - q.zero)}"
-        return f"quantize_lanes({given[0]}, {number(numerics.reciprocal(q.step))}, {zero_point(q)}, {bounds})"
-    if not row.c:
-        return _cast(given[0], types[op.inputs[0]].dtype, result.dtype)
-    if row.takes_number and op.inputs[1] in constants and op.inputs[0] not in constants:
-        given[1] = number(constants[op.inputs[1]])
-    integers = types[op.inputs[-1]].dtype is DType.I64
-    text = row.c_of_integers if integers and row.c_of_integers else row.c
-    found = text.format(*given, **{name: number(op.attrs[name]) for name in row.attrs})
-    compares_integers = result.dtype is DType.BOOL and integers
-    return f"__builtin_convertvector({found}, RealBits)" if compares_integers else found
-
-
-def _cast(value: str, source: DType, result: DType) -> str:
-    if result is DType.I64:
-        truth = f"-__builtin_convertvector({value}, Longs)"
-        return {DType.I64: value, DType.BOOL: truth}.get(source, f"whole_numbers({value})")
-    if result is DType.BOOL:
-        nonzero = f"{value} != 0"
-        if source is DType.I64:
-            return f"__builtin_convertvector({nonzero}, RealBits)"
-        return value if source is DType.BOOL else nonzero
-    real = {DType.I64: f"__builtin_convertvector({value}, Reals)", DType.BOOL: f"ones({value})"}.get(source, value)
-    return f"to_bfloat16({real})" if result is DType.BF16 and source is not DType.BF16 else real
-
-
-def zero_point(q: QParams) -> str:
-    """Return a zero point as a C literal that is told from sizes by its type."""
-    return f"(int32_t){q.zero}"
-
-
-def number(value: float | np.ndarray) -> str:
-    """Return a number as an exact C literal: an int64 array as an integer, any other number as a float32."""
-    if isinstance(value, np.ndarray) and value.dtype == np.int64:
-        return f"(int64_t){int(value) & (2**64 - 1):#x}u"
-    single = float(np.float32(value))
-    if np.isnan(single):
-        return '__builtin_nanf("")'
-    if np.isinf(single):
-        return "__builtin_inff()" if single > 0 else "-__builtin_inff()"
-    return f"{single.hex()}f"

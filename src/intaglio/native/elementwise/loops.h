@@ -294,6 +294,20 @@ static inline Reals upper(Reals x, int half) {
         }                                                                      \
         return all_lanes(each[0][0]);                                          \
     }
+// Reduce LANES partial results of the row of each lane, in the same order.
+#define REDUCE_VECTORS(name, joined)                               \
+    static inline Reals name(Reals* partial) {                     \
+        for (int half = LANES / 2; half; half /= 2)                \
+            for (int l = 0; l < half; ++l) {                       \
+                const Reals a = partial[l], b = partial[l + half]; \
+                partial[l] = joined;                               \
+            }                                                      \
+        return partial[0];                                         \
+    }
+REDUCE_VECTORS(reduce_vectors_sum, a + b)
+REDUCE_VECTORS(reduce_vectors_max, larger(b, a))
+REDUCE_VECTORS(reduce_vectors_min, smaller(b, a))
+#undef REDUCE_VECTORS
 REDUCE_LANES(reduce_lanes_sum, a + b)
 REDUCE_LANES(reduce_lanes_max, larger(b, a))
 REDUCE_LANES(reduce_lanes_min, smaller(b, a))
