@@ -78,3 +78,15 @@ def test_a_missing_solver_is_named_with_its_extra(monkeypatch):
     problem = AssignmentProblem(dict.fromkeys(Quantity, ((1.0, 2.0),)), {})
     with pytest.raises(InputError, match=r"pip install 'intaglio\[search\]'"):
         problem.solve(Quantity.ERROR, {})
+
+
+@given(st.data())
+def test_a_problem_without_candidates_never_chooses_them(data):
+    problem = data.draw(problems())
+    places = [(g, c) for g, row in enumerate(problem.groups) for c in range(1, len(row))]
+    excluded = data.draw(st.sets(st.sampled_from(places))) if places else set()
+    reduced = problem.without(excluded)
+    front = reduced.front(Quantity.LATENCY, {})
+    assert front
+    assert not any((place, index) in excluded for choice in front for place, index in enumerate(choice))
+    assert all(problem.total(q, choice) == reduced.total(q, choice) for choice in front for q in problem.costs)

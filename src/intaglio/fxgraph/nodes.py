@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,7 +84,12 @@ def _dim(expression: sympy.Expr, sizes: Mapping[sympy.Symbol, Expression]) -> Di
 
 def operator(node: fx.Node) -> str:
     """Return the overload that a node calls, as in ``aten.conv2d.default``; "" if it calls none."""
-    return str(node.target) if node.op == "call_function" else ""
+    return target_name(node.target) if node.op == "call_function" else ""
+
+
+def target_name(target: Any) -> str:
+    """Return the name of what a node calls: of an overload, or of a function of Python, such as ``getitem``."""
+    return target.__name__ if isinstance(target, BuiltinFunctionType) else str(target)
 
 
 def overload_of(name: str) -> Any:

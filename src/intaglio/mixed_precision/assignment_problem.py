@@ -7,7 +7,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -65,6 +65,23 @@ class AssignmentProblem:
         rows = self.costs[quantity]
         scaled = tuple(tuple(row[0] + factor * (cost - row[0]) for cost in row) for row in rows)
         return replace(self, costs={**self.costs, quantity: scaled})
+
+    def without(self, excluded: Collection[tuple[int, int]]) -> AssignmentProblem:
+        """Return the problem with some candidates worse than all others of their group in every quantity.
+
+        Args:
+            excluded: positions of groups and of their candidates, none of which is the first one.
+        """
+
+        def costs(rows: Costs) -> Costs:
+            worst = [2 * max(row) - min(row) + 1.0 for row in rows]
+            places = range(len(rows))
+            return tuple(
+                tuple(worst[place] if (place, index) in excluded else cost for index, cost in enumerate(rows[place]))
+                for place in places
+            )
+
+        return replace(self, costs={name: costs(rows) for name, rows in self.costs.items()})
 
     def solve(self, minimized: Quantity, limits: Mapping[Quantity, float]) -> Choice | None:
         """Return the choice with the least of a quantity within all limits, or ``None`` if no choice is.

@@ -104,6 +104,7 @@ class OperatorGroup:
         paths: paths of the modules of its operators.
         alone: whether these modules have only operators of the group, so that a setting for them changes nothing else.
         own_paths: paths of the modules of its layers, if these modules have only operators of the group.
+        multiplies: whether PyTorch computes it in float, because it has a convolution, a linear layer or a product.
         layers: whether all its kernels are linear or recurrent layers, whose activations may be quantized dynamically.
         candidates: candidates that change it.
     """
@@ -114,6 +115,7 @@ class OperatorGroup:
     paths: frozenset[str]
     alone: bool = True
     own_paths: frozenset[str] = frozenset()
+    multiplies: bool = False
     layers: bool = True
     candidates: tuple[Candidate, ...] = field(default=())
 
@@ -171,9 +173,9 @@ def groups_of(reference: Reference) -> list[OperatorGroup]:
             anchors = tuple(region.anchor.name for region in regions)
             own_paths = frozenset(_path(region.anchor) for region in regions)
             own_paths = own_paths if own_paths <= own - {""} else frozenset()
-            groups.append(
-                OperatorGroup(selector, names, anchors, paths, alone, own_paths, layers and not touched & scaled)
-            )
+            products = any(region.record.accumulates for region in regions)
+            dynamic = layers and not touched & scaled
+            groups.append(OperatorGroup(selector, names, anchors, paths, alone, own_paths, products, dynamic))
     return groups
 
 

@@ -228,6 +228,7 @@ class SearchRun:
                 self._within_limits()
             if self.objective.max_drop is not None:
                 self._cheapest_above_floor()
+                self._cheapest_in_one_program()
                 self._almost_all_in_float()
                 self._undo_changes()
         except SearchEndedError:
@@ -265,10 +266,35 @@ class SearchRun:
                 self.problem = self.problem.scaled(name, min(max(factor, CORRECTION_RANGE[0]), CORRECTION_RANGE[1]))
 
     def _cheapest_above_floor(self) -> None:
-        """Bisect the front of predicted choices for the cheapest one that is accepted. More accurate choices cost
-        more."""
+        """Try the front of predicted choices for the cheapest one that is accepted."""
         assert self.problem is not None
-        front = self.problem.front(self.objective.cost, self.objective.limits)
+        self._bisect(self.problem.front(self.objective.cost, self.objective.limits))
+
+    def _cheapest_in_one_program(self) -> None:
+        """Try the front of choices without layers in float too, if the best trial has some.
+
+        The first layers in float cost more than the next ones, because the threads of PyTorch and of the program
+        compete for the cores, but an integer program has one cost for each of them.
+        """
+        assert self.problem is not None
+        assert self.measurements is not None
+        assert self.best is not None
+        groups, best = self.measurements.groups, self.best[0]
+        in_float = [
+            (place, index)
+            for place, group in enumerate(groups)
+            for index, one in enumerate(group.candidates, 1)
+            if group.multiplies and one.in_float
+        ]
+        if self.objective.cost != Quantity.LATENCY or not best.accepted:
+            return
+        if any(
+            best.assignment.get(groups[place].selector) == groups[place].choices[index] for place, index in in_float
+        ):
+            self._bisect(self.problem.without(in_float).front(self.objective.cost, self.objective.limits))
+
+    def _bisect(self, front: list[Choice]) -> None:
+        """Bisect a front for the cheapest choice that is accepted. More accurate choices cost more."""
         low, high = -1, len(front)
         while high - low > 1:
             middle = (low + high) // 2

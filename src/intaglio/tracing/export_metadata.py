@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from intaglio.errors import CaptureError
 from intaglio.formatting.source_paths import short_source_path
 from intaglio.fxgraph.node_info import info, set_info, update_info
-from intaglio.fxgraph.nodes import dim_of
+from intaglio.fxgraph.nodes import dim_of, target_name
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, Expression, Origin, TensorType
 from intaglio.signature import DTYPES
@@ -46,7 +46,7 @@ def describe(copied: fx.Node, node: fx.Node, sizes: Mapping[Any, Expression], pr
     elif isinstance(value, torch.SymInt):
         update_info(copied, dim=dim_of(value, sizes))
     if copied.op == "call_function":
-        update_info(copied, origin=Origin(path_of(node, program), str(node.target), source_of(node)))
+        update_info(copied, origin=Origin(path_of(node, program), target_name(node.target), source_of(node)))
         update_info(copied, iteration=info(node).iteration or info(copied).iteration)
 
 

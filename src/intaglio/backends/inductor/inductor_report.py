@@ -41,9 +41,8 @@ NON_OPERATOR_PREFIXES = (
     "intaglio.quantize",
     "intaglio.dequantize",
     "aten.sym_size",
-    "<built-in function",
 )
-"""Prefixes of nodes that are not operators of the model: quantize, dequantize, sizes and items of tuples."""
+"""Prefixes of nodes that are not operators of the model: quantize, dequantize and sizes."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _implementations(
     """Yield every node that computes, and whether it is only a part of the operator that it comes from."""
     for node in graph.nodes:
         where = origin(node)
-        if not where.operator or not operator(node) or operator(node).startswith(NON_OPERATOR_PREFIXES):
+        if not where.operator or "." not in operator(node) or operator(node).startswith(NON_OPERATOR_PREFIXES):
             continue
         call = fused.get(node)
         if call is None:
