@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from intaglio.lower.facts.operator_facts import IMPORTED, Precision, SiteFacts
+from intaglio.quant.precision.two_bytes import ADDS_BYTES
 from intaglio.reporting.number_formats import decibels, macs_text, microseconds, number, percent
 from intaglio.reporting.report_data import GraphReport, OperatorReport
 
@@ -55,7 +56,10 @@ def place_lines(one: OperatorReport) -> Lines:
 def precision_lines(graph: GraphReport, one: OperatorReport) -> Lines:
     """Yield in which type the operator runs and why, and what it is fused with."""
     facts = one.facts
+    in_bytes = facts.reason == ADDS_BYTES
     match facts.precision:
+        case Precision.FLOAT32 if in_bytes:
+            yield "Runs", "in two bytes: as int8 layers for each byte of its operand and its weight, added in float32"
         case Precision.INPUT:
             yield "Runs", "an input of the model"
         case Precision.INT8:
@@ -67,7 +71,7 @@ def precision_lines(graph: GraphReport, one: OperatorReport) -> Lines:
             yield "Runs", "in float32, in the compiled program"
         case Precision.PYTORCH:
             yield "Runs", "in float32, in PyTorch: the program is interrupted for it"
-    if facts.reason:
+    if facts.reason and not in_bytes:
         yield "Why not int8", facts.reason
     if facts.entries:
         yield "Recipe", f"the entries {', '.join(facts.entries)} apply, the last one first"

@@ -53,6 +53,8 @@ class ReferencePool:
 
     def __post_init__(self) -> None:
         self._keep(self.base)
+        known = self.base.parameters.corrected.equalization.layer_bytes
+        self.extrema |= {name: (one.low, one.high) for name, one in known.items() if one.operand == 2}
 
     def _keep(self, reference: Reference) -> None:
         """Store the parameters of a reference that are not known yet."""

@@ -178,7 +178,7 @@ def test_reports_name_the_layers_and_list_each_of_them_once():
     rows = [row for row in intaglio.compare(model, int8, [UNSEEN]).rows if row.path == "inner.0"]
     assert [row.operator for row in rows] == ["aten.conv2d.default"]
     assert rows[0].alone > 70
-    assert "two bytes" in str(intaglio.explain(int8, "inner.0"))
+    assert "in two bytes: as int8 layers for each byte" in str(intaglio.explain(int8, "inner.0"))
 
 
 @pytest.mark.parametrize("name", ["operand_bytes", "weight_bytes"])
@@ -197,6 +197,15 @@ def test_a_pool_makes_the_reference_that_the_stages_make():
         recipe = nearest | dict.fromkeys(names, BOTH)
         made = pool.reference(Quantizer(Recipe.of(recipe)))
         assert sqnr(made(UNSEEN), reference_of(model, recipe)(UNSEEN)) > 50  # ranges are of the graph before the split
+
+
+def test_a_pool_keeps_the_ranges_of_its_first_reference():
+    """Weights of the parts are in units of the range of the operand, so other ranges would need other weights."""
+    model, recipe = residual(), {"inner.0": BOTH}
+    captured, first = stages.capture(model, (X,)), reference_of(model, recipe)
+    pool = ReferencePool(captured, Quantizer(Recipe.of(recipe)), first, [0.5 * X])
+    assert torch.equal(pool.reference(pool.quantizer)(UNSEEN), first(UNSEEN))
+    assert sqnr(pool.reference(Quantizer(Recipe.of({"*": BOTH})))(0.5 * UNSEEN), model(0.5 * UNSEEN).detach()) > 50
 
 
 def test_a_search_takes_two_bytes_for_what_float_would_cost_more():

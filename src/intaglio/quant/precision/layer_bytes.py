@@ -69,7 +69,8 @@ def with_asked_bytes(
         prepared: the prepared model, equalized.
         calls: the tensors of each call on this rank.
         group: the ranks.
-        known: ranges of operands by the value of their layer; missing ones are measured and added.
+        known: ranges with margin of operands in two bytes, by the value of their layer; missing ones are measured and
+            added.
     """
     found, known = layers_to_split(prepared), {} if known is None else known
     wanted = {
@@ -78,7 +79,9 @@ def with_asked_bytes(
         if region.setting.operand_bytes == 2 and name not in known
     }
     measured = extrema_of(prepared, {x.name for x in wanted.values()}, calls, group) if wanted else {}
-    known.update({name: measured[x.name] for name, x in wanted.items()})
+    for name, x in wanted.items():
+        low, high = measured[x.name]
+        known[name] = (RANGE_MARGIN * low, RANGE_MARGIN * high)
     split = {name: _bytes_of(region, known.get(name)) for name, region in found.items()}
     return with_layer_bytes(prepared, {name: own for name, own in split.items() if 2 in own[:2]})
 
@@ -89,7 +92,7 @@ def _bytes_of(region: Region, extrema: Extrema | None) -> LayerBytes:
     if extrema is None or not extrema[0] < extrema[1]:
         operand = 1
     ends = extrema if operand == 2 and extrema is not None else NO_RANGE
-    return LayerBytes(operand, setting.weight_bytes or 1, RANGE_MARGIN * ends[0], RANGE_MARGIN * ends[1])
+    return LayerBytes(operand, setting.weight_bytes or 1, *ends)
 
 
 def with_layer_bytes(prepared: Prepared, found: Mapping[str, LayerBytes]) -> Prepared:
