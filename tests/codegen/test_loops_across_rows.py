@@ -19,7 +19,7 @@ def body(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize(("channels", "width"), [(32, 9), (24, 16), (20, 33), (9, 5), (8, 3)])
+@pytest.mark.parametrize(("channels", "width"), [(32, 9), (20, 33), (8, 3)])
 def test_results_are_those_of_the_integer_graph(isa, channels, width):
     net = Body(body, conv=nn.Conv2d(3, channels, 3, padding=1), gate=nn.Conv2d(channels, channels, 1))
     net.head = nn.Conv2d(channels, 4, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from intaglio import numerics
 from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.nodes import call_of, layer_operands
 from intaglio.fxgraph.padding_masks import VisibleTokens, padded_axes, visible_groups
@@ -190,7 +191,7 @@ class OperandReader:
         for call, visible in enumerate(self.visible):
             exact = self.evaluation.unquantized_inputs(region, call)[place]
             found = torch.nan_to_num((exact - self.evaluation.quantized_inputs(region, call)[place]) / unit)
-            rounded = torch.atleast_2d(found.round().clamp(-LARGEST_SHIFT, LARGEST_SHIFT).to(torch.int16))
+            rounded = torch.atleast_2d(numerics.round_clamp(found, -LARGEST_SHIFT, LARGEST_SHIFT).to(torch.int16))
             yield from visible_groups(rounded, axes, visible)
 
     def values(self, x: fx.Node, call: int) -> torch.Tensor:
@@ -201,7 +202,7 @@ class OperandReader:
         if x.name in self.evaluation.sites:
             return torch.atleast_2d(self.evaluation.quantized_values(x, call))
         q, values = self.parameters(x), torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0)
-        return torch.atleast_2d((values / q.step).round().add(q.zero).clamp(q.qmin, q.qmax).to(torch.uint8))
+        return torch.atleast_2d(numerics.round_clamp(values / q.step, q.qmin, q.qmax, q.zero).to(torch.uint8))
 
     def parameters(self, x: fx.Node) -> QParams:
         """Return the parameters of `values`."""
