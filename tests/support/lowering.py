@@ -138,7 +138,7 @@ def largest_differences(
                 distance = _distance(result.astype(int), low.astype(int), high.astype(int))
                 if name in low_bytes:
                     found, exact = (_joined(of[low_bytes[name]], of[name]) for of in (computed_values, truth))
-                    distance = np.abs(found - exact) // NEAR_IN_TWO_BYTES
+                    distance = np.maximum(np.abs(found - exact) - NEAR_IN_TWO_BYTES, 0)
                 worst[name] = int(distance.max(initial=0))
                 wrong, total = wrong + int((distance > 0).sum()), total + distance.size
             elif op.kind == "dequantize":
@@ -151,7 +151,7 @@ def _distance(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarr
     return np.maximum(np.maximum(low - values, values - high), 0)
 
 
-NEAR_IN_TWO_BYTES = 64
+NEAR_IN_TWO_BYTES = 16
 """Steps of the low byte by which a value in two bytes may differ, because functions are computed in float32."""
 
 

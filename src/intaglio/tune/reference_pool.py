@@ -40,7 +40,7 @@ class ReferencePool:
         batches: batches for calibration and correction.
         entries: parameters by site.
         weights: corrected weights by site.
-        extrema: ranges of the operands of layers that were split into bytes, by the value of the layer.
+        operand_ranges: ranges of the operands of layers in two bytes, by the value of the layer.
     """
 
     captured: Captured
@@ -49,12 +49,12 @@ class ReferencePool:
     batches: Sequence[Any]
     entries: dict[Hashable, Parameter] = field(default_factory=dict)
     weights: dict[Hashable, np.ndarray] = field(default_factory=dict)
-    extrema: dict[str, Extrema] = field(default_factory=dict)
+    operand_ranges: dict[str, Extrema] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._keep(self.base)
         known = self.base.parameters.corrected.equalization.layer_bytes
-        self.extrema |= {name: (one.low, one.high) for name, one in known.items() if one.operand == 2}
+        self.operand_ranges |= {name: (one.low, one.high) for name, one in known.items() if one.operand == 2}
 
     def _keep(self, reference: Reference) -> None:
         """Store the parameters of a reference that are not known yet."""
@@ -103,7 +103,7 @@ class ReferencePool:
         made, group = apply_equalization(prepared, known), Group.current()
         if not layers_to_split(made):
             return made
-        return with_asked_bytes(made, self._calls(group), group, self.extrema)
+        return with_asked_bytes(made, self._calls(group), group, self.operand_ranges)
 
     def _calls(self, group: Group) -> Calls:
         return group.run_on_all_ranks(

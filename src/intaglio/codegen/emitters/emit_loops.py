@@ -181,7 +181,7 @@ def _stage_across(code: Code, loop: Loop, stage: LoopStage) -> None:
         code("enum { COUNT = 1 };")
         _pass(code, loop, stage, {})
     for op in stage.reductions:
-        reduced = _lanes(op).final.format(f"{loop.names[op.output]}_lanes").replace("reduce_lanes", "reduce_vectors")
+        reduced = _lanes(op).final.format(f"{loop.names[op.output]}_lanes", "vectors")
         code(f"const Reals {loop.names[op.output]} = {reduced};")
 
 
@@ -259,7 +259,7 @@ def _stage(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) ->
         code("enum { COUNT = decltype(vectors)::COUNT };")
         _pass(code, loop, stage, kept)
     for op in stage.reductions:
-        code(f"const Reals {names[op.output]} = {_lanes(op).final.format(f'{names[op.output]}_lanes')};")
+        code(f"const Reals {names[op.output]} = {_lanes(op).final.format(f'{names[op.output]}_lanes', 'lanes')};")
 
 
 def _pass(code: Code, loop: Loop, stage: LoopStage, kept: Mapping[str, int]) -> None:

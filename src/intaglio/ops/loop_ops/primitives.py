@@ -39,7 +39,11 @@ def one(sizes: Sequence[float], attrs: Attrs) -> float | None:
 
 @dataclass(frozen=True)
 class Lanes:
-    """C of a reduction: initial value of lanes, function that joins them, and expression of the final result."""
+    """C of a reduction: initial value of lanes, function that joins them, and expression of the final result.
+
+    In the expression, ``{0}`` is the array of partial results, and ``{1}`` is "lanes" if these are the lanes of
+    vectors, or "vectors" if each lane of a vector belongs to another row.
+    """
 
     start: str
     join: str
@@ -328,15 +332,15 @@ ROWS = (
     Primitive("cast", ANY_TYPE, None, _cast, cheap=True),
     Primitive("quantize", (((F32,),),), U8, _quantize),
     Primitive("dequantize", (((U8,),),), F32, _dequantize, cheap=True),
-    _reduction("sum", Lanes("0.0f", "accumulate_sum", "reduce_lanes_sum({0})"), float_math.reduce_sum),
+    _reduction("sum", Lanes("0.0f", "accumulate_sum", "reduce_{1}_sum({0})"), float_math.reduce_sum),
     _reduction(
-        "mean", Lanes("0.0f", "accumulate_sum", "reduce_lanes_sum({0}) / (float)size"), float_math.reduce_mean, largest
+        "mean", Lanes("0.0f", "accumulate_sum", "reduce_{1}_sum({0}) / (float)size"), float_math.reduce_mean, largest
     ),
     _reduction(
-        "max", Lanes("-__builtin_inff()", "accumulate_max", "reduce_lanes_max({0})"), float_math.reduce_max, largest
+        "max", Lanes("-__builtin_inff()", "accumulate_max", "reduce_{1}_max({0})"), float_math.reduce_max, largest
     ),
     _reduction(
-        "min", Lanes("__builtin_inff()", "accumulate_min", "reduce_lanes_min({0})"), float_math.reduce_min, largest
+        "min", Lanes("__builtin_inff()", "accumulate_min", "reduce_{1}_min({0})"), float_math.reduce_min, largest
     ),
     Primitive("squeeze", ANY_TYPE, None, _squeeze, ("axis",), drops_axis=True, bound=largest),
     Primitive("unsqueeze", ANY_TYPE, None, _unsqueeze, ("axis",), adds_axis=True, bound=largest),

@@ -133,7 +133,8 @@ def find_regions(
         if not (_same_setting(chain, settings) if resolved is None else resolved.accepts(chain)):
             return None
         setting, own = settings[chain[-1] if resolved is None else chain[0]], settings[chain[0]]
-        setting = replace(setting, operand_bytes=own.operand_bytes, weight_bytes=own.weight_bytes)
+        if own != setting:
+            setting = replace(setting, operand_bytes=own.operand_bytes, weight_bytes=own.weight_bytes)
         return Region(chain, row.name, setting, _pattern_of(chain, owners))
 
     found += match_rows(GRAPH_FUSIONS, nodes, view, accept, taken)

@@ -182,7 +182,7 @@ class OperandReader:
             yield from visible_groups(self.values(x, call), axes, visible)
 
     def differences(self, region: Region, x: fx.Node) -> Iterator[torch.Tensor]:
-        """Yield what the operand in the float model is larger than in the model quantized so far, in groups of samples.
+        """Yield the operand of the float model minus that of the model quantized so far, in groups of samples.
 
         It is an integer number of `SHIFT_UNIT` steps of the operand, int16, so that products add up exactly.
         """

@@ -121,7 +121,8 @@ class Moments:
         count: number of positions.
         samples: number of samples that they are from.
         operands: x of all positions, if there are few.
-        shift: what x lack compared with the float model, where results are compared with those of the float model.
+        shift: products of x with their differences from the float model, where results are compared with those of the
+            float model.
     """
 
     products: torch.Tensor | None
@@ -264,14 +265,14 @@ def shift_of(
     Args:
         region: the region of the anchor.
         quantized: batches of quantized operands, as for `moments`.
-        differences: what the operands lack compared with the float model, int16 in units of `SHIFT_UNIT` steps.
+        differences: operands of the float model minus the quantized ones, int16 in units of `SHIFT_UNIT` steps.
         q: parameters of the operand.
     """
     groups, k = groups_of(region), row_length(region)
     zero = operand_zero_points(region, q, groups, k)[..., None]
     products, squares = (torch.zeros(groups, k, k, dtype=torch.float64) for _ in range(2))
-    for batch, lacking in zip(quantized, differences, strict=True):
-        exact = operand_columns(region, lacking, q.with_offset(-q.zero))
+    for batch, difference in zip(quantized, differences, strict=True):
+        exact = operand_columns(region, difference, q.with_offset(-q.zero))
         for columns, others in zip(operand_columns(region, batch, q), exact, strict=True):
             x, d = columns.double() - zero, others.double()
             products.baddbmm_(d, x.mT)

@@ -70,7 +70,7 @@ def sensitive_layers(prepared: Prepared, calls: Calls, group: Group) -> tuple[di
     measure = _Measurement(prepared, first_samples(calls, group), group)
     first = _FirstLayers(annotations)
     for region in first:
-        if 2 in (region.setting.operand_bytes, region.setting.weight_bytes):
+        if region.setting.asks_for_two_bytes:
             continue
         cost, x = macs(region.anchor), layer_operands(region.anchor).x
         doubles = x not in first.behind and takes_two_bytes(region.anchor)

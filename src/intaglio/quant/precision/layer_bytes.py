@@ -40,8 +40,8 @@ def layers_to_split(prepared: Prepared) -> dict[str, Region]:
 def _asking(annotations: Annotations) -> Iterator[Region]:
     """Yield the layers whose setting asks for two bytes and that are not split yet."""
     for region in annotations.regions:
-        asks = 2 in (region.setting.operand_bytes, region.setting.weight_bytes)
-        if asks and region.record.roles.weight is not None and info(region.anchor).part is None:
+        whole_layer = region.record.roles.weight is not None and info(region.anchor).part is None
+        if whole_layer and region.setting.asks_for_two_bytes:
             yield region
 
 

@@ -158,6 +158,11 @@ class Setting:
         found = GROUPS.fullmatch(self.weights or "")
         return int(found[1]) if found else 0
 
+    @property
+    def asks_for_two_bytes(self) -> bool:
+        """Return whether the layer should read two bytes of its operand or of its weight."""
+        return 2 in (self.operand_bytes, self.weight_bytes)
+
     @check_arguments
     def with_defaults(self, other: Setting) -> Setting:
         """Return this setting with its open fields filled from a weaker one."""
