@@ -41,6 +41,7 @@ from intaglio.numerics.attention_math import (
     quantize_probabilities,
 )
 from intaglio.numerics.clip_counts import clip_bounds, count_clipped
+from intaglio.numerics.hadamard import hadamard, hadamard_scale
 from intaglio.numerics.requantization import (
     QUANT_STEPS,
     GridParameters,
@@ -157,6 +158,8 @@ __all__ = [
     "gelu_tanh",
     "group_multiples",
     "group_scale",
+    "hadamard",
+    "hadamard_scale",
     "hardsigmoid",
     "hardswish",
     "join_16bit",

@@ -1,10 +1,12 @@
-"""Print indexing, and sums, extrema and order along an axis."""
+"""Print indexing, and sums, extrema, order and products with Hadamard matrices along an axis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from intaglio import numerics
 from intaglio.codegen.context import Context
+from intaglio.codegen.emitters.loop_variables import number
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, DType, Shape
 from intaglio.ops.direct.direct_operands import MAX_INDEXED_AXES
@@ -55,6 +57,15 @@ def emit_cumsum(code: Code, partition: Partition, context: Context) -> None:
     _lines(code, partition, context, types[op.output].shape, keeps=True)
     given, made = types[op.inputs[0]].dtype, types[op.output].dtype
     code(f"cumulative_sums<{ELEMENT[given]}, {ELEMENT[made]}, {ADDEND[made]}>(&l, thread, threads);")
+
+
+def emit_hadamard(code: Code, partition: Partition, context: Context) -> None:
+    """Print the product of blocks of the last axis with a Hadamard matrix."""
+    op = partition.anchor
+    context.include("sequences/hadamard.h")
+    _lines(code, partition, context, context.graph.types[op.output].shape, keeps=True)
+    scale = number(float(numerics.hadamard_scale(op.attrs["size"])))
+    code(f"hadamard_lines(&l, {op.attrs['size']}, {scale}, thread, threads);")
 
 
 def emit_integer_sum(code: Code, partition: Partition, context: Context) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import operator
+from intaglio.fxgraph.torch_operators import register_operators
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import per_token_qparams, quantize_dynamic, scales_shape
@@ -97,17 +98,7 @@ def dynamic_operands(node: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
 @functools.cache
 def per_token_operators() -> Any:
     """Return the PyTorch operators, registered on first use; they call the reference implementation."""
-    library = torch.library.Library("intaglio", "FRAGMENT")
-    for name, (schema, meaning, fake) in OPERATORS.items():
-        library.define(name + schema)
-        library.impl(name, meaning, "CPU")
-        torch.library.register_fake(f"intaglio::{name}", fake, lib=library)
-    PER_TOKEN_LIBRARIES.append(library)
-    return torch.ops.intaglio
-
-
-PER_TOKEN_LIBRARIES: list[torch.library.Library] = []
-"""Keeps the library alive, because an operator is removed together with its library."""
+    return register_operators(OPERATORS)
 
 
 def _quantize_rows(x: torch.Tensor, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
