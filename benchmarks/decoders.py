@@ -32,6 +32,8 @@ import intaglio
 
 LENGTH = 128
 """Bytes of a sample."""
+PART = 8
+"""Samples that are computed together."""
 INT4 = {"weights_dtype": "s4", "weights": "group:32"}
 NEAREST = {"equalize": 0.0, "rounding": "nearest"}
 RECIPES: dict[str, dict[str, object]] = {
@@ -98,23 +100,38 @@ def enlarge_channels(model: transformers.LlamaForCausalLM, factor: float) -> Non
             layer.weight.data[:, channels] /= factor
 
 
-def logits_of(model: torch.nn.Module, samples: torch.Tensor) -> torch.Tensor:
-    """Return the logits [n, LENGTH - 1, 256] for the bytes after the first."""
+def logits_of(model: torch.nn.Module, samples: torch.Tensor) -> list[torch.Tensor]:
+    """Return the logits [n, length - 1, vocabulary] for the tokens after the first, in parts of `PART` samples."""
     with torch.no_grad():
-        parts = [model(input_ids=part, use_cache=False).logits[:, :-1] for part in samples.split(16)]
-    return torch.cat(parts).double()
+        return [model(input_ids=part, use_cache=False).logits[:, :-1] for part in samples.split(PART)]
 
 
-def figures(found: torch.Tensor, expected: torch.Tensor, samples: torch.Tensor) -> dict[str, float]:
+def figures(found: list[torch.Tensor], expected: list[torch.Tensor], samples: torch.Tensor) -> dict[str, float]:
     """Return the figures of one row, from its logits and those of the float model."""
-    own, reference = functional.log_softmax(found, -1), functional.log_softmax(expected, -1)
-    noise = (found - expected).square().sum() / expected.square().sum()
+    surprise, divergence, agreement, noise, signal, count = 0.0, 0.0, 0.0, 0.0, 0.0, 0
+    for part, reference, tokens in zip(found, expected, samples.split(PART), strict=True):
+        own, wanted = part.double(), reference.double()
+        noise, signal = noise + (own - wanted).square().sum().item(), signal + wanted.square().sum().item()
+        agreement += (own.argmax(-1) == wanted.argmax(-1)).sum().item()
+        own, wanted = functional.log_softmax(own, -1), functional.log_softmax(wanted, -1)
+        surprise -= own.gather(2, tokens[:, 1:, None]).sum().item()
+        divergence += (wanted.exp() * (wanted - own)).sum().item()
+        count += own.shape[0] * own.shape[1]
     return {
-        "perplexity": math.exp(-own.gather(2, samples[:, 1:, None]).mean().item()),
-        "divergence": (reference.exp() * (reference - own)).sum(-1).mean().item(),
-        "agreement": 100 * (found.argmax(-1) == expected.argmax(-1)).double().mean().item(),
-        "sqnr_db": -10 * math.log10(noise.item() + 1e-14),
+        "perplexity": math.exp(surprise / count),
+        "divergence": divergence / count,
+        "agreement": 100 * agreement / count,
+        "sqnr_db": -10 * math.log10(noise / signal + 1e-14),
     }
+
+
+def show(results: dict[str, dict[str, float]], unit: str) -> None:
+    """Print the table of the results, whose tokens are of this unit."""
+    table = Table("", "perplexity", "divergence", f"same {unit}", "SQNR")
+    for name, row in results.items():
+        found = f"{row['perplexity']:.3f}", f"{row['divergence']:.4f}"
+        table.add_row(name, *found, f"{row['agreement']:.1f} %", f"{row['sqnr_db']:.1f} dB")
+    Console(highlight=False).print(table)
 
 
 def main() -> None:
@@ -151,11 +168,7 @@ def main() -> None:
         quantized = intaglio.quantize(model, data, recipe=recipe, progress=False)
         results[name] = figures(logits_of(quantized, unseen), expected, unseen)
         print(name, results[name], flush=True)
-    table = Table("", "perplexity", "divergence", "same byte", "SQNR")
-    for name, row in results.items():
-        found = f"{row['perplexity']:.3f}", f"{row['divergence']:.4f}"
-        table.add_row(name, *found, f"{row['agreement']:.1f} %", f"{row['sqnr_db']:.1f} dB")
-    Console(highlight=False).print(table)
+    show(results, "byte")
     record.append("decoders", arguments, results)
 
 

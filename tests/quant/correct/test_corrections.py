@@ -33,10 +33,11 @@ from intaglio.quant.correct.second_moments import (
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.equalization.channel_records import FoldExtrema
 from intaglio.quant.equalization.sampled_rows import SampledRows
-from intaglio.quant.equalization.smooth_factors import smoothing
+from intaglio.quant.equalization.smooth_factors import LayerRounding, smoothing
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe, Setting
 from support import nets
+from support.programs import assert_same_bits
 from support.slow_params import slow_params_except
 
 
@@ -617,6 +618,31 @@ def test_smoothing_leaves_the_float_function_alone_and_gains():
         results = stages.convert(prepared, stages.calibrate(prepared, [x]))(x)
         errors.append(sum(noise(*pair) for pair in zip(exact, results, strict=True)))
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights_dtype": "s4", "weights": "group:8"}], ids=["int8", "4 bits"])
+def test_smoothing_gains_with_scales_per_token(weights):
+    torch.manual_seed(0)
+    model, x = Tokens().eval(), torch.randn(16, 10, 12)
+    exact = [y.detach() for y in model(x)]
+    per_token = {"activations": "token", "residual": "float", "rounding": "nearest", **weights}
+    plain = prepared_of(model, x, **per_token, equalize=0.0)
+    smooth = stages.equalize(prepared_of(model, x, **per_token), [x[:8], x[8:]])
+    assert "smooth: 1 values" in report(smooth)
+    for found, expected in zip(smooth(x), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    errors = []
+    for prepared in (plain, smooth):
+        reference = stages.convert(prepared, stages.calibrate(prepared, [x]))
+        errors.append(sum(noise(*pair) for pair in zip(exact, reference(x), strict=True)))
+    assert errors[1] < 0.8 * errors[0]
+    lowered = stages.requantize(reference)
+    assert_same_bits(stages.compile(lowered)(x), lowered(x))
+
+
+def test_weights_of_few_bits_are_smoothed_by_the_sizes_of_channels_alone_too():
+    assert {strength for strength in LayerRounding(largest=7).strengths if strength[1] == 0.0}
+    assert not [strength for strength in LayerRounding().strengths if strength[1] == 0.0]
 
 
 def test_layers_that_smoothing_does_not_improve_are_unchanged():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import intaglio
 from intaglio import stages
-from intaglio.errors import CalibrationError, InputError
+from intaglio.errors import CalibrationError, SelectorError
 from intaglio.fxgraph.node_info import info
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.recipe import Recipe
@@ -260,6 +260,6 @@ def test_a_model_without_streams_says_so():
     assert report(found) == ["nothing, because the model has no attention and no residual stream that norms read"]
 
 
-def test_the_setting_is_true_or_false():
-    with pytest.raises(InputError, match="rotate takes True or False"):
+def test_other_settings_are_refused():
+    with pytest.raises(SelectorError, match=r"rotate = 'yes'; allowed are .*True, False, 'online'"):
         Recipe.of({"*": {"rotate": "yes"}})

@@ -80,6 +80,7 @@ class Equalization:
         layer_bytes: value of a layer whose operand or weight has two bytes, as its setting asks -> its bytes.
         rotations: first value of a residual stream, or of the values of attention, that is rotated -> the size of the
             rotation, which determines it.
+        hadamards: value that linear layers read -> size of the blocks that are rotated at run time.
     """
 
     inputs: Mapping[str, PerChannelBytes] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Equalization:
     two_bytes: Mapping[str, TwoBytes] = field(default_factory=dict)
     rotations: Mapping[str, int] = field(default_factory=dict)
     layer_bytes: Mapping[str, LayerBytes] = field(default_factory=dict)
+    hadamards: Mapping[str, int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -219,6 +221,7 @@ class Corrected:
             "two_bytes": {name: _hexadecimal(found) for name, found in self.equalization.two_bytes.items()},
             "layer_bytes": {name: _hexadecimal(found) for name, found in self.equalization.layer_bytes.items()},
             "rotations": dict(self.equalization.rotations),
+            "hadamards": dict(self.equalization.hadamards),
             "levels": {name: _packed(values) for name, values in self.quantized_weights.items()},
             "biases": {name: _hexadecimal(values.tolist()) for name, values in self.biases.items()},
         }
@@ -242,15 +245,19 @@ class Corrected:
         two_bytes = {name: TwoBytes(*_floats(found)) for name, found in sections.get("two_bytes", {}).items()}
         quantized = {name: _unpacked(text) for name, text in sections.get("levels", {}).items()}
         biases = {n: np.array(_floats(values), np.float32) for n, values in sections.get("biases", {}).items()}
-        rotations = {name: int(size) for name, size in sections.get("rotations", {}).items()}
+        rotations, blocks = (
+            {name: int(size) for name, size in sections.get(key, {}).items()} for key in ("rotations", "hadamards")
+        )
         of_layers = {name: _layer_bytes(_floats(found)) for name, found in sections.get("layer_bytes", {}).items()}
-        found = Equalization(inputs, factors, joined, splits, coarse, tables, layers, two_bytes, rotations, of_layers)
+        found = Equalization(
+            inputs, factors, joined, splits, coarse, tables, layers, two_bytes, rotations, of_layers, blocks
+        )
         return Corrected(found, quantized, biases)
 
 
 SECTIONS = (
     *("inputs", "factors", "concatenations", "splits", "coarse", "tables", "layers", "two_bytes"),
-    *("layer_bytes", "rotations", "levels", "biases"),
+    *("layer_bytes", "rotations", "hadamards", "levels", "biases"),
 )
 
 

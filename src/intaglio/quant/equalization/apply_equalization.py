@@ -34,6 +34,7 @@ from intaglio.quant.precision.apply_decisions import (
     with_two_bytes,
 )
 from intaglio.quant.precision.layer_bytes import with_layer_bytes
+from intaglio.quant.rotation.online_rotation import with_online_rotations
 from intaglio.quant.rotation.rotate import with_rotations
 
 
@@ -61,7 +62,7 @@ def apply_equalization(
             "equalization", None, "the model is already equalized", remedy="start again from prepare(captured)"
         )
     if precomputed is None:
-        prepared = with_rotations(prepared, found.rotations)
+        prepared = with_online_rotations(with_rotations(prepared, found.rotations), found.hadamards)
         prepared = with_split_layers(prepared, found.splits)
         prepared = with_data_floats(prepared, found.concatenations, found.coarse, found.layers)
         prepared = with_two_bytes(prepared, found.two_bytes)

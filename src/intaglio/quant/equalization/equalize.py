@@ -19,7 +19,7 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
-from intaglio.quant.correct.corrections import CorrectionStep, Equalization
+from intaglio.quant.correct.corrections import CorrectionStep
 from intaglio.quant.correct.layerwise_eval import decibels
 from intaglio.quant.equalization.apply_equalization import apply_equalization, with_input_equalization
 from intaglio.quant.equalization.channel_records import ChannelFactors, record_channels
@@ -31,7 +31,7 @@ from intaglio.quant.equalization.scalable_results import (
     is_affine_layer_norm,
     scalable_results,
 )
-from intaglio.quant.equalization.smooth_factors import smoothing
+from intaglio.quant.equalization.smooth_factors import STATIC_INT8, smoothing
 from intaglio.quant.equalization.smoothquant import smoothable
 from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables, with_two_bytes
 from intaglio.quant.precision.decide_by_data import decide_by_data
@@ -39,7 +39,7 @@ from intaglio.quant.precision.first_layers import sensitive_layers
 from intaglio.quant.precision.int8_tables import int8_tables
 from intaglio.quant.precision.layer_bytes import with_asked_bytes
 from intaglio.quant.recipes.choices import Rounding
-from intaglio.quant.rotation.rotate import choose_rotations, with_rotations
+from intaglio.quant.rotation.rotate import rotate
 from intaglio.tracing.captured import expect
 
 
@@ -76,10 +76,9 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     group = group or Group.current()
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
     report_progress("equalize")
-    rotations, rotated = choose_rotations(prepared)
-    prepared = with_rotations(prepared, rotations)  # first: all other decisions are about the rotated values
+    prepared, turned, rotated = rotate(prepared)  # first: all other decisions are about the rotated values
     prepared, decided = decide_by_data(prepared, calls, group)
-    decided = replace(decided, rotations=rotations)
+    decided = replace(decided, rotations=turned.rotations, hadamards=turned.hadamards)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)
     found = replace(decided, inputs=inputs)
     current = with_input_equalization(prepared, found)
@@ -101,9 +100,8 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
 
 def equalize_without_data(prepared: Prepared) -> Prepared:
     """Return the model with the part of `equalize` that needs no data: the rotations that its recipe asks for."""
-    rotations, lines = choose_rotations(prepared)
-    report = "".join(f"{line}\n" for line in lines)
-    return apply_equalization(prepared, Equalization(rotations=rotations), report)
+    _, found, lines = rotate(prepared)
+    return apply_equalization(prepared, found, "".join(f"{line}\n" for line in lines))
 
 
 def _factors(
@@ -128,7 +126,7 @@ def _factors(
     axes = {value.name: value.axis for value in others} | dict.fromkeys(readers, -1)
     records = record_channels(module, current.signature, axes, calls, group)
     roundings = {region.anchor: region.setting.rounding for region in every.regions}
-    equalized, smooth = {}, {}
+    equalized, smooth, layer_roundings = {}, {}, {value.name: value.rounding for value in smoothed}
     for value in others:
         kind = sites[value.site].record
         absorbing = reader_weights(value, module, every, records[value.name].extrema.low.shape[1])
@@ -138,7 +136,7 @@ def _factors(
         if found is not None and has_single_factors(value, found.factors):
             equalized[value.name] = found
     for name, weights in readers.items():
-        found = smoothing(*records[name], weights)
+        found = smoothing(*records[name], weights, layer_roundings.get(name, STATIC_INT8))
         if found is not None:
             smooth[name] = found
     lines = [

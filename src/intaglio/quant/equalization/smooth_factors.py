@@ -2,6 +2,9 @@
 
 They follow Xiao et al. 2022 with two additions. A channel counts as at least as large as the median channel, because a
 short calibration may underestimate quiet channels. And the strength is chosen by cross-validation on samples.
+
+Weights of fewer than 8 bits lose more than activations do. For them the factors of AWQ (Lin et al. 2023) are tried too,
+which make the weights of large channels larger, and leave the sizes of the weights out of account.
 """
 
 from __future__ import annotations
@@ -10,20 +13,48 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from intaglio import numerics
 from intaglio.quant.equalization.channel_records import ChannelFactors, FoldExtrema
 from intaglio.quant.equalization.sampled_rows import FOLDS, SampledRows
 
-STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9)
-"""Migration strengths that are tried: the share of a channel's size that goes into the weights."""
+STRENGTHS = tuple((share, 1 - share) for share in (0.5, 0.6, 0.7, 0.8, 0.9))
+"""Migration strengths that are tried: exponents of the size of a channel, and of the size of its weights."""
+FEW_BITS_STRENGTHS = (*STRENGTHS, *((share, 0.0) for share in (0.1, 0.2, 0.3, 0.4, 0.5)))
+"""The same for weights of fewer than 8 bits."""
 OUTPUT_COUNT = 256
 """Number of outputs of the readers that suffice to compare strengths."""
 LEAST_GAIN = 0.9
 """Ratio of the errors with and without factors, below which factors are used; smaller gains may be noise."""
 
 
-def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.Tensor]) -> ChannelFactors | None:
+class LayerRounding(NamedTuple):
+    """How the layers that read a value round it and their weights.
+
+    Attributes:
+        per_token: whether each position of the value has a scale of its own.
+        largest: largest quantized value of the weights.
+        group: number of neighbouring weights with a scale of their own; 0 for one scale per output.
+    """
+
+    per_token: bool = False
+    largest: int = 127
+    group: int = 0
+
+    @property
+    def strengths(self) -> tuple[tuple[float, float], ...]:
+        """Return the migration strengths to try."""
+        return STRENGTHS if self.largest >= 127 else FEW_BITS_STRENGTHS
+
+
+STATIC_INT8 = LayerRounding()
+"""Calibrated ranges of values and int8 weights with a scale per output."""
+
+
+def smoothing(
+    extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.Tensor], rounding: LayerRounding = STATIC_INT8
+) -> ChannelFactors | None:
     """Return the factors with the best strength; ``None`` if none of them reduces the error by more than noise.
 
     Each fold of the samples is quantized with factors and ranges computed from the other folds.
@@ -32,6 +63,7 @@ def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.T
         extrema: extrema of the channels over all data.
         rows: some tokens of each sample.
         weights: weights of the readers, f32[o, c].
+        rounding: how the readers round the value and their weights.
     """
     if rows.sample_count < 2:
         return None
@@ -40,13 +72,14 @@ def smoothing(extrema: FoldExtrema, rows: SampledRows, weights: Sequence[torch.T
     folds = _folds(rows, outputs)
     signal = sum(fold.exact.double().square().sum().item() for fold in folds)
     ones = torch.ones(len(columns))
-    plain_weight = _rounded(outputs, ones)
-    plain = sum(_error(fold, plain_weight, ones) for fold in folds)
+    plain_weight = _rounded(outputs, ones, rounding)
+    plain = sum(_error(fold, plain_weight, ones, rounding) for fold in folds)
     errors = {}
-    for strength in STRENGTHS:
+    for strength in rounding.strengths:
         factors = [_factors(fold.largest, columns, strength).float() for fold in folds]
         errors[strength] = sum(
-            _error(fold, _rounded(outputs, of_fold), of_fold) for fold, of_fold in zip(folds, factors, strict=True)
+            _error(fold, _rounded(outputs, of_fold, rounding), of_fold, rounding)
+            for fold, of_fold in zip(folds, factors, strict=True)
         )
     strength = min(errors, key=lambda one: errors[one])
     if not errors[strength] < LEAST_GAIN * plain:
@@ -91,7 +124,7 @@ def _folds(rows: SampledRows, weight: torch.Tensor) -> list[_Fold]:
     return found
 
 
-def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: float) -> torch.Tensor:
+def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: tuple[float, float]) -> torch.Tensor:
     """Return factors with a geometric mean of one, so that the value keeps its size.
 
     Before normalization, channels that are always zero or have zero weights get a factor of one.
@@ -99,30 +132,38 @@ def _factors(largest: torch.Tensor, columns: torch.Tensor, strength: float) -> t
     Args:
         largest: largest magnitude of each channel.
         columns: largest magnitude of the weights of each channel.
-        strength: the share of a channel's size that goes into the weights.
+        strength: exponents of a channel's size and of that of its weights.
     """
     activation = largest.clamp_min(largest.median())
-    found = activation**strength / columns.clamp_min(1e-12) ** (1 - strength)
+    found = activation ** strength[0] / columns.clamp_min(1e-12) ** strength[1]
     found = torch.where((activation > 0) & (columns > 0), found, torch.ones_like(found))
     return found / found.log().mean().exp()
 
 
-def _rounded(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return a weight f32[o, c] whose columns are multiplied by factors, rounded to 127 steps on each side of zero."""
-    scaled = weight * factors
-    steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(1).numpy(), 127))[:, None]
-    return numerics.round_clamp(scaled / steps, -127, 127) * steps
+def _rounded(weight: torch.Tensor, factors: torch.Tensor, rounding: LayerRounding) -> torch.Tensor:
+    """Return a weight f32[o, c] whose columns are multiplied by factors, rounded with a scale per output or group."""
+    largest, group = rounding.largest, rounding.group or weight.shape[1]
+    scaled = functional.pad(weight * factors, (0, -weight.shape[1] % group)).reshape(len(weight), -1, group)
+    steps = torch.from_numpy(numerics.symmetric_scale(scaled.abs().amax(2).numpy(), largest))[:, :, None]
+    return (numerics.round_clamp(scaled / steps, -largest, largest) * steps).flatten(1)[:, : weight.shape[1]]
 
 
-def _error(fold: _Fold, weight: torch.Tensor, factors: torch.Tensor) -> float:
+def _error(fold: _Fold, weight: torch.Tensor, factors: torch.Tensor, rounding: LayerRounding) -> float:
     """Return the squared error of the results of a fold that is quantized with factors and the range of the others.
 
     Args:
         fold: the fold.
         weight: the rounded weight, with columns multiplied by the factors.
         factors: divisors of the channels.
+        rounding: how the value is rounded.
     """
-    low, high = (fold.low / factors).min().item(), (fold.high / factors).max().item()
-    scale, zero = numerics.affine_qparams(low, high, 0, 255)
-    quantized = numerics.round_clamp(fold.validation / factors / scale, 0, 255, zero) - zero
-    return (fold.exact - (quantized * scale) @ weight.t()).double().square().sum().item()
+    divided = fold.validation / factors
+    if rounding.per_token:
+        scales = numerics.symmetric_scale(divided.abs().amax(1).numpy(), numerics.ROW_STEPS)
+        steps = torch.from_numpy(scales)[:, None]
+        rounded = numerics.round_clamp(divided / steps, -numerics.ROW_STEPS, numerics.ROW_STEPS) * steps
+    else:
+        low, high = (fold.low / factors).min().item(), (fold.high / factors).max().item()
+        scale, zero = numerics.affine_qparams(low, high, 0, 255)
+        rounded = (numerics.round_clamp(divided / scale, 0, 255, zero) - zero) * scale
+    return (fold.exact - rounded @ weight.t()).double().square().sum().item()

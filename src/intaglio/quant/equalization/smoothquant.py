@@ -22,10 +22,13 @@ from intaglio.fxgraph.nodes import (
     known_record,
     layer_operands,
     operands,
+    operator,
     record_of,
 )
 from intaglio.ir import TensorType
+from intaglio.ops.direct.hadamard import HADAMARD_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
+from intaglio.quant.equalization.smooth_factors import LayerRounding
 from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
 from intaglio.quant.recipes.choices import ResidualType, Role
 
@@ -39,12 +42,14 @@ class Smoothed:
         site: name of its site.
         users: the operators that read it quantized.
         readers: the linear layers that read it, directly or through data movement.
+        rounding: how these layers round it and their weights.
     """
 
     node: fx.Node
     site: str
     users: tuple[fx.Node, ...]
     readers: tuple[fx.Node, ...]
+    rounding: LayerRounding
 
     @property
     def name(self) -> str:
@@ -61,17 +66,22 @@ class Smoothed:
 def smoothable(annotations: Annotations) -> list[Smoothed]:
     """Return the values that can be divided by factors, where the recipe keeps the residual stream in float."""
     member = {node: region for region in annotations.regions for node in region.nodes}
-    sites = {site.value: site.name for site in annotations.sites if site.role == Role.ACTIVATION}
+    sites = {site.value: site for site in annotations.sites if site.role in {Role.ACTIVATION, Role.TOKEN}}
     found = []
     for node in annotations.module.graph.nodes:
         region = member.get(node)
-        if node.name not in sites or (region is not None and not _ends_in_function(region, node)):
+        if (
+            node.name not in sites
+            or operator(node) == HADAMARD_TARGET
+            or (region is not None and not _ends_in_function(region, node))
+        ):
             continue
         users = tuple(user for user in node.users if user in member)
         readers = [reader for user in users for reader in _readers(user, node, member)]
         alone = region is None or len(users) == len(node.users)
         if readers and alone and None not in readers and _wanted(readers, member):
-            found.append(Smoothed(node, sites[node.name], users, tuple(r for r in readers if r is not None)))
+            layers = tuple(reader for reader in readers if reader is not None)
+            found.append(Smoothed(node, sites[node.name].name, users, layers, _rounding(layers, annotations, member)))
     return found
 
 
@@ -94,6 +104,13 @@ def _readers(user: fx.Node, value: fx.Node, member: Mapping[fx.Node, Region]) ->
     if not kept or not _keeps_channels(user):
         return [None]
     return [reader for behind in user.users for reader in _readers(behind, user, member)]
+
+
+def _rounding(readers: Sequence[fx.Node], annotations: Annotations, member: Mapping[fx.Node, Region]) -> LayerRounding:
+    """Return how layers round a value and their weights; of different weights, those with the fewest bits."""
+    sites = [annotations.by_value[layer_operands(reader).weight.name, Role.WEIGHT] for reader in readers]
+    site = min(sites, key=lambda one: one.qmax)
+    return LayerRounding(all(member[reader].dynamic for reader in readers), site.qmax, site.group)
 
 
 def _keeps_channels(user: fx.Node) -> bool:

@@ -60,8 +60,10 @@ class Recipe:
                 stay in float if their rounded operand alone leaves less than 30 dB; ``"int8_dynamic"``: dynamic
                 quantization of linear and recurrent layers only, without calibration; ``"w8a8_dynamic"`` and
                 ``"w4a8"``, for decoders: linear layers have scales per token, and weights of 8 or 4 bits, caches and
-                embedding tables are int8, and other operators are as by default; ``"convolutional"`` or
-                ``"transformer"``: the defaults of models without or with attention, for any model.
+                embedding tables are int8, residual streams are rotated, and other operators are as by default;
+                ``"w8a8_accurate"`` and ``"w4a8_accurate"``: these with rotations at run time, and Qronos for 4 bits;
+                ``"convolutional"`` or ``"transformer"``: the defaults of models without or with attention, for any
+                model.
 
         Raises:
             SelectorError: `name` is unknown.

@@ -47,7 +47,8 @@ class Setting:
         effort: how long fitting one weight to data may take, predicted from its shape: "fast", "default" or "best".
         equalize: strength of `equalize`, the exponent alpha of its per-channel factors, 0 to 1.
         rotate: whether `equalize` rotates the values that a linear layer computes and reads, if all layers of these
-            values have it: residual streams that norms read, and the values of attention.
+            values have it: residual streams that norms read, and the values of attention. "online" also rotates what
+            its other layers read, at run time.
         weights_dtype: name in `DATATYPES`; default s8.
         activations_dtype: name in `DATATYPES`; default u8, or u7 with ``bits=7``.
         shortcut: bits of the other operand of a residual addition fused into the operator, 8 or 16.
@@ -79,7 +80,7 @@ class Setting:
     bias: str | None = None
     effort: str | None = None
     equalize: float | None = None
-    rotate: bool | None = None
+    rotate: bool | str | None = None
     weights_dtype: str | None = None
     activations_dtype: str | None = None
     shortcut: int | None = None
@@ -96,7 +97,7 @@ class Setting:
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
             "quantize": (None, True, False),
-            "rotate": (None, True, False),
+            "rotate": (None, True, False, "online"),
             "weights": (None, *WeightScales, "group:N"),
             "bits": (None, 7, 8),
             "functions": (None, *FunctionForm),
@@ -215,12 +216,18 @@ NAMED = {
     "transformer": TRANSFORMER,
     "accurate": Setting(shortcut=16, two_bytes_below=30.0, float_below=30.0),
     "int8_dynamic": Setting(activations="token"),
-    "w8a8_dynamic": Setting(cache="int8", embeddings="int8"),
-    "w4a8": Setting(cache="int8", embeddings="int8"),
+    "w8a8_dynamic": Setting(cache="int8", embeddings="int8", rotate=True),
+    "w4a8": Setting(cache="int8", embeddings="int8", rotate=True),
+    "w8a8_accurate": Setting(cache="int8", embeddings="int8", rotate="online"),
+    "w4a8_accurate": Setting(cache="int8", embeddings="int8", rotate="online"),
 }
 """Default settings by recipe name. `prepare` fills the fields they leave open by the kind of model."""
 NAMED_LINEAR = {
-    "w8a8_dynamic": Setting(activations="token"),
-    "w4a8": Setting(activations="token", weights_dtype="s4", weights="group:32"),
+    "w8a8_dynamic": Setting(activations="token", rotate=True),
+    "w4a8": Setting(activations="token", weights_dtype="s4", weights="group:32", rotate=True),
+    "w8a8_accurate": Setting(activations="token", rotate="online"),
+    "w4a8_accurate": Setting(
+        activations="token", weights_dtype="s4", weights="group:32", rotate="online", rounding="qronos"
+    ),
 }
 """Settings of linear layers by recipe name, of recipes in which they differ from the default settings."""

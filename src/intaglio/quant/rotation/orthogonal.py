@@ -62,6 +62,11 @@ class Rotation:
         return torch.from_numpy(bases[0] @ bases[1].T)
 
 
+def block_hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return blocks of float64 [..., size * count] times the Hadamard matrix of a power of two, as a rotation."""
+    return _multiplied(x.unflatten(-1, (-1, size)), hadamard_factors(size)).flatten(-2) / math.sqrt(size)
+
+
 @cache
 def hadamard_factors(size: int) -> tuple[torch.Tensor, ...]:
     """Return matrices, float64, whose Kronecker product is a Hadamard matrix of a size; none if none is known.

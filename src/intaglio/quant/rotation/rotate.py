@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -19,9 +20,28 @@ from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import DType
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.calibrate.prepare import Prepared
+from intaglio.quant.correct.corrections import Equalization
 from intaglio.quant.precision.apply_decisions import reannotated
 from intaglio.quant.rotation.fold_rotation import fold_rotation
+from intaglio.quant.rotation.online_rotation import chosen_places, with_online_rotations
 from intaglio.quant.rotation.rotated_values import RotatedValues, find_rotated_values
+
+
+def rotate(prepared: Prepared) -> tuple[Prepared, Equalization, list[str]]:
+    """Return the model with the rotations that its recipe asks for, these rotations, and the lines of the report."""
+    rotations, lines = choose_rotations(prepared)
+    names = ValueNames(prepared.annotations.module.graph)
+    turned = [one for one in find_rotated_values(prepared.annotations) if names.of(one.first) in rotations]
+    readers = {layer.name for one in turned for layer in one.readers}
+    rotated = with_rotations(prepared, rotations)
+    places = chosen_places(rotated, readers)
+    online = {name: place.size for name, place in places.items()}
+    attentions = sum(place.attention is not None for place in places.values())
+    if len(places) > attentions:
+        lines = [*lines, f"rotate: operands of other layers, {len(places) - attentions} values at run time"]
+    if attentions:
+        lines.append(f"rotate: queries and keys of {attentions} attentions at run time")
+    return with_online_rotations(rotated, online), Equalization(rotations=rotations, hadamards=online), lines
 
 
 def choose_rotations(prepared: Prepared) -> tuple[dict[str, int], list[str]]:
@@ -35,7 +55,7 @@ def choose_rotations(prepared: Prepared) -> tuple[dict[str, int], list[str]]:
         return {}, []
     module = prepared.annotations.module
     chosen, left = list[RotatedValues](), list[tuple[RotatedValues, str]]()
-    every = find_rotated_values(module)
+    every = find_rotated_values(prepared.annotations)
     if not every:
         return {}, ["rotate: nothing, because the model has no attention and no residual stream that norms read"]
     for found in every:
@@ -64,7 +84,8 @@ def with_rotations(prepared: Prepared, rotations: Mapping[str, int]) -> Prepared
         return prepared
     module = copy_graph(prepared.annotations.module)
     names = ValueNames(module.graph)
-    found = {(names.of(one.first), one.size): one for one in find_rotated_values(module) if one.refusal is None}
+    every = find_rotated_values(replace(prepared.annotations, module=module))
+    found = {(names.of(one.first), one.size): one for one in every if one.refusal is None}
     if unknown := sorted(name for name, size in rotations.items() if (name, size) not in found):
         problem = f"the model has no values that can be rotated at {', '.join(unknown[:5])}"
         remedy = "use it with the model and the recipe that it was made for"

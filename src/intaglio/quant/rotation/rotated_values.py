@@ -14,6 +14,7 @@ from torch import fx
 from intaglio.fxgraph.node_info import info, origin
 from intaglio.fxgraph.nodes import is_constant, layer_operands, operator
 from intaglio.fxgraph.overloads import EMBEDDING_TARGET, LINEAR_TARGET
+from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.rotation.rotating_operators import (
     is_attention,
     is_layer_norm,
@@ -39,6 +40,7 @@ class RotatedValues:
         writers: linear layers that compute some of them.
         readers: linear layers that read some of them -> the factors per channel in front of the layer, if any.
         constants: pairs of an operator and a table or another constant that it reads.
+        cached: inputs and results that hold int8 caches, which may be rotated because only the model reads them.
         refusal: why they cannot be rotated.
     """
 
@@ -47,6 +49,7 @@ class RotatedValues:
     writers: dict[fx.Node, None] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
     constants: dict[tuple[fx.Node, fx.Node], None] = field(default_factory=dict)
+    cached: frozenset[fx.Node] = frozenset()
     refusal: str | None = None
     _measured: bool = False
 
@@ -106,7 +109,7 @@ class RotatedValues:
             self.writers[value] = None
         elif splits_heads(value, self.size) and is_plain_layer(value.args[0]) and len(_readers(value.args[0])) == 1:
             self.writers[value.args[0]] = None
-        else:
+        elif value not in self.cached:
             self._refuse("the model takes them as input" if value.op == "placeholder" else _named(value, "computes"))
 
     def _users(self, value: fx.Node) -> Iterator[fx.Node]:
@@ -115,6 +118,8 @@ class RotatedValues:
             layers = _readers(user) if merges_heads(user, self.size) else [user]
             if measures_rows(user, value):
                 self._measured = True
+            elif user.op == "output" and value in self.cached:
+                continue
             elif value in (passing_operands(user, self.size) or ()):
                 yield user
             elif all(is_plain_layer(layer) and value_of(layer) in (value, user) for layer in layers):
@@ -139,15 +144,23 @@ class RotatedValues:
         self.refusal = self.refusal or reason
 
 
-def find_rotated_values(module: fx.GraphModule) -> list[RotatedValues]:
+def find_rotated_values(annotations: Annotations) -> list[RotatedValues]:
     """Return the residual streams of a graph and the values of each attention, also those that cannot be rotated."""
+    module, cached = annotations.module, int8_caches(annotations)
     found: list[RotatedValues] = []
     for node in module.graph.nodes:
         size = size_of_rows(node)
         if isinstance(size, int) and _is_seed(node) and not any(node in one.values for one in found):
-            found.append(RotatedValues(size))
+            found.append(RotatedValues(size, cached=cached))
             found[-1].connect(node)
     return [one for one in found if one.is_stream or one.is_attended]
+
+
+def int8_caches(annotations: Annotations) -> frozenset[fx.Node]:
+    """Return the inputs that hold int8 caches which the model computes itself, and their values after a call."""
+    nodes = {node.name: node for node in annotations.module.graph.nodes}
+    pairs = [(nodes[before], nodes[after]) for before, after in annotations.buffers.items()]
+    return frozenset(node for before, after in pairs if after is not before for node in (before, after))
 
 
 def _is_seed(node: fx.Node) -> bool:
