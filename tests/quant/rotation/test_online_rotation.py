@@ -106,6 +106,14 @@ def test_a_file_of_parameters_rotates_again_without_data():
     assert sqnr(again(X), model(X).detach()) > 25
 
 
+def test_comparisons_find_the_error_of_every_operator():
+    model = block()
+    int8 = intaglio.quantize(model, [X[:4], X[4:]], recipe=ONLINE, progress=False)
+    rows = intaglio.compare(model, int8, [X], progress=False).rows
+    assert "down (aten.linear.default)" in [row.name for row in rows]
+    assert all(row.so_far > 15 for row in rows)
+
+
 def test_rotations_of_another_model_are_refused():
     found = rotated(block())
     parameters = stages.convert(found, stages.calibrate(found, [X])).parameters

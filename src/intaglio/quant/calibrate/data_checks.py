@@ -146,7 +146,7 @@ def outliers(prepared: Prepared, ranges: Ranges) -> Iterator[Finding]:
             f"values up to {worst.largest_magnitude:.3g}, where all but 1 of 10,000 stay below "
             f"{worst.typical_magnitude:.3g}",
             f"method {method!r} keeps them in the range, so usual values share few quantized values: choose 'mse', "
-            "'kl' or 'percentile'"
+            "'kl' or 'percentile', or activations = 'token' for linear layers that read them"
             if method in ("minmax", "average", "ema")
             else None,
         )

@@ -149,8 +149,9 @@ def with_online_rotations(prepared: Prepared, blocks: Mapping[str, int]) -> Prep
         problem = f"the model has no values that can be rotated at run time at {', '.join(odd[:5])}"
         remedy = "use it with the model and the recipe that it was made for"
         raise CalibrationError("equalization", None, problem, remedy=remedy)
-    for name in blocks:
-        _rotate(module, found[name])
+    for name, place in found.items():  # files have another order, and names of nodes depend on it
+        if name in blocks:
+            _rotate(module, place)
     drop_unused_constants(module)
     module.graph.eliminate_dead_code()
     module.recompile()
