@@ -9,6 +9,7 @@ import torch
 
 import intaglio
 from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError, UnsupportedError
+from intaglio.tune.compare_models import _with_int8_caches
 from support.generators import (
     END,
     MODELS,
@@ -277,12 +278,30 @@ def test_every_program_is_compared_with_the_float_model(name):
     assert all(one.rows and min(one.results) > 10 and one.samples == 16 for one in found.values())
 
 
-def test_a_comparison_takes_the_float_model_and_a_float_cache():
-    model, int8_model, _ = quantized("llama")
+def test_a_comparison_takes_the_float_model():
     with pytest.raises(InputError, match=r"(?s)is a GPT2LMHeadModel.*pass the float model that was quantized"):
-        int8_model.compare(float_model("gpt2"), calibration("gpt2"))
-    with pytest.raises(InputError, match="compare a model with cache = 'float', whose bits are the same"):
-        quantized("llama", "int8")[1].compare(model, calibration("llama"))
+        quantized("llama")[1].compare(float_model("gpt2"), calibration("gpt2"))
+
+
+def test_models_with_an_int8_cache_are_compared_by_everything_but_the_cache():
+    model, int8_model, _ = quantized("llama")
+    found = quantized("llama", "int8")[1].compare(model, calibration("llama"))["decoder"]
+    plain = int8_model.compare(model, calibration("llama"))["decoder"]
+    assert found.names == plain.names[:1]
+    assert found.results == plain.results[:1]
+    assert [row.name for row in found.rows if row.alone < 60] == [row.name for row in plain.rows if row.alone < 60]
+
+
+def test_calls_with_a_past_are_not_compared_with_an_int8_cache():
+    model, int8_model, _ = quantized("llama", "int8")
+    program = int8_model.programs["decoder"]
+    shapes = [
+        tuple(size if isinstance(size, int) else 3 for size in one.type.shape) for one in program.signature.inputs
+    ]
+    kinds = [torch.float32 if one.type.dtype.name in ("U8", "F32") else torch.int64 for one in program.signature.inputs]
+    call = tuple(torch.ones(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True))
+    with pytest.raises(InputError, match=r"(?s)past_0_0 holds float values, .*compare calls whose cache is empty"):
+        _with_int8_caches(program, (call, {}))
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")

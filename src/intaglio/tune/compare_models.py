@@ -19,6 +19,7 @@ from intaglio.errors import InputError, IntaglioError
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import info
 from intaglio.fxgraph.nodes import is_constant
+from intaglio.ir import Signature
 from intaglio.lower import Lowered, requantize
 from intaglio.lower.graph_builder import plain_name
 from intaglio.progress import report_progress, shows_progress
@@ -219,14 +220,20 @@ class StageComparison:
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
         values = clone_tensors([*leaves, *stage.state])
+        own_args, own_kwargs = _with_int8_caches(self.quantized, (args, kwargs))
         expected, found = (
             stage(*clone_tensors(args), **clone_tensors(kwargs)),
-            self.quantized(*clone_tensors(args), **clone_tensors(kwargs)),
+            self.quantized(*clone_tensors(own_args), **clone_tensors(own_kwargs)),
         )
+        caches = _cached_leaves(self.quantized)
+        own_values = [
+            value.to(torch.uint8) if entry.leaf in caches else value
+            for entry, value in zip(stage.signature.inputs, values, strict=False)
+        ]
+        own_values += values[len(own_values) :]
         for comparison in self.comparisons:
             names = [node.name for node in comparison.module.graph.nodes if node.op == "placeholder"]
-            given = dict(zip(names, values, strict=True))
-            comparison.add(given, given)
+            comparison.add(dict(zip(names, values, strict=True)), dict(zip(names, own_values, strict=True)))
         return _pairs(expected, found)
 
 
@@ -322,10 +329,34 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     return module
 
 
+def _cached_leaves(quantized: Any) -> dict[int, str]:
+    """Return the leaves of a call that a quantized model takes as int8 caches, and their names."""
+    signature = getattr(quantized, "signature", None)
+    inputs = signature.inputs if isinstance(signature, Signature) else ()
+    return {entry.leaf: entry.name for entry in inputs if entry.type.q is not None}
+
+
+def _with_int8_caches(quantized: Any, call: Call) -> Call:
+    """Return the arguments of the float model with those of int8 caches, which must be empty, as uint8.
+
+    Raises:
+        InputError: a cache has elements, which only the quantized model can compute.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    for place, name in _cached_leaves(quantized).items():
+        if leaves[place].numel():
+            problem = f"{name} holds float values, but the quantized model takes a cache in int8"
+            raise InputError("compare", None, problem, remedy="compare calls whose cache is empty")
+        leaves[place] = leaves[place].to(torch.uint8)
+    found: Call = pytree.tree_unflatten(leaves, spec)
+    return found
+
+
 def _pairs(expected: Any, found: Any, strict: bool = True) -> Results:
     """Return the tensors of two results side by side, with their names in the first. Raise `InputError` if ``strict``
-    and their numbers differ."""
-    first, second = _tensors(expected), _tensors(found)
+    and their numbers differ. Results of the quantized model that are int8 caches are left out."""
+    caches = {name for name, tensor in named_tensors(found) if tensor.dtype is torch.uint8}
+    first, second = [(name, one) for name, one in _tensors(expected) if name not in caches], _tensors(found)
     if strict and len(first) != len(second):
         problem = f"the float model returns {len(first)} float tensors, the quantized one {len(second)}"
         raise InputError("compare", None, problem, remedy="compare a quantized model with its own float model")

@@ -91,7 +91,8 @@ class GraphComparison:
         exact = _Recomputation(self.module, exact_inputs).values()
         known = {name: exact[name] for name in self.nodes if name in exact}
         names = [name for name in known if _has_run(self.nodes[name], ran, exact_inputs)]
-        alone = _Rounding(self.reference.module, exact_inputs, known, self.data_movement).values()
+        given = {**exact_inputs, **{name: quantized_inputs[name] for name in _caches(exact_inputs, quantized_inputs)}}
+        alone = _Rounding(self.reference.module, given, known, self.data_movement).values()
         so_far = _Rounding(self.reference.module, quantized_inputs).values()
         for name in names:
             if name in so_far and so_far[name].shape == exact[name].shape:
@@ -137,6 +138,16 @@ class GraphComparison:
                 )
             )
         return rows
+
+
+def _caches(exact: NodeValues, quantized: NodeValues) -> list[str]:
+    """Return the inputs that only the reference takes as integers."""
+    kinds = {name: (exact[name], quantized.get(name)) for name in exact}
+    return [
+        name
+        for name, (own, other) in kinds.items()
+        if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor) and own.dtype is not other.dtype
+    ]
 
 
 def _has_run(node: fx.Node, ran: range | None, given: NodeValues) -> bool:

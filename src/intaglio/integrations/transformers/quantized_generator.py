@@ -262,7 +262,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
 
     @check_arguments_except("float_model")
     def compare(self, float_model: PreTrainedModel, data: Any, *, samples: int | None = None) -> dict[str, Comparison]:
-        """Compare every program with the float model, on calls without a past.
+        """Compare every program with the float model, on calls without a past. Results that are int8 caches are left
+        out.
 
         Args:
             float_model: the float model that was quantized.
@@ -273,7 +274,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             The comparisons by name of the program, as `intaglio.compare` makes them.
 
         Raises:
-            InputError: the model is of another class, or the cache is int8.
+            InputError: the model is of another class.
         """
         if not isinstance(float_model, self.float_class):
             problem = (
@@ -281,11 +282,6 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             )
             raise InputError("compare", None, problem, remedy="pass the float model that was quantized")
         programs = self.named_programs()
-        if any(entry.type.q for program in programs.values() for entry in program.signature.inputs):
-            problem = "the keys and values that the program takes are int8, those of the float model are not"
-            raise InputError(
-                "compare", None, problem, remedy="compare a model with cache = 'float', whose bits are the same"
-            )
         calls = UserCalls(float_model, list(data) if isinstance(data, Iterator) else data)
         found: dict[str, Comparison] = {}
         for name, source in FloatPrograms.of(float_model, calls).programs(calls).items():
