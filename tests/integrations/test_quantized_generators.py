@@ -293,7 +293,7 @@ def test_models_with_an_int8_cache_are_compared_by_everything_but_the_cache():
 
 
 def test_calls_with_a_past_are_not_compared_with_an_int8_cache():
-    model, int8_model, _ = quantized("llama", "int8")
+    _, int8_model, _ = quantized("llama", "int8")
     program = int8_model.programs["decoder"]
     shapes = [
         tuple(size if isinstance(size, int) else 3 for size in one.type.shape) for one in program.signature.inputs

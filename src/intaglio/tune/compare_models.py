@@ -220,7 +220,7 @@ class StageComparison:
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
         values = clone_tensors([*leaves, *stage.state])
-        own_args, own_kwargs = _with_int8_caches(self.quantized, (args, kwargs))
+        own_args, own_kwargs = _with_int8_caches(self.quantized, (args, dict(kwargs)))
         expected, found = (
             stage(*clone_tensors(args), **clone_tensors(kwargs)),
             self.quantized(*clone_tensors(own_args), **clone_tensors(own_kwargs)),
