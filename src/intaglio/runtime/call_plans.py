@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -175,7 +175,14 @@ class CallPlan:
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
         self._thread_counts: dict[int, tuple[int, ...]] = {}
-        self.outputs = {e.value: (s, e.strides(s)) for e, s in zip(externals, found, strict=False) if e.is_output}
+        memories: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # those of all layers are shared
+        self.outputs = {}
+        for entry, shape in zip(externals, found, strict=False):
+            if entry.is_output:
+                key = entry.is_image, shape
+                if key not in memories:
+                    memories[key] = shape, entry.strides(shape)
+                self.outputs[entry.value] = memories[key]
         self.input_shapes = {e.value: s for e, s in zip(externals, found, strict=False) if not e.is_output}
 
     def check_island_result(self, name: str, result: torch.Tensor) -> None:

@@ -120,7 +120,7 @@ class ProgramModule(ModelWithAttributes):
         """Run the program, update mutable buffers and inputs that the float model updates in place, and return the
         result."""
         if torch.compiler.is_compiling():
-            if not self._has_side_effects:
+            if not self.has_side_effects:
                 return self._traced(args, kwargs)
         elif is_traced():
             return self._traced(args, kwargs)
@@ -151,7 +151,7 @@ class ProgramModule(ModelWithAttributes):
             refuse_call("the model is already quantized; torch.export cannot trace its program", INSTEAD_OF_TRACING)
         elif is_in_jit_trace():
             problem = "the model is already quantized; torch.jit.trace cannot record its program"
-        elif self._has_side_effects:
+        elif self.has_side_effects:
             problem = (
                 "a model that updates buffers or inputs, or has a float fallback, cannot be traced as one operator"
             )
@@ -171,7 +171,7 @@ class ProgramModule(ModelWithAttributes):
             return _in_memory_format([values[name] for name in self._outputs], leaves)
 
     @property
-    def _has_side_effects(self) -> bool:
+    def has_side_effects(self) -> bool:
         """Return whether a call has effects that its custom operator cannot express: in-place updates, mutable buffers
         or a float fallback."""
         return bool(self._fallback_model or self.signature.state or self.signature.updated_inputs)
@@ -190,9 +190,11 @@ class ProgramModule(ModelWithAttributes):
     def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
         try:
-            key = tuple(
-                [(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")]
-            )
+            parts: list[Any] = []  # in one tuple, because plans are kept and the garbage collector visits each tuple
+            for leaf in leaves:
+                if hasattr(leaf, "layout"):
+                    parts += (leaf.shape, leaf.dtype, leaf.device, leaf.layout)
+            key = tuple(parts)
         except RuntimeError:  # a nested tensor has no shape
             check_tensors(self.signature, leaves, self._byte_inputs)
             raise

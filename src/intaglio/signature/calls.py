@@ -147,8 +147,11 @@ def dims_of(
     if in_memory:
         check_memory(signature, leaves)
     symbols: dict[str, int] = {}
+    matched: dict[Any, Any] = {}  # the keys and values of all layers have one type
     for entry, value in zip(signature.inputs, leaves, strict=True):
         shape, where, known = entry.type.shape, f"input '{entry.name}'", len(symbols)
+        if matched.get(shape) == value.shape:
+            continue
         sizes = zip(shape, value.shape, strict=False)
         if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
             problem = f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)}"
@@ -160,6 +163,7 @@ def dims_of(
                 f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
                 remedy="split, pad or crop the input to such a size",
             )
+        matched[shape] = value.shape
     return symbols
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import mul
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def bytes_spanned(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last one."""
     if not tensor.numel():
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = tensor.stride()
+    last = sum(map(mul, tensor.shape, strides)) - sum(strides)  # the sum of (size - 1) * stride
     return (last + 1) * tensor.itemsize
 
 

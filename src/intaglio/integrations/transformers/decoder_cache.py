@@ -147,25 +147,30 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
 
     Layers of dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
     """
+    free: list[Tensor] = []
+    written: list[Tensor] = []
     for index, (keys, values) in enumerate(new):
         layer = cache.layers[index] if index < len(cache.layers) else None
         if type(layer) is DynamicLayer and layer.get_seq_length() and not getattr(cache, "offloading", False):
-            _append_in_place(layer, (keys, values))
+            free += _grow(layer, keys.shape[2])
+            written += (keys, values)
         else:
             cache.update(keys, values, index)
+    if free:
+        torch._foreach_copy_(free, written)
 
 
-def _append_in_place(layer: DynamicLayer, new: tuple[Tensor, Tensor]) -> None:
-    """Write keys and values behind those of a layer, into memory with room for them."""
+def _grow(layer: DynamicLayer, count: int) -> tuple[Tensor, Tensor]:
+    """Let a layer hold more tokens, in memory with room for them, and return the part for their keys and values."""
     held: Any = (layer.keys, layer.values)
     start = int(held[0].shape[2])
-    end = start + new[0].shape[2]
+    end = start + count
     own = _MEMORY.get(layer)
     if own is None or not own.has_room(layer, end):
         own = _MEMORY[layer] = _GrowingMemory((_with_room(held[0], end), _with_room(held[1], end)), held)
-    for memory, tensor in zip(own.memory, new, strict=True):
-        memory[:, :, start:end] = tensor
-    layer.keys, layer.values = own.shown = own.memory[0][:, :, :end], own.memory[1][:, :, :end]
+    keys, values = own.memory
+    layer.keys, layer.values = own.shown = keys.narrow(2, 0, end), values.narrow(2, 0, end)
+    return keys.narrow(2, start, count), values.narrow(2, start, count)
 
 
 def _with_room(held: Tensor, end: int) -> Tensor:

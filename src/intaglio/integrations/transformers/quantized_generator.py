@@ -33,7 +33,7 @@ from intaglio.integrations.transformers.folders import (
     write_configs,
     write_programs,
 )
-from intaglio.integrations.transformers.program_arguments import input_names, types_of_argument
+from intaglio.integrations.transformers.program_arguments import input_names, run_step, types_of_argument
 from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
 from intaglio.output_paths import check_file
@@ -120,7 +120,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         inputs = step_inputs(self._tokens_with_past(tokens, mask, positions, bool(names.positions)), start)
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
-        call: list[Any] = [inputs, _pairs(past)]
+        call: list[Any] = [inputs, past]
         if hidden is not None:
             encoder_mask = given.pop("attention_mask", None)
             call.append(self._cross_attention(cache, hidden))
@@ -128,7 +128,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
         _check_ignorable(given)
-        logits, new = program(*call)
+        logits, new = run_step(program, call, past)
         return logits if keeps else kept_logits(logits, kept), new
 
     def _tokens_with_past(
@@ -353,10 +353,6 @@ def _output_class(float_class: type[PreTrainedModel]) -> type[ModelOutput]:
     hint = typing.get_type_hints(float_class.forward)["return"]
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
-
-
-def _pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _check_ignorable(given: Mapping[str, Any]) -> None:
