@@ -23,7 +23,7 @@ BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Functions of an OpenMP library that starts threads as GCC's does."""
 
-QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors")
+QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors", "scale_errors")
 SOURCE = '#include "base/pool.cpp"\n' + "".join(f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING)
 USUAL_HEADERS = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
 """Includes of the parts of the library that most programs are linked with."""
@@ -53,6 +53,7 @@ SIGNATURES = {
     "intaglio_round_columns": (*[_ARRAY] * 10, _VALUE, _VALUE, _INT),
     "intaglio_split_rows": (_ARRAY, _ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 3),
     "intaglio_row_errors": (*[_ARRAY] * 3, _COUNT, _COUNT, _INT, _ARRAY),
+    "intaglio_scale_errors": (_ARRAY, _ARRAY, _COUNT, _COUNT, _VALUE, _VALUE, _INT, _ARRAY),
 }
 
 

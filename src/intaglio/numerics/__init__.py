@@ -97,6 +97,7 @@ from intaglio.numerics.scales import (
     pool_multipliers,
     pool_ratio,
     quantize_bias,
+    squared_errors,
     symmetric_scale,
     zero_point_term,
 )
@@ -184,6 +185,7 @@ __all__ = [
     "sigmoid",
     "silu",
     "split_16bit",
+    "squared_errors",
     "symmetric_scale",
     "tanh_f32",
     "widen_to_16bit",

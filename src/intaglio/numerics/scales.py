@@ -6,7 +6,7 @@ Everything is computed in float64 and stored in float32 or int32.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,11 +49,26 @@ def symmetric_scale(absmax: ArrayLike, qmax: int) -> FloatArray:
     return np.where(wide == 0, np.float32(1), scale)
 
 
+SquaredErrors = Callable[[FloatArray, FloatArray, int, int], NDArray[np.float64]]
+"""A function with the arguments and the result of `squared_errors`, such as its compiled kernel."""
+
+
+def squared_errors(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArray[np.float64]:
+    """Return the squared distance f64[...] of each row of f32[..., K] to its nearest quantized values.
+
+    The scales ``steps`` are f32[...]. This is the reference implementation of `intaglio.native.scale_errors`.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        quantized = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
+        total: NDArray[np.float64] = np.square(rows - quantized * steps[..., None]).sum(-1, dtype=np.float64)
+    return total
+
+
 SHRINKS = tuple(1 - step / 40 for step in range(29))
 """Fractions of the scale ``absmax / qmax`` that `least_squares` tries, the largest first."""
 
 
-def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
+def least_squares(rows: ArrayLike, qmin: int, qmax: int, errors: SquaredErrors = squared_errors) -> FloatArray:
     """Return the scale f32[...] of each row of f32[..., K] that minimizes the squared quantization error.
 
     The candidates are ``shrink * absmax / qmax`` for the fractions in `SHRINKS`, and values are rounded to the nearest
@@ -64,12 +79,14 @@ def least_squares(rows: ArrayLike, qmin: int, qmax: int) -> FloatArray:
     best, least = symmetric_scale(absmax, qmax), np.full(absmax.shape, np.inf)
     for shrink in SHRINKS:
         scale = np.where(absmax == 0, np.float32(1), symmetric_scale(absmax * shrink, qmax))
-        error = _squares(rows, scale, qmin, qmax)
+        error = errors(rows, scale, qmin, qmax)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return best
 
 
-def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArray:
+def group_scale(
+    groups: ArrayLike, qmin: int, qmax: int, most: int, errors: SquaredErrors = squared_errors
+) -> FloatArray:
     """Return the scale f32[C] of each channel of f32[C, G, K] with group-wise quantization.
 
     The scale of a group is an integer multiple 1..most of its channel's scale. The ideal scale of each group is that of
@@ -77,18 +94,22 @@ def group_scale(groups: ArrayLike, qmin: int, qmax: int, most: int) -> FloatArra
     half of it, and round the other groups to the nearest multiple. The least squared error decides.
     """
     groups = np.asarray(groups, np.float32)
-    own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax)).astype(np.float64)
+    own = np.where(np.abs(groups).max(-1, initial=0) == 0, 0, least_squares(groups, qmin, qmax, errors)).astype(
+        np.float64
+    )
     largest = own.max(-1)
     best, least = symmetric_scale(largest, most), np.full(largest.shape, np.inf)
     for parts in range(most, most // 2, -1):
         scale = symmetric_scale(largest, parts)
         multiples = np.clip(np.rint(own / scale[:, None].astype(np.float64)), 1, most).astype(np.float32)
-        error = _squares(groups, scale[:, None] * multiples, qmin, qmax).sum(-1)
+        error = errors(groups, scale[:, None] * multiples, qmin, qmax).sum(-1)
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return best
 
 
-def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int) -> Int32Array:
+def group_multiples(
+    groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, most: int, errors: SquaredErrors = squared_errors
+) -> Int32Array:
     """Return the multiple i32[C, G], in 1..most, of its channel's scale that each group uses as its own scale.
 
     Each is the multiple with the least squared error over the group when values are rounded to the nearest in
@@ -101,24 +122,15 @@ def group_multiples(groups: ArrayLike, scale: ArrayLike, qmin: int, qmax: int, m
         qmin: Smallest quantized value.
         qmax: Largest quantized value.
         most: Largest multiple.
+        errors: `squared_errors`, or a kernel that computes the same.
     """
     groups, scale = np.asarray(groups, np.float32), np.asarray(scale, np.float32)
     best, least = np.ones(groups.shape[:2], np.int32), np.full(groups.shape[:2], np.inf)
     for multiple in range(1, most + 1):
         steps = np.broadcast_to(scale[:, None] * np.float32(multiple), best.shape)
-        error = _squares(groups, steps, qmin, qmax)
+        error = errors(groups, steps, qmin, qmax)
         best, least = np.where(error < least, np.int32(multiple), best), np.minimum(error, least)
     return best
-
-
-def _squares(rows: FloatArray, steps: FloatArray, qmin: int, qmax: int) -> NDArray[np.float64]:
-    """Return the squared distance f64[...] of each row of f32[..., K] to its nearest quantized values; scales are
-    f32[...].
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        quantized = np.clip(np.rint(rows * reciprocal(steps)[..., None]), qmin, qmax)
-        total: NDArray[np.float64] = np.square(rows - quantized * steps[..., None]).sum(-1, dtype=np.float64)
-    return total
 
 
 def accumulator_scale(scale_x: ArrayLike, scale_w: ArrayLike) -> NDArray[np.float64]:

@@ -161,7 +161,8 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
-        self._set_weight(weight_node, grid, grid.nearest(weight))
+        nearest = grid.nearest(weight)
+        self._set_weight(weight_node, grid, nearest)
         corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
             return
@@ -173,7 +174,7 @@ class _WeightCorrector:
             self.left_out[region] = f"{reason}{self._gain_of_sample(region, x, weight, grid, validating)}"
             return
         if not corrects:
-            self._measure_imported(region, site, grid, grid.nearest(weight), self._moments(region, x))
+            self._measure_imported(region, site, grid, nearest, self._moments(region, x))
             return
         parts = self._shared(
             region, x, f"moments, {setting.rounding}", lambda: self._split_moments(region, x, split, validating)
@@ -189,7 +190,7 @@ class _WeightCorrector:
             q, grid, step = chosen.qparams, chosen.grid, chosen.step
             self.quantized_weights[site.name] = narrow(chosen.quantized.reshape(weight.shape).numpy())
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
-        quantized_now = self.quantized_weights.get(site.name, grid.nearest(weight))
+        quantized_now = self.quantized_weights.get(site.name, nearest)
         self._set_weight(weight_node, grid, quantized_now)
         if measures:
             self._measure_imported(region, site, grid, quantized_now, parts.whole)

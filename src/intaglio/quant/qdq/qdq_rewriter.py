@@ -179,14 +179,16 @@ class Rewriter:
         anchor, roles = self.nodes[region.anchor.name], region.record.roles
         x_site, w_site, b_site = anchor_sites(self.annotations, region)
         weight, bias = parameters_of(self.annotations.module, region)
-        w, kind = self.qparams[w_site.name], w_site.record
-        grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
+        w, kind, chosen = self.qparams[w_site.name], w_site.record, self.chosen.get(w_site.name)
         read = layer_operands(anchor)
-        if kind.floating:
-            self._constant(anchor, read.weight, w_site, grid.clipped(weight), w)
-            return
-        chosen = self.chosen.get(w_site.name)
-        quantized = grid.as_s8(grid.nearest(weight)) if chosen is None else chosen.values
+        if chosen is not None and not kind.floating:
+            quantized = chosen.values
+        else:
+            grid = weight_grid(weight, np.array(w.scales), kind, w_site.group, roles.outputs)
+            if kind.floating:
+                self._constant(anchor, read.weight, w_site, grid.clipped(weight), w)
+                return
+            quantized = grid.as_s8(grid.nearest(weight))
         self._constant(anchor, read.weight, w_site, quantized, w)
         if region.dynamic:  # the bias stays float: the scale of the accumulator is not known yet
             self._prove(region, quantized, np.zeros(len(quantized), np.int32), per_token_qparams(x_site.name))

@@ -11,6 +11,7 @@ from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Origin
 from intaglio.numerics import FloatArray, Int32Array
+from intaglio.quant.qdq.row_blocks import by_row_blocks, errors_of_scales
 from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.datatypes import Datatype
 from intaglio.quant.recipes.settings import DEFAULT, Setting
@@ -36,7 +37,7 @@ class WeightGrid:
 
     def nearest(self, weight: np.ndarray) -> Int32Array:
         """Quantize a weight to the nearest values, ties to even."""
-        return numerics.quantize(weight, self.steps, 0, self.low, self.high)
+        return by_row_blocks(lambda w, steps: numerics.quantize(w, steps, 0, self.low, self.high), weight, self.steps)
 
     def clipped(self, weight: np.ndarray) -> FloatArray:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
@@ -44,7 +45,7 @@ class WeightGrid:
 
     def as_s8(self, quantized: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
-        return (quantized * self.multiples).astype(np.int8)
+        return by_row_blocks(lambda q, multiples: (q * multiples).astype(np.int8), quantized, self.multiples)
 
 
 def narrow(quantized: np.ndarray) -> np.ndarray:
@@ -71,8 +72,13 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
     if not group:
         return WeightGrid(steps, np.ones_like(steps, np.int32), kind.qmin, kind.qmax)
     rows = weight.reshape(len(weight), -1)
-    found = numerics.group_multiples(_groups(rows, group), scales, kind.qmin, kind.qmax, kind.multiples)
-    multiples = np.repeat(found, group, axis=1)[:, : rows.shape[1]].reshape(weight.shape)
+
+    def multiples_of(rows: np.ndarray, scales: np.ndarray) -> Int32Array:
+        bounds = kind.qmin, kind.qmax, kind.multiples
+        found = numerics.group_multiples(_groups(rows, group), scales, *bounds, errors_of_scales)
+        return np.repeat(found, group, axis=1)[:, : rows.shape[1]]
+
+    multiples = by_row_blocks(multiples_of, rows, scales).reshape(weight.shape)
     return WeightGrid(steps * multiples.astype(np.float32), multiples, kind.qmin, kind.qmax)
 
 
@@ -113,11 +119,16 @@ def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
 
 def channel_scales(rows: np.ndarray, kind: Datatype, group: int = 0) -> FloatArray:
     """Return the scale of each row, f32[C, K] -> f32[C], by the rule of the datatype."""
-    if group:
-        return numerics.group_scale(_groups(rows, group), kind.qmin, kind.qmax, kind.multiples)
-    if kind.squares:
-        return numerics.least_squares(rows, kind.qmin, kind.qmax)
-    return numerics.symmetric_scale(np.abs(rows).max(1, initial=0), kind.qmax)
+
+    def scales_of(rows: np.ndarray) -> FloatArray:
+        if group:
+            bounds = kind.qmin, kind.qmax, kind.multiples
+            return numerics.group_scale(_groups(rows, group), *bounds, errors_of_scales)
+        if kind.squares:
+            return numerics.least_squares(rows, kind.qmin, kind.qmax, errors_of_scales)
+        return numerics.symmetric_scale(np.abs(rows).max(1, initial=0), kind.qmax)
+
+    return by_row_blocks(scales_of, rows)
 
 
 def weight_scales(weight: np.ndarray, setting: Setting = DEFAULT, axis: int = 0) -> FloatArray:
