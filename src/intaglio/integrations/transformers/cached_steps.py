@@ -170,8 +170,12 @@ def _call_with_cache(model: Any, cache: Cache, given: Mapping[str, Any]) -> Any:
 
 
 def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Module:
-    """Return a copy of a model with another forward, whose cache is what that forward passes."""
-    own = copy_model(model).eval()
+    """Return a copy of a model with another forward, whose cache is what that forward passes.
+
+    It shares the parameters, which capture copies anyway and which take most of the memory.
+    """
+    shared = {id(one): one for one in model.parameters() if one.grad_fn is None}
+    own = copy_model(model, shared).eval()
     for config in {id(found): found for part in own.modules() if (found := getattr(part, "config", None))}.values():
         if getattr(config, "use_cache", None) is True:
             vars(config)["use_cache"] = False
