@@ -103,6 +103,9 @@ def correct(
             report_progress("correct", done, count, origin(region.anchor).path)
             corrector.correct_region(region)
             done += 1
+            if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
+                break
+    regions.close()
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
     return Corrections(
@@ -179,15 +182,14 @@ class _WeightCorrector:
         parts = self._shared(
             region, x, f"moments, {setting.rounding}", lambda: self._split_moments(region, x, split, validating)
         )
-        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
         signal_and_noise: tuple[float, float] | None = None
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
             assert setting.rounding is not None  # A decided recipe always has a rounding method.
             fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
             chosen = fit.validated(parts)
-            signal_and_noise = parts.errors(rows), chosen.error
+            signal_and_noise = parts.errors(fit.rows), chosen.error
             self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
-            q, grid, step = chosen.qparams, chosen.grid, chosen.step
+            q, grid = chosen.qparams, chosen.grid
             self.quantized_weights[site.name] = narrow(chosen.quantized.reshape(weight.shape).numpy())
             self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
         quantized_now = self.quantized_weights.get(site.name, nearest)
@@ -195,6 +197,7 @@ class _WeightCorrector:
         if measures:
             self._measure_imported(region, site, grid, quantized_now, parts.whole)
         if setting.bias != BiasCorrection.NONE and not region.dynamic:
+            rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
             lost = rows - by_group(region, quantized_now) * step
             signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
             self._correct_bias(region, lost, signal_and_noise, parts, split)
