@@ -5,10 +5,12 @@ Each operator runs once for each batch and track, and a value is freed after its
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from io import BufferedRandom
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -56,10 +58,7 @@ class LayerwiseEvaluation:
         float_track: bool = True,
         cache: int = CACHE,
     ) -> None:
-        """Start an evaluation.
-
-        ``float_track=False`` omits the float model. ``cache``: bytes of live values in memory, for both tracks.
-        """
+        """Start an evaluation with ``cache`` bytes of values in memory; ``float_track=False`` omits the float model."""
         self.annotations, self.calls, self.module = annotations, calls, annotations.module
         self.qparams: dict[str, QParams] = dict(qparams or {})
         self.weights: dict[str, torch.Tensor] = {}
@@ -76,14 +75,11 @@ class LayerwiseEvaluation:
         self._last = _last_readers(self.module.graph, annotations.regions)
         store = _Store(cache)
         self._float = _Track(store) if float_track else None
-        self._quantized = _Track(store)
+        self._quantized, self._derived = _Track(store), _Track(store)
         self.results: list[tuple[Any, ...]] = []
 
-    def __iter__(self) -> Iterator[Region]:
-        """Yield each region before it runs.
-
-        At the end ``results`` has the outputs of the second track, a tuple for each batch.
-        """
+    def __iter__(self) -> Generator[Region]:
+        """Yield each region before it runs; ``results`` then has the outputs of the second track for each batch."""
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for node in self.module.graph.nodes:
                 region = self._regions.get(node.name)
@@ -92,8 +88,7 @@ class LayerwiseEvaluation:
                 if region is not None or node.name not in self._inside:
                     self._step(node, region)
                 for gone in self._last.get(node.name, ()):
-                    for track in self._tracks():
-                        track.drop(gone)
+                    self._drop(gone, range(len(self.calls)))
 
     def unquantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the float model, in the order of its activations."""
@@ -134,6 +129,12 @@ class LayerwiseEvaluation:
         found: torch.Tensor = self._quantized.get(node.name, batch).real
         return found
 
+    def derived_value(self, node: fx.Node, batch: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what ``compute`` makes of the value of a node, and store it until that value is freed."""
+        if batch not in self._derived.values.get(node.name, {}):
+            self._derived.put(node.name, batch, compute())
+        return cast("torch.Tensor", self._derived.get(node.name, batch))
+
     def set_qparams(self, site: str, q: QParams) -> None:
         """Set the parameters of a site, which values on the second track use from now on."""
         self.qparams[site] = q
@@ -141,7 +142,11 @@ class LayerwiseEvaluation:
     # -- running -------------------------------------------------------------------------------------------------
 
     def _tracks(self) -> list[_Track]:
-        return [track for track in (self._float, self._quantized) if track is not None]
+        return [track for track in (self._float, self._quantized, self._derived) if track is not None]
+
+    def _drop(self, name: str, batches: Iterable[int]) -> None:
+        for track, batch in itertools.product(self._tracks(), batches):
+            track.drop(name, batch)
 
     def _require_float_track(self) -> _Track:
         if self._float is None:
@@ -157,10 +162,12 @@ class LayerwiseEvaluation:
         if node.op == "get_attr":
             return
         for batch, leaves in enumerate(self.calls):
+            exact = self._value(node, region, leaves, self._read_float(batch), True) if self._float else None
+            value = self._value(node, region, leaves, self._reader(batch, region is not None), False)
+            for read_last in self._last.get(node.name, ()):
+                self._drop(read_last, [batch])  # before its result is stored, which then needs less space
             if self._float is not None:
-                self._float.put(node.name, batch, self._value(node, region, leaves, self._read_float(batch), True))
-            inside = region is not None
-            value = self._value(node, region, leaves, self._reader(batch, inside), False)
+                self._float.put(node.name, batch, exact)
             self._quantized.put(node.name, batch, self._to_store(node, value, node.name in self._rounded))
 
     def _value(
@@ -320,7 +327,7 @@ class _Store:
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.end = limit, 0, 0
         self.free: dict[int, list[int]] = {}
-        self.file: IO[bytes] | None = None
+        self.file: BufferedRandom | None = None
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor | _Spilled:
         """Store a tensor, and return it or its place in the file."""
@@ -330,12 +337,10 @@ class _Store:
             return tensor
         if self.file is None:
             self.file = tempfile.TemporaryFile()  # noqa: SIM115  # The unnamed file lives as long as the evaluation.
-        places = self.free.get(size)
-        offset = places.pop() if places else self.end
+        offset = places.pop() if (places := self.free.get(size)) else self.end
         self.end = max(self.end, offset + size)
         self.file.seek(offset)
-        flat = _dense(tensor).as_strided((tensor.numel(),), (1,))
-        self.file.write(flat.view(torch.uint8).numpy().tobytes())
+        self.file.write(_dense(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
         return _Spilled(offset, tensor.shape, _dense(tensor).stride(), tensor.dtype)
 
     def get(self, kept: torch.Tensor | _Spilled) -> torch.Tensor:
@@ -343,9 +348,9 @@ class _Store:
         if isinstance(kept, torch.Tensor):
             return kept
         assert self.file is not None
-        size = int(np.prod(kept.shape)) * kept.dtype.itemsize
+        flat = torch.empty(kept.shape.numel(), dtype=kept.dtype)
         self.file.seek(kept.offset)
-        flat = torch.frombuffer(bytearray(self.file.read(size)), dtype=kept.dtype)
+        self.file.readinto(flat.view(torch.uint8).numpy().data)
         return flat.as_strided(kept.shape, kept.stride)
 
     def drop(self, kept: torch.Tensor | _Spilled) -> None:
@@ -380,11 +385,14 @@ class _Track:
         value = pytree.tree_unflatten(parts, tree)
         return _StoredValue(*value) if pair else value
 
-    def drop(self, name: str) -> None:
-        for _, kept, _ in self.values.pop(name, {}).values():
-            for part in kept:
-                if isinstance(part, (torch.Tensor, _Spilled)):
-                    self.store.drop(part)
+    def drop(self, name: str, batch: int) -> None:
+        own = self.values.get(name, {})
+        _, kept, _ = own.pop(batch, (False, [], None))
+        if not own:
+            self.values.pop(name, None)
+        for part in kept:
+            if isinstance(part, (torch.Tensor, _Spilled)):
+                self.store.drop(part)
 
 
 def _fields(value: Any) -> Any:

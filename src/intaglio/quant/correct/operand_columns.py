@@ -21,6 +21,7 @@ from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
+from intaglio.quant.qdq.row_blocks import by_row_blocks
 
 SHIFT_UNIT = 1 / 256
 """Unit of differences between float and quantized operands, in steps of the operand."""
@@ -201,8 +202,8 @@ class OperandReader:
         """
         if x.name in self.evaluation.sites:
             return torch.atleast_2d(self.evaluation.quantized_values(x, call))
-        q, values = self.parameters(x), torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0)
-        return torch.atleast_2d(numerics.round_clamp(values / q.step, q.qmin, q.qmax, q.zero).to(torch.uint8))
+        q = self.parameters(x)
+        return self.evaluation.derived_value(x, call, lambda: as_bytes(self.evaluation.float_values(x, call), q))
 
     def parameters(self, x: fx.Node) -> QParams:
         """Return the parameters of `values`."""
@@ -210,9 +211,35 @@ class OperandReader:
             return self.evaluation.qparams[site.name]
         if x.name not in self.peaks:
             calls = range(len(self.visible))
-            values = (torch.nan_to_num(self.evaluation.float_values(x, call), 0.0, 0.0, 0.0) for call in calls)
             own = self.group.run_on_all_ranks(
-                lambda: max((float(v.abs().max()) for v in values if v.numel()), default=0.0)
+                lambda: max((largest_magnitude(self.evaluation.float_values(x, call)) for call in calls), default=0.0)
             )
             self.peaks[x.name] = max(*self.group.gather(own), float(MIN_ROW_ABSMAX))
         return QParams((float(np.float32(self.peaks[x.name] / 127)),), (SIGN_OFFSET,), 1, 255)
+
+
+def as_bytes(values: torch.Tensor, q: QParams) -> torch.Tensor:
+    """Quantize values, f32[..., k], to u8[..., k] with one scale; a vector gets an axis.
+
+    Values that are not finite count as zero.
+    """
+    step = np.float32(q.step)
+
+    def rounded(rows: np.ndarray) -> np.ndarray:
+        steps = np.where(np.isfinite(rows), rows, np.float32(0)) / step
+        quantized: np.ndarray = numerics.round_clamp(steps, q.qmin, q.qmax, q.zero).astype(np.uint8)
+        return quantized
+
+    values = torch.atleast_2d(values)
+    rows = values.numpy().reshape(-1, values.shape[-1])
+    return torch.from_numpy(by_row_blocks(rounded, rows)).reshape(values.shape)
+
+
+def largest_magnitude(values: torch.Tensor) -> float:
+    """Return the largest magnitude of finite values, 0 without any."""
+    if not values.numel():
+        return 0.0
+    low, high = (end.item() for end in values.aminmax())
+    if math.isfinite(low) and math.isfinite(high):
+        return float(max(-low, high))
+    return float(torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().max())

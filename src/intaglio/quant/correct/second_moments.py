@@ -39,7 +39,7 @@ ROWS_AT_ONCE = 1 << 16
 """Positions that are multiplied at once: 2^16 products of bytes fit into an int32 sum."""
 EXACT_POSITIONS = 1 << 10
 """Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 represents exactly."""
-GATHERED = 1 << 25
+GATHERED = 1 << 27
 """Bytes of columns that are multiplied together if batches are small."""
 WEIGHTS_OF_A_POSITION = 3
 """With at least so many weights of one output for each position, operands are kept instead of their products: they take
