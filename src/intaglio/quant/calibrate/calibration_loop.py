@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from intaglio.quant.calibrate.custom_observer import activation_edges
 from intaglio.quant.calibrate.data_checks import check_data
 from intaglio.quant.calibrate.distributed import Group, merge_statistics
 from intaglio.quant.calibrate.kept_memory import kept_memory
+from intaglio.quant.calibrate.observer import observed_part
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges, SeenBatch
 from intaglio.quant.calibrate.tensor_statistics import Statistics
@@ -171,6 +174,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> di
     _warn_of_repeats(data)
     binder, seen, observer_state = Binder.of(prepared.signature), dict[int, SeenBatch](), prepared.observer_state
     first, count, size = observer_state.batch - group.rank, 0, 0
+    run = _run_of_a_batch(prepared)
     items = batches(data) if group.size > 1 else peek(data)[1]  # A single process must have a batch.
     for item in track(items, "calibrate", length_of(data)):
         args, kwargs = binder(item)
@@ -181,7 +185,7 @@ def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> di
             found = _summary_of_inputs(prepared.signature, args, kwargs)
             if prepared.signature.updated_inputs:
                 args, kwargs = clone_tensors((args, kwargs))
-            prepared(*args, **kwargs)
+            run(*args, **kwargs)
         except InputError as error:
             where = f"batch {index - first}, {error.where}"
             raise CalibrationError(where, None, error.problem, remedy=error.remedy) from error
@@ -195,6 +199,13 @@ def _run(prepared: Prepared, data: Any, samples: int | None, group: Group) -> di
         if samples is not None and group.size == 1 and count >= samples:
             break
     return seen
+
+
+def _run_of_a_batch(prepared: Prepared) -> Callable[..., Any]:
+    """Return a function that lets the observers count a batch; it computes results only if a later batch needs them."""
+    is_read = prepared.bodies or prepared.signature.state or prepared.signature.updated_inputs
+    part = None if is_read else observed_part(prepared.module)
+    return prepared if part is None else partial(prepared.observe, part)
 
 
 def _summary_of_inputs(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SeenBatch:

@@ -177,3 +177,17 @@ def _insert(module: fx.GraphModule, node: fx.Node, name: str, observer: Observer
     set_info(call, type=info(node).type, origin=observer.site.origin)
     for user in users:
         user.replace_input_with(node, call)
+
+
+def observed_part(module: fx.GraphModule) -> fx.GraphModule | None:
+    """Return a graph with observers without its results and without operators that no observer reads.
+
+    Such operators are the last layer of most models, which takes a large part of the time if it computes the logits of
+    a large vocabulary. The part shares tensors and observers with the graph. It is ``None`` if it is the whole graph.
+    """
+    kept, graph = ("placeholder", "call_module", "output"), fx.Graph()  # all modules of a graph are observers
+    graph.graph_copy(module.graph, {})
+    graph.output(())
+    if not graph.eliminate_dead_code(lambda node: node.op in kept or node.is_impure()):
+        return None
+    return fx.GraphModule(module, graph)

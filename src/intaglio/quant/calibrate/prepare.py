@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from intaglio.argument_checks import check_arguments, check_arguments_except
@@ -37,6 +39,7 @@ from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
 from intaglio.quant.recipes.user_patterns import patterns_of
 from intaglio.signature import bind, dims_of
+from intaglio.torch_private import without_global_hooks
 from intaglio.tracing.captured import Captured, GraphStage, expect
 from intaglio.tracing.loops.while_loops import loops_of, nodes_with_loop_bodies, replace_loop_bodies
 
@@ -79,16 +82,27 @@ class Prepared(GraphStage):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the float model's results, and let the observers count one more batch without its padding."""
+        with self._counted_batch(args, kwargs):
+            return super().__call__(*args, **kwargs)
+
+    def observe(self, part: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        """Run a part of the graph, which returns nothing, as ``__call__`` runs the whole."""
+        no_hooks, no_autocast = without_global_hooks(), torch.autocast("cpu", enabled=False)
+        with self._counted_batch(args, kwargs) as leaves, torch.no_grad(), no_autocast, no_hooks:
+            part(*leaves)
+
+    @contextmanager
+    def _counted_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
+        """Let the observers count the tensors of a call, without its padding, as one more batch; yield the tensors."""
+        leaves = bind(self.signature, args, kwargs)
+        dims_of(self.signature, leaves)
         if padding_masks(self.signature):
-            leaves = bind(self.signature, args, kwargs)
-            dims_of(self.signature, leaves)
             self.observer_state.visible = visible_tokens(self.signature, leaves)
         try:
-            results = super().__call__(*args, **kwargs)
+            yield leaves
         finally:
             self.observer_state.visible = {}
         self.observer_state.batch += self.observer_state.stride
-        return results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = super().__deepcopy__(memo)

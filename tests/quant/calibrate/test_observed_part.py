@@ -1,0 +1,61 @@
+"""Calibration runs only the part of a graph that observers read, and collects the same statistics."""
+
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import stages
+from intaglio.quant.calibrate.observer import observed_part
+
+X = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def prepared_model(last: dict[str, str]) -> stages.Prepared:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 5)).eval()
+    return stages.prepare(stages.capture(model, X[0]), stages.Quantizer(recipe=intaglio.Recipe.of({"4": last})))
+
+
+def linear_layers(module: torch.fx.GraphModule) -> int:
+    return sum(node.target is torch.ops.aten.linear.default for node in module.graph.nodes)
+
+
+def test_layers_behind_the_last_observer_are_left_out():
+    prepared = prepared_model({"activations": "token"})
+    assert (linear_layers(observed_part(prepared.module)), linear_layers(prepared.module)) == (1, 3)
+
+
+def test_its_statistics_are_those_of_the_whole_graph():
+    prepared, other = (prepared_model({"activations": "token"}) for _ in range(2))
+    found = stages.calibrate(prepared, X)
+    for x in X:
+        other(x)
+    assert found.statistics.keys() == other.observers.keys()
+    for name, observer in other.observers.items():
+        assert str(found.statistics[name]) == str(observer.statistics)
+    assert prepared.observer_state.batch == other.observer_state.batch == len(X)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+def test_a_model_that_changes_its_buffers_runs_as_a_whole():
+    prepared = stages.prepare(stages.capture(Counting().eval(), X[0]))
+    stages.calibrate(prepared, X)
+    assert [value.item() for value in prepared.state] == [len(X)]
+
+
+def test_a_graph_without_operators_behind_observers_has_no_smaller_part():
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert observed_part(torch.fx.GraphModule(nn.Module(), graph)) is None
