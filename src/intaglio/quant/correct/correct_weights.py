@@ -43,6 +43,7 @@ from intaglio.quant.correct.second_moments import Moments, moments, shift_of, su
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
+from intaglio.quant.qdq.row_blocks import by_row_blocks
 from intaglio.quant.qdq.weight_grid import WeightGrid, narrow, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
@@ -131,7 +132,7 @@ class _WeightCorrector:
         units: parameters of weights and biases before correction, by site.
         group: the processes that take part.
         weights: weight site -> rounded weight.
-        quantized_weights: weight site -> quantized values, in steps of its grid.
+        quantized_weights: site of a weight of several operators -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
@@ -164,8 +165,8 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
-        nearest = grid.nearest(weight)
-        self._set_weight(weight_node, grid, nearest)
+        quantized = narrow(grid.nearest(weight))
+        self._set_weight(weight_node, grid, quantized)
         corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
             return
@@ -177,7 +178,7 @@ class _WeightCorrector:
             self.left_out[region] = f"{reason}{self._gain_of_sample(region, x, weight, grid, validating)}"
             return
         if not corrects:
-            self._measure_imported(region, site, grid, nearest, self._moments(region, x))
+            self._measure_imported(region, site, grid, quantized, self._moments(region, x))
             return
         parts = self._shared(
             region, x, f"moments, {setting.rounding}", lambda: self._split_moments(region, x, split, validating)
@@ -190,15 +191,17 @@ class _WeightCorrector:
             signal_and_noise = parts.errors(fit.rows), chosen.error
             self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
             q, grid = chosen.qparams, chosen.grid
-            self.quantized_weights[site.name] = narrow(chosen.quantized.reshape(weight.shape).numpy())
-            self.weights[site.name] = RoundedWeight(q, grid.as_s8(self.quantized_weights[site.name]))
-        quantized_now = self.quantized_weights.get(site.name, nearest)
-        self._set_weight(weight_node, grid, quantized_now)
+            quantized = narrow(chosen.quantized.reshape(weight.shape).numpy())
+            self.weights[site.name] = RoundedWeight(q, grid.as_s8(quantized))
+            if len(weight_node.users) > 1:  # The other operators read it.
+                self.quantized_weights[site.name] = quantized
+        quantized = self.quantized_weights.get(site.name, quantized)
+        self._set_weight(weight_node, grid, quantized)
         if measures:
-            self._measure_imported(region, site, grid, quantized_now, parts.whole)
+            self._measure_imported(region, site, grid, quantized, parts.whole)
         if setting.bias != BiasCorrection.NONE and not region.dynamic:
             rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
-            lost = rows - by_group(region, quantized_now) * step
+            lost = rows - by_group(region, quantized) * step
             signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
             self._correct_bias(region, lost, signal_and_noise, parts, split)
 
@@ -210,7 +213,8 @@ class _WeightCorrector:
         if self.last_set is not None and self.last_set is not node and len(self.last_set.users) == 1:
             del self.evaluation.weights[self.last_set.name]
         self.last_set = node
-        self.evaluation.weights[node.name] = torch.from_numpy((quantized * grid.steps).astype(np.float32))
+        values = by_row_blocks(lambda q, steps: (q * steps).astype(np.float32), quantized, grid.steps)
+        self.evaluation.weights[node.name] = torch.from_numpy(values)
 
     def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
         """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the

@@ -113,7 +113,9 @@ class RoundingFit:
         Args:
             parts: moments of parts of the samples.
         """
-        plain = [part.result_errors(self.rows, self._nearest * self.step) for part in parts.both]
+        rounded = self._nearest * self.step
+        plain = [part.result_errors(self.rows, rounded) for part in parts.both]
+        del rounded  # It takes as much memory as the weight in float64.
         nearest_error = sum(part.sum().item() for part in plain)
         if not all(part.count for part in parts.both):
             return self.nearest(nearest_error)
