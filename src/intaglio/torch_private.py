@@ -1,6 +1,6 @@
 """All private or unstable names of PyTorch that intaglio uses, each with its purpose and what would break without it.
 
-Other modules import these names from here, so that only one file needs checking for a new release of PyTorch.
+Other modules import these names from here, so that a new release of PyTorch needs one file to be checked.
 `tests/docs/test_torch_private.py` finds uses elsewhere; its list of exceptions gives the reason for each.
 """
 
@@ -42,6 +42,7 @@ __all__ = [
     "decompose_used_composites",
     "decomposition_of",
     "default_store",
+    "foreach_copy",
     "forget_compiled_loops",
     "global_hooks_for",
     "grouped_mm",
@@ -79,18 +80,18 @@ __all__ = [
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Context without ``__torch_function__``, modes included. Without it, eager mode would intercept its own operations."""
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-"""Context without ``__torch_function__`` of subclasses. Without it, reading attributes of deferred tensors would
-recurse."""
+"""Context without ``__torch_function__`` of subclasses. Without it, attributes of deferred tensors would recurse."""
 EnableTorchFunction = torch._C._EnableTorchFunction
 """Context that reverts `DisableTorchFunction`. Without it, modules could not run while a call is intercepted."""
+foreach_copy = torch._foreach_copy_
+"""Copies lists of tensors. Without it, a step of a decoder copies keys and values layer by layer."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 """Creates a tensor with a shape and an element type but no memory. Without it, eager mode has no deferred tensors."""
 grouped_mm = getattr(torch, "_grouped_mm", None)
 """Product of groups of rows, which torch.nn.functional.grouped_mm calls; ``None`` before PyTorch 2.8. Without it,
 mixtures of experts that call it in float32 cannot be captured."""
 FeatureDropout = nn.modules.dropout._DropoutNd
-"""Base class of dropout modules, whose ``inplace`` has no effect in evaluation. Without it, the classes must be
-listed."""
+"""Base class of dropout modules, whose ``inplace`` has no effect in evaluation. Without it, they must be listed."""
 
 
 # ---- function modes of eager mode ------------------------------------------------------------------------------------

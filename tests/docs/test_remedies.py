@@ -79,7 +79,6 @@ FOLLOWED_ELSEWHERE = {
     "pass a mask of shape [batch, length]": "integrations/test_quantized_generators.py",
     "leave the cache and cache_implementation out": "integrations/test_quantized_generators.py",
     "pass the number of the last tokens, or a tensor of indices": "integrations/test_quantized_generators.py",
-    "compare a model with cache = 'float', whose bits are the same": "integrations/test_quantized_generators.py",
     "save a program of it: model.programs['decoder'].save(path)": "integrations/test_saved_generators.py",
     "begin with an empty cache: transformers.DynamicCache()": "integrations/test_int8_caches.py",
     "call the model with {}": "integrations/test_quantized_generators.py",

@@ -9,7 +9,7 @@ import torch
 
 import intaglio
 from intaglio.errors import ArtifactError, CalibrationError, InputError, SelectorError, UnsupportedError
-from intaglio.tune.compare_models import _with_int8_caches
+from intaglio.tune.compare_models import with_int8_caches
 from support.generators import (
     END,
     MODELS,
@@ -301,7 +301,7 @@ def test_calls_with_a_past_are_not_compared_with_an_int8_cache():
     kinds = [torch.float32 if one.type.dtype.name in ("U8", "F32") else torch.int64 for one in program.signature.inputs]
     call = tuple(torch.ones(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True))
     with pytest.raises(InputError, match=r"(?s)past_0_0 holds float values, .*compare calls whose cache is empty"):
-        _with_int8_caches(program, (call, {}))
+        with_int8_caches(program, (call, {}))
 
 
 @pytest.mark.slow(reason="each model is captured and compiled")

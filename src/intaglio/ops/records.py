@@ -17,7 +17,7 @@ from intaglio.ops import (
     pointwise,
     unary,
 )
-from intaglio.ops.direct import along_axis, hadamard, indexing
+from intaglio.ops.direct import along_axis, hadamard_blocks, indexing
 from intaglio.ops.images import float_images, pool, resize
 from intaglio.ops.loop_ops import float_only, loop
 from intaglio.ops.movement import pixel_shuffle, shape
@@ -63,7 +63,7 @@ BY_NAME, BY_TARGET = index(
     embedding.EMBEDDING_OPS,
     indexing.INDEXING_OPS,
     along_axis.ALONG_AXIS_OPS,
-    hadamard.HADAMARD_OPS,
+    hadamard_blocks.HADAMARD_OPS,
     linear_f32.WEIGHT_ONLY_OPS,
     float_only.FLOAT_ONLY_OPS,
     float_products.FLOAT_PRODUCT_OPS,

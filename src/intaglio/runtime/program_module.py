@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -190,11 +191,8 @@ class ProgramModule(ModelWithAttributes):
     def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
         try:
-            parts: list[Any] = []  # in one tuple, because plans are kept and the garbage collector visits each tuple
-            for leaf in leaves:
-                if hasattr(leaf, "layout"):
-                    parts += (leaf.shape, leaf.dtype, leaf.device, leaf.layout)
-            key = tuple(parts)
+            kinds = [(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")]
+            key = tuple(chain.from_iterable(kinds))  # keys are kept, and the garbage collector visits each tuple
         except RuntimeError:  # a nested tensor has no shape
             check_tensors(self.signature, leaves, self._byte_inputs)
             raise

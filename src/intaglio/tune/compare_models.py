@@ -220,7 +220,7 @@ class StageComparison:
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
         values = clone_tensors([*leaves, *stage.state])
-        own_args, own_kwargs = _with_int8_caches(self.quantized, (args, dict(kwargs)))
+        own_args, own_kwargs = with_int8_caches(self.quantized, (args, dict(kwargs)))
         expected, found = (
             stage(*clone_tensors(args), **clone_tensors(kwargs)),
             self.quantized(*clone_tensors(own_args), **clone_tensors(own_kwargs)),
@@ -336,7 +336,7 @@ def _cached_leaves(quantized: Any) -> dict[int, str]:
     return {entry.leaf: entry.name for entry in inputs if entry.type.q is not None}
 
 
-def _with_int8_caches(quantized: Any, call: Call) -> Call:
+def with_int8_caches(quantized: Any, call: Call) -> Call:
     """Return the arguments of the float model with those of int8 caches, which must be empty, as uint8.
 
     Raises:

@@ -13,7 +13,7 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import CalibrationError
 from intaglio.fxgraph.nodes import operator
-from intaglio.ops.direct.hadamard import HADAMARD_TARGET
+from intaglio.ops.direct.hadamard_blocks import HADAMARD_TARGET
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.recipe import Recipe
 from support.generators import batch, calibration, float_model

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 from intaglio.errors import InputError
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
+from intaglio.torch_private import foreach_copy
 
 GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
@@ -157,7 +158,7 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
         else:
             cache.update(keys, values, index)
     if free:
-        torch._foreach_copy_(free, written)
+        foreach_copy(free, written)
 
 
 def _grow(layer: DynamicLayer, count: int) -> tuple[Tensor, Tensor]:

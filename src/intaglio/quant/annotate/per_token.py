@@ -14,7 +14,7 @@ from torch import fx
 from intaglio import numerics
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import operator
-from intaglio.fxgraph.torch_operators import register_operators
+from intaglio.fxgraph.overloads import register_operators
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.ops.dynamic_quant import per_token_qparams, quantize_dynamic, scales_shape

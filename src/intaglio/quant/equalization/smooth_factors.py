@@ -30,7 +30,7 @@ LEAST_GAIN = 0.9
 
 
 class LayerRounding(NamedTuple):
-    """How the layers that read a value round it and their weights.
+    """Rounding of a value, and of the weights of the layers that read it.
 
     Attributes:
         per_token: whether each position of the value has a scale of its own.

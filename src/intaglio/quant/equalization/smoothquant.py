@@ -26,7 +26,7 @@ from intaglio.fxgraph.nodes import (
     record_of,
 )
 from intaglio.ir import TensorType
-from intaglio.ops.direct.hadamard import HADAMARD_TARGET
+from intaglio.ops.direct.hadamard_blocks import HADAMARD_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.equalization.smooth_factors import LayerRounding
 from intaglio.quant.imported_weights.quantized_weight import has_imported_integers

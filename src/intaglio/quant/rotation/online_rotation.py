@@ -22,10 +22,10 @@ from intaglio.errors import CalibrationError
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import constant_node, is_constant, layer_operands, operator
-from intaglio.fxgraph.torch_operators import register_operators
+from intaglio.fxgraph.overloads import register_operators
 from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
-from intaglio.ops.direct.hadamard import LARGEST_HADAMARD
+from intaglio.ops.direct.hadamard_blocks import LARGEST_HADAMARD
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.prepare import Prepared

@@ -9,7 +9,7 @@ import intaglio
 from intaglio import numerics, stages
 from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.types import F32
-from intaglio.ops.direct.hadamard import check_hadamard
+from intaglio.ops.direct.hadamard_blocks import check_hadamard
 from intaglio.quant.rotation.online_rotation import hadamard_operator
 from support.lowering import quantized
 from support.matmul_library import BEST_ISA_PARAMS
