@@ -1,4 +1,4 @@
-"""Names of ATen overloads that several modules look for, as `nodes.operator` returns them, and registration of others."""
+"""Names of ATen overloads that modules look for, as `nodes.operator` returns them, and how to register others."""
 
 from __future__ import annotations
 
