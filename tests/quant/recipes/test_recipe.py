@@ -139,10 +139,13 @@ SELECTORS = st.sampled_from(["fc", "layer1.*", 're:layer\\d+\\."x"', "type:Conv2
 
 def test_recipes_of_decoders_have_scales_per_token_in_linear_layers_alone():
     few = {"activations": "token", "weights_dtype": "s4", "weights": "group:32"}
-    for name, linear in (("w8a8_dynamic", {"activations": "token"}), ("w4a8", few)):
-        assert Recipe.named(name) == Recipe.of(
-            {"type:Linear": linear}, default=Setting(cache="int8", embeddings="int8")
-        )
+    for rotate, int8, int4, more in (
+        (True, "w8a8_dynamic", "w4a8", {}),
+        ("online", "w8a8_accurate", "w4a8_accurate", {"rounding": "qronos"}),
+    ):
+        for name, linear in ((int8, {"activations": "token"}), (int4, few | more)):
+            default = Setting(cache="int8", embeddings="int8", rotate=rotate)
+            assert Recipe.named(name) == Recipe.of({"type:Linear": {**linear, "rotate": rotate}}, default=default)
     body = nn.Sequential(
         nn.Conv1d(4, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 6, 64), nn.ReLU(), nn.Linear(64, 5)
     )
@@ -158,8 +161,8 @@ def test_a_name_that_no_recipe_and_no_file_has_names_the_nearest():
         SelectorError, match=r"'acurate' is neither the name of a recipe nor an existing file"
     ) as raised:
         Recipe.given("acurate")
-    assert raised.value.remedy == "nearest: accurate"
-    with pytest.raises(SelectorError, match=r"no recipe is named 'acurate'.*\n  remedy: nearest: accurate"):
+    assert raised.value.remedy == "nearest: accurate, w8a8_accurate, w4a8_accurate"
+    with pytest.raises(SelectorError, match=r"no recipe is named 'acurate'.*\n  remedy: nearest: accurate, w8a8_accurate, w4a8_accurate"):
         Recipe.named("acurate")
 
 
