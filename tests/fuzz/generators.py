@@ -111,6 +111,7 @@ COMPOSITIONS: dict[str, Generator] = {
 """Blocks of several operators that fusions look for, and calls without a record of their own."""
 
 WITHOUT_GENERATOR: dict[str, str] = {
+    "hadamard": "only rotations at run time insert it; tests/ops/test_hadamard_blocks.py runs it",
     **dict.fromkeys(
         (
             *("requantize", "dequantize", "quantize", "table", "activate", "loop", "unfold_depth"),

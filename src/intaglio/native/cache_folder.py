@@ -74,6 +74,8 @@ def open_entry(path: Path) -> BufferedReader | None:
     """Open a file of the cache. Return ``None`` if it does not exist or is not to be trusted."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:  # another thread may make it at any time
+        return None
     except OSError:
         if path.is_symlink():
             _warn(path, "it is a symbolic link")

@@ -162,7 +162,10 @@ def test_a_name_that_no_recipe_and_no_file_has_names_the_nearest():
     ) as raised:
         Recipe.given("acurate")
     assert raised.value.remedy == "nearest: accurate, w8a8_accurate, w4a8_accurate"
-    with pytest.raises(SelectorError, match=r"no recipe is named 'acurate'.*\n  remedy: nearest: accurate, w8a8_accurate, w4a8_accurate"):
+    with pytest.raises(
+        SelectorError,
+        match=r"no recipe is named 'acurate'.*\n  remedy: nearest: accurate, w8a8_accurate, w4a8_accurate",
+    ):
         Recipe.named("acurate")
 
 

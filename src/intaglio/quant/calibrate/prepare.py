@@ -85,6 +85,7 @@ class Prepared(GraphStage):
         with self._counted_batch(args, kwargs):
             return super().__call__(*args, **kwargs)
 
+    @check_arguments
     def observe(self, part: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
         """Run a part of the graph, which returns nothing, as ``__call__`` runs the whole."""
         no_hooks, no_autocast = without_global_hooks(), torch.autocast("cpu", enabled=False)
