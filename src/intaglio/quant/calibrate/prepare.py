@@ -88,9 +88,8 @@ class Prepared(GraphStage):
     @check_arguments
     def observe(self, part: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
         """Run a part of the graph, which returns nothing, as ``__call__`` runs the whole."""
-        no_hooks, no_autocast = without_global_hooks(), torch.autocast("cpu", enabled=False)
-        with self._counted_batch(args, kwargs) as leaves, torch.no_grad(), no_autocast, no_hooks:
-            part(*leaves)
+        with self._counted_batch(args, kwargs) as leaves, torch.no_grad(), without_global_hooks():
+            torch.autocast("cpu", enabled=False)(part)(*leaves)
 
     @contextmanager
     def _counted_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
