@@ -134,15 +134,21 @@ def show(results: dict[str, dict[str, float]], unit: str) -> None:
     Console(highlight=False).print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="steps of training")
-    parser.add_argument("--samples", type=int, default=128, help="samples of calibration")
-    parser.add_argument("--limit", type=int, default=128, help="samples of evaluation")
-    parser.add_argument("--model", type=Path, help="folder of a trained model, which is written if it does not exist")
-    parser.add_argument("--outliers", type=float, help="factor of 4 channels behind each norm")
+def parser_of(text: str | None, samples: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of a comparison of recipes, by default with so many samples."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=samples, help="samples of calibration")
+    parser.add_argument("--limit", type=int, default=samples, help="samples of evaluation")
     parser.add_argument("--recipes", help="names of rows, separated by semicolons")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__, 128)
+    parser.add_argument("--steps", type=int, default=600, help="steps of training")
+    parser.add_argument("--model", type=Path, help="folder of a trained model, which is written if it does not exist")
+    parser.add_argument("--outliers", type=float, help="factor of 4 channels behind each norm")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

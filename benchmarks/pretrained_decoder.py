@@ -12,8 +12,6 @@ topics (pydoc_data/topics.py); its last tenth is for evaluation.
 
 from __future__ import annotations
 
-import argparse
-import os
 import time
 import warnings
 from pathlib import Path
@@ -22,14 +20,13 @@ from pydoc_data import topics
 import record
 import torch
 import transformers
-from decoders import figures, logits_of, show
+from decoders import INT4, figures, logits_of, parser_of, show
 
 import intaglio
 
 LENGTH = 256
 """Tokens of a sample."""
 CACHE = {"cache": "int8", "embeddings": "int8"}
-INT4 = {"weights_dtype": "s4", "weights": "group:32"}
 
 
 def linear_per_token(linear: dict[str, object], rotate: bool | str = False) -> dict[str, object]:
@@ -67,12 +64,8 @@ def float_model(path: Path) -> tuple[transformers.PreTrainedModel, torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, 32)
     parser.add_argument("file", type=Path, help="GGUF file of the model")
-    parser.add_argument("--samples", type=int, default=32, help="samples of calibration")
-    parser.add_argument("--limit", type=int, default=32, help="samples of evaluation")
-    parser.add_argument("--recipes", help="names of rows, separated by semicolons")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-import intaglio
-from intaglio import numerics, stages
+from intaglio import numerics
 from intaglio.ir import Graph, Op, TensorType
 from intaglio.ir.types import F32
 from intaglio.ops.direct.hadamard_blocks import check_hadamard
@@ -14,7 +13,7 @@ from intaglio.quant.rotation.online_rotation import hadamard_operator
 from support.lowering import quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.programs import assert_same_bits
+from support.programs import assert_bits_compiled_and_loaded
 
 X = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
 
@@ -35,12 +34,7 @@ def lowered():
 
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_programs_have_the_bits_of_the_interpreter(isa, lowered, tmp_path):
-    assert not lowered.islands
-    compiled = stages.compile(lowered, isa=isa)
-    compiled.save(tmp_path / "m")
-    for run in (compiled, intaglio.load(tmp_path / "m", isa=isa)):
-        for batch in (X, X[:1]):
-            assert_same_bits(run(batch), lowered(batch))
+    assert_bits_compiled_and_loaded(lowered, isa, (X, X[:1]), tmp_path)
 
 
 def test_the_pytorch_operator_has_the_bits_of_the_reference():

@@ -1,15 +1,17 @@
 """Integer graphs as whole programs, and what holds of each: the interpreter's bits, inside its memory."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from intaglio import build
+import intaglio
+from intaglio import build, stages
 from intaglio.ir import ModelInfo
 from intaglio.lower import Lowered
 from intaglio.plan import CacheSizes
@@ -207,6 +209,16 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(count)
     yield
     torch.set_num_threads(before)
+
+
+def assert_bits_compiled_and_loaded(lowered: Lowered, isa: str, batches: Sequence[torch.Tensor], folder: Path) -> None:
+    """Check that a program has the interpreter's bits on an instruction set, compiled and loaded from a file."""
+    assert not lowered.islands
+    compiled = stages.compile(lowered, isa=isa)
+    compiled.save(folder / "m")
+    for run in (compiled, intaglio.load(folder / "m", isa=isa)):
+        for batch in batches:
+            assert_same_bits(run(batch), lowered(batch))
 
 
 def assert_same_bits(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:

@@ -219,18 +219,13 @@ class StageComparison:
         stage = self.stage
         leaves = bind(stage.signature, args, kwargs)
         dims_of(stage.signature, leaves)
-        values = clone_tensors([*leaves, *stage.state])
         own_args, own_kwargs = with_int8_caches(self.quantized, (args, dict(kwargs)))
+        own_leaves = bind(stage.signature, own_args, own_kwargs)
+        values, own_values = (clone_tensors([*given, *stage.state]) for given in (leaves, own_leaves))
         expected, found = (
             stage(*clone_tensors(args), **clone_tensors(kwargs)),
             self.quantized(*clone_tensors(own_args), **clone_tensors(own_kwargs)),
         )
-        caches = _cached_leaves(self.quantized)
-        own_values = [
-            value.to(torch.uint8) if entry.leaf in caches else value
-            for entry, value in zip(stage.signature.inputs, values, strict=False)
-        ]
-        own_values += values[len(own_values) :]
         for comparison in self.comparisons:
             names = [node.name for node in comparison.module.graph.nodes if node.op == "placeholder"]
             comparison.add(dict(zip(names, values, strict=True)), dict(zip(names, own_values, strict=True)))
@@ -329,25 +324,20 @@ def _float_graph(stage: GraphStage, reference: Reference) -> fx.GraphModule:
     return module
 
 
-def _cached_leaves(quantized: Any) -> dict[int, str]:
-    """Return the leaves of a call that a quantized model takes as int8 caches, and their names."""
-    signature = getattr(quantized, "signature", None)
-    inputs = signature.inputs if isinstance(signature, Signature) else ()
-    return {entry.leaf: entry.name for entry in inputs if entry.type.q is not None}
-
-
 def with_int8_caches(quantized: Any, call: Call) -> Call:
     """Return the arguments of the float model with those of int8 caches, which must be empty, as uint8.
 
     Raises:
         InputError: a cache has elements, which only the quantized model can compute.
     """
+    signature = getattr(quantized, "signature", None)
+    inputs = signature.inputs if isinstance(signature, Signature) else ()
     leaves, spec = pytree.tree_flatten(call)
-    for place, name in _cached_leaves(quantized).items():
-        if leaves[place].numel():
-            problem = f"{name} holds float values, but the quantized model takes a cache in int8"
+    for entry in (one for one in inputs if one.type.q is not None):
+        if leaves[entry.leaf].numel():
+            problem = f"{entry.name} holds float values, but the quantized model takes a cache in int8"
             raise InputError("compare", None, problem, remedy="compare calls whose cache is empty")
-        leaves[place] = leaves[place].to(torch.uint8)
+        leaves[entry.leaf] = leaves[entry.leaf].to(torch.uint8)
     found: Call = pytree.tree_unflatten(leaves, spec)
     return found
 

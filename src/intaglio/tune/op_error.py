@@ -91,7 +91,7 @@ class GraphComparison:
         exact = _Recomputation(self.module, exact_inputs).values()
         known = {name: exact[name] for name in self.nodes if name in exact}
         names = [name for name in known if _has_run(self.nodes[name], ran, exact_inputs)]
-        given = {**exact_inputs, **{name: quantized_inputs[name] for name in _caches(exact_inputs, quantized_inputs)}}
+        given = {**exact_inputs, **_int8_caches(exact_inputs, quantized_inputs)}
         alone = _Rounding(self.reference.module, given, known, self.data_movement).values()
         so_far = _Rounding(self.reference.module, quantized_inputs).values()
         for name in names:
@@ -140,14 +140,15 @@ class GraphComparison:
         return rows
 
 
-def _caches(exact: NodeValues, quantized: NodeValues) -> list[str]:
-    """Return the inputs that only the reference takes as integers."""
-    kinds = {name: (exact[name], quantized.get(name)) for name in exact}
-    return [
-        name
-        for name, (own, other) in kinds.items()
-        if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor) and own.dtype is not other.dtype
-    ]
+def _int8_caches(exact: NodeValues, quantized: NodeValues) -> NodeValues:
+    """Return the inputs that the reference takes as uint8 and the float graph as floats."""
+    common = exact.keys() & quantized.keys()
+    return {name: quantized[name] for name in common if _dtype(exact[name]) is not _dtype(quantized[name])}
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    """Return the data type of a tensor, ``None`` for other values."""
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _has_run(node: fx.Node, ran: range | None, given: NodeValues) -> bool:

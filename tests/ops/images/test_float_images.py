@@ -12,7 +12,7 @@ from intaglio import stages
 from support.lowering import quantized
 from support.matmul_library import BEST_ISA_PARAMS
 from support.nets import Body, randomize
-from support.programs import assert_same_bits
+from support.programs import assert_bits_compiled_and_loaded
 
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(2, 35, 6, generator=DRAW)
@@ -81,13 +81,7 @@ BODIES = pytest.mark.parametrize("name", ["pools", "resizes", "samples"])
 @BODIES
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
 def test_programs_have_the_bits_of_the_interpreter(name, isa, models, tmp_path):
-    _, _, lowered = models[name]
-    assert not lowered.islands
-    compiled = stages.compile(lowered, isa=isa)
-    compiled.save(tmp_path / "m")
-    for run in (compiled, intaglio.load(tmp_path / "m", isa=isa)):
-        for batch in (X, X[:1]):
-            assert_same_bits(run(batch), lowered(batch))
+    assert_bits_compiled_and_loaded(models[name][2], isa, (X, X[:1]), tmp_path)
 
 
 @BODIES

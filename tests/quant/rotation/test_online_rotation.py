@@ -21,14 +21,15 @@ from support.lowering import assert_equal_quantized, sqnr
 from support.nets import Body, randomize
 from support.programs import assert_same_bits
 
-ONLINE = Recipe.of({"*": {"rotate": "online", "activations": "token"}, "op:aten.scaled_dot_product_attention": {}})
+ONLINE = Recipe.of({"*": {"rotate": "online"}, "type:Linear": {"activations": "token"}})
 X = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(0))
 
 
-def attended(m: Any, x: Tensor) -> Tensor:
-    """Attention with grouped queries, whose queries and keys a sine and a cosine multiply."""
+def attended(m: Any, x: Tensor, positions: bool = True) -> Tensor:
+    """Attention with grouped queries; a sine and a cosine multiply queries and keys if they have positions."""
     q, k, v = (layer(x).unflatten(-1, (-1, 16)).transpose(1, 2) for layer in (m.q, m.k, m.v))
-    q, k = (value * m.cosine + value.flip(-1) * m.sine for value in (q, k))
+    if positions:
+        q, k = (value * m.cosine + value.flip(-1) * m.sine for value in (q, k))
     k, v = (value.repeat_interleave(2, 1) for value in (k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -70,6 +71,15 @@ def test_offline_rotations_insert_no_products():
     assert not products(rotated(block(), Recipe.of({"*": {"rotate": True}})))
 
 
+def test_heads_of_keys_without_positions_are_rotated_where_rows_are_split_into_them():
+    model = block()
+    layers = {name: getattr(model, name) for name in ("q", "k", "v", "o")}
+    plain = Body(lambda m, x: m.o(attended(m, x, positions=False)), **layers).eval()
+    found = rotated(plain)
+    assert [node.args[1] for node in products(found)].count(16) == 2
+    torch.testing.assert_close(found(X), plain(X).detach(), rtol=0, atol=5e-5)
+
+
 def test_programs_have_the_bits_of_the_integer_graph():
     found = rotated(block())
     reference = stages.convert(found, stages.calibrate(found, [X]))
@@ -99,7 +109,7 @@ def test_a_file_of_parameters_rotates_again_without_data():
     parameters = stages.convert(found, ranges, stages.correct(found, ranges, [X])).parameters
     kept = Parameters.from_json(parameters.to_json())
     assert kept.corrected.equalization.hadamards == found.equalization.hadamards
-    per_token = Recipe.of({"*": {"activations": "token"}, "op:aten.scaled_dot_product_attention": {}})
+    per_token = Recipe.of({"type:Linear": {"activations": "token"}})
     plain = stages.prepare(stages.capture(model, X), stages.Quantizer(per_token))
     again = intaglio.quantize(model, X, recipe=per_token.with_parameters(kept), progress=False)
     assert torch.equal(again(X), stages.compile(stages.convert(plain, kept))(X))

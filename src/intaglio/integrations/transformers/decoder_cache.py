@@ -148,30 +148,32 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
 
     Layers of dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
     """
+    grown: list[tuple[DynamicLayer, tuple[Tensor, Tensor]]] = []
     free: list[Tensor] = []
     written: list[Tensor] = []
     for index, (keys, values) in enumerate(new):
         layer = cache.layers[index] if index < len(cache.layers) else None
         if type(layer) is DynamicLayer and layer.get_seq_length() and not getattr(cache, "offloading", False):
-            free += _grow(layer, keys.shape[2])
+            start, end = int(layer.get_seq_length()), int(layer.get_seq_length()) + keys.shape[2]
+            memory = _memory_of(layer, end)
+            grown.append((layer, (memory[0].narrow(2, 0, end), memory[1].narrow(2, 0, end))))
+            free += (part.narrow(2, start, end - start) for part in memory)
             written += (keys, values)
         else:
             cache.update(keys, values, index)
     if free:
         foreach_copy(free, written)
+    for layer, shown in grown:  # last: if one has no memory, all layers stay as they are
+        layer.keys, layer.values = _MEMORY[layer].shown = shown
 
 
-def _grow(layer: DynamicLayer, count: int) -> tuple[Tensor, Tensor]:
-    """Let a layer hold more tokens, in memory with room for them, and return the part for their keys and values."""
+def _memory_of(layer: DynamicLayer, end: int) -> tuple[Tensor, Tensor]:
+    """Return the memory of the keys and values of a layer, with room for ``end`` tokens."""
     held: Any = (layer.keys, layer.values)
-    start = int(held[0].shape[2])
-    end = start + count
     own = _MEMORY.get(layer)
     if own is None or not own.has_room(layer, end):
         own = _MEMORY[layer] = _GrowingMemory((_with_room(held[0], end), _with_room(held[1], end)), held)
-    keys, values = own.memory
-    layer.keys, layer.values = own.shown = keys.narrow(2, 0, end), values.narrow(2, 0, end)
-    return keys.narrow(2, start, count), values.narrow(2, start, count)
+    return own.memory
 
 
 def _with_room(held: Tensor, end: int) -> Tensor:

@@ -28,7 +28,7 @@ from intaglio.fxgraph.nodes import (
 from intaglio.ir import TensorType
 from intaglio.ops.direct.hadamard_blocks import HADAMARD_TARGET
 from intaglio.quant.annotate.regions import Annotations, Region
-from intaglio.quant.equalization.smooth_factors import LayerRounding
+from intaglio.quant.equalization.smooth_factors import STATIC_INT8, LayerRounding
 from intaglio.quant.imported_weights.quantized_weight import has_imported_integers
 from intaglio.quant.recipes.choices import ResidualType, Role
 
@@ -110,7 +110,8 @@ def _rounding(readers: Sequence[fx.Node], annotations: Annotations, member: Mapp
     """Return how layers round a value and their weights; of different weights, those with the fewest bits."""
     sites = [annotations.by_value[layer_operands(reader).weight.name, Role.WEIGHT] for reader in readers]
     site = min(sites, key=lambda one: one.qmax)
-    return LayerRounding(all(member[reader].dynamic for reader in readers), site.qmax, site.group)
+    largest = STATIC_INT8.largest if site.record.floating else site.qmax
+    return LayerRounding(all(member[reader].dynamic for reader in readers), largest, site.group)
 
 
 def _keeps_channels(user: fx.Node) -> bool:

@@ -110,7 +110,7 @@ def _attention_place(attention: fx.Node, cached: Collection[fx.Node]) -> OnlineP
     queries, keys = attention.args[:2]
     new, path = _new_keys(keys, cached)
     size = _block(queries)
-    if new is None or not size or size_of_rows(new) != size_of_rows(queries) or queries in (new, *path):
+    if new is None or not size or queries in (new, *path):
         return None
     users = [user for user in new.users if info(user).dim is None]
     if any(user not in (attention, *path) and not (user.op == "output" and new in cached) for user in users):
@@ -121,12 +121,15 @@ def _attention_place(attention: fx.Node, cached: Collection[fx.Node]) -> OnlineP
 def _new_keys(keys: fx.Node, cached: Collection[fx.Node]) -> tuple[fx.Node | None, list[fx.Node]]:
     """Return the value that a call computes as its keys, and the operators behind it; ``None`` for other graphs."""
     path: list[fx.Node] = []
+    size = size_of_rows(keys)
     while operator(keys) == "aten.cat.default" or moves_rows(keys):
         path.append(keys)
         operands = list(keys.args[0]) if operator(keys) == "aten.cat.default" else [keys.args[0]]
         operands = [value for value in operands if not (value.op == "placeholder" and value in cached)]
         if len(operands) != 1 or len([user for user in keys.users if info(user).dim is None]) != 1:
             return None, path
+        if size_of_rows(operands[0]) != size:  # rows are split into heads here
+            return path.pop(), path
         (keys,) = operands
     return (None if keys.op == "placeholder" or is_constant(keys) else keys), path
 
@@ -163,7 +166,8 @@ def _rotate(module: fx.GraphModule, place: OnlinePlace) -> None:
     for value, users in place.values.items():
         with module.graph.inserting_after(value):
             rotated = module.graph.call_function(hadamard_operator().hadamard.default, (value, place.size))
-        inherit_info(rotated, value, type=TensorType(known_type(value).shape, DType.F32))
+        named = users[0] if value.op == "placeholder" else value
+        inherit_info(rotated, named, type=TensorType(known_type(value).shape, DType.F32))
         for user in users:
             user.replace_input_with(value, rotated)
     for layer in place.layers:

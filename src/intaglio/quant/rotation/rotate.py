@@ -26,6 +26,9 @@ from intaglio.quant.rotation.fold_rotation import fold_rotation
 from intaglio.quant.rotation.online_rotation import chosen_places, with_online_rotations
 from intaglio.quant.rotation.rotated_values import RotatedValues, find_rotated_values
 
+NOTHING_ROTATED = "rotate: nothing, because the model has no attention and no residual stream that norms read"
+"""The line of the report for models without a value that weights could rotate."""
+
 
 def rotate(prepared: Prepared) -> tuple[Prepared, Equalization, list[str]]:
     """Return the model with the rotations that its recipe asks for, these rotations, and the lines of the report."""
@@ -37,6 +40,8 @@ def rotate(prepared: Prepared) -> tuple[Prepared, Equalization, list[str]]:
     places = chosen_places(rotated, readers)
     online = {name: place.size for name, place in places.items()}
     attentions = sum(place.attention is not None for place in places.values())
+    if places and not rotations:
+        lines = [line for line in lines if line != NOTHING_ROTATED]
     if len(places) > attentions:
         lines = [*lines, f"rotate: operands of other layers, {len(places) - attentions} values at run time"]
     if attentions:
@@ -57,7 +62,7 @@ def choose_rotations(prepared: Prepared) -> tuple[dict[str, int], list[str]]:
     chosen, left = list[RotatedValues](), list[tuple[RotatedValues, str]]()
     every = find_rotated_values(prepared.annotations)
     if not every:
-        return {}, ["rotate: nothing, because the model has no attention and no residual stream that norms read"]
+        return {}, [NOTHING_ROTATED]
     for found in every:
         others = [one for one in found.layers if not recipe.setting(origin(one), prepared.classes).rotate]
         if found.layers and len(others) == len(found.layers):
