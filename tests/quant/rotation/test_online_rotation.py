@@ -100,6 +100,7 @@ def test_large_elements_in_a_row_cost_less():
         int8 = intaglio.quantize(model, [X], recipe=recipe, progress=False)
         ratios.append(sqnr(int8(X), model(X).detach()))
     assert ratios[1] > ratios[0] + 6
+    assert "2 of 3 operators in int8" in str(int8.coverage)
 
 
 def test_a_file_of_parameters_rotates_again_without_data():

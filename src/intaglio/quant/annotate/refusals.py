@@ -13,6 +13,7 @@ from intaglio.fxgraph.nodes import activations, arguments, call_of, is_constant,
 from intaglio.fxgraph.passes.batch_norm_folding import BATCH_NORM
 from intaglio.ir import Dim, DType
 from intaglio.ops import BY_TARGET, OpDef
+from intaglio.ops.direct.hadamard_blocks import HADAMARD_TARGET
 from intaglio.ops.dynamic_quant import ROW_MODES
 from intaglio.quant.annotate.embedding_tables import EMBEDDING_BAG_TARGETS, EmbeddingTable, bag_refusal
 from intaglio.quant.annotate.per_token import dynamic_refusal
@@ -204,8 +205,8 @@ def _counts(node: fx.Node) -> bool:
         return False
     if node.target is python_operator.getitem or info(node).dim is not None:
         return False
-    if is_added_cast(node):
-        return False
+    if is_added_cast(node) or operator(node) == HADAMARD_TARGET:
+        return False  # It is not an operator of the model.
     if operator(node).startswith("quantized_decomposed.") or grouped_weight(node):
         return False  # The node is part of the model's own quantization.
     return kind is None or kind.dtype in (DType.F32, DType.F64, DType.F16, DType.BF16, DType.OTHER)

@@ -166,8 +166,7 @@ def _rotate(module: fx.GraphModule, place: OnlinePlace) -> None:
     for value, users in place.values.items():
         with module.graph.inserting_after(value):
             rotated = module.graph.call_function(hadamard_operator().hadamard.default, (value, place.size))
-        named = users[0] if value.op == "placeholder" else value
-        inherit_info(rotated, named, type=TensorType(known_type(value).shape, DType.F32))
+        inherit_info(rotated, value, type=TensorType(known_type(value).shape, DType.F32))
         for user in users:
             user.replace_input_with(value, rotated)
     for layer in place.layers:
