@@ -129,6 +129,17 @@ def test_candidates_are_a_handful_and_all_different(isa, lowered):
             assert len({start, *found}) == len(found) + 1 <= 5
 
 
+@pytest.mark.parametrize(
+    ("outputs", "depth", "width", "columns"),
+    [(512, 4608, 7, 3), (512, 4608, 8, 3), (512, 4608, 14, 4), (512, 4608, 6, 4), (512, 4608, 9, 4), (192, 192, 7, 4)],
+)
+def test_large_weights_are_read_once_for_a_short_line(outputs, depth, width, columns):
+    problem = GemmProblem(outputs, outputs, width * width, width, False, weights=outputs * depth)
+    found = analytic_schedule(problem, Target("avx512vnni", ISAS["avx512vnni"].max_tile_rows, CACHES))
+    assert found.tile_columns == columns
+    assert found.tile_rows == ISAS["avx512vnni"].max_tile_rows[columns]
+
+
 def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):
     found = geometries(plan_graph(lowered.graph), {"n": 2})
     assert len(found) == 5

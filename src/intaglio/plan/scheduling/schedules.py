@@ -21,6 +21,8 @@ from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 GENERATOR = 3
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
+FEW_TILE_ROWS = 4.5
+"""Mean pixels of a tile from which products take longer than the second-level cache needs to deliver their weights."""
 LARGE_WEIGHTS = 16
 """Ratio of the bytes of weights to those of the input from which weights are large: threads then divide channels with
 every instruction set, so that each reads only its part of the weights."""
@@ -73,6 +75,10 @@ def choose_schedules(plan: Plan, target: Target, timed: Mapping[str, Schedule]) 
 def _reason(layer: GemmProblem, schedule: Schedule, target: Target) -> str:
     """Return the reason for an analytic schedule."""
     fill = f"widest tile of {target.isa} that {layer.outputs_per_group} output channels fill"
+    if layer.outputs_per_group == layer.outputs and schedule.tile_columns < min(
+        max(target.max_tile_rows), -(-layer.outputs // 16)
+    ):
+        fill = f"widest tile of {target.isa} that has room for lines of {layer.width} pixels"
     shared = "panels of channels" if layer.pixels < schedule.split_channels_below else "pixels"
     more = "below" if layer.pixels < schedule.split_channels_below else "from"
     return f"{fill}; {layer.pixels} pixels per image, {more} {schedule.split_channels_below}: threads share {shared}"
@@ -111,6 +117,10 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     """Return a schedule with the widest tile that the outputs fill and half of the second-level cache for activations,
     results and residual operands.
 
+    A tile is one block narrower where lines are too short for the widest one and the weights of its channels exceed
+    the first-level cache: 7 pixels are a tile of 4 and one of 3, each of which reads the weights of 64 channels, or a
+    single tile of 48 channels (512 channels of 7 by 7 pixels with 3x3 taps on a Zen 5: 84 -> 96 % of the peak).
+
     Threads divide panels instead of pixels when the weights are larger than the activations, so that each thread reads
     only its part of the weights from memory. With float results they divide pixels from `MANY_ROWS` on: each thread
     then reads next what it has written itself, instead of half of every row from another core (BERT-base, 128 tokens,
@@ -122,6 +132,8 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     blocks = min(max(target.max_tile_rows), max(1, -(-tile_outputs // 16)))
     while blocks > 1 and tile_outputs < layer.outputs and tile_outputs % (16 * blocks):
         blocks -= 1
+    if tile_outputs == layer.outputs and _rereads_weights(layer, blocks, target):
+        blocks -= 1
     most = MANY_ROWS if layer.floats else LARGEST_SIZE
     if layer.weights < LARGE_WEIGHTS * layer.pixels * layer.read:
         most = min(most, target.split_channels_below)
@@ -131,6 +143,15 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
         split_channels_below=min(layer.outputs, most),
         chunk_bytes=target.caches.l2 // 2 * layer.read // (layer.read + layer.touched),
     )
+
+
+def _rereads_weights(layer: GemmProblem, blocks: int, target: Target) -> bool:
+    """Return whether the second-level cache delivers weights for few pixels each, and for more if tiles are narrower by
+    a block."""
+    tiles = -(-layer.width // target.max_tile_rows[blocks])
+    if blocks == 1 or 16 * blocks * layer.weights // layer.outputs <= target.caches.l1:
+        return False
+    return layer.width < FEW_TILE_ROWS * tiles and -(-layer.width // target.max_tile_rows[blocks - 1]) < tiles
 
 
 @dataclass(frozen=True)
