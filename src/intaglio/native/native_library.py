@@ -1,4 +1,4 @@
-"""The native library that each process loads once: thread pool and kernels for quantizing."""
+"""The native library that each process loads once: thread pool, copies of results, and kernels for quantizing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 """Functions of an OpenMP library that starts threads as GCC's does."""
 
 QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors", "scale_errors")
-SOURCE = '#include "base/pool.cpp"\n' + "".join(f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING)
+SOURCE = '#include "base/pool.cpp"\n#include "base/planes.cpp"\n' + "".join(
+    f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING
+)
 USUAL_HEADERS = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
 """Includes of the parts of the library that most programs are linked with."""
 
@@ -47,6 +49,7 @@ SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
     "intaglio_use_openmp": (ctypes.c_void_p,) * 3,
+    "intaglio_planes": (_ARRAY, _ARRAY, _COUNT, _COUNT, _COUNT, _INT),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
     "intaglio_squared_sums": (_ARRAY, _ARRAY, _COUNT, _INT, _ARRAY),

@@ -1,4 +1,4 @@
-"""Custom operator that makes a quantized model one node for `torch.compile`, with output sizes from its signature.
+"""Custom operator that makes a quantized model one node for `torch.compile`, and memory formats of results.
 
 Operators cannot take modules, so a graph names the model by a number. The compiler's guards refer to the module itself.
 """
@@ -13,12 +13,16 @@ import torch
 
 from intaglio.errors import InputError
 from intaglio.ir import evaluate
+from intaglio.native.native_library import runtime
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.signature import TORCH_DTYPES, dims_of
 from intaglio.torch_private import called_while_traced
 
 _MODELS: WeakValueDictionary[int, CompiledModel] = WeakValueDictionary()
 _NUMBERS = count()
+MANY_ELEMENTS = 32768
+"""Elements from which PyTorch copies with several threads, which then wait for more work on the cores that the next
+call needs (results of 256 channels of 14 by 14 pixels, Zen 5: 0.76 ms a call instead of 0.42)."""
 
 
 def register(model: CompiledModel) -> int:
@@ -97,3 +101,28 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
     """Return whether a 4-d tensor is in channels-last format and not contiguous."""
     last = torch.channels_last
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+
+
+def in_memory_format(values: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return results with images contiguous, unless an input of the call is channels-last.
+
+    Args:
+        values: The results. Those with four axes may be channels-last.
+        leaves: The inputs of the call.
+    """
+    if all(value.dim() != 4 or value.is_contiguous() for value in values) or any(map(is_channels_last, leaves)):
+        return values
+    return [_contiguous(value) if value.dim() == 4 else value for value in values]
+
+
+def _contiguous(image: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the values of an image, copied by the threads of the program if it is large."""
+    if image.is_contiguous() or image.numel() < MANY_ELEMENTS or image.dtype is not torch.float32:
+        return image.contiguous()
+    if not image.is_contiguous(memory_format=torch.channels_last):
+        return image.contiguous()
+    planes = torch.empty(image.shape, dtype=torch.float32, device="cpu")
+    images, channels, height, width = image.shape
+    threads = torch.get_num_threads()
+    runtime().intaglio_planes(image.data_ptr(), planes.data_ptr(), images, height * width, channels, threads)
+    return planes

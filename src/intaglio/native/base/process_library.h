@@ -8,6 +8,7 @@
 constexpr double kInteger = 6755399441055744.0;  // 1.5 * 2^52: sums with it are rounded to integers, ties to even
 
 INTAGLIO_EXPORT void intaglio_parallel(IntaglioBody body, void* context, int threads);
+INTAGLIO_EXPORT void intaglio_parallel_shared(IntaglioBody body, void* context, int threads);
 
 // Run a body as intaglio_parallel does, in threads of PyTorch's OpenMP library if it is known. The body may get fewer
 // threads, and must not wait for other threads.
