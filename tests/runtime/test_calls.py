@@ -1,6 +1,7 @@
 """Calls of `QuantizedModel`: inputs in any memory, results with their structure, refusals."""
 
 import copy
+import gc
 import weakref
 from functools import cache
 
@@ -249,3 +250,102 @@ def test_a_model_of_a_dictionary_refuses_an_empty_call():
     assert_same(model({"image": picture(3)}), lowered({"image": picture(3)}))
     with pytest.raises(InputError):
         model()
+
+
+# ---- calls of tensors whose result is one tensor, which take fewer operations in Python than others
+
+
+def quantized_quietly(model: nn.Module, *inputs: torch.Tensor) -> nn.Module:
+    return intaglio.quantize(model.eval(), [inputs], example_inputs=inputs, progress=False)
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    return quantized_quietly(nn.Sequential(*layers), torch.rand(2, 3, 12, 12))
+
+
+def images(count: int) -> torch.Tensor:
+    return torch.rand(count, 3, 12, 12, generator=torch.Generator().manual_seed(count))
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last),
+    "every second row": lambda x: torch.stack([x, -x], 3).reshape(len(x), 3, 24, 12)[:, :, ::2],
+    "reversed axes": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "expanded": lambda x: x[:1].expand(len(x), 3, 12, 12),
+    "bytes": lambda x: (255 * x).to(torch.uint8),
+    "with gradients": lambda x: x.clone().requires_grad_(),
+}
+
+
+def test_results_are_those_of_other_calls_in_any_order_of_layouts_and_sizes(classifier):
+    assert classifier._direct is not None
+    for _ in range(2):
+        for count in (2, 1, 3):
+            for change in LAYOUTS.values():
+                given = change(images(count))
+                if given.dtype is torch.uint8 and not classifier._byte_inputs:
+                    continue
+                result = classifier(given)
+                assert torch.equal(result, classifier.results([given.detach()])[0])
+                assert not result.requires_grad
+
+
+def test_results_are_kept_when_the_model_is_called_again(classifier):
+    first = classifier(images(2))
+    expected = first.clone()
+    for _ in range(5):
+        classifier(images(3))
+    gc.collect()
+    assert torch.equal(first, expected)
+
+
+def test_copies_call_directly_too(classifier):
+    copied = copy.deepcopy(classifier)
+    assert torch.equal(copied(images(2)), classifier(images(2)))
+
+
+class Both(nn.Module):
+    def __init__(self, container):
+        super().__init__()
+        self.linear, self.container = nn.Linear(4, 4), container
+
+    def forward(self, x):
+        return self.container(self.linear(x))
+
+
+class Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Conv2d(3, 4, 1), (1, 3, 5, 5)),
+        (Both(lambda y: (y, y + 1)), (2, 4)),
+        (Both(lambda y: {"y": y}), (2, 4)),
+        (Count(), (2, 4)),
+    ],
+    ids=["image", "tuple", "dictionary", "buffer"],
+)
+def test_calls_that_need_more_are_not_direct(model, shape):
+    assert quantized_quietly(model, torch.rand(shape))._direct is None
+
+
+def test_memory_of_a_call_with_a_wrong_index_is_dropped():
+    model = quantized_quietly(nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 3)), torch.tensor([[1, 2, 6]]))
+    assert model._direct is not None
+    expected = model(torch.tensor([[3, 4, 5]]))
+    with pytest.raises(IndexError):
+        model(torch.tensor([[3, 7, 5]]))
+    assert torch.equal(model(torch.tensor([[3, 4, 5]])), expected)

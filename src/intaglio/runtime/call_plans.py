@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -58,13 +58,18 @@ def with_memory_errors(function: Callable[Parameters, Result]) -> Callable[Param
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
-            refused = NO_MEMORY.search(str(error))
-            if refused is None:
-                raise
-            problem = f"one of its buffers needs {refused[1]} bytes of memory, which the system does not have"
-            raise InputError("call", None, problem, remedy="pass smaller batches, one after the other") from error
+            raise_memory_error(error)
 
     return checked
+
+
+def raise_memory_error(error: RuntimeError) -> NoReturn:
+    """Raise `InputError` for an error of PyTorch's allocator, and other errors again."""
+    refused = NO_MEMORY.search(str(error))
+    if refused is None:
+        raise error
+    problem = f"one of its buffers needs {refused[1]} bytes of memory, which the system does not have"
+    raise InputError("call", None, problem, remedy="pass smaller batches, one after the other") from error
 
 
 class Frame:
@@ -80,6 +85,7 @@ class Frame:
         self.external = (ctypes.c_void_p * count)()
         self.strides = (ctypes.c_int64 * (5 * count))()
         self.bytes = (ctypes.c_uint8 * count)()
+        self.kinds: list[tuple[tuple[int, ...], torch.dtype] | None] = [None] * count
         self.layout: CallLayout | None = None
         self.alignment_offset = 0
         self.out_of_range = ctypes.c_int32(0)
@@ -115,10 +121,12 @@ class Frame:
 
     def set_input(self, index: int, tensor: torch.Tensor) -> None:
         """Set entry ``index`` of the table of external tensors to a tensor that the program reads."""
-        first, axes = 5 * index, min(tensor.dim(), 5)
         self.external[index] = tensor.data_ptr()
-        self.bytes[index] = tensor.dtype is torch.uint8
-        self.strides[first : first + axes] = [*tensor.stride()[-5:]]
+        kind = tensor.stride(), tensor.dtype
+        if self.kinds[index] != kind:
+            self.kinds[index], strides, first = kind, kind[0][-5:], 5 * index
+            self.bytes[index] = tensor.dtype is torch.uint8
+            self.strides[first : first + len(strides)] = [*strides]
 
 
 class SizeEvaluator:

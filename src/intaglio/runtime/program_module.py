@@ -26,7 +26,7 @@ from intaglio.runtime.call_plans import (
     SizeEvaluator,
     with_memory_errors,
 )
-from intaglio.runtime.custom_op import is_channels_last, refuse_call, register
+from intaglio.runtime.custom_op import in_memory_format, refuse_call, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.kept_attributes import ModelWithAttributes
 from intaglio.runtime.reports.clipping import ClippingMonitor
@@ -34,7 +34,7 @@ from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, input_tensors
 from intaglio.runtime.saved.saved_libraries import Library
-from intaglio.runtime.segment_values import segments_of
+from intaglio.runtime.segment_values import count_positional_inputs, direct_calls, returns_tensor, segments_of
 from intaglio.runtime.threads import ISLAND_DELAY_SECONDS
 from intaglio.signature import (
     TORCH_DTYPES,
@@ -109,10 +109,10 @@ class ProgramModule(ModelWithAttributes):
         self._planned_calls: set[Any] = set()
         self._warned_of_fallback = False
         self._clipping = ClippingMonitor()
-        self._positional_inputs = _count_positional_inputs(signature)
+        self._positional_inputs = count_positional_inputs(signature)
         self._model_id = register(self)
-        alone = signature.out_tree is not None and signature.out_tree.is_leaf()
-        self._returns_tensor = alone and self._results == 1 and signature.outputs[0].qparams is None
+        self._returns_tensor = returns_tensor(signature)
+        self._direct = direct_calls(signature, graph, self._segments, self._index, self._written)
         for index, tensor in enumerate(initial_state(signature)):
             self.register_buffer(f"state{index}", tensor)
         super().train(False)
@@ -130,9 +130,15 @@ class ProgramModule(ModelWithAttributes):
             with torch.no_grad():
                 return self._fallback_model[0](*args, **kwargs)
         plan = self._plan_for(leaves)
+        if self._direct is not None:
+            check_memory(self.signature, leaves)
+            frame = self._idle_frame(plan)
+            result = self._direct.run(leaves, plan, frame, torch.get_num_threads())
+            self._keep_frame(frame, plan)
+            return result
         with torch.no_grad():
             values = self._run([*leaves, *self._state()], plan, torch.get_num_threads())
-            results = tuple(_in_memory_format([values[name] for name in self._outputs], leaves))
+            results = tuple(in_memory_format([values[name] for name in self._outputs], leaves))
             for index, value in enumerate(updated_state(self.signature, results)):
                 setattr(self, f"state{index}", value)
             results = update_inputs(self.signature, leaves, results)
@@ -169,7 +175,7 @@ class ProgramModule(ModelWithAttributes):
         """Return the output tensors for the input tensors of a call."""
         with torch.no_grad():
             values = self._run(leaves, self._plan_for(leaves), torch.get_num_threads())
-            return _in_memory_format([values[name] for name in self._outputs], leaves)
+            return in_memory_format([values[name] for name in self._outputs], leaves)
 
     @property
     def has_side_effects(self) -> bool:
@@ -297,10 +303,7 @@ class ProgramModule(ModelWithAttributes):
         """
         values = dict(zip(self._inputs, leaves, strict=True))
         check_memory(self.signature, leaves)
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = Frame(plan.artifact)
+        frame = self._idle_frame(plan)
         if frame.layout is not plan.layout:
             frame.apply_layout(plan.layout)
         frame.run.times = clock.steps if clock else None
@@ -327,12 +330,24 @@ class ProgramModule(ModelWithAttributes):
                 prepared.pop(name, None)
                 if not keep:
                     del values[name]
+        frame.run.times = None
+        self._keep_frame(frame, plan)
+        return values
+
+    def _idle_frame(self, plan: CallPlan) -> Frame:
+        """Return memory for one call."""
+        try:
+            return self._frames.pop()
+        except IndexError:
+            return Frame(plan.artifact)
+
+    def _keep_frame(self, frame: Frame, plan: CallPlan) -> None:
+        """Keep the memory of a call that has ended, and note the values that it clipped."""
         clipped = frame.take_clipped()
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         if clipped:
             self._clipping.note(plan.artifact.program.range_checks, clipped, plan.checked_sizes)
-        return values
 
     def _island_results(
         self, call: IslandCall, values: Mapping[str, torch.Tensor], plan: CallPlan, clock: Clock | None
@@ -372,13 +387,6 @@ class ProgramModule(ModelWithAttributes):
         return clock
 
 
-def _in_memory_format(values: list[torch.Tensor], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results with images contiguous, unless an input of the call is channels-last."""
-    if all(value.dim() != 4 or value.is_contiguous() for value in values) or any(map(is_channels_last, leaves)):
-        return values
-    return [value.contiguous() if value.dim() == 4 else value for value in values]
-
-
 def _is_shape(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
 
@@ -386,14 +394,3 @@ def _is_shape(value: Any) -> bool:
 def _call_key(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Return the key of a planned call: shape, strides, element type and device of every tensor."""
     return tuple([(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves])
-
-
-def _count_positional_inputs(signature: Signature) -> int:
-    """Return the number of inputs if a call consists of positional tensors only, else 0."""
-    tree, count = signature.in_tree, len(signature.inputs)
-    if tree is None or signature.fixed or tree.num_leaves != count:
-        return 0
-    from intaglio.torch_private import pytree
-
-    args = tuple(range(count))
-    return count if pytree.tree_structure((args, {})) == tree else 0
