@@ -135,7 +135,7 @@ def test_candidates_are_a_handful_and_all_different(isa, lowered):
 )
 def test_large_weights_are_read_once_for_a_short_line(outputs, depth, width, columns):
     problem = GemmProblem(outputs, outputs, width * width, width, False, weights=outputs * depth)
-    found = analytic_schedule(problem, Target("avx512vnni", ISAS["avx512vnni"].max_tile_rows, CACHES))
+    found = analytic_schedule(problem, Target("avx512vnni", ISAS["avx512vnni"].max_tile_rows, CacheSizes()))
     assert found.tile_columns == columns
     assert found.tile_rows == ISAS["avx512vnni"].max_tile_rows[columns]
 
