@@ -4,6 +4,10 @@ A tile is a few output rows by a few output pixels by the channels of one vector
 and interleaved into quads, which hold four rows of a channel in a dword. Every tap column and every output row that
 reads the quad takes one dot product of it, with zero weights for rows outside of its window. Interleaving permutes the
 channels, and the two packing instructions of the epilogue restore their order.
+
+Two neighbouring output pixels multiply the same weights by columns that are a stride apart. With strides of 1 and 2
+these columns stay in registers, so that each weight is loaded once for both pixels. Columns that the next tile reads
+too are not interleaved again, if they are still in registers then.
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from itertools import product
 
 import numpy as np
 
-ACCUMULATORS = 6
-"""Maximum number of output pixels of a tile: each takes four registers, and eight remain for building quads."""
+REGISTERS = 32
+QUAD_REGISTERS = 4
+"""Registers of a quad, of the four rows that are being interleaved to one, and of the accumulators of a pixel."""
+LARGEST_SHARED_STRIDE = 2
+"""Largest stride along x with which neighbouring pixels share the weights that are loaded."""
 MAX_INPUT_ROWS = 16
 """Maximum number of input rows of a tile (native/products/tile.h)."""
 
@@ -118,10 +125,42 @@ class DepthwiseSpec:
         return first < 4 * quad + 4 and first + self.taps[0] > 4 * quad
 
     @property
-    def cost(self) -> float:
-        """Return the number of interleaving instructions and dot products per output pixel."""
-        products = 4 * len(self.pairs()) * self.taps[1] * self.columns
-        return (8 * self.quads * self.columns_read + products) / (self.rows * self.columns)
+    def shares_weights(self) -> bool:
+        """Return whether each weight is loaded once for two neighbouring output pixels."""
+        return self.columns > 1 and self.stride[1] <= LARGEST_SHARED_STRIDE
+
+    @property
+    def live(self) -> int:
+        """Return the number of neighbouring input columns of a quad that are in registers at once."""
+        return self.stride[1] + 1 if self.shares_weights else 1
+
+    @property
+    def carried(self) -> int:
+        """Return the number of input columns that a tile takes from the registers of the tile before."""
+        shared, shift = self.taps[1] - self.stride[1], self.columns * self.stride[1] % self.live
+        return shared if self.quads == 1 and 0 < shared <= self.live and (shared == 1 or not shift) else 0
+
+    @property
+    def fits(self) -> bool:
+        """Return whether accumulators, quads and the rows that are being interleaved fit into the registers."""
+        return QUAD_REGISTERS * (self.rows * self.columns + self.live + 1) <= REGISTERS
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return the output columns that multiply the same weights together: pairs of neighbours, or single ones."""
+        size = 2 if self.shares_weights else 1
+        return [tuple(range(x, min(x + size, self.columns))) for x in range(0, self.columns, size)]
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Return the cycles per output pixel of a core with two loads, two products and four vector operations a cycle,
+        and the number of all of these."""
+        pixels, made = self.rows * self.columns, self.columns_read - self.carried
+        weights = len(self.pairs()) * self.taps[1] * QUAD_REGISTERS
+        products = weights * self.columns + 4 * pixels
+        loads = self.rows_read * made + weights * len(self.groups()) + 4 * pixels + 4
+        others = 8 * self.quads * made + 11 * pixels  # interleaving; conversions and packing of results
+        cycles = max(loads / 2, products / 2, (products + others) / 4)
+        return cycles / pixels, (loads + products + others) / pixels
 
 
 def channel_order(lanes: int) -> np.ndarray:

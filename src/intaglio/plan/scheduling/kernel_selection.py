@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
-from intaglio.kernels.depthwise_spec import ACCUMULATORS, MAX_INPUT_ROWS
+from intaglio.kernels.depthwise_spec import MAX_INPUT_ROWS
 from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run, reshaped_copy
@@ -36,6 +37,8 @@ TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
 Other functions, and scales per token, are applied to floats while these are in the first-level cache.
 """
 MIN_DEPTHWISE_GROUPS = 8
+MAX_DEPTHWISE_SIDE = 6
+"""Maximum number of output rows and of output pixels per row of a depthwise tile."""
 MAX_DEPTHWISE_COLUMNS = 15
 """Maximum number of tap columns of a depthwise kernel."""
 RECURRENT_CHUNK_BYTES = 1 << 19
@@ -145,16 +148,19 @@ def depthwise_kernel(
     blocks = -(-channels // tile.channels)
     is_half = channels - (blocks - 1) * tile.channels <= tile.channels // 2
     last = replace(tile, lanes=tile.lanes // 2) if is_half else tile
-    return DepthwiseKernel(tile, last, blocks, looks_up), "the tile with the fewest loads and products per output pixel"
+    return DepthwiseKernel(
+        tile, last, blocks, looks_up
+    ), "the tile with the fewest cycles of loads and vector operations per output pixel"
 
 
 @cache
 def cheapest_depthwise_tile(taps: tuple[int, int], stride: tuple[int, int], dilation_y: int = 1) -> DepthwiseSpec:
     """Return the cheapest tile, the smallest of equals; with dilation along y, tiles have a single row."""
-    most = ACCUMULATORS if dilation_y == 1 else 1
-    shapes = [(r, c) for r in range(1, most + 1) for c in range(1, ACCUMULATORS // r + 1)]
-    specs = [DepthwiseSpec(r, c, taps, stride) for r, c in shapes]
-    fitting = [spec for spec in specs if 4 * spec.quads <= MAX_INPUT_ROWS]
+    most = MAX_DEPTHWISE_SIDE if dilation_y == 1 else 1
+    specs = [
+        DepthwiseSpec(r, c, taps, stride) for r, c in product(range(1, most + 1), range(1, MAX_DEPTHWISE_SIDE + 1))
+    ]
+    fitting = [spec for spec in specs if spec.fits and 4 * spec.quads <= MAX_INPUT_ROWS]
     return min(fitting, key=lambda spec: (spec.cost, spec.rows * spec.columns))
 
 
