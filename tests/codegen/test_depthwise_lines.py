@@ -1,14 +1,19 @@
-"""Depthwise convolutions that no microkernel computes: any size, with the bits of the integer interpreter."""
+"""Depthwise convolutions of any size, in microkernels and in loops, with the bits of the integer interpreter."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from intaglio import stages
+from intaglio.kernels import ISAS
 from intaglio.lower import Lowered
+from intaglio.plan.kernel_records import DepthwiseKernel
+from intaglio.plan.plan_records import CacheSizes
+from intaglio.plan.planning import plan_graph
+from intaglio.plan.scheduling.target_passes import schedule_plan
 from intaglio.quant.recipes.recipe import Recipe
 from support.int8_models import assert_same
 from support.lowering import quantized
@@ -58,3 +63,50 @@ def programs(layers) -> dict[str, nn.Module]:
 def test_every_size_gives_the_bits_of_the_interpreter(layers, programs, isa, batch, seed):
     x = images(batch, 19, 17, seed) * 2
     assert_same(programs[isa](x), layers(x))
+
+
+class Narrow(nn.Module):
+    """Layers with 8, 16 or 32 channels, whose pixels can share a vector, and one that writes a part of its pixels."""
+
+    def __init__(self, channels: int, kernel: tuple[int, int], stride: int, tail: int) -> None:
+        super().__init__()
+        padding = (kernel[0] // 2, kernel[1] // 2)
+        self.first = nn.Conv2d(3, channels, 1)
+        self.layer = nn.Conv2d(channels, channels, kernel, (stride, 1), padding=padding, groups=channels)
+        self.joined = nn.Conv2d(channels, channels, kernel, (stride, 1), padding=padding, groups=channels)
+        self.last = nn.Conv2d(2 * channels, 4, 1)
+        self.tail = TAILS[tail]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        alone = self.tail(self.layer(x))
+        return self.last(torch.cat([self.tail(self.joined(x)), alone + 1], 1)) + alone.mean()
+
+
+@pytest.mark.parametrize("width", [12, 16, 17])
+@given(data=st.data())
+@settings(max_examples=4)
+def test_pixels_of_few_channels_have_the_bits_of_the_interpreter(width, data):
+    channels = data.draw(st.sampled_from([8, 16, 32]))
+    kernel = data.draw(st.sampled_from([(3, 3), (5, 5), (1, 3), (3, 1), (7, 7)]))
+    model = randomize(Narrow(channels, kernel, data.draw(st.integers(1, 2)), data.draw(st.integers(0, 4))))
+    height, seed = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 1 << 20))
+    draw = torch.Generator().manual_seed(seed)
+    lowered = quantized(model, torch.randn(2, 3, height, width, generator=draw))[1]
+    x = torch.randn(data.draw(st.integers(1, 3)), 3, height, width, generator=draw) * 2
+    for isa in RUNNABLE_ISAS:
+        assert_same(stages.compile(lowered, isa=isa)(x), lowered(x))
+
+
+def test_pixels_share_a_vector_where_they_fill_it():
+    def joined(channels: int, width: int) -> list[int]:
+        model = randomize(Narrow(channels, (3, 3), 1, 0))
+        lowered = quantized(model, torch.randn(2, 3, 6, width))[1]
+        plan = schedule_plan(plan_graph(lowered.graph), ISAS["avx512vnni"], CacheSizes())
+        kernels = [kernel for found in plan.kernels.values() for kernel in found if isinstance(kernel, DepthwiseKernel)]
+        return sorted(kernel.joined for kernel in kernels)
+
+    assert joined(32, 16) == [1, 2]  # a part of the channels of the concatenation, and a whole image
+    assert max(joined(16, 12)) == 4
+    assert max(joined(16, 10)) == 1
+    assert max(joined(24, 12)) == 1

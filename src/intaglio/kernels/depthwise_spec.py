@@ -110,6 +110,11 @@ class DepthwiseSpec:
         """Return the number of input columns that a tile reads."""
         return (self.columns - 1) * self.stride[1] + self.taps[1]
 
+    def reads(self, column: int) -> bool:
+        """Return whether an output pixel has a tap in an input column of the tile; some have none if strides exceed the
+        number of taps."""
+        return any(0 <= column - x * self.stride[1] < self.taps[1] for x in range(self.columns))
+
     @property
     def quads(self) -> int:
         """Return the number of groups of four input rows."""
@@ -154,7 +159,7 @@ class DepthwiseSpec:
     def cost(self) -> tuple[float, float]:
         """Return the cycles per output pixel of a core with two loads, two products and four vector operations a cycle,
         and the number of all of these."""
-        pixels, made = self.rows * self.columns, self.columns_read - self.carried
+        pixels, made = self.rows * self.columns, sum(map(self.reads, range(self.carried, self.columns_read)))
         weights = len(self.pairs()) * self.taps[1] * QUAD_REGISTERS
         products = weights * self.columns + 4 * pixels
         loads = self.rows_read * made + weights * len(self.groups()) + 4 * pixels + 4

@@ -46,15 +46,19 @@ class DepthwiseKernel:
         last: Tile of the last block.
         blocks: Number of blocks of channels.
         looks_up: The microkernel applies the lookup table of the step if the processor supports it.
+        joined: Number of neighbouring output pixels that are channels of one vector.
     """
 
     tile: DepthwiseSpec
     last: DepthwiseSpec
     blocks: int
     looks_up: bool
+    joined: int = 1
 
     def text(self) -> str:
         """Return the tile's name, the number of blocks and how the kernel is used."""
+        if self.joined > 1:
+            return f"{self.tile.name}, {self.joined} pixels in a vector" + ", looks results up" * self.looks_up
         last = f", {self.last.channels} in the last" * (self.last != self.tile)
         count = f"{self.blocks} block{'s' * (self.blocks > 1)} of channels"
         return f"{self.tile.name}, {count}{last}" + ", looks results up" * self.looks_up

@@ -69,10 +69,10 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
         _emit_plain(code, layer, context)
         return "depthwise_plain"
     piece, spec, last_spec = layer.piece, kernel.tile, kernel.last
-    channels, _, *taps = piece.shape
+    channels, joined, taps = piece.shape[0] * kernel.joined, kernel.joined, piece.shape[2:]
     specs = [*[spec] * (kernel.blocks - 1), last_spec]
     found = [(index * spec.channels, one) for index, one in enumerate(specs)]
-    weight = piece.read()
+    weight = np.concatenate([piece.read()] * joined)
     weights = [pack_depthwise(weight[first : first + tile.channels], tile) for first, tile in found]
     kernels, last_kernels = (context.depthwise_tiles(tile) for tile in (specs[0], last_spec))
     last = channels - found[-1][0]
@@ -87,10 +87,12 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
     """)
     for name, kind, array in (
         ("weights", "int8_t", np.concatenate(weights)),
-        ("bias", "int32_t", _columns(layer.bias.astype(np.int32), found)),
-        ("factor", "float", _columns(layer.factor, found)),
+        ("bias", "int32_t", _columns(_repeated(layer.bias.astype(np.int32), joined), found)),
+        ("factor", "float", _columns(_repeated(layer.factor, joined), found)),
     ):
         code(f"d.tile.{name} = {context.constant(array, kind, name)};")
+    if joined > 1:
+        code(f"d.stride_x = {joined}, d.out.width /= {joined}, d.out.pixel *= {joined};  // pixels in a vector")
     if kernel.looks_up:
         tables = [context.depthwise_tiles(replace(tile, looks_up=True)) for tile in (specs[0], last_spec)]
         with code.block(f"if ({context.isa.lookup_condition})"):
@@ -121,6 +123,11 @@ def _emit_plain(code: Code, layer: Layer, context: Context) -> None:
         ("factor", "float", np.broadcast_to(layer.factor, (channels,))),
     ):
         code(f"d.{name} = {context.constant(array, kind, name)};")
+
+
+def _repeated(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the values of all channels, or one for all, for each of ``count`` pixels in a vector."""
+    return np.concatenate([values] * count) if values.size > 1 else values
 
 
 def _columns(values: np.ndarray, found: list[tuple[int, DepthwiseSpec]]) -> np.ndarray:

@@ -130,8 +130,10 @@ def _columns(spec: DepthwiseSpec) -> list[str]:
             group = next((g for g in spec.groups() if last and column == _last_column(spec, g)), ())
             among = ", among its products the results of pixels before" if done else ""
             lines += [f"# quad {quad} of input column {column}{among}"]
-            step = [] if column < spec.carried else [*_interleave(spec, column, quad), "add %rbx,%rdx"]
             rows = [_products(spec, column, quad, r) for r in range(spec.rows)]
+            step = [] if column < spec.carried else [*_interleave(spec, column, quad), "add %rbx,%rdx"]
+            if not spec.reads(column):
+                step = step[-1:]
             if column == spec.columns_read - 1 and last and spec.result != "f32":
                 lines += [*_spread_evenly([*step, *rows[0]], done), *_last_results(spec, group, rows)]
                 continue

@@ -90,7 +90,8 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.lut is not None
         saturates = result != "f32" and saturates_to_bounds(tail, plan.graph)
-        return depthwise_kernel(piece, result, saturates, clamps_float, looks_up, isa)
+        kernel, reason = depthwise_kernel(piece, result, saturates, clamps_float, looks_up, isa)
+        return _with_joined_pixels(kernel, partition, piece, plan), reason
     looks_up = bool(isa.lookup_condition) and partition.lut is not None and kind is Tail.REQUANTIZE
     schedule, permuted = plan.schedules[partition.output], isa.packs and result != "f32"
     tile = TileSpec(
@@ -151,6 +152,26 @@ def depthwise_kernel(
     return DepthwiseKernel(
         tile, last, blocks, looks_up
     ), "the tile with the fewest cycles of loads and vector operations per output pixel"
+
+
+def _with_joined_pixels(kernel: Kernel, partition: Partition, piece: Piece, plan: Plan) -> Kernel:
+    """Return a depthwise kernel that computes neighbouring pixels as channels of one vector, if these fill it exactly.
+
+    With a stride of 1, a tap of two neighbouring pixels of 32 channels reads 64 bytes that follow each other. The
+    stride of the kernel along x is the number of pixels in a vector, and the weights are repeated.
+    """
+    channels, joined = piece.shape[0], 64 // piece.shape[0]
+    if not isinstance(kernel, DepthwiseKernel) or joined < 2 or joined * channels != kernel.tile.channels:
+        return kernel
+    width = plan.graph.types[partition.output].shape[-1]
+    images = [plan.buffers.get(plan.root(name)) for name in (partition.anchor.inputs[0], partition.output)]
+    apart = {None if image is None else image.channels() for image in images}
+    fills = isinstance(width, int) and width % joined == 0 and apart == {channels}
+    if not fills or piece.stride[1] != 1 or kernel.tile.result != "u8" or partition.epilogue is not None:
+        return kernel
+    best = cheapest_depthwise_tile(kernel.tile.taps, (piece.stride[0], joined), piece.dilation[0])
+    tile = replace(kernel.tile, rows=best.rows, columns=best.columns, stride=best.stride)
+    return replace(kernel, tile=tile, last=tile, joined=joined)
 
 
 @cache
