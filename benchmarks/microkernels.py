@@ -98,7 +98,7 @@ PUBLIC double kernels_depthwise(int64_t kernel, const int64_t* v, int64_t calls)
     struct Depthwise d = {};
     d.in = image((uint8_t*)v[7], 1, (height - 1) * stride + taps, (width - 1) * stride + taps, channels, 0, 0);
     d.out = image((uint8_t*)v[8], 1, height, width, channels, 0, 0);
-    d.stride_y = d.stride_x = stride, d.dilation_y = d.blocks = 1, d.taps_y = taps, d.rows = rows, d.columns = columns;
+    d.stride_y = d.stride_x = stride, d.dilation_y = d.blocks = 1, d.rows = rows, d.columns = columns;
     d.kernels = d.last_kernels = depthwise_tables[kernel], d.last_mask = d.tile.mask = ~0ull;
     d.tile.weights = (const int8_t*)v[9], d.tile.bias = (const int32_t*)v[10], d.tile.factor = (const float*)v[11];
     d.tile.limits = (const struct Limits*)v[12], d.tile.table = (const uint8_t*)v[13];

@@ -23,10 +23,11 @@ QUAD_REGISTERS = 4
 LARGEST_SHARED_STRIDE = 2
 """Largest stride along x with which neighbouring pixels share the weights that are loaded."""
 MAX_INPUT_ROWS = 16
-"""Maximum number of input rows of a tile (native/products/tile.h)."""
+"""Maximum number of input rows of a tile, four quads."""
 
 DEPTHWISE_FIELDS = (
-    *(f"rows{i}" for i in range(MAX_INPUT_ROWS)),
+    "in",
+    "line",
     "pixel",
     "weights",
     "bias",
@@ -111,8 +112,8 @@ class DepthwiseSpec:
         return (self.columns - 1) * self.stride[1] + self.taps[1]
 
     def reads(self, column: int) -> bool:
-        """Return whether an output pixel has a tap in an input column of the tile; some have none if strides exceed the
-        number of taps."""
+        """Return whether an output pixel has a tap in an input column of the tile, which not all columns need to have if
+        the stride exceeds the number of taps."""
         return any(0 <= column - x * self.stride[1] < self.taps[1] for x in range(self.columns))
 
     @property
@@ -175,9 +176,8 @@ def channel_order(lanes: int) -> np.ndarray:
 
 def depthwise_checks() -> str:
     """Return C++ static assertions that ``struct DepthwiseTile`` agrees with the table above."""
-    names = {f: f for f in DEPTHWISE_FIELDS[MAX_INPUT_ROWS:]} | {"rows0": "rows"}
     lines = [
-        f'static_assert(offsetof(struct DepthwiseTile, {name}) == {8 * DEPTHWISE_FIELDS.index(f)}, "DepthwiseTile");'
-        for f, name in names.items()
+        f'static_assert(offsetof(struct DepthwiseTile, {name}) == {8 * index}, "DepthwiseTile");'
+        for index, name in enumerate(DEPTHWISE_FIELDS)
     ]
     return "\n".join(lines) + "\n"

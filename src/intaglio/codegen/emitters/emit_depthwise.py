@@ -69,19 +69,21 @@ def emit_layer(code: Code, layer: Layer, kernel: DepthwiseKernel | DepthwiseLoop
         _emit_plain(code, layer, context)
         return "depthwise_plain"
     piece, spec, last_spec = layer.piece, kernel.tile, kernel.last
-    channels, joined, taps = piece.shape[0] * kernel.joined, kernel.joined, piece.shape[2:]
+    channels, joined = piece.shape[0] * kernel.joined, kernel.joined
     specs = [*[spec] * (kernel.blocks - 1), last_spec]
     found = [(index * spec.channels, one) for index, one in enumerate(specs)]
     weight = np.concatenate([piece.read()] * joined)
     weights = [pack_depthwise(weight[first : first + tile.channels], tile) for first, tile in found]
     kernels, last_kernels = (context.depthwise_tiles(tile) for tile in (specs[0], last_spec))
-    last = channels - found[-1][0]
+    last, target = channels - found[-1][0], context.plan.target
+    assert target is not None
     code(f"""
         struct Depthwise d = {{}};
         d.in = {layer.source}, d.out = {layer.result};
         d.stride_y = {piece.stride[0]}, d.stride_x = {piece.stride[1]}, d.dilation_y = {piece.dilation[0]};
-        d.top = {-piece.start[0]}, d.left = {-piece.start[1]}, d.taps_y = {taps[0]};
+        d.top = {-piece.start[0]}, d.left = {-piece.start[1]};
         d.rows = {spec.rows}, d.columns = {spec.columns}, d.blocks = {len(found)}, d.block_bytes = {len(weights[0])};
+        d.rows_inside = d.in.line * {spec.rows_read} > {target.caches.l1} && d.in.image < {target.caches.l2 // 2};
         d.kernels = {kernels}, d.last_kernels = {last_kernels}, d.last_mask = {hex((1 << last) - 1)}ull;
         d.tile.mask = {hex((1 << min(64, channels)) - 1)}ull, d.tile.limits = {layer.limits}, d.table = {layer.table};
     """)

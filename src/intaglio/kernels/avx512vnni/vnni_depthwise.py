@@ -31,8 +31,8 @@ FIXED_REGISTERS = {
     "rbx": "pixel",
     "rbp": "table",
     "rsi": "weights",
-    "rcx": "rows0",
-    "r9": "rows1",
+    "rcx": "in",
+    "r9": "line",
     "r11": "out_pixel",
     "r12": "factor",
     "r13": "out",
@@ -45,8 +45,7 @@ r11 and r15 bytes between output columns and rows, rcx first input column of the
 between input rows, r10 three times that, k1 channels to write. From 0 on quads of the input columns that are read
 together, then 4 rows being interleaved, or weights, then four accumulators a pixel.
 """
-"""Header comment of a generated file. `FIXED_REGISTERS` are the fields that stay in registers for the whole kernel,
-except for r9, from which the address of the first row is subtracted.
+"""Header comment of a generated file. `FIXED_REGISTERS` are the fields that stay in registers for the whole kernel.
 
 r13 advances from output column to output column; r14 is the address of the next pixel's result.
 """
@@ -55,7 +54,7 @@ r13 advances from output column to output column; r14 is the address of the next
 def emit(spec: DepthwiseSpec) -> str:
     """Return the text of one kernel."""
     begin = [*FUNCTION_ENTRY, *(f"mov {_field(name)},%{register}" for register, name in FIXED_REGISTERS.items())]
-    begin += ["sub %rcx,%r9", "lea (%r9,%r9,2),%r10", f"kmovq {_field('mask')},%k1", *_first_columns(spec), "0:"]
+    begin += ["lea (%r9,%r9,2),%r10", f"kmovq {_field('mask')},%k1", *_first_columns(spec), "0:"]
     end = [*_carry(spec), f"decq {_field('count')}", "jnz 0b", f"mov %r13,{_field('out')}", *FUNCTION_EXIT]
     note = f"{spec.rows} x {spec.columns} pixels x {spec.channels} channels, at least {spec.cost[0]:.1f} cycles a pixel"
     return kernel_text(spec.name, note, [*begin, *_biases(spec), *_columns(spec), *end])

@@ -10,19 +10,20 @@
 // A depthwise convolution by microkernels, in blocks of 64 channels.
 struct Depthwise {
     struct Image in, out;
-    int64_t stride_y, stride_x, dilation_y, top, left, taps_y;  // `top`, `left`: padding
-    int64_t rows, columns;                                      // output pixels of the largest tile
-    int64_t blocks, block_bytes;                                // blocks of channels, and bytes of their weights
-    uint64_t last_mask;                                         // bit mask of the channels of the last block
-    const DepthwiseKernel *kernels, *last_kernels;              // [rows][columns] of a tile, from 1; for the last block
-    struct ResultTable table;                                   // lookup table of the results; `look_up` may be null
-    struct Activation activation;                               // activation function of the results; `run` may be null
+    int64_t stride_y, stride_x, dilation_y, top, left;  // `top`, `left`: padding
+    int64_t rows, columns;                              // output pixels of the largest tile
+    int64_t blocks, block_bytes;                        // blocks of channels, and bytes of their weights
+    int64_t rows_inside;                                // all rows of a block, and not all blocks of some rows
+    uint64_t last_mask;                                 // bit mask of the channels of the last block
+    const DepthwiseKernel *kernels, *last_kernels;      // [rows][columns] of a tile, from 1; for the last block
+    struct ResultTable table;                           // lookup table of the results; `look_up` may be null
+    struct Activation activation;                       // activation function of the results; `run` may be null
     struct Epilogue epilogue;   // of float32 results; `take` may be null; otherwise `out` has sizes, but no memory
     struct DepthwiseTile tile;  // all fields that are the same in every call of a kernel
 };
 
-// Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each. `pixel` is the number of the first
-// pixel, counted through all images, and `channel` that of the first channel.
+// Compute `tiles` neighbouring tiles of `rows` by `columns` output pixels each, and advance `t` past them. `pixel` is
+// the number of the first pixel, counted through all images, and `channel` that of the first channel.
 static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTile* t, DepthwiseKernel kernel,
                                    int64_t rows, int64_t columns, int64_t tiles, int64_t pixel, int64_t channel) {
     enum { CHANNELS = 64, PIXEL = 4 * CHANNELS };
@@ -45,42 +46,42 @@ static inline void depthwise_tiles(const struct Depthwise* d, struct DepthwiseTi
                            pixels, channel, channels);
         if (staged) t->out = out + pixels * d->out.pixel;
         pixel += pixels;
-        for (int64_t i = 0; i < 16; ++i) t->rows[i] += pixels * d->stride_x * t->pixel;
+        t->in += pixels * d->stride_x * t->pixel;
         tiles -= count;
     }
 }
 
-// Compute this thread's part of the convolution.
+// Compute this thread's part of the convolution. All blocks of channels of some rows come before the next rows, whose
+// lines overlap; or all rows of a block before the next block, if the lines of all blocks exceed the first-level cache.
 static inline void depthwise(const struct Depthwise* d, int thread, int threads) {
     enum { CHANNELS = 64 };
     const int64_t groups = (d->out.height + d->rows - 1) / d->rows,
                   tiles = (d->out.width + d->columns - 1) / d->columns;
-    const int64_t units = d->out.images * groups * d->blocks;
+    const int64_t units_of_image = groups * d->blocks, units = d->out.images * units_of_image;
     if (!tiles) return;
     const int64_t least = d->out.width / tiles, longer = d->out.width % tiles;  // columns; tiles with one more
-    for (int64_t u = shard_begin(units, thread, threads); u < shard_begin(units, thread + 1, threads); ++u) {
-        const int64_t block = u % d->blocks, group = u / d->blocks % groups, n = u / d->blocks / groups;
+    const int64_t begin = shard_begin(units, thread, threads), end = shard_begin(units, thread + 1, threads);
+    struct DepthwiseTile t = d->tile;
+    t.pixel = d->in.pixel, t.line = d->dilation_y * d->in.line;
+    const int64_t inner = d->rows_inside ? groups : d->blocks, outer = d->rows_inside ? d->blocks : groups;
+    for (int64_t u = begin; u < end; ++u) {
+        const int64_t i = u % inner, o = u / inner % outer, n = u / units_of_image;
+        const int64_t block = d->rows_inside ? o : i, group = d->rows_inside ? i : o;
         const int64_t y = group * d->out.height / groups, rows = (group + 1) * d->out.height / groups - y;
         const int last = block == d->blocks - 1;
         const DepthwiseKernel* kernels = (last ? d->last_kernels : d->kernels) + (rows - 1) * d->columns - 1;
-        struct DepthwiseTile t = d->tile;
-        t.weights += block * d->block_bytes;
-        t.bias += block * CHANNELS;
-        t.factor += block * CHANNELS;
-        t.pixel = d->in.pixel, t.out_pixel = d->out.pixel, t.out_line = d->out.line;
-        if (last) t.mask = d->last_mask;
-        const int64_t needed = (rows - 1) * d->stride_y + d->taps_y;
-        for (int64_t i = 0; i < 16; ++i)  // rows past the last tap repeat it; their weights are zero
-            t.rows[i] =
-                at(&d->in, n, y * d->stride_y - d->top + (i < needed ? i : needed - 1) * d->dilation_y, -d->left) +
-                block * CHANNELS;
-        t.out = at(&d->out, n, y, 0) + block * CHANNELS;
         const int64_t pixel = (n * d->out.height + y) * d->out.width, channel = block * CHANNELS;
+        t.weights = d->tile.weights + block * d->block_bytes;
+        t.bias = d->tile.bias + channel, t.factor = d->tile.factor + channel;
+        t.mask = last ? d->last_mask : d->tile.mask;
+        t.in = at(&d->in, n, y * d->stride_y - d->top, -d->left) + channel;
+        t.out = at(&d->out, n, y, 0) + channel;
+        t.out_pixel = d->out.pixel, t.out_line = d->out.line;
         if (longer) depthwise_tiles(d, &t, kernels[least + 1], rows, least + 1, longer, pixel, channel);
         depthwise_tiles(d, &t, kernels[least], rows, least, tiles - longer, pixel + longer * (least + 1), channel);
         for (int64_t row = y; d->table.look_up && row < y + rows; ++row)
-            d->table.look_up(at(&d->out, n, row, 0) + block * CHANNELS, d->out.width, d->out.pixel,
-                             __builtin_popcountll(t.mask), d->table.entries);
+            d->table.look_up(at(&d->out, n, row, 0) + channel, d->out.width, d->out.pixel, __builtin_popcountll(t.mask),
+                             d->table.entries);
     }
 }
 

@@ -61,8 +61,8 @@ typedef void (*TileKernel)(struct Tile*);
 // Arguments of one call of a depthwise microkernel: `count` neighbouring tiles, each of some rows by some columns of
 // output pixels, and the channels of one vector. The kernel advances `out` past the last tile and sets `count` to 0.
 struct DepthwiseTile {
-    const uint8_t* rows[16];      // input rows, at the first column that the tile reads
-    int64_t pixel;                // bytes between input columns
+    const uint8_t* in;            // first input row, at the first column that the tile reads
+    int64_t line, pixel;          // bytes between input rows and columns
     const int8_t* weights;        // packed weights of the channels
     const int32_t* bias;          // bias of each channel, including the zero-point term
     const float* factor;          // multiplier of each channel
