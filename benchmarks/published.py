@@ -89,6 +89,13 @@ class Run:
     limit_ms: float | None
     best_ms: dict[str, float]
     sqnr_db: dict[str, float]
+    core_distances_ns: tuple[float, ...] = ()
+
+    @property
+    def distance(self) -> str:
+        """The least and the greatest distance of the cores during the race."""
+        found = self.core_distances_ns
+        return f"{min(found):.0f}–{max(found):.0f}" if found else NOT_MEASURED
 
     @property
     def title(self) -> str:
@@ -96,8 +103,12 @@ class Run:
 
     @property
     def processor(self) -> str:
+        return f"{self.cpu['model']} ({self.core_kind})"
+
+    @property
+    def core_kind(self) -> str:
         family, model, _ = self.cpu["family"]
-        return f"{self.cpu['model']} ({CORES.get((family, model), f'family {family}, model {model}')})"
+        return CORES.get((family, model), f"family {family}, model {model}")
 
     @property
     def has_amx(self) -> bool:
@@ -128,13 +139,25 @@ def idle_runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
         if results["idle"] and "intaglio" in best and known:
             shared = (given["network"], tokens, given["batch"], given["threads"], line["date"])
             sqnr = {engine: engines[engine]["sqnr_db"] for engine in best}
-            found.append(Run(*shared, line["cpu"], line["versions"], results["limit_ms"], best, sqnr))
+            distances = tuple(filter(None, results.get("core_distance_ns", ())))
+            found.append(Run(*shared, line["cpu"], line["versions"], results["limit_ms"], best, sqnr, distances))
     return found
 
 
 def all_runs() -> list[Run]:
-    """Races on processors without AMX, which most tables are about."""
-    return [run for run in _idle_races() if not run.has_amx]
+    """Races on processors without AMX, which most tables are about. Those of `wide_runs` have a table of their own."""
+    return [run for run in _idle_races() if not run.has_amx and WIDE_ENGINE not in run.best_ms]
+
+
+def wide_runs() -> list[Run]:
+    """The newest race of each network, batch size and number of threads on a Zen 5 with both settings of OpenVINO."""
+    newest = {
+        (run.batch, -run.threads, run.title): run
+        for run in sorted(_idle_races(), key=lambda run: run.date)
+        if run.core_kind == "Zen 5" and WIDE_ENGINE in run.best_ms
+    }
+    order = list(NETWORKS.values())
+    return [newest[key] for key in sorted(newest, key=lambda key: (*key[:2], order.index(key[2])))]
 
 
 def amx_runs() -> list[Run]:
@@ -248,6 +271,28 @@ AMX_ENGINES = {
     "onnxruntime_int8": "ONNX Runtime int8",
     "executorch": "ExecuTorch int8",
 }
+
+
+WIDE_ENGINE = "openvino_int8_default"
+WIDE_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8"}
+
+
+def wide_table(runs: list[Run]) -> str:
+    """Milliseconds per call on cores with full 512-bit units, the share of the limit, and the distance of the cores."""
+    head = ("network", "batch", "threads", "intaglio", *WIDE_ENGINES.values(), "fastest other / intaglio")
+    rows = (
+        (
+            run.title,
+            str(run.batch),
+            str(run.threads),
+            *(milliseconds(run, engine) for engine in ("intaglio", *WIDE_ENGINES)),
+            f"{nearest(run, WIDE_ENGINES):.2f}",
+            share_of_limit(run),
+            run.distance,
+        )
+        for run in runs
+    )
+    return table((*head, "share of the limit", "core distance, ns"), rows)
 
 
 def amx_table(runs: list[Run]) -> str:
@@ -381,6 +426,7 @@ TABLES = {
     "batch1_threads1": lambda: with_source(int8_runs(all_runs(), 1, 1)),
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
+    "wide": lambda: f"{wide_table(wide_runs())}\n\n{source(wide_runs())}",
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "once": once_table,
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import core_distance
 import fresh
 import limits
 import networks
@@ -98,16 +99,23 @@ def known_engines(text: str) -> str:
 
 def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
     """The race, the limit of a network of ``macs`` an image, and whether nobody else used the machine."""
-    quiet = record.idle()
-    results = race(arguments)
+    quiet, distances = record.idle(), [core_distance.nanoseconds()]
+    results = race(arguments, distances)
     quiet = record.busy() <= record.IDLE_SHARE and quiet
     rates = limits.int8_rates(arguments.threads)
     limit = limits.limit_ms(macs, arguments.batch, rates) if rates else None
-    return {"idle": quiet, "limit_ms": limit, "rates_gmacs": rates, "engines": results}
+    return {
+        "idle": quiet,
+        "limit_ms": limit,
+        "rates_gmacs": rates,
+        "core_distance_ns": distances,
+        "engines": results,
+    }
 
 
-def race(arguments: argparse.Namespace) -> dict[str, dict]:
-    """Engine -> what was measured, or why there is nothing."""
+def race(arguments: argparse.Namespace, distances: list[float | None] | None = None) -> dict[str, dict]:
+    """Engine -> what was measured, or why there is nothing. The distance of the cores after each round is appended to
+    ``distances``."""
     with contextlib.ExitStack() as stack:
         channels, results = fresh.start_all(stack, serve, arguments.engines.split(","), arguments)
         for engine in channels:
@@ -121,6 +129,8 @@ def race(arguments: argparse.Namespace) -> dict[str, dict]:
                 except fresh.FailedError as error:
                     results[engine] = {"failed": str(error)}
                     del channels[engine]
+            if distances is not None:
+                distances.append(core_distance.nanoseconds())
     return results
 
 

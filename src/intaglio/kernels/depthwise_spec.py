@@ -112,8 +112,8 @@ class DepthwiseSpec:
         return (self.columns - 1) * self.stride[1] + self.taps[1]
 
     def reads(self, column: int) -> bool:
-        """Return whether an output pixel has a tap in an input column of the tile, which not all columns need to have if
-        the stride exceeds the number of taps."""
+        """Return whether an output pixel has a tap in an input column of the tile. Not all columns are read if the stride
+        exceeds the number of taps."""
         return any(0 <= column - x * self.stride[1] < self.taps[1] for x in range(self.columns))
 
     @property
