@@ -112,7 +112,7 @@ class DepthwiseSpec:
         return (self.columns - 1) * self.stride[1] + self.taps[1]
 
     def reads(self, column: int) -> bool:
-        """Return whether an output pixel has a tap in an input column of the tile. Not all columns are read if the stride
+        """Return whether an output pixel has a tap in an input column. Not all columns are read if the stride
         exceeds the number of taps."""
         return any(0 <= column - x * self.stride[1] < self.taps[1] for x in range(self.columns))
 
