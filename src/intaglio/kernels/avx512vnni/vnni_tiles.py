@@ -298,4 +298,5 @@ AVX512VNNI = Isa(
     vnni_depthwise.emit,
     "has_vbmi()",
     int4_tile_rows=INT4_TILE_ROWS,
+    split_channels_below=64,
 )
