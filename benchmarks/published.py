@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ PACKAGES = {
     "executorch": ("executorch", "ExecuTorch"),
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
+DISTANT_NS = 300
+"""Nanoseconds to another core and back from which the cores share no cache."""
 CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
 """Microarchitecture, or the extension that its kernels use, by family and model of the processor."""
 NOT_MEASURED = "–"
@@ -90,6 +93,12 @@ class Run:
     best_ms: dict[str, float]
     sqnr_db: dict[str, float]
     core_distances_ns: tuple[float, ...] = ()
+
+    @property
+    def is_on_distant_cores(self) -> bool:
+        """Whether the cores shared no cache for most of the race."""
+        found = self.core_distances_ns
+        return bool(found) and statistics.median(found) > DISTANT_NS
 
     @property
     def distance(self) -> str:
@@ -150,14 +159,15 @@ def all_runs() -> list[Run]:
 
 
 def wide_runs() -> list[Run]:
-    """The newest race of each network, batch size and number of threads on a Zen 5 with both settings of OpenVINO."""
+    """The newest race of each network, batch size and number of threads on near and on distant cores of a Zen 5, of
+    those with both settings of OpenVINO."""
+    order = list(NETWORKS.values())
     newest = {
-        (run.batch, -run.threads, run.title): run
+        (run.batch, -run.threads, order.index(run.title), run.is_on_distant_cores): run
         for run in sorted(_idle_races(), key=lambda run: run.date)
         if run.core_kind == "Zen 5" and WIDE_ENGINE in run.best_ms
     }
-    order = list(NETWORKS.values())
-    return [newest[key] for key in sorted(newest, key=lambda key: (*key[:2], order.index(key[2])))]
+    return [newest[key] for key in sorted(newest)]
 
 
 def amx_runs() -> list[Run]:
@@ -406,11 +416,13 @@ def claim(runs: list[Run]) -> str:
     ratios = {run.title: nearest(run, INT8) for run in shown}
     low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
     amx = [nearest(run, AMX_ENGINES) for run in amx_runs() if run.batch == 1]
+    wide = [nearest(run, WIDE_ENGINES) for run in wide_runs() if (run.batch, run.threads) == (1, 2)]
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
     return (
         f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
-        f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks; on a processor "
-        f"with AMX it takes {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. PyTorch's "
+        f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. On cores with "
+        f"full 512-bit units (Zen 5) it takes {min(wide):.2f} to {max(wide):.2f} times as long, and on a processor "
+        f"with AMX {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. PyTorch's "
         f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
         f"on the {len(compiled)} networks where they were measured too."
     )

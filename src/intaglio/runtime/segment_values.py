@@ -67,7 +67,7 @@ class DirectCalls:
 
     It does so with few operations in Python: a large model evicts the interpreter from the caches of the core, so that
     Python takes several times longer around its calls than around those of a small model (ResNet-50 on two threads of
-    a Zen 5: 85 to 120 µs with the operations that any program needs, 35 with these).
+    a Zen 5: half of the time that it takes with the operations that any program needs).
     """
 
     def __init__(
