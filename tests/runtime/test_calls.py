@@ -294,6 +294,17 @@ def test_results_are_those_of_other_calls_in_any_order_of_layouts_and_sizes(clas
                 assert not result.requires_grad
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Conv1d(3, 5, 3), (2, 3, 9)), (nn.Conv3d(3, 5, 3), (2, 3, 5, 6, 7))], ids=["line", "volume"]
+)
+def test_results_with_adjacent_channels_are_direct(layer, shape):
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    model = quantized_quietly(layer, x)
+    assert model._direct is not None
+    assert torch.equal(model(x), model.results([x])[0])
+    assert (model(x) - layer(x)).abs().max() < 0.1
+
+
 def test_results_are_kept_when_the_model_is_called_again(classifier):
     first = classifier(images(2))
     expected = first.clone()

@@ -94,11 +94,11 @@ class DirectCalls:
             frame: Memory of the call.
             allowed: The largest number of threads.
         """
-        sizes, _ = plan.outputs[self.result]
+        sizes, strides = plan.outputs[self.result]
         try:
             if frame.layout is not plan.layout:
                 frame.apply_layout(plan.layout)
-            result = torch.empty(sizes, dtype=self.dtype, device=CPU)
+            result = torch.empty_strided(sizes, strides, dtype=self.dtype, device=CPU)
             frame.external[self.index] = result.data_ptr()
             kept = []  # copies in another layout, until the call ends
             for entry, place in self.read:
