@@ -71,8 +71,8 @@ PACKAGES = {
     "executorch": ("executorch", "ExecuTorch"),
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
-DISTANT_NS = 300
-"""Nanoseconds to another core and back from which the cores share no cache."""
+NO_SHARED_CACHE_NS = 300
+"""Latency between two cores from which they share no cache."""
 CORES = {(25, 17): "Zen 4", (26, 2): "Zen 5", (6, 167): "AMX"}
 """Microarchitecture, or the extension that its kernels use, by family and model of the processor."""
 NOT_MEASURED = "–"
@@ -92,18 +92,18 @@ class Run:
     limit_ms: float | None
     best_ms: dict[str, float]
     sqnr_db: dict[str, float]
-    core_distances_ns: tuple[float, ...] = ()
+    core_latencies_ns: tuple[float, ...] = ()
 
     @property
-    def is_on_distant_cores(self) -> bool:
-        """Whether the cores shared no cache for most of the race."""
-        found = self.core_distances_ns
-        return bool(found) and statistics.median(found) > DISTANT_NS
+    def shares_no_cache(self) -> bool:
+        """Whether the median of the latencies is that of cores without a shared cache."""
+        found = self.core_latencies_ns
+        return bool(found) and statistics.median(found) > NO_SHARED_CACHE_NS
 
     @property
-    def distance(self) -> str:
-        """The least and the greatest distance of the cores during the race."""
-        found = self.core_distances_ns
+    def core_latency(self) -> str:
+        """The lowest and the highest latency between the cores during the race."""
+        found = self.core_latencies_ns
         return f"{min(found):.0f}–{max(found):.0f}" if found else NOT_MEASURED
 
     @property
@@ -148,26 +148,30 @@ def idle_runs(lines: Iterable[dict[str, Any]]) -> list[Run]:
         if results["idle"] and "intaglio" in best and known:
             shared = (given["network"], tokens, given["batch"], given["threads"], line["date"])
             sqnr = {engine: engines[engine]["sqnr_db"] for engine in best}
-            distances = tuple(filter(None, results.get("core_distance_ns", ())))
-            found.append(Run(*shared, line["cpu"], line["versions"], results["limit_ms"], best, sqnr, distances))
+            latencies = tuple(filter(None, results.get("core_latency_ns", ())))
+            found.append(Run(*shared, line["cpu"], line["versions"], results["limit_ms"], best, sqnr, latencies))
     return found
 
 
 def all_runs() -> list[Run]:
-    """Races on processors without AMX, which most tables are about. Those of `wide_runs` have a table of their own."""
-    return [run for run in _idle_races() if not run.has_amx and WIDE_ENGINE not in run.best_ms]
+    """Races on processors without AMX, which most tables are about, but for those of `zen5_runs`."""
+    return [run for run in _idle_races() if not run.has_amx and not _is_zen5_run(run)]
 
 
-def wide_runs() -> list[Run]:
-    """The newest race of each network, batch size and number of threads on near and on distant cores of a Zen 5, of
-    those with both settings of OpenVINO."""
+def zen5_runs() -> list[Run]:
+    """The newest race on a Zen 5 of each network, batch size and number of threads, with and without a shared cache."""
     order = list(NETWORKS.values())
     newest = {
-        (run.batch, -run.threads, order.index(run.title), run.is_on_distant_cores): run
+        (run.batch, -run.threads, order.index(run.title), run.shares_no_cache): run
         for run in sorted(_idle_races(), key=lambda run: run.date)
-        if run.core_kind == "Zen 5" and WIDE_ENGINE in run.best_ms
+        if _is_zen5_run(run)
     }
     return [newest[key] for key in sorted(newest)]
+
+
+def _is_zen5_run(run: Run) -> bool:
+    """Whether a race belongs to the table of Zen 5, which has both settings of OpenVINO."""
+    return run.core_kind == "Zen 5" and run.best_ms.keys() >= OPENVINO_SETTINGS
 
 
 def amx_runs() -> list[Run]:
@@ -283,26 +287,26 @@ AMX_ENGINES = {
 }
 
 
-WIDE_ENGINE = "openvino_int8_default"
-WIDE_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8"}
+OPENVINO_SETTINGS = {"openvino_int8_default", "openvino_int8"}
+ZEN5_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8"}
 
 
-def wide_table(runs: list[Run]) -> str:
-    """Milliseconds per call on cores with full 512-bit units, the share of the limit, and the distance of the cores."""
-    head = ("network", "batch", "threads", "intaglio", *WIDE_ENGINES.values(), "fastest other / intaglio")
+def zen5_table(runs: list[Run]) -> str:
+    """Milliseconds per call on a Zen 5, the share of the limit, and the latency between the cores."""
+    head = ("network", "batch", "threads", "intaglio", *ZEN5_ENGINES.values(), "fastest other / intaglio")
     rows = (
         (
             run.title,
             str(run.batch),
             str(run.threads),
-            *(milliseconds(run, engine) for engine in ("intaglio", *WIDE_ENGINES)),
-            f"{nearest(run, WIDE_ENGINES):.2f}",
+            *(milliseconds(run, engine) for engine in ("intaglio", *ZEN5_ENGINES)),
+            f"{nearest(run, ZEN5_ENGINES):.2f}",
             share_of_limit(run),
-            run.distance,
+            run.core_latency,
         )
         for run in runs
     )
-    return table((*head, "share of the limit", "core distance, ns"), rows)
+    return table((*head, "share of the limit", "core-to-core latency, ns"), rows)
 
 
 def amx_table(runs: list[Run]) -> str:
@@ -416,12 +420,12 @@ def claim(runs: list[Run]) -> str:
     ratios = {run.title: nearest(run, INT8) for run in shown}
     low, high = (select(ratios, key=ratios.__getitem__) for select in (min, max))
     amx = [nearest(run, AMX_ENGINES) for run in amx_runs() if run.batch == 1]
-    wide = [nearest(run, WIDE_ENGINES) for run in wide_runs() if (run.batch, run.threads) == (1, 2)]
+    zen5 = [nearest(run, ZEN5_ENGINES) for run in zen5_runs() if (run.batch, run.threads) == (1, 2)]
     compiled = [run.relative("inductor") for run in float_runs(runs) if "inductor" in run.best_ms]
     return (
         f"At batch 1 on two cores, the fastest other int8 engine takes {ratios[low]:.2f} ({low}) to "
         f"{ratios[high]:.2f} ({high}) times as long per call as intaglio, over {len(shown)} networks. On cores with "
-        f"full 512-bit units (Zen 5) it takes {min(wide):.2f} to {max(wide):.2f} times as long, and on a processor "
+        f"full 512-bit units (Zen 5) it takes {min(zen5):.2f} to {max(zen5):.2f} times as long, and on a processor "
         f"with AMX {min(amx):.2f} to {max(amx):.2f} times as long, over {len(amx)} networks. PyTorch's "
         f"float32 models, compiled with `torch.compile`, take {min(compiled):.1f} to {max(compiled):.1f} times as long "
         f"on the {len(compiled)} networks where they were measured too."
@@ -438,7 +442,7 @@ TABLES = {
     "batch1_threads1": lambda: with_source(int8_runs(all_runs(), 1, 1)),
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
-    "wide": lambda: f"{wide_table(wide_runs())}\n\n{source(wide_runs())}",
+    "zen5": lambda: f"{zen5_table(zen5_runs())}\n\n{source(zen5_runs())}",
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "once": once_table,
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import core_distance
+import core_latency
 import fresh
 import limits
 import networks
@@ -99,8 +99,8 @@ def known_engines(text: str) -> str:
 
 def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
     """The race, the limit of a network of ``macs`` an image, and whether nobody else used the machine."""
-    quiet, distances = record.idle(), [core_distance.nanoseconds()]
-    results = race(arguments, distances)
+    quiet = record.idle()
+    results, latencies = race(arguments)
     quiet = record.busy() <= record.IDLE_SHARE and quiet
     rates = limits.int8_rates(arguments.threads)
     limit = limits.limit_ms(macs, arguments.batch, rates) if rates else None
@@ -108,18 +108,18 @@ def measure(arguments: argparse.Namespace, macs: int) -> dict[str, Any]:
         "idle": quiet,
         "limit_ms": limit,
         "rates_gmacs": rates,
-        "core_distance_ns": distances,
+        "core_latency_ns": latencies,
         "engines": results,
     }
 
 
-def race(arguments: argparse.Namespace, distances: list[float | None] | None = None) -> dict[str, dict]:
-    """Engine -> what was measured, or why there is nothing. The distance of the cores after each round is appended to
-    ``distances``."""
+def race(arguments: argparse.Namespace) -> tuple[dict[str, dict], list[float | None]]:
+    """Engine -> what was measured, or why there is nothing; and the latency between two cores around each round."""
     with contextlib.ExitStack() as stack:
         channels, results = fresh.start_all(stack, serve, arguments.engines.split(","), arguments)
         for engine in channels:
             results[engine]["blocks_ms"] = []
+        latencies = [core_latency.nanoseconds()]
         for _ in range(arguments.rounds):
             for engine, channel in list(channels.items()):
                 time.sleep(PAUSE)
@@ -129,9 +129,8 @@ def race(arguments: argparse.Namespace, distances: list[float | None] | None = N
                 except fresh.FailedError as error:
                     results[engine] = {"failed": str(error)}
                     del channels[engine]
-            if distances is not None:
-                distances.append(core_distance.nanoseconds())
-    return results
+            latencies.append(core_latency.nanoseconds())
+    return results, latencies
 
 
 def report(arguments: argparse.Namespace, results: dict[str, dict], limit: float | None, ranked: bool) -> None:

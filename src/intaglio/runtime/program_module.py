@@ -34,15 +34,17 @@ from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, input_tensors
 from intaglio.runtime.saved.saved_libraries import Library
-from intaglio.runtime.segment_values import count_positional_inputs, direct_calls, returns_tensor, segments_of
+from intaglio.runtime.segment_values import direct_calls, segments_of
 from intaglio.runtime.threads import ISLAND_DELAY_SECONDS
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
     check_memory,
     check_tensors,
+    count_positional_inputs,
     dims_of,
     initial_state,
+    returns_tensor,
     unflatten_result,
     update_inputs,
     updated_state,

@@ -10,6 +10,7 @@ import torch
 from intaglio.errors import INDEX_OUT_OF_RANGE
 from intaglio.ir import Graph, HostCall, IslandCall, Program, Signature
 from intaglio.runtime.call_plans import CallPlan, ExternalInput, Frame, raise_memory_error
+from intaglio.signature import returns_tensor
 
 CPU = torch.device("cpu")
 AXES_OF_IMAGES = 4
@@ -63,7 +64,7 @@ def segments_of(program: Program, results: Sequence[str], in_bytes: Collection[s
 
 
 class DirectCalls:
-    """Runs a program that is a single segment, with positional tensors as arguments and one tensor as result.
+    """Runs a program that is a single segment and computes one tensor.
 
     It does so with few operations in Python: a large model evicts the interpreter from the caches of the core, so that
     Python takes several times longer around its calls than around those of a small model (ResNet-50 on two threads of
@@ -130,27 +131,9 @@ def direct_calls(
     """
     if signature.state or signature.updated_inputs or len(segments) != 1 or segments[0].calls:
         return None
-    if not count_positional_inputs(signature) or not returns_tensor(signature):
+    if not returns_tensor(signature):
         return None
     (segment,) = segments
     if segment.written != tuple(graph.outputs) or len(graph.types[graph.outputs[0]].shape) == AXES_OF_IMAGES:
         return None
     return DirectCalls(graph.inputs, segment, index, written[graph.outputs[0]])
-
-
-def returns_tensor(signature: Signature) -> bool:
-    """Return whether a call returns one float tensor that is in no container."""
-    tree, outputs = signature.out_tree, signature.outputs
-    alone = tree is not None and tree.is_leaf() and len(outputs) == 1
-    return alone and outputs[0].value is not None and outputs[0].qparams is None
-
-
-def count_positional_inputs(signature: Signature) -> int:
-    """Return the number of inputs if a call consists of positional tensors only, else 0."""
-    tree, count = signature.in_tree, len(signature.inputs)
-    if tree is None or signature.fixed or tree.num_leaves != count:
-        return 0
-    from intaglio.torch_private import pytree
-
-    args = tuple(range(count))
-    return count if pytree.tree_structure((args, {})) == tree else 0

@@ -376,3 +376,19 @@ def run_while_loop(
     while condition(*state, *constants)[0]:
         state = list(body(*state, *constants))
     return tuple(state)
+
+
+def returns_tensor(signature: Signature) -> bool:
+    """Return whether a call returns one float tensor that is in no container."""
+    tree, outputs = signature.out_tree, signature.outputs
+    alone = tree is not None and tree.is_leaf() and len(outputs) == 1
+    return alone and outputs[0].value is not None and outputs[0].qparams is None
+
+
+def count_positional_inputs(signature: Signature) -> int:
+    """Return the number of inputs if a call consists of positional tensors only, else 0."""
+    tree, count = signature.in_tree, len(signature.inputs)
+    if tree is None or signature.fixed or tree.num_leaves != count:
+        return 0
+    args = tuple(range(count))
+    return count if pytree.tree_structure((args, {})) == tree else 0

@@ -2,7 +2,7 @@
 
 One column of one quad takes 4 loads, 4 instructions that interleave bytes and 4 that interleave words; then, for every
 tap column and output row that reads it, 4 loads of weights and 8 vpdpbusd for two neighbouring pixels. Loads count
-most: a core with units of 512 bits has two a cycle, also of 8 bytes, so that rows are addressed by their distance
+most: a core with 512-bit units executes two a cycle, of 64 or of 8 bytes, so that rows are addressed by their distance
 instead of by pointers in memory. The epilogue of an output row is placed among the products of the next one, and that
 of completed pixels among those of the next input column, since the scheduler does not look far enough ahead to overlap
 the two. Zen 5 computes a pixel in the first-level cache in 10 cycles with 3x3 taps, 13.5 with a stride of 2, and 26.5

@@ -1,9 +1,9 @@
-"""How far apart two cores are: nanoseconds that a cache line takes to another core and back.
+"""Measure the latency between two cores: the time of a round trip of a cache line.
 
-    python benchmarks/core_distance.py
+    python benchmarks/core_latency.py
 
 A virtual machine may get two cores that share a third-level cache, or two that do not, and the host may change them
-while it runs. Programs whose threads wait for each other often, as in small networks, are slower on distant cores.
+while it runs. Small networks, whose threads often wait for each other, are slower if the cores share no cache.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ static void* ask(void* given) {
 }
 
 extern "C" __attribute__((visibility("default")))
-double core_distance(int one, int other, int blocks, int64_t trips) {
+double core_latency(int one, int other, int blocks, int64_t trips) {
     static struct Lines lines;
     lines = {};
     lines.count = (uint64_t)blocks * (uint64_t)trips, lines.core = other;
@@ -91,17 +91,17 @@ double core_distance(int one, int other, int blocks, int64_t trips) {
 
 @cache
 def _library() -> Any:
-    library = load(build(SOURCE, name="core_distance", isa=isas()[0]))
-    library.core_distance.restype = ctypes.c_double
-    library.core_distance.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    library = load(build(SOURCE, name="core_latency", isa=isas()[0]))
+    library.core_latency.restype = ctypes.c_double
+    library.core_latency.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     return library
 
 
 def nanoseconds() -> float | None:
-    """Nanoseconds of a round trip between the first two cores of this process; ``None`` if it has one core."""
+    """Return the nanoseconds of a round trip between the first two cores of this process; ``None`` if it has one."""
     cores = sorted(os.sched_getaffinity(0))
-    return round(_library().core_distance(*cores[:2], BLOCKS, ROUND_TRIPS), 1) if len(cores) > 1 else None
+    return round(_library().core_latency(*cores[:2], BLOCKS, ROUND_TRIPS), 1) if len(cores) > 1 else None
 
 
 if __name__ == "__main__":
-    print(f"{nanoseconds()} ns to another core and back")
+    print(f"{nanoseconds()} ns for a round trip between two cores")
