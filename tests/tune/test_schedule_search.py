@@ -82,7 +82,7 @@ def narrow_is_fast(monkeypatch):
 
 
 def candidates(layer: Geometry, problem: GemmProblem, isa: str, threads: int) -> list[Schedule]:
-    start = analytic_schedule(problem, Target(isa, ISAS[isa].max_tile_rows, CACHES))
+    start = analytic_schedule(problem, Target.of(ISAS[isa], CACHES))
     tiles = [start, *tile_candidates(start, layer, ISAS[isa])]
     return [*tiles, *(one for tile in tiles for one in order_candidates(tile, layer, CACHES, threads))]
 
@@ -123,7 +123,7 @@ def test_candidates_are_a_handful_and_all_different(isa, lowered):
     planned = plan_graph(lowered.graph)
     for layer in geometries(planned, {"n": 64}).values():
         start = analytic_schedule(
-            GemmProblem(layer.weight[0], layer.weight[0], 1, 1, False), Target(isa, ISAS[isa].max_tile_rows, CACHES)
+            GemmProblem(layer.weight[0], layer.weight[0], 1, 1, False), Target.of(ISAS[isa], CACHES)
         )
         for found in (tile_candidates(start, layer, ISAS[isa]), order_candidates(start, layer, CACHES, 2)):
             assert len({start, *found}) == len(found) + 1 <= 5
@@ -135,9 +135,18 @@ def test_candidates_are_a_handful_and_all_different(isa, lowered):
 )
 def test_large_weights_are_read_once_for_a_short_line(outputs, depth, width, columns):
     problem = GemmProblem(outputs, outputs, width * width, width, False, weights=outputs * depth)
-    found = analytic_schedule(problem, Target("avx512vnni", ISAS["avx512vnni"].max_tile_rows, CacheSizes()))
+    found = analytic_schedule(problem, Target.of(ISAS["avx512vnni"], CacheSizes()))
     assert found.tile_columns == columns
     assert found.tile_rows == ISAS["avx512vnni"].max_tile_rows[columns]
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "flat", "rows"),
+    [(576, 56, False, 6), (576, 7, False, 7), (576, 7, True, 6), (1152, 28, False, 7), (1024, 196, True, 6)],
+)
+def test_tiles_of_avxvnni_are_as_tall_as_lines_and_weights_suggest(depth, width, flat, rows):
+    problem = GemmProblem(64, 64, width * width, width, flat, weights=64 * depth)
+    assert analytic_schedule(problem, Target.of(ISAS["avxvnni"], CacheSizes())).tile_rows == rows
 
 
 def test_equal_layers_have_one_geometry_and_depthwise_ones_none(lowered):

@@ -62,6 +62,8 @@ class Isa:
             without such kernels.
         split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
+        fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
+            weights in the first-level cache; empty where these are the maximum.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Isa:
     has_setup: bool = False
     int4_tile_rows: Mapping[int, int] = field(default_factory=dict)
     split_channels_below: int = LARGEST_SIZE
+    fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from intaglio.ir import Dim, Graph, Op
+from intaglio.kernels import Isa
 from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
@@ -164,12 +165,19 @@ class Target:
         caches: Cache sizes.
         split_channels_below: Number of output pixels from which threads divide pixels, not channels, unless the
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
+        fast_tile_rows: Numbers of tile rows that take the least time for each row, where these are not the maximum.
     """
 
     isa: str
     max_tile_rows: Mapping[int, int]
     caches: CacheSizes
     split_channels_below: int = LARGEST_SIZE
+    fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, isa: Isa, caches: CacheSizes) -> Target:
+        """Return a machine with this instruction set and these caches."""
+        return cls(isa.name, isa.max_tile_rows, caches, isa.split_channels_below, isa.fast_tile_rows)
 
 
 class Choice(StrEnum):

@@ -84,10 +84,7 @@ def search(lowered: Lowered, isa: str, inputs: Tensors) -> dict[str, Schedule]:
     symbols = dims_of(lowered.signature, list(inputs), lowered.graph.byte_inputs())
     planned, table, threads = plan_graph(lowered.graph), ISAS[isa], torch.get_num_threads()
     caches = CacheSizes(*machine.caches()[:2])
-    layers, analytic = (
-        geometries(planned, symbols),
-        analytic_schedules(planned, Target(isa, table.max_tile_rows, caches, table.split_channels_below)),
-    )
+    layers, analytic = geometries(planned, symbols), analytic_schedules(planned, Target.of(table, caches))
     start = {layer: analytic[value] for value, layer in layers.items()}
     schedule_cache = ScheduleCache(isa, threads)
     known = {layer: schedule for layer in start if (schedule := schedule_cache.load(layer)) is not None}

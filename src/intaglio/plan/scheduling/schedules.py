@@ -18,7 +18,7 @@ from intaglio.plan.execution_plan import Plan
 from intaglio.plan.plan_records import CacheSizes, Choice, Partition, Target, is_flat
 from intaglio.plan.scheduling.convolution_pieces import weight_shape, weights_of
 
-GENERATOR = 3
+GENERATOR = 4
 """Version of the kernels and the loops around them; when it is increased, schedules timed before are invalid."""
 MANY_ROWS = 64
 FEW_TILE_ROWS = 4.5
@@ -140,11 +140,21 @@ def analytic_schedule(layer: GemmProblem, target: Target) -> Schedule:
     if layer.weights < LARGE_WEIGHTS * layer.pixels * layer.read:
         most = min(most, target.split_channels_below)
     return Schedule(
-        tile_rows=target.max_tile_rows[blocks],
+        tile_rows=_tile_rows(layer, blocks, target),
         tile_columns=blocks,
         split_channels_below=min(layer.outputs, most),
         chunk_bytes=target.caches.l2 // 2 * layer.read // (layer.read + layer.touched),
     )
+
+
+def _tile_rows(layer: GemmProblem, blocks: int, target: Target) -> int:
+    """Return the height of tiles: the fast one of the instruction set, or the maximum for lines that fit into one tile
+    and for weights of which the first-level cache does not keep those of a tile beside its activations."""
+    tallest = target.max_tile_rows[blocks]
+    one_tile = not layer.flat and layer.width <= tallest
+    if one_tile or 16 * blocks * layer.weights // layer.outputs > target.caches.l1 // 2:
+        return tallest
+    return target.fast_tile_rows.get(blocks, tallest)
 
 
 def _rereads_weights(layer: GemmProblem, blocks: int, target: Target) -> bool:

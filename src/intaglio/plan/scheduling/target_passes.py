@@ -31,7 +31,7 @@ def schedule_plan(
         timed: Schedules of a timed search, by the value a partition computes; they replace analytic schedules.
         batch_tiling: Replaces the analytic batch tiling.
     """
-    target = Target(isa.name, isa.max_tile_rows, caches, isa.split_channels_below)
+    target = Target.of(isa, caches)
     plan = replace(plan, target=target)
     plan = choose_schedules(plan, target, timed or {})
     plan = mark_guarded_partitions(plan)
