@@ -1,10 +1,11 @@
-"""Engines that were raced once, for a part of the networks: ExecuTorch, MNN, ncnn and tract.
+"""Engines that were raced once, for a part of the networks: ExecuTorch, MNN, ncnn, tract and zentorch.
 
 They take and return what the engines of `engines.py` do. Their packages are in requirements-other.txt.
 """
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import tempfile
 from pathlib import Path
@@ -102,4 +103,35 @@ def tract(model: nn.Module, example: Inputs, calibration: list[Inputs], threads:
     return lambda *inputs: torch.from_numpy(built.run([tensor.numpy() for tensor in inputs])[0].to_numpy())
 
 
-OTHER_ENGINES = (executorch, mnn, mnn_dynamic, ncnn, tract)
+class ZentorchLinear(nn.Module):
+    """A linear layer with int8 weights per channel and inputs that are quantized per token during a call."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        scale = layer.weight.detach().abs().amax(1) / 127
+        self.register_buffer("weight", (layer.weight.detach() / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.zentorch.zentorch_dynamic_qlinear(x, self.weight, self.scale, self.bias)
+
+
+def zentorch(model: nn.Module, example: Inputs, calibration: list[Inputs], threads: int) -> PeerRun:
+    """zentorch with all linear layers in int8; it has no int8 convolutions. For processors of AMD.
+
+    The backend compiles without frozen weights: with them the results of zentorch 2.13.0.2 are wrong (-3 dB).
+    """
+    import zentorch  # noqa: F401 registers operators and the backend
+
+    int8 = copy.deepcopy(model)
+    for name, layer in list(int8.named_modules()):
+        if isinstance(layer, nn.Linear):
+            int8.set_submodule(name, ZentorchLinear(layer))
+    run = torch.compile(int8, backend="zentorch")
+    with torch.no_grad():
+        run(*example)
+    return run
+
+
+OTHER_ENGINES = (executorch, mnn, mnn_dynamic, ncnn, tract, zentorch)
