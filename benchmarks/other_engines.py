@@ -126,7 +126,7 @@ def zentorch(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
 
     int8 = copy.deepcopy(model)
     for name, layer in list(int8.named_modules()):
-        if isinstance(layer, nn.Linear):
+        if type(layer) is nn.Linear:  # nn.MultiheadAttention reads the float weight of its own kind of layer
             int8.set_submodule(name, ZentorchLinear(layer))
     run = torch.compile(int8, backend="zentorch")
     with torch.no_grad():

@@ -288,7 +288,7 @@ AMX_ENGINES = {
 
 
 OPENVINO_SETTINGS = {"openvino_int8_default", "openvino_int8"}
-ZEN5_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8"}
+ZEN5_ENGINES = {**AMX_ENGINES, "torchao": "torchao int8", "zentorch": "zentorch int8, per token"}
 
 
 def zen5_table(runs: list[Run]) -> str:
