@@ -29,14 +29,14 @@ SIZES = {
     "llama32_1b": (transformers.LlamaConfig, 2048, 8192, 32, 8),
 }
 """Configuration, channels, channels of the MLP, and heads of queries and of keys."""
-NEAREST = {"equalize": 0.0, "rounding": "nearest"}
-PER_TOKEN = {**NEAREST, "activations": "token"}
+NEAREST = {"equalize": 0.0, "rounding": "nearest", "rotate": False}
+CALIBRATED = {**NEAREST, "activations": "static", "cache": "int8"}
 INT4 = {"weights_dtype": "s4", "weights": "group:32"}
 RECIPES = {
-    "int8": {"*": {**NEAREST, "cache": "int8"}},
-    "int8, per token": {"*": {**NEAREST, "cache": "int8"}, "type:Linear": PER_TOKEN},
-    "4 bits": {"*": {**NEAREST, "cache": "int8"}, "type:Linear": {**NEAREST, **INT4}},
-    "4 bits, per token": {"*": {**NEAREST, "cache": "int8"}, "type:Linear": {**PER_TOKEN, **INT4}},
+    "int8": {"*": CALIBRATED},
+    "int8, per token": {"*": {**NEAREST, "cache": "int8"}},
+    "4 bits": {"*": CALIBRATED, "type:Linear": INT4},
+    "4 bits, per token": {"*": {**NEAREST, "cache": "int8"}, "type:Linear": INT4},
 }
 
 

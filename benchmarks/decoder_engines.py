@@ -51,7 +51,7 @@ class Engine:
 
 # -- intaglio ---------------------------------------------------------------------------------------------------------
 
-NEAREST = {"equalize": 0.0, "rounding": "nearest"}
+NEAREST = {"equalize": 0.0, "rounding": "nearest", "rotate": False}
 """Corrections of weights, which change no time, are off: the weights of all engines are rounded to the nearest."""
 INT4 = {"weights_dtype": "s4", "weights": "group:32"}
 

@@ -168,9 +168,8 @@ def main() -> None:
     data = [{"input_ids": part} for part in seen[torch.randperm(len(seen))[: arguments.samples]].split(16)]
     names = arguments.recipes.split(";") if arguments.recipes else RECIPES
     for name in names:
-        recipe = {"*": RECIPES[name]}
-        if PER_TOKEN in name:
-            recipe["type:Linear"] = {"activations": "token"}
+        calibrated = {} if PER_TOKEN in name else {"activations": "static"}
+        recipe = {"*": {"rotate": False, **calibrated, **RECIPES[name]}}
         quantized = intaglio.quantize(model, data, recipe=recipe, progress=False)
         results[name] = figures(logits_of(quantized, unseen), expected, unseen)
         print(name, results[name], flush=True)

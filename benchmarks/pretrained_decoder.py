@@ -35,7 +35,8 @@ def linear_per_token(linear: dict[str, object], rotate: bool | str = False) -> d
 
 
 RECIPES: dict[str, object] = {
-    "int8, calibrated": {},
+    "int8, calibrated": {"*": {"activations": "static", "rotate": False}},
+    "int8, the default": {},
     "int8 per token, without corrections": linear_per_token({"equalize": 0.0}),
     "int8 per token": linear_per_token({}),
     "w8a8_dynamic": "w8a8_dynamic",

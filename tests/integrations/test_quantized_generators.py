@@ -1,4 +1,4 @@
-"""Quantized models that generate: the cache, `generate`, folders and pipelines, against the reference model."""
+"""Quantized models that generate: the cache, `generate`, folders and pipelines, against the interpreter."""
 
 import copy
 import pickle
@@ -63,11 +63,11 @@ SLOW += [("gpt2", STATIC), ("bart", STATIC)]
 
 
 @pytest.mark.parametrize(("name", "way"), [*CASES, *slow_params(*SLOW, reason="each model is captured and compiled")])
-def test_tokens_are_those_of_the_reference_model(name, way):
-    _, int8_model, reference = quantized(name)
+def test_tokens_are_those_of_the_interpreter(name, way):
+    _, int8_model, interpreted = quantized(name)
     inputs = batch(name, 3, 9, padding=3, seed=5)
     found = generated(int8_model, inputs, **way)
-    assert torch.equal(found, generated(reference, inputs, **way))
+    assert torch.equal(found, generated(interpreted, inputs, **way))
     assert len({tuple(row.tolist()) for row in found}) > 1 or name in ("bart", "whisper")
 
 

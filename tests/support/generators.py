@@ -1,4 +1,4 @@
-"""Small models of ``transformers`` that generate, with inputs, and their int8 and reference models."""
+"""Small models of ``transformers`` that generate, with inputs, their int8 models, and these as interpreted graphs."""
 
 import copy
 from functools import cache
@@ -67,21 +67,21 @@ def calibration(name: str) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-class ReferenceProgram(nn.Module):
-    """The reference model in the place of a program."""
+class InterpretedProgram(nn.Module):
+    """The interpreter in the place of a program."""
 
-    def __init__(self, reference: stages.Reference) -> None:
+    def __init__(self, lowered: stages.Lowered) -> None:
         super().__init__()
-        self.reference, self.signature = reference, reference.signature
+        self.lowered, self.signature = lowered, lowered.signature
 
     def forward(self, *args):
-        return self.reference(*args)
+        return self.lowered(*args)
 
 
 @cache
 def quantized(name: str, keys_and_values: str = "float"):
-    """The float model, the int8 model, and the same with reference models in place of programs."""
-    model, references = float_model(name), []
+    """The float model, the int8 model, and the same with interpreted graphs in place of programs."""
+    model, graphs = float_model(name), []
     from intaglio.integrations.transformers.generation import quantize_generator
 
     def quantize(module, data, example):
@@ -90,15 +90,16 @@ def quantized(name: str, keys_and_values: str = "float"):
         recipe = Recipe(default=Setting(cache=keys_and_values))
         quantizer = stages.Quantizer(recipe, cached_inputs=given.cached_inputs)
         prepared = stages.prepare(stages.capture(module, given.inputs, dynamic_shapes=given.dynamic_shapes), quantizer)
-        references.append(stages.convert(prepared, stages.calibrate(prepared, calls, progress=False)))
-        return stages.compile(references[-1])
+        reference = stages.convert(prepared, stages.calibrate(prepared, calls, progress=False))
+        graphs.append(stages.requantize(reference))
+        return stages.compile(reference)
 
     int8_model = quantize_generator(model, calibration(name), quantize)
-    reference = copy.copy(int8_model)
-    names = ["encoder", "cross_attention", "decoder"] if len(references) == 3 else ["decoder"]
-    programs = {kind: ReferenceProgram(one) for kind, one in zip(names, references, strict=True)}
-    reference._modules = {"programs": nn.ModuleDict(programs)}
-    return model, int8_model, reference
+    interpreted = copy.copy(int8_model)
+    names = ["encoder", "cross_attention", "decoder"] if len(graphs) == 3 else ["decoder"]
+    programs = {kind: InterpretedProgram(one) for kind, one in zip(names, graphs, strict=True)}
+    interpreted._modules = {"programs": nn.ModuleDict(programs)}
+    return model, int8_model, interpreted
 
 
 def generated(model, inputs, **settings) -> torch.Tensor:

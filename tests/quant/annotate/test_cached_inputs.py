@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from intaglio import Recipe, Setting, stages
 from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.node_info import origin
 from intaglio.ir import DType
 from intaglio.quant.recipes.quantizer import Quantizer
 
@@ -108,6 +109,38 @@ def test_another_data_type_is_an_error_with_a_remedy():
     with pytest.raises(UnsupportedError, match=r"(?s)the cache would be stored as s8.*leave out cache = 'int8'"):
         reference_of(Recipe(default=Setting(cache="int8", activations_dtype="s8")))
     reference_of(Recipe(default=Setting(activations_dtype="s8")))
+
+
+def dynamic_layers(recipe: Recipe, cached=CACHED) -> set[str]:
+    """The layers that quantize what they read at run time."""
+    captured = stages.capture(Heads().eval(), calls()[0], dynamic_shapes=SHAPES)
+    annotations = stages.annotate(captured, Quantizer(recipe, cached_inputs=cached))
+    return {origin(region.anchor).path for region in annotations.regions if region.dynamic}
+
+
+LAYERS = {"q", "k", "v", "o"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Recipe(), LAYERS),
+        (INT8, LAYERS),
+        (Recipe.named("accurate"), LAYERS),
+        (Recipe.named("transformer"), set()),
+        (Recipe(default=Setting(activations="static")), set()),
+        (Recipe.of({"*": {"activations": "static"}}), set()),
+        (Recipe.of({"type:Linear": {"activations": "static"}}), set()),
+        (Recipe.of({"k": {"activations": "static"}}), LAYERS - {"k"}),
+        (Recipe.of({"k": None}), LAYERS - {"k"}),
+    ],
+)
+def test_linear_layers_beside_a_cache_have_scales_per_token(recipe, expected):
+    assert dynamic_layers(recipe) == expected
+
+
+def test_linear_layers_without_a_cache_are_calibrated():
+    assert dynamic_layers(Recipe(), {}) == set()
 
 
 def test_the_text_of_a_quantizer_keeps_cached_inputs():

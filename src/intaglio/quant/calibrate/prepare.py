@@ -16,7 +16,7 @@ from intaglio.errors import SelectorError, UnsupportedError
 from intaglio.fxgraph.graph_checker import finish_pass
 from intaglio.fxgraph.graph_passes import Pass, copy_graph, run
 from intaglio.fxgraph.node_info import info, origin
-from intaglio.fxgraph.nodes import operator, record_of
+from intaglio.fxgraph.nodes import operator
 from intaglio.fxgraph.padding_masks import padding_masks, visible_tokens
 from intaglio.ir import ModelInfo, Origin, Signature
 from intaglio.quant.annotate.annotate_graph import annotate_graph, match_notes, notes_of, reannotate_graph
@@ -34,6 +34,7 @@ from intaglio.quant.imported_weights.group_operator import grouped_weight
 from intaglio.quant.qdq.prepare_passes import PTQ_PASSES, PassLists
 from intaglio.quant.qdq.qdq_normalize import quantizes
 from intaglio.quant.recipes.choices import Role
+from intaglio.quant.recipes.decide_recipe import decide_recipe
 from intaglio.quant.recipes.image import Image
 from intaglio.quant.recipes.pattern_rewrites import rewrite_matches
 from intaglio.quant.recipes.quantizer import Quantizer, flat_patterns
@@ -324,9 +325,8 @@ def passes_for(quantizer: Quantizer, lists: PassLists) -> tuple[Pass, ...]:
 
 def _resolve_options(quantizer: Quantizer, module: fx.GraphModule) -> Quantizer:
     """Return the quantizer with all open options of its recipe decided for this graph."""
-    records = (record_of(node) for node in module.graph.nodes)
-    attention = any(record is not None and record.is_attention for record in records)
-    decided = quantizer.recipe.with_defaults(attention)
+    imported = any(map(grouped_weight, module.graph.nodes))
+    decided = decide_recipe(quantizer.recipe, module, decoder=bool(quantizer.cached_inputs) and not imported)
     return replace(quantizer, recipe=with_imported_activations(decided, quantizer.recipe, module))
 
 

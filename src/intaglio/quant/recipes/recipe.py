@@ -20,7 +20,16 @@ from intaglio.output_paths import file_text, unreadable_reason, write_text
 from intaglio.quant.qdq.parameters import Parameters
 from intaglio.quant.recipes.choices import ActivationMode
 from intaglio.quant.recipes.selectors import PREFIXES, matches, nearest, prefix_of
-from intaglio.quant.recipes.settings import DEFAULT, NAMED, NAMED_LINEAR, TRANSFORMER, UNSET, Setting
+from intaglio.quant.recipes.settings import (
+    DECODER,
+    DECODER_LINEAR,
+    DEFAULT,
+    NAMED,
+    NAMED_LINEAR,
+    TRANSFORMER,
+    UNSET,
+    Setting,
+)
 
 Selectors = str | Iterable[str]
 PARAMETERS = "parameters"
@@ -140,6 +149,17 @@ class Recipe:
     def with_defaults(self, attention: bool) -> Recipe:
         """Return a copy whose default leaves nothing open, for a model with or without attention."""
         return replace(self, default=self.default.with_defaults(TRANSFORMER if attention else DEFAULT))
+
+    @check_arguments_except("linear")
+    def with_decoder_defaults(self, linear: Iterable[str]) -> Recipe:
+        """Return a copy whose default leaves nothing open, for a model with a key-value cache.
+
+        Args:
+            linear: operators of its linear layers. These have scales per token, unless the default says how activations
+                are quantized.
+        """
+        entries = [] if self.default.activations else [(f"op:{operator}", DECODER_LINEAR) for operator in linear]
+        return replace(self, default=self.default.with_defaults(DECODER), entries=(*entries, *self.entries))
 
     @check_arguments_except("classes")
     def setting(self, origin: Origin, classes: Mapping[str, str]) -> Setting:
