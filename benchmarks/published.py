@@ -69,6 +69,7 @@ PACKAGES = {
     "onnxruntime_int8": ("onnxruntime", "ONNX Runtime"),
     "torchao": ("torchao", "torchao"),
     "executorch": ("executorch", "ExecuTorch"),
+    "zentorch": ("zentorch", "zentorch"),
 }
 """Package of an engine, and its name; intaglio runs in PyTorch."""
 NO_SHARED_CACHE_NS = 300
