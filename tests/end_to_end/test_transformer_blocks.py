@@ -81,6 +81,17 @@ def test_attention_is_int8_between_its_layers():
     assert_same(stages.compile(lowered)(TOKENS), lowered(TOKENS))
 
 
+def test_attention_returns_floats_to_layers_with_scales_per_token():
+    recipe = Recipe.of({"op:aten.linear": {"activations": "token"}})
+    reference, lowered = quantized(attention(), TOKENS, recipe=recipe)
+    steps = partitions(lowered)
+    after = steps[steps.index("attention") + 1 :]
+    assert after == ["quantize_rows", "linear + dequantize_rows"]
+    found, expected = lowered(TOKENS), reference(TOKENS)
+    assert (found - expected).square().sum() < 1e-5 * expected.square().sum()
+    assert_same(stages.compile(lowered)(TOKENS), found)
+
+
 class Autocast(nn.Module):
     """A float32 model in a region of automatic casts."""
 

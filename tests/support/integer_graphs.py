@@ -225,11 +225,15 @@ class Net:
         self.value[x] = np.maximum(self.value[x], 1)
         return x
 
-    def attention(self, q: str, k: str, v: str, mask: str | None = None, causal: bool = False) -> str:
+    def attention(
+        self, q: str, k: str, v: str, mask: str | None = None, causal: bool = False, f32: bool = False
+    ) -> str:
         """Scores of a spread of about 2."""
         spread = self._real(q).std() * self._real(k).std() * self.types[q].shape[-1] ** 0.5
-        inputs, y = [q, k, v, *([mask] if mask else [])], self._q(self._real(v).std() / 2, None)
-        return self._op("attention", inputs, DType.U8, y, scale=float(2 / max(spread, 1e-6)), causal=causal)
+        inputs, attrs = [q, k, v, *([mask] if mask else [])], {"scale": float(2 / max(spread, 1e-6)), "causal": causal}
+        if f32:
+            return self._op("attention", inputs, DType.F32, None, **attrs)
+        return self._op("attention", inputs, DType.U8, self._q(self._real(v).std() / 2, None), **attrs)
 
     def bmm(self, a: str, b: str, **tail: Any) -> str:
         """A product of activations and its tail, see `_tail`."""
@@ -256,7 +260,7 @@ class Net:
 
     def same(self, kind: str, x: str, **attrs: Any) -> str:
         """An operator that keeps its input's parameters: clamp, slice, pad, reshape, max_pool2d."""
-        return self._op(kind, [x], DType.U8, self.types[x].q, **attrs)
+        return self._op(kind, [x], self.types[x].dtype, self.types[x].q, **attrs)
 
     def join(self, values: Sequence[str], axis: int = 1) -> str:
         return self._op("cat", values, DType.U8, self.types[values[0]].q, axis=axis)

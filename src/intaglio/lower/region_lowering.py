@@ -42,9 +42,8 @@ def lower_region(builder: GraphBuilder, region: IntegerRegion) -> None:
         builder.values[region.root] = lower_host(builder, region, stem, TensorType(kind.shape, DType.U8, region.result))
         return
     if region.record.is_attention:
-        builder.values[region.root] = lower_attention(
-            builder, region, stem, TensorType(kind.shape, DType.U8, region.result)
-        )
+        attended = TensorType(kind.shape, DType.F32 if region.result is None else DType.U8, region.result)
+        builder.values[region.root] = lower_attention(builder, region, stem, attended)
         return
     if region.record.multiplies_weight:
         current = lower_anchor(builder, region, stem)

@@ -1,4 +1,5 @@
-"""Attention between quantized tensors: scores as base-2 exponents, 8-bit probabilities, one rounding of the result."""
+"""Attention between quantized tensors: scores as base-2 exponents, 8-bit probabilities, at most one rounding of the
+result."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def attention_factors(inputs: Sequence[float], scale_y: float, scale: float) -> 
 
     Args:
         inputs: Scales of q, k and v.
-        scale_y: Scale of the result.
+        scale_y: Scale of the result; 1 for float results.
         scale: Factor that scores are multiplied by, usually ``1 / sqrt(D)``.
     """
     scale_q, scale_k, scale_v = inputs
@@ -92,6 +93,40 @@ def attention_scores(
     return scores
 
 
+def float_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    mask: NDArray[Any] | None,
+    causal: bool,
+    factor: ArrayLike,
+    ratio: ArrayLike,
+) -> FloatArray:
+    """Return ``softmax(q k^T * scale + mask) v`` as f32[B, H, queries, V], in units of the result's scale.
+
+    ``p = quantize_probabilities(scores)``, and ``p v`` is exact in int32. The result is ``float32(p v) * (ratio /
+    float32(sum(p)))``; it is 0 where every probability is 0.
+
+    Args:
+        q: Queries less their zero point, i[B, H, queries, D].
+        k: Keys less their zero point, i[B, G, keys, D]; ``H / G`` heads share a key (grouped-query attention).
+        v: Values less their zero point, i[B, G, keys, V].
+        mask: Float or bool mask, or ``None``.
+        causal: Mask keys after the query.
+        factor: First of `attention_factors`.
+        ratio: Second of `attention_factors`.
+    """
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    quantized = quantize_probabilities(attention_scores(q, k, factor, mask, causal))
+    sums = quantized.sum(-1, dtype=np.int32, keepdims=True)
+    products = (quantized.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
+    with np.errstate(over="ignore", divide="ignore"):
+        share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
+        found: FloatArray = products.astype(np.float32) * share
+    return found
+
+
 def attention(
     q: ArrayLike,
     k: ArrayLike,
@@ -104,15 +139,12 @@ def attention(
     low: int,
     high: int,
 ) -> Int32Array:
-    """Return the quantized result i32[B, H, queries, V] of ``softmax(q k^T * scale + mask) v``.
-
-    ``p = quantize_probabilities(scores)``, and ``p v`` is exact in int32. The result is ``clamp(rne(float32(p v) *
-    (ratio / float32(sum(p)))) + zero_point, low, high)``; it is the zero point where every probability is 0.
+    """Return the result of `float_attention` as quantized values i32: ``clamp(rne(result) + zero_point, low, high)``.
 
     Args:
-        q: Queries less their zero point, i[B, H, queries, D].
-        k: Keys less their zero point, i[B, G, keys, D]; ``H / G`` heads share a key (grouped-query attention).
-        v: Values less their zero point, i[B, G, keys, V].
+        q: Queries less their zero point, as for `float_attention`, like the six that follow.
+        k: Keys.
+        v: Values.
         mask: Float or bool mask, or ``None``.
         causal: Mask keys after the query.
         factor: First of `attention_factors`.
@@ -121,11 +153,4 @@ def attention(
         low: Smallest quantized value of the result.
         high: Largest quantized value of the result.
     """
-    q, k, v = (np.asarray(x) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
-    quantized = quantize_probabilities(attention_scores(q, k, factor, mask, causal))
-    sums = quantized.sum(-1, dtype=np.int32, keepdims=True)
-    products = (quantized.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
-    with np.errstate(over="ignore", divide="ignore"):
-        share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
-        return round_clamp_i32(products.astype(np.float32) * share, zero_point, low, high)
+    return round_clamp_i32(float_attention(q, k, v, mask, causal, factor, ratio), zero_point, low, high)

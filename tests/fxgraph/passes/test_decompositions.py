@@ -73,10 +73,14 @@ def test_the_program_computes_it(name):
     model = randomize(Body(lambda m, x: (body(torch.tanh(m.a(x)) + x), m.b(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 3)))
     reference, lowered = quantized(model, X, recipe=intaglio.Recipe.named("transformer"))
     assert not lowered.islands
+    exact = model(X)[0]
+    # A probability between two of its 256 values is rounded either way, which results of attention show.
+    bounds = (
+        {"rtol": 0, "atol": exact.abs().max().item() / 255} if "attention" in name else {"rtol": 1e-5, "atol": 1e-5}
+    )
     for batch in (X, X[:1]):
         for found, expected in zip(lowered(batch), reference(batch), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    exact = model(X)[0]
+            torch.testing.assert_close(found, expected, **bounds)
     assert lowered(X)[0].shape == exact.shape
     assert (lowered(X)[0] - exact).square().sum() < 1e-3 * exact.square().sum()
 

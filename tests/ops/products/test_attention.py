@@ -1,6 +1,7 @@
 """int8 attention: the law against float, the kernel against the law, the operator in programs."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_a_query_without_keys_gives_the_zero_point():
 
 @dataclass(frozen=True)
 class Case:
-    """One call: shapes, mask, scales, seed of the quantized values."""
+    """One call: shapes, mask, scales, seed of the quantized values, and whether the results are floats."""
 
     batch: int = 1
     heads: int = 2
@@ -91,6 +92,7 @@ class Case:
     seed: int = 0
     extreme: bool = False
     apart: tuple[int, int, int] = (0, 0, 0)
+    floats: bool = False
 
 
 def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
@@ -123,13 +125,14 @@ def factors(case: Case) -> tuple[np.float32, np.float32]:
 def expected(case: Case) -> np.ndarray:
     (q, k, v), mask = drawn(case)
     q, k, v = q.astype(np.int32) - case.zero, k.astype(np.int32) - 128, v.astype(np.int32) - 128
-    return numerics.attention(q, k, v, mask, case.causal, *factors(case), 77, 3, 250).astype(np.uint8)
+    given = q, k, v, mask, case.causal, *factors(case)
+    return numerics.float_attention(*given) if case.floats else numerics.attention(*given, 77, 3, 250).astype(np.uint8)
 
 
 def strided(array: np.ndarray, apart: int, memory: Memory) -> tuple[np.ndarray, int]:
     """[B, H, S, D] in memory as [B, S, H, D + apart] in the end of guarded bytes, and its address."""
     b, h, s, d = array.shape
-    flat = memory.end(max(b * s * h * (d + apart), 1), SLACK)
+    flat = memory.end(max(b * s * h * (d + apart), 1) * array.itemsize, SLACK).view(array.dtype)
     lying = flat[: b * s * h * (d + apart)].reshape(b, s, h, d + apart).transpose(0, 2, 1, 3)[..., :d]
     lying[...] = array
     return lying, flat.ctypes.data
@@ -145,7 +148,7 @@ MEMORY = [Memory(1 << 20) for _ in range(5)]
 
 def run(case: Case, isa: str, threads: int) -> np.ndarray:
     (q, k, v), mask = drawn(case)
-    out = np.full((*q.shape[:3], case.width), 99, np.uint8)
+    out = np.full((*q.shape[:3], case.width), 99, np.float32 if case.floats else np.uint8)
     numbers = {
         "batch": case.batch,
         "heads": case.heads,
@@ -167,10 +170,8 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
         numbers |= {f"mask_stride[{axis}]": step for axis, step in enumerate([0] * missing + steps)}
     types = {name: TensorType(array.shape, DType.U8) for name, array in zip("qkv", (q, k, v), strict=True)}
     lines = evaluate(OPS["attention"].scratch(Op("attention", tuple("qkv"), ("y",)), types), {})
-    factor, ratio = factors(case)
-    kernels(isa).run(
-        "Attention", numbers, {"factor": factor, "ratio": ratio}, (77, 3, 250), threads, lines * CACHE_LINE
-    )
+    bounds, scales = None if case.floats else (77, 3, 250), dict(zip(("factor", "ratio"), factors(case), strict=True))
+    kernels(isa).run("Attention", numbers, scales, bounds, threads, lines * CACHE_LINE)
     return placed["o"].copy()
 
 
@@ -197,6 +198,7 @@ def cases(draw) -> Case:
         draw(st.integers(0, 2**16)),
         draw(st.booleans()),
         draw(st.tuples(*[st.integers(0, 9)] * 3)),
+        draw(st.booleans()),
     )
 
 
@@ -223,8 +225,9 @@ NAMED = {
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
 @pytest.mark.parametrize("name", NAMED)
 def test_attention_kernels_handle_named_cases(isa, name):
-    for threads in (1, 2, 3):
-        assert np.array_equal(run(NAMED[name], isa, threads), expected(NAMED[name]))
+    for threads, floats in product((1, 2, 3), (False, True)):
+        case = replace(NAMED[name], floats=floats)
+        assert np.array_equal(run(case, isa, threads), expected(case))
 
 
 def test_the_comparison_detects_a_wrong_zero_point():
@@ -280,6 +283,14 @@ def decoder(net: Net) -> tuple[str, ...]:
     return net.linear(joined(net, net.attention(q, k, v)), 5, f32=True), net.dequantize(net.attention(q, k, v))
 
 
+def floats(net: Net) -> tuple[str, ...]:
+    """Results that are not rounded: returned as they are, and joined and quantized."""
+    x = net.quantize(net.input(N, H, 24))
+    q, k, v = split(net, net.centred(net.linear(x, 3 * 3 * 18, zero_point=128, low=1)), 3, 3)
+    quantized = net.quantize(joined(net, net.attention(q, k, v, net.input(H, H), f32=True)))
+    return net.attention(q, k, v, causal=True, f32=True), net.linear(quantized, 7, f32=True)
+
+
 def images(net: Net) -> tuple[str, ...]:
     """Channels of an image as heads; the result is an image again."""
     x = net.quantize(net.input(N, 4, 9, 12))
@@ -289,7 +300,7 @@ def images(net: Net) -> tuple[str, ...]:
 
 @pytest.mark.case("problem 12")
 @pytest.mark.parametrize("isa", BEST_ISA_PARAMS)
-@pytest.mark.parametrize("program", [encoder, decoder], ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [encoder, decoder, floats], ids=lambda program: program.__name__)
 def test_a_program_has_the_bits_of_the_interpreter(program, isa):
     net, lowered = built(program)
     model = compiled(program, isa)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from intaglio import numerics
 from intaglio.codegen.context import Context
 from intaglio.codegen.emitters.emit_loops import epilogue, fill_frames
 from intaglio.codegen.emitters.loop_variables import zero_point
 from intaglio.codegen.writer import Code
-from intaglio.ir import Dim, Op
+from intaglio.ir import Dim
 from intaglio.ops import op_def
+from intaglio.ops.products.attention import result_factors
 from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
 from intaglio.plan.kernel_records import ActivationTiles
 from intaglio.plan.plan_records import Partition
@@ -36,9 +36,11 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     code(f"a.batch = {context.dim(batch)}, a.heads = {heads}, a.shared = {_number(heads) // _number(groups)};")
     code(f"a.queries = {context.dim(queries)}, a.keys = {context.dim(keys)}, a.depth = {depth}, a.width = {width};")
     code(f"a.causal = {int(op.attrs['causal'])}, a.zero_q = {zero_point(types[op.inputs[0]].qparams)};")
-    for field, factor in zip(("factor", "ratio"), _factors(op, context), strict=True):
+    factors = result_factors(op, [types[name] for name in op.inputs[:3]], types[op.output])
+    for field, factor in zip(("factor", "ratio"), factors, strict=True):
         code(f"a.{field} = {context.number(factor, 'float', field)};")
-    code(f"a.limits = {context.limits(op)};")
+    if types[op.output].q is not None:
+        code(f"a.limits = {context.limits(op)};")
     _kernels(code, "a", tiles, context)
     _scratch(code, "a", partition.output, context)
     code("attention(&a, thread, threads);")
@@ -86,11 +88,6 @@ def _number(dim: Dim) -> int:
     if not isinstance(dim, int):
         raise ValueError(f"attention needs a depth of fixed size, but got the dynamic dimension {dim}")
     return dim
-
-
-def _factors(op: Op, context: Context) -> tuple[np.float32, np.float32]:
-    *inputs, output = (context.graph.types[name].qparams.step for name in (*op.inputs[:3], op.output))
-    return numerics.attention_factors(inputs, output, op.attrs["scale"])
 
 
 def _broadcast(value: str, context: Context) -> tuple[str, list[str]]:

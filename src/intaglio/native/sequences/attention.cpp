@@ -142,6 +142,16 @@ static inline int32_t quantize_probabilities(const float* x, float top, int64_t 
     return sum;
 }
 
+// Multiply rows of floats, each by its factor. Reads floats up to a multiple of 16 columns.
+static inline void scale_block(const float* from, int64_t from_row, int64_t rows, const float* factor, uint8_t* to,
+                               int64_t to_row, int64_t columns) {
+    for (int64_t r = 0; r < rows; ++r, from += from_row, to += to_row)
+        for (int64_t c = 0; c < columns; c += FLOATS) {
+            const Reals x = load_reals(from + c) * factor[r];
+            memcpy(to + 4 * c, &x, c + FLOATS <= columns ? sizeof x : (size_t)(4 * (columns - c)));
+        }
+}
+
 // Return the number of keys of a query: all, or with a causal mask those up to its own position.
 static inline int64_t own_keys(const struct Attention* a, int64_t query) {
     return a->causal && query < a->keys ? query + 1 : a->keys;
@@ -180,7 +190,10 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
         memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
     }
     uint8_t* out = head_of(&a->out, image, head) + first * a->out.row;
-    quantize_block(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
+    if (a->limits)
+        quantize_block(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
+    else
+        scale_block(s->sums, s->sums_row, rows, shares, out, a->out.row, a->width);
 }
 
 // Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and

@@ -13,7 +13,7 @@ struct Attention {
     int64_t queries, keys, depth, width, causal;  // `depth`, `width`: values of a head of q and k, of v
     int32_t zero_q;                               // zero point of q
     float factor, ratio;                          // accumulator to exponent of 2; scale_v / scale_out
-    const struct Limits* limits;
+    const struct Limits* limits;                  // null: the result is float32, and scale_out is 1
     struct FloatKernels kernels;
     uint8_t* scratch;  // `scratch_bytes` for each of `sharers` threads
     int64_t scratch_bytes, sharers;

@@ -79,13 +79,21 @@ def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Compute `numerics.attention`."""
-    qparams, y = [kind.qparams for kind in types[:3]], out.qparams
+    """Compute `numerics.attention`, or `numerics.float_attention` for float results."""
+    qparams = [kind.qparams for kind in types[:3]]
     q, k, v = (x.astype(np.int32) - one.zero for x, one in zip(args[:3], qparams, strict=True))
     mask = args[3] if len(args) > 3 else None
-    factor, ratio = numerics.attention_factors([one.step for one in qparams], y.step, op.attrs["scale"])
-    found = numerics.attention(q, k, v, mask, op.attrs["causal"], factor, ratio, y.zero, y.qmin, y.qmax)
-    return found.astype(np.uint8)
+    given = q, k, v, mask, op.attrs["causal"], *result_factors(op, types, out)
+    if out.q is None:
+        return numerics.float_attention(*given)
+    y = out.qparams
+    return numerics.attention(*given, y.zero, y.qmin, y.qmax).astype(np.uint8)
+
+
+def result_factors(op: Op, types: Sequence[TensorType], out: TensorType) -> tuple[np.float32, np.float32]:
+    """Return `numerics.attention_factors` of an operator with operands and a result of these types."""
+    scales = [kind.qparams.step for kind in types[:3]]
+    return numerics.attention_factors(scales, 1.0 if out.q is None else out.qparams.step, op.attrs["scale"])
 
 
 def require_no_constants(call: Call) -> str | None:
@@ -166,7 +174,7 @@ ATTENTION = OpDef(
     infer=attention_shape,
     reference=attention_reference,
     tolerance=2,
-    types=TypeRule(((U8,), (U8,), (U8,)), (U8,), optional=(BOOL, F32), symmetric=(1, 2)),
+    types=TypeRule(((U8,), (U8,), (U8,)), (U8, F32), optional=(BOOL, F32), symmetric=(1, 2)),
     macs=attention_macs,
     computed_in_float32=True,
     layout=Layout.ROW_MAJOR,

@@ -112,9 +112,9 @@ def as_signed(site: Site) -> Site:
 
 
 def _may_return_float(region: Region) -> bool:
-    """Return whether the region may return its accumulator dequantized to float."""
-    plain = len(region.nodes) == 1 or region.name == "product_number"
-    return plain and region.record.anchor and (region.record.accumulates or region.record.recurrent)
+    """Return whether the region may return floats: its dequantized accumulator, or the results of attention."""
+    record, plain = region.record, len(region.nodes) == 1 or region.name == "product_number"
+    return plain and record.anchor and (record.accumulates or record.recurrent or region.attends)
 
 
 def _share_parameters(names: list[str], sites: dict[str, Site]) -> None:

@@ -146,6 +146,12 @@ class Region(Chain):
         return self.dynamic or self.record.recurrent or self.record.row_groups
 
     @property
+    def attends(self) -> bool:
+        """Return whether it is an operator of attention, which can return floats, and no pattern wants it quantized."""
+        always = self.pattern is not None and self.pattern.quantize_always
+        return len(self.nodes) == 1 and info(self.root).composite is None and self.record.is_attention and not always
+
+    @property
     def adds_shortcut(self) -> bool:
         """Return whether it adds to an accumulator a value that the recipe wants in 16 bits."""
         if info(self.root).composite is not None or not self.record.anchor or self.setting.shortcut != 16:

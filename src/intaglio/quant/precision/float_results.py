@@ -42,7 +42,8 @@ def float_results(
 
     The values that a region reads are not rounded for it either if its result is not, except for the operands of a
     convolution, linear layer or product. So whole chains of operators in front of a result of the model stay in float.
-    An operator that only selects or clamps values that are rounded anyway remains quantized.
+    An operator that only selects or clamps values that are rounded anyway remains quantized. Attention is not among
+    them either: its kernel returns the floats.
 
     Args:
         regions: the quantized regions, in execution order.
@@ -59,6 +60,9 @@ def float_results(
     makers = {region.root: region for region in regions}
     wide = {value for value, reason in find_shortcuts(regions).items() if reason is None}
     for region in (region for region in reversed(regions) if not region.dynamic):
+        if region.attends and region.root not in wanted and region.setting.results == FloatResults.FLOAT:
+            wanted.update(region.activations())
+            continue
         product = region.record.accumulates
         twice = bool(region.returning_float().float_tail) if product else _follows_layer(region, makers)
         twice = twice and region.root not in {*wide, *returned}

@@ -181,7 +181,7 @@ def marked_regions(graph: fx.Graph) -> list[IntegerRegion]:
 
 
 def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
-    """Find the composites that annotation marked whose inputs and result are quantized.
+    """Find the composites that annotation marked whose inputs and result are quantized. Attention may return floats.
 
     In a part that begins or ends inside a composite, its operators are operators of their own.
     """
@@ -196,7 +196,8 @@ def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
                 update_info(node, composite=None)
             continue
         values, region = composite_operands(nodes, composite), _composite_region(nodes)
-        if region.result is not None and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
+        returns = region.result is not None or composite.record.is_attention
+        if returns and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
             found.append((composite.record.name, region))
     return found
 
