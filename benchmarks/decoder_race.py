@@ -30,6 +30,8 @@ from race import PAUSE
 from rich.console import Console
 from rich.table import Table
 
+from intaglio.native import peak_throughput
+
 CHECKED = 4
 """Steps whose logits are compared with those of the float model, behind the text."""
 READ_BYTES = 1 << 30
@@ -97,9 +99,11 @@ def calls(network: str, steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Return how many GB a second ``threads`` threads read from memory, at best: a matrix times a vector, in float32.
+    """Return how many GB a second ``threads`` threads read from memory, at best: a matrix times a vector, in float32,
+    or one address after the other.
 
-    This reads several rows at once, which is faster than reading one address after the other.
+    A matrix is read several rows at once, which is faster on some processors; on others PyTorch's product is slower
+    than memory.
     """
     torch.set_num_threads(threads)
     matrix, best = torch.ones(READ_BYTES // 4 // 4096, 4096), float("inf")
@@ -107,7 +111,8 @@ def read_bandwidth(threads: int) -> float:
         begin = time.perf_counter()
         matrix @ matrix[0]
         best = min(best, time.perf_counter() - begin)
-    return READ_BYTES / best / 1e9
+    streams = peak_throughput.read_rates(threads, READ_BYTES)
+    return max(READ_BYTES / best / 1e9, streams["one_core"] if threads == 1 else threads * streams["each_of_all"])
 
 
 def race(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -32,6 +32,11 @@ PACKAGES = {
 START = ("network", "bits", "threads")
 
 
+def of_cores(lines: Iterable[Line], kind: tuple[int, int]) -> list[Line]:
+    """Return the lines of processors of a family and a model."""
+    return [line for line in lines if tuple(line["cpu"]["family"][:2]) == kind]
+
+
 def newest(lines: Iterable[Line]) -> list[Line]:
     """Return the lines that count, in the order of the tables."""
     found = {}

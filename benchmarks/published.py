@@ -24,6 +24,7 @@ from typing import Any
 import cost_tables
 import decoder_tables
 import zoo_tables
+from zoo_tables import Line
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -437,6 +438,12 @@ def with_source(runs: list[Run]) -> str:
     return f"{speed_table(runs)}\n\n{source(runs)}"
 
 
+def decoder_lines(kind: str) -> list[Line]:
+    """Races of decoders on cores of one kind, one of `CORES`."""
+    (family,) = (family for family, name in CORES.items() if name == kind)
+    return decoder_tables.of_cores(recorded("decoder_race"), family)
+
+
 TABLES = {
     "claim": lambda: claim(all_runs()),
     "batch1_threads2": lambda: with_source(int8_runs(all_runs(), 1, 2)),
@@ -461,10 +468,13 @@ TABLES = {
     "accuracy_aware": lambda: table(*cost_tables.accuracy_aware(recorded("accuracy_aware"))),
     "hard_networks": lambda: table(*cost_tables.hard_networks(recorded("accuracy"))),
     "few_samples": lambda: table(*cost_tables.few_samples(recorded("few_samples"))),
-    "decoder_steps": lambda: table(*decoder_tables.steps(recorded("decoder_race"))),
-    "decoder_texts": lambda: table(*decoder_tables.texts(recorded("decoder_race"))),
-    "decoder_accuracy": lambda: table(*decoder_tables.accuracy(recorded("decoder_race"))),
-    "decoder_source": lambda: decoder_tables.source(recorded("decoder_race")),
+    "decoder_steps": lambda: table(*decoder_tables.steps(decoder_lines("AMX"))),
+    "decoder_texts": lambda: table(*decoder_tables.texts(decoder_lines("AMX"))),
+    "decoder_accuracy": lambda: table(*decoder_tables.accuracy(decoder_lines("AMX"))),
+    "decoder_source": lambda: decoder_tables.source(decoder_lines("AMX")),
+    "zen5_decoder_steps": lambda: table(*decoder_tables.steps(decoder_lines("Zen 5"))),
+    "zen5_decoder_texts": lambda: table(*decoder_tables.texts(decoder_lines("Zen 5"))),
+    "zen5_decoder_source": lambda: decoder_tables.source(decoder_lines("Zen 5")),
     "zoo_failures": lambda: table(*zoo_tables.failures(recorded("zoo"))),
 }
 

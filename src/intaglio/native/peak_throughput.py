@@ -176,10 +176,8 @@ def measure(cores: int) -> dict[str, Any]:
     Raises:
         BuildError: The probes cannot be compiled.
     """
-    probes = best_probes()
-    isa = next(iter(probes.values())).isa if probes else machine.IsaName.PORTABLE.value
-    library = load(build(probe_source(probes), name="doctor", isa=isa))
-    result: dict[str, Any] = {"int8": None, "fp32": None}
+    probes, result = best_probes(), dict[str, Any]({"int8": None, "fp32": None})
+    library = _library_of(probes)
     for kind, probe in probes.items():
         count = _rate_counter(library, probe)
         result[kind] = {
@@ -188,6 +186,25 @@ def measure(cores: int) -> dict[str, Any]:
         }
     result["memory"] = {"with": "one stream a core", **_rates(_read_rate(library, cores), cores)}
     return result
+
+
+def read_rates(cores: int, smallest: int = SMALLEST_READ) -> dict[str, float]:
+    """Return how many GB a second one core alone reads, and the slowest core when all read in parallel.
+
+    Args:
+        cores: Number of cores.
+        smallest: Smallest number of bytes of the array that they read.
+
+    Raises:
+        BuildError: The probes cannot be compiled.
+    """
+    return _rates(_read_rate(_library_of(best_probes()), cores, smallest), cores)
+
+
+def _library_of(probes: dict[str, Probe]) -> Any:
+    """Return the compiled probes."""
+    isa = next(iter(probes.values())).isa if probes else machine.IsaName.PORTABLE.value
+    return load(build(probe_source(probes), name="doctor", isa=isa))
 
 
 def int8_rates(isa: str, threads: int, seconds: float = PEAK_SECONDS) -> list[float]:
@@ -235,14 +252,14 @@ def _best_rate(count: Counter, seconds: float) -> float:
     return max(count(seconds) for _ in range(REPEATS))
 
 
-def _read_rate(library: Any, cores: int) -> Callable[[int, int], float]:
+def _read_rate(library: Any, cores: int, smallest: int = SMALLEST_READ) -> Callable[[int, int], float]:
     """Return a function that measures the GB per second a thread reads from its slice of an array.
 
     The array is larger than the caches.
     """
     function = library.intaglio_read
     function.restype, function.argtypes = ctypes.c_double, (ctypes.c_void_p, ctypes.c_long)
-    size = min(max(SMALLEST_READ, 2 * machine.caches().l3, cores * SLICE_BYTES), LARGEST_READ)
+    size = min(max(smallest, 2 * machine.caches().l3, cores * SLICE_BYTES), LARGEST_READ)
     words = np.ones(size // 8, np.uint64)
 
     def rate(core: int, sharing: int) -> float:
