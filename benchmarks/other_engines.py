@@ -6,6 +6,7 @@ They take and return what the engines of `engines.py` do. Their packages are in 
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import tempfile
 from pathlib import Path
@@ -122,8 +123,7 @@ def zentorch(model: nn.Module, example: Inputs, calibration: list[Inputs], threa
 
     The backend compiles without frozen weights: with them the results of zentorch 2.13.0.2 are wrong (-3 dB).
     """
-    import zentorch  # noqa: F401 registers operators and the backend
-
+    importlib.import_module("zentorch")  # which registers operators and the backend
     int8 = copy.deepcopy(model)
     for name, layer in list(int8.named_modules()):
         if type(layer) is nn.Linear:  # nn.MultiheadAttention reads the float weight of its own kind of layer

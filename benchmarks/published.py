@@ -98,7 +98,7 @@ class Run:
 
     @property
     def shares_no_cache(self) -> bool:
-        """Whether the median of the latencies is that of cores without a shared cache."""
+        """Return whether the cores share no cache, judged by the median of the latencies."""
         found = self.core_latencies_ns
         return bool(found) and statistics.median(found) > NO_SHARED_CACHE_NS
 
@@ -172,7 +172,7 @@ def zen5_runs() -> list[Run]:
 
 
 def _is_zen5_run(run: Run) -> bool:
-    """Whether a race belongs to the table of Zen 5, which has both settings of OpenVINO."""
+    """Return whether a race ran on a Zen 5 and has both settings of OpenVINO, as the table of Zen 5 needs."""
     return run.core_kind == "Zen 5" and run.best_ms.keys() >= OPENVINO_SETTINGS
 
 

@@ -37,7 +37,6 @@ from intaglio.numerics.attention_math import (
     attention,
     attention_factors,
     attention_scores,
-    float_attention,
     mask_powers,
     quantize_probabilities,
 )
@@ -154,7 +153,6 @@ __all__ = [
     "exp_negative",
     "expm1_negative",
     "fit_weight_scale",
-    "float_attention",
     "function_lut",
     "gelu",
     "gelu_approx",

@@ -1,5 +1,4 @@
-"""Attention between quantized tensors: scores as base-2 exponents, 8-bit probabilities, at most one rounding of the
-result."""
+"""Attention between quantized tensors: scores as base-2 exponents, 8-bit probabilities, exact sums."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from intaglio.numerics.activations import LOG2_E
-from intaglio.numerics.rounding import LARGEST, FloatArray, Int32Array, round_clamp_i32
+from intaglio.numerics.rounding import LARGEST, FloatArray
 from intaglio.numerics.scales import accumulator_scale, multiplier
 
 LOWEST_SCORE = np.float32(-12)
@@ -93,7 +92,7 @@ def attention_scores(
     return scores
 
 
-def float_attention(
+def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
@@ -123,34 +122,5 @@ def float_attention(
     products = (quantized.astype(np.float64) @ v.astype(np.float64)).astype(np.int64).astype(np.int32)
     with np.errstate(over="ignore", divide="ignore"):
         share = np.where(sums > 0, np.asarray(ratio, np.float32) / sums.astype(np.float32), np.float32(0))
-        found: FloatArray = products.astype(np.float32) * share
-    return found
-
-
-def attention(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    mask: NDArray[Any] | None,
-    causal: bool,
-    factor: ArrayLike,
-    ratio: ArrayLike,
-    zero_point: int,
-    low: int,
-    high: int,
-) -> Int32Array:
-    """Return the result of `float_attention` as quantized values i32: ``clamp(rne(result) + zero_point, low, high)``.
-
-    Args:
-        q: Queries less their zero point, as for `float_attention`, like the six that follow.
-        k: Keys.
-        v: Values.
-        mask: Float or bool mask, or ``None``.
-        causal: Mask keys after the query.
-        factor: First of `attention_factors`.
-        ratio: Second of `attention_factors`.
-        zero_point: Zero point of the result.
-        low: Smallest quantized value of the result.
-        high: Largest quantized value of the result.
-    """
-    return round_clamp_i32(float_attention(q, k, v, mask, causal, factor, ratio), zero_point, low, high)
+        result: FloatArray = products.astype(np.float32) * share
+    return result

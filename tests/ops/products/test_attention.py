@@ -52,7 +52,8 @@ def test_integer_attention_is_close_to_float_attention(seed, keys, depth, spread
     draw = np.random.default_rng(seed)
     q, k, v = (draw.integers(-127, 128, (2, 3, n, depth)) for n in (keys, keys, keys))
     factor = np.float32(spread / (127 * 127 * depth**0.5))
-    quantized = numerics.attention(q, k, v, None, causal, factor, np.float32(1), 128, 0, 255)
+    result = numerics.attention(q, k, v, None, causal, factor, np.float32(1))
+    quantized = numerics.round_clamp_i32(result, 128, 0, 255)
     real = [torch.from_numpy(x.astype(np.float64)) for x in (q, k, v)]
     exact = F.scaled_dot_product_attention(*real, scale=float(factor) * np.log(2), is_causal=causal).numpy()
     scores = numerics.attention_scores(q, k, factor, None, causal)
@@ -65,9 +66,10 @@ def test_a_query_without_keys_gives_the_zero_point():
     mask = np.zeros((3, 5), np.bool_)
     mask[1, 2] = True
     k = np.full((1, 1, 5, 4), 7)
-    found = numerics.attention(q, k, k, mask, False, 1.0, 1.0, 9, 0, 255)
+    found = numerics.round_clamp_i32(numerics.attention(q, k, k, mask, False, 1.0, 1.0), 9, 0, 255)
     assert np.array_equal(found[0, :, :, 0], [[9, 16, 9]] * 2)
-    assert (numerics.attention(q, k[:, :, :0], k[:, :, :0], None, False, 1.0, 1.0, 9, 0, 255) == 9).all()
+    without_keys = numerics.attention(q, k[:, :, :0], k[:, :, :0], None, False, 1.0, 1.0)
+    assert (numerics.round_clamp_i32(without_keys, 9, 0, 255) == 9).all()
 
 
 # ---- kernels
@@ -125,8 +127,8 @@ def factors(case: Case) -> tuple[np.float32, np.float32]:
 def expected(case: Case) -> np.ndarray:
     (q, k, v), mask = drawn(case)
     q, k, v = q.astype(np.int32) - case.zero, k.astype(np.int32) - 128, v.astype(np.int32) - 128
-    given = q, k, v, mask, case.causal, *factors(case)
-    return numerics.float_attention(*given) if case.floats else numerics.attention(*given, 77, 3, 250).astype(np.uint8)
+    result = numerics.attention(q, k, v, mask, case.causal, *factors(case))
+    return result if case.floats else numerics.round_clamp_i32(result, 77, 3, 250).astype(np.uint8)
 
 
 def strided(array: np.ndarray, apart: int, memory: Memory) -> tuple[np.ndarray, int]:

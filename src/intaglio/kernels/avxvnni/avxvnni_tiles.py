@@ -8,7 +8,7 @@ both units busy.
 A tile of 7 pixels leaves one register to weights. Half of them are an operand of 7 vpdpbusd, which makes 15 loads: 7.5
 cycles for 7 cycles of products on cores that load two vectors in a cycle. It reads the weights once for more pixels,
 which pays where they do not stay in the first-level cache, and takes lines of 7 pixels at once (ResNet-50 on one
-thread of a Zen 5: 18.4 ms with tiles of 7 pixels only, 17.5 ms with both).
+thread of a Zen 5: 18.4 ms with tiles of 7 pixels only, 17.3 ms with both).
 
 Registers: ymm0 and ymm2 weights, ymm1 activations, then two accumulators per pixel. The epilogue needs four registers,
 so the sums of the seventh pixel wait below the stack pointer until those of the first are stored.

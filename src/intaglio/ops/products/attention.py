@@ -79,15 +79,15 @@ def attention_shape(attrs: Attrs, shapes: Sequence[Shape]) -> Shape:
 
 
 def attention_reference(op: Op, args: Sequence[np.ndarray], types: Sequence[TensorType], out: TensorType) -> np.ndarray:
-    """Compute `numerics.attention`, or `numerics.float_attention` for float results."""
+    """Compute `numerics.attention`, and quantize it unless the result is float."""
     qparams = [kind.qparams for kind in types[:3]]
     q, k, v = (x.astype(np.int32) - one.zero for x, one in zip(args[:3], qparams, strict=True))
     mask = args[3] if len(args) > 3 else None
-    given = q, k, v, mask, op.attrs["causal"], *result_factors(op, types, out)
+    result = numerics.attention(q, k, v, mask, op.attrs["causal"], *result_factors(op, types, out))
     if out.q is None:
-        return numerics.float_attention(*given)
+        return result
     y = out.qparams
-    return numerics.attention(*given, y.zero, y.qmin, y.qmax).astype(np.uint8)
+    return numerics.round_clamp_i32(result, y.zero, y.qmin, y.qmax).astype(np.uint8)
 
 
 def result_factors(op: Op, types: Sequence[TensorType], out: TensorType) -> tuple[np.float32, np.float32]:

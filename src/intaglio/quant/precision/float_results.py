@@ -42,8 +42,8 @@ def float_results(
 
     The values that a region reads are not rounded for it either if its result is not, except for the operands of a
     convolution, linear layer or product. So whole chains of operators in front of a result of the model stay in float.
-    An operator that only selects or clamps values that are rounded anyway remains quantized. Attention is not among
-    them either: its kernel returns the floats.
+    An operator that only selects or clamps values that are rounded anyway remains quantized. Results of attention
+    are not among them, because its own kernel stores them as floats.
 
     Args:
         regions: the quantized regions, in execution order.

@@ -196,8 +196,8 @@ def _composites(graph: fx.Graph) -> list[tuple[str, IntegerRegion]]:
                 update_info(node, composite=None)
             continue
         values, region = composite_operands(nodes, composite), _composite_region(nodes)
-        returns = region.result is not None or composite.record.is_attention
-        if returns and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
+        can_run = region.result is not None or composite.record.is_attention
+        if can_run and all(dequantized_qparams(values[index]) for index in composite.record.roles.x):
             found.append((composite.record.name, region))
     return found
 
