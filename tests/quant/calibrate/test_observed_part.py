@@ -5,6 +5,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
+from intaglio.quant.calibrate.channels_last_run import LEAST_MACS, linear
 from intaglio.quant.calibrate.observer import observed_part
 
 X = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -17,7 +18,7 @@ def prepared_model(last: dict[str, str]) -> stages.Prepared:
 
 
 def linear_layers(module: torch.fx.GraphModule) -> int:
-    return sum(node.target is torch.ops.aten.linear.default for node in module.graph.nodes)
+    return sum(node.name.startswith("linear") and node.op == "call_function" for node in module.graph.nodes)
 
 
 def test_layers_behind_the_last_observer_are_left_out():
@@ -59,3 +60,18 @@ def test_a_graph_without_operators_behind_observers_has_no_smaller_part():
     graph = torch.fx.Graph()
     graph.output((graph.placeholder("x"),))
     assert observed_part(torch.fx.GraphModule(nn.Module(), graph)) is None
+
+
+def test_large_linear_layers_have_the_results_of_pytorch():
+    make = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 32, 512, generator=make), torch.randn(96, 512, generator=make)
+    assert x.numel() * len(weight) >= LEAST_MACS
+    for operand in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        for bias in (None, torch.randn(96, generator=make)):
+            expected = torch.nn.functional.linear(operand, weight, bias)
+            torch.testing.assert_close(linear(operand, weight, bias), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_linear_layers_of_other_data_types_run_in_pytorch():
+    x, weight = torch.randn(64, 512, dtype=torch.float64), torch.randn(256, 512, dtype=torch.float64)
+    assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))

@@ -15,6 +15,7 @@ from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axe
 from intaglio.ir import QParams, Shape, Signature, symbols_of
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Observed, Shared, Site
+from intaglio.quant.calibrate.channels_last_run import REPLACED
 from intaglio.quant.calibrate.custom_observer import Edge
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.recipes.choices import Role
@@ -183,11 +184,14 @@ def observed_part(module: fx.GraphModule) -> fx.GraphModule | None:
     """Return a graph with observers without its results and without operators that no observer reads.
 
     Such operators are the last layer of most models, which takes a large part of the time if it computes the logits of
-    a large vocabulary. The part shares tensors and observers with the graph. It is ``None`` if it is the whole graph.
+    a large vocabulary. The part has the operators of `REPLACED` and shares tensors and observers with the graph. It is
+    ``None`` if it is the whole graph.
     """
     kept, graph = ("placeholder", "call_module", "output"), fx.Graph()  # all modules of a graph are observers
     graph.graph_copy(module.graph, {})
     graph.output(())
     if not graph.eliminate_dead_code(lambda node: node.op in kept or node.is_impure()):
         return None
+    for node in graph.nodes:
+        node.target = REPLACED.get(node.target, node.target)
     return fx.GraphModule(module, graph)
