@@ -9,6 +9,9 @@ from numpy.typing import ArrayLike
 
 from intaglio.numerics.rounding import FloatArray
 
+ELEMENTS_AT_ONCE = 1 << 16
+"""Elements that are multiplied at once, which a cache of a core holds with their results."""
+
 
 def hadamard_scale(size: int) -> np.float32:
     """Return the factor that makes a Hadamard matrix of 1 and -1 orthogonal."""
@@ -26,13 +29,25 @@ def hadamard(x: ArrayLike, size: int) -> FloatArray:
         size: Size of the blocks, a power of two that divides C.
     """
     given = np.asarray(x, np.float32)
-    found = given.reshape(*given.shape[:-1], given.shape[-1] // size, size)
-    distance = 1
+    found = np.empty(given.shape, np.float32)
+    blocks, results = given.reshape(-1, size), found.reshape(-1, size)
+    count = max(1, ELEMENTS_AT_ONCE // size)
     with np.errstate(over="ignore", invalid="ignore"):
-        while distance < size:
-            pairs = found.reshape(*found.shape[:-1], size // (2 * distance), 2, distance)
-            first, second = pairs[..., 0, :], pairs[..., 1, :]
-            found = np.stack([first + second, first - second], -2).reshape(found.shape)
-            distance *= 2
-        scaled: FloatArray = (found * hadamard_scale(size)).reshape(given.shape)
-    return scaled
+        for start in range(0, len(blocks), count):
+            results[start : start + count] = _butterflies(blocks[start : start + count].T).T
+        found *= hadamard_scale(size)
+    return found
+
+
+def _butterflies(columns: FloatArray) -> FloatArray:
+    """Multiply f32[size, blocks], a block in each column, by the Hadamard matrix of 1 and -1."""
+    given, size = np.ascontiguousarray(columns), len(columns)
+    distance, result = 1, np.empty_like(given)
+    while distance < size:
+        shape = size // (2 * distance), 2, distance, -1
+        pairs, found = given.reshape(shape), result.reshape(shape)
+        np.add(pairs[:, 0], pairs[:, 1], out=found[:, 0])
+        np.subtract(pairs[:, 0], pairs[:, 1], out=found[:, 1])
+        given, result = result, given
+        distance *= 2
+    return given
