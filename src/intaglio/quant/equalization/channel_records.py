@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from intaglio.fxgraph.node_info import fixed_size
+from intaglio.fxgraph.node_info import fixed_size, known_type
 from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axes_of, visible_groups, visible_tokens
-from intaglio.ir import Signature
+from intaglio.ir import Signature, evaluate
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.calibration_cache import Calls
 from intaglio.quant.equalization.sampled_rows import FOLDS, ROW_COUNT, SampledRows
-from intaglio.quant.precision.measure_rounding import ValueRecorder
+from intaglio.quant.precision.measure_rounding import ValueRecorder, first_calls
+from intaglio.signature import dims_of
 
+MOST_POSITIONS = 1 << 15
+"""Number of positions of every value after which no more batches run: 64 texts of 512 tokens have so many."""
 MOST_ROWS_PER_SAMPLE = 64
 """Largest number of positions that are recorded of one sample."""
 
@@ -91,7 +95,7 @@ class ChannelFactors:
 def record_channels(
     module: fx.GraphModule, signature: Signature, axes: Mapping[str, int], calls: Calls, group: Group
 ) -> dict[str, ChannelRecord]:
-    """Run the batches and return the record of each value, over the batches of all ranks without padding.
+    """Run the first batches with `MOST_POSITIONS` and return the record of each value, without padding.
 
     Args:
         module: the graph.
@@ -103,6 +107,8 @@ def record_channels(
     if not axes:
         return {}
     nodes = {node.name: node for node in module.graph.nodes}
+    positions = [_position_count([nodes[name] for name in axes], axes, signature, leaves) for leaves in calls]
+    calls = first_calls(calls, positions, group, MOST_POSITIONS)
     sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
     every = [size for sizes_of_rank in group.gather(sizes) for size in sizes_of_rank]
     step = max(every, default=1)  # Samples are numbered in steps of the largest batch.
@@ -135,6 +141,15 @@ def record_channels(
         rows = [part for of_rank in group.gather(parts[name]) for part in of_rank]
         found[name] = ChannelRecord(extremum, SampledRows.joined(rows, extremum.low.shape[1]))
     return found
+
+
+def _position_count(
+    nodes: Sequence[fx.Node], axes: Mapping[str, int], signature: Signature, leaves: Sequence[torch.Tensor]
+) -> int:
+    """Return the number of positions that each of the values has at least in a call."""
+    symbols = dims_of(signature, leaves[: len(signature.inputs)])
+    shapes = {node: [evaluate(dim, symbols) for dim in known_type(node).shape] for node in nodes}
+    return min(math.prod(shape) // max(1, shape[axes[node.name]]) for node, shape in shapes.items())
 
 
 def _by_sample(

@@ -180,10 +180,16 @@ def coarse_values(prepared: Prepared, calls: Calls, group: Group) -> dict[str, f
 
 def first_samples(calls: Calls, group: Group, most: int = MEASURED_SAMPLES) -> Calls:
     """Return this rank's calls among the first ones of all ranks with ``most`` samples."""
-    sizes = group.gather([max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls])
+    sizes = [max((len(leaf) for leaf in leaves if leaf.dim()), default=1) for leaves in calls]
+    return first_calls(calls, sizes, group, most)
+
+
+def first_calls(calls: Calls, sizes: Sequence[int], group: Group, most: int) -> Calls:
+    """Return this rank's calls among the first ones of all ranks whose sizes add up to ``most``."""
+    every = group.gather(list(sizes))
     total, kept = 0, 0
-    for place in range(max(map(len, sizes))):
-        for rank, own in enumerate(sizes):
+    for place in range(max(map(len, every))):
+        for rank, own in enumerate(every):
             if place < len(own) and total < most:
                 total += own[place]
                 kept += rank == group.rank
