@@ -21,13 +21,10 @@ from intaglio.quant.correct.linalg import (
     ordered_factor,
 )
 from intaglio.quant.correct.second_moments import (
-    EXACT_POSITIONS,
     LEAST_SPLIT,
     Moments,
     Operands,
     are_few,
-    float_gram,
-    integer_gram,
     moments,
 )
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
@@ -226,17 +223,6 @@ def test_moments_of_one_position_are_exact(layer):
     assert torch.equal(found.sums.double(), sums)
     parts = [moments(region, [image], q) for image in q_values.split(1)]
     assert torch.equal(sum(part.matrix for part in parts), moments(region, [q_values], q).matrix)
-
-
-@pytest.mark.parametrize("positions", [1, 7, EXACT_POSITIONS, 3 * EXACT_POSITIONS + 5])
-def test_both_ways_to_multiply_positions_are_exact(positions):
-    """Bytes of one sign and of the largest magnitude make the largest sums; random ones cancel."""
-    extreme = torch.tensor([-128, 127, -127], dtype=torch.int8)[:, None].repeat(1, positions)
-    mixed = torch.randint(-128, 128, (5, positions), dtype=torch.int8)
-    for x in (extreme, torch.cat([extreme, mixed])):
-        wide = x.long()
-        assert torch.equal(float_gram(x, x), wide @ wide.t())
-        assert torch.equal(integer_gram(x, x).long(), wide @ wide.t())
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import intaglio
 from intaglio import stages
-from intaglio.quant.correct.operand_columns import SHIFT_UNIT
+from intaglio.ir import QParams
+from intaglio.quant.correct.operand_columns import LARGEST_SHIFT, SHIFT_UNIT
 from intaglio.quant.correct.rounding_fit import by_group
-from intaglio.quant.correct.second_moments import Moments, Shift, moments, shift_of
+from intaglio.quant.correct.second_moments import LEAST_FLOAT32, Moments, Shift, moments, row_products, shift_of
 from intaglio.quant.correct.weight_rounding import nearest, qronos
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
@@ -91,6 +92,34 @@ def test_errors_are_those_of_the_results_of_the_layer(layer):
     expected = (results[0] - results[1]).square().sum()
     with_shift = Moments(found.products, found.sums, found.count, found.samples, found.operands, shift)
     torch.testing.assert_close(with_shift.result_errors(weight, rounded).sum(), expected)
+
+
+def test_products_of_the_largest_differences_are_exact():
+    layer = nn.Linear(9, 5)
+    x = torch.randn(4, 6, 9)
+    prepared = stages.prepare(stages.capture(nn.Sequential(layer).eval(), x))
+    (region,) = prepared.annotations.regions
+    for zero in (0, 7, 128):
+        operand = torch.randint(0, 256, x.shape, dtype=torch.uint8)
+        lacking = torch.randint(-LARGEST_SHIFT, LARGEST_SHIFT + 1, x.shape).to(torch.int16)
+        lacking[0, 0] = LARGEST_SHIFT
+        lacking[0, 1] = -LARGEST_SHIFT
+        found = shift_of(region, operand.split(1), lacking.split(1), QParams((0.5,), (zero,), 0, 255))
+        columns, differences = operand.reshape(-1, 9).double() - zero, lacking.reshape(-1, 9).double() * SHIFT_UNIT
+        assert torch.equal(found.products[0], differences.t() @ columns)
+        assert torch.equal(found.squares[0], differences.t() @ differences)
+
+
+def test_large_products_are_those_of_float64():
+    make = torch.Generator().manual_seed(0)
+    operands = torch.randint(-127, 128, (1, LEAST_FLOAT32, 1500), generator=make).double()
+    matrix = operands @ operands.mT
+    rows = torch.randn(1, 7, LEAST_FLOAT32, generator=make, dtype=torch.float64) * 1e200
+    rows[0, 3] = 0
+    exact = rows @ matrix
+    torch.testing.assert_close(row_products(rows, matrix), exact, atol=1e-5 * exact.abs().max().item(), rtol=0)
+    found = Moments(matrix, operands.sum(2).long(), 1500, 1500).errors(rows * 1e-190)
+    torch.testing.assert_close(found, (exact * 1e-190 * rows * 1e-190).sum(2), atol=0, rtol=1e-4)
 
 
 def deep() -> nn.Module:

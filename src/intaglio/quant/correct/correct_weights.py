@@ -36,14 +36,13 @@ from intaglio.quant.correct.effort import (
     takes_too_long,
     takes_too_much_memory,
 )
-from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.correct.operand_columns import OperandReader, position_count
 from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
 from intaglio.quant.correct.second_moments import Moments, moments, shift_of, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
+from intaglio.quant.evaluation.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
-from intaglio.quant.qdq.row_blocks import by_row_blocks
 from intaglio.quant.qdq.weight_grid import WeightGrid, narrow, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
@@ -89,7 +88,7 @@ def correct(
     scales: dict[tuple[str, int], np.ndarray] = {}
     units = weight_qparams(annotations, qparams, [], ranges.parameters or {}, {}, scales)
     compared = any(reads_float_model(region.setting) for region in annotations.regions)
-    evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=compared, cache=cache)
+    evaluation = LayerwiseEvaluation(annotations, calls, qparams, float_track=compared, cache=cache, stops=_has_weight)
     visible = tuple(visible_tokens(prepared.signature, leaves) for leaves in calls)
     operands = OperandReader(evaluation, prepared.signature, visible, group)
     corrector = _WeightCorrector(evaluation, operands, units, group)
@@ -97,15 +96,14 @@ def correct(
     corrected = any(
         is_corrected(annotations, region) or is_measured(annotations, region) for region in annotations.regions
     )
-    count = sum(region.record.roles.weight is not None for region in annotations.regions)
+    count = sum(map(_has_weight, annotations.regions))
     done = 0
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
-        if region.record.roles.weight is not None:
-            report_progress("correct", done, count, origin(region.anchor).path)
-            corrector.correct_region(region)
-            done += 1
-            if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
-                break
+        report_progress("correct", done, count, origin(region.anchor).path)
+        corrector.correct_region(region)
+        done += 1
+        if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
+            break
     regions.close()
     final = annotated_with_biases(annotations, evaluation.biases)
     biases = {name: values.numpy() for name, values in evaluation.biases.items()}
@@ -120,6 +118,10 @@ def correct(
         corrector.imported_noise,
         tuple(corrector.lines_of_left_out()),
     )
+
+
+def _has_weight(region: Region) -> bool:
+    return region.record.roles.weight is not None
 
 
 @dataclass
@@ -137,7 +139,7 @@ class _WeightCorrector:
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
         left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
             why.
-        last_set: weight node of the last region whose weight was set.
+        used_weights: region -> node of its weight, for the last regions, whose weights the evaluation uses.
         shared: what linear layers that read the same operand have in common, by the operand and a name.
     """
 
@@ -150,7 +152,7 @@ class _WeightCorrector:
     noise_ratios: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     imported_noise: dict[str, float] = field(default_factory=dict)
     left_out: dict[Region, str] = field(default_factory=dict)
-    last_set: fx.Node | None = None
+    used_weights: dict[Region, fx.Node] = field(default_factory=dict)
     shared: dict[tuple[fx.Node, str], Any] = field(default_factory=dict)
 
     def correct_region(self, region: Region) -> None:
@@ -166,7 +168,7 @@ class _WeightCorrector:
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
         quantized = narrow(grid.nearest(weight))
-        self._set_weight(weight_node, grid, quantized)
+        self._set_weight(region, weight_node, grid, quantized, q)
         corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
             return
@@ -196,7 +198,7 @@ class _WeightCorrector:
             if len(weight_node.users) > 1:  # The other operators read it.
                 self.quantized_weights[site.name] = quantized
         quantized = self.quantized_weights.get(site.name, quantized)
-        self._set_weight(weight_node, grid, quantized)
+        self._set_weight(region, weight_node, grid, quantized, q)
         if measures:
             self._measure_imported(region, site, grid, quantized, parts.whole)
         if setting.bias != BiasCorrection.NONE and not region.dynamic:
@@ -205,16 +207,18 @@ class _WeightCorrector:
             signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
             self._correct_bias(region, lost, signal_and_noise, parts, split)
 
-    def _set_weight(self, node: fx.Node, grid: WeightGrid, quantized: np.ndarray) -> None:
-        """Let the evaluation use the dequantized weight from now on, and drop that of the operator before.
+    def _set_weight(self, region: Region, node: fx.Node, grid: WeightGrid, quantized: np.ndarray, q: QParams) -> None:
+        """Let the evaluation use the quantized weight from now on, and drop those of regions that have run.
 
         A weight that several operators read stays.
         """
-        if self.last_set is not None and self.last_set is not node and len(self.last_set.users) == 1:
-            del self.evaluation.weights[self.last_set.name]
-        self.last_set = node
-        values = by_row_blocks(lambda q, steps: (q * steps).astype(np.float32), quantized, grid.steps)
-        self.evaluation.weights[node.name] = torch.from_numpy(values)
+        for other, read in list(self.used_weights.items()):
+            if self.evaluation.is_done(other) and other is not region:
+                self.evaluation.drop_weight(read)
+                del self.used_weights[other]
+        if len(node.users) == 1:
+            self.used_weights[region] = node
+        self.evaluation.set_weight(region, node, grid, quantized, q)
 
     def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
         """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the

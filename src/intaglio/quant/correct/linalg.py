@@ -48,6 +48,14 @@ class OrderedFactor(NamedTuple):
         """Return a function for these errors, float64 [groups, k, rows], which are filled from the last column on."""
         return lambda start, stop: self.lower[:, stop:, start:stop].mT @ error[:, stop:]
 
+    def solve(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows, float64 [groups, rows, k], times the inverse of the damped moments."""
+        order = self.order[:, None].expand(rows.shape)
+        found = torch.linalg.solve_triangular(self.lower.mT, rows.gather(2, order), upper=True, left=False)
+        found /= self.pivots[:, None]
+        found = torch.linalg.solve_triangular(self.lower, found, upper=False, left=False)
+        return torch.empty_like(rows).scatter_(2, order, found)
+
 
 class OperandFactor(NamedTuple):
     """The same factorization of moments ``X X^T`` of few operands X.
@@ -88,6 +96,17 @@ class OperandFactor(NamedTuple):
             return self.scaled[:, start:stop] @ results
 
         return spread
+
+    def solve(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows, float64 [groups, rows, k], times the inverse of the damped moments."""
+        order = self.order[:, None].expand(rows.shape)
+        scaled = (
+            rows.gather(2, order) / self.added[:, None]
+        )  # (A + X X^T)^-1 = A^-1 - A^-1 X (1 + X^T A^-1 X)^-1 X^T A^-1
+        weighted = self.operands / self.added[..., None]
+        inner = torch.eye(self.operands.shape[2], dtype=rows.dtype) + self.operands.mT @ weighted
+        found = scaled - torch.linalg.solve(inner, scaled @ self.operands, left=False) @ weighted.mT
+        return torch.empty_like(rows).scatter_(2, order, found)
 
 
 Factor = OrderedFactor | OperandFactor

@@ -20,13 +20,13 @@ from intaglio.ir import SIGN_OFFSET, QParams, Signature
 from intaglio.numerics.row_quantization import MIN_ROW_ABSMAX
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
+from intaglio.quant.evaluation.layerwise_eval import LayerwiseEvaluation
 from intaglio.quant.qdq.row_blocks import by_row_blocks
 
 SHIFT_UNIT = 1 / 256
 """Unit of differences between float and quantized operands, in steps of the operand."""
-LARGEST_SHIFT = (1 << 15) - 1
-"""Largest difference in this unit, 128 steps."""
+LARGEST_SHIFT = 127 * 257
+"""Largest difference in this unit, 127.5 steps: 127 * 256 + 127 is the largest number of two signed bytes."""
 
 
 def groups_of(region: Region) -> int:

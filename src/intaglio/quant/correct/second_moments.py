@@ -9,17 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from intaglio.ir import DType, QParams
-from intaglio.native.cpu import IsaName, isas
 from intaglio.native.row_errors import row_errors, split_rows
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
+from intaglio.quant.calibrate.channels_last_run import linear
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.correct.linalg import (
-    DAMPING_OF_A_POSITION,
-    DAMPINGS,
     Factor,
     operand_factor,
     ordered_factor,
@@ -31,14 +28,10 @@ from intaglio.quant.correct.operand_columns import (
     operand_zero_points,
     row_length,
 )
-from intaglio.torch_private import int8_matmul
+from intaglio.quant.evaluation.byte_products import EXACT_PRODUCTS, MOST_PRODUCTS, byte_products
 
 BYTE_OFFSET = 128
 """Difference of unsigned and signed bytes; products of signed bytes are accumulated by one instruction."""
-ROWS_AT_ONCE = 1 << 16
-"""Positions that are multiplied at once: 2^16 products of bytes fit into an int32 sum."""
-EXACT_POSITIONS = 1 << 10
-"""Positions whose products of signed bytes, at most 2^14 each, have a sum that float32 represents exactly."""
 GATHERED = 1 << 27
 """Bytes of columns that are multiplied together if batches are small."""
 WEIGHTS_OF_A_POSITION = 3
@@ -48,6 +41,10 @@ GRAM_ROWS = 512
 """Rows of the products that are computed at once; products to the right of them are the same as those below."""
 ERROR_BLOCK = 512
 """Columns of an error that are multiplied at once by those of the moments that are not left of them."""
+LEAST_FLOAT32 = 1024
+"""Weights of one output from which on errors are computed by float32 products, which take a quarter of the time."""
+LEAST_PEAK = 1e-300
+"""Divisor of rows of zeros."""
 LEAST_SPLIT = 256
 """Weights of one output from which on errors are computed by products of bytes, with rows rounded to two bytes. Each
 rounding is at most 2^-16 of the largest element of its row; together they change an error by about 1 in 100,000."""
@@ -87,7 +84,7 @@ class Operands(NamedTuple):
         threads = torch.get_num_threads()
         split = split_rows(rows[0].numpy(), self.offset[0].numpy(), threads)
         digits = torch.from_numpy(split.digits).flatten(0, 1)
-        products = _byte_products(digits, self.signed[0].t().contiguous())
+        products = byte_products(digits, self.signed[0].t().contiguous())
         found = row_errors(products.unflatten(0, (2, -1)).numpy(), split, threads)
         return torch.from_numpy(found)[None]
 
@@ -152,21 +149,18 @@ class Moments:
         error = self.errors(lost)
         if self.shift is None:
             return error
-        crossed = (lost * (weight @ self.shift.products)).sum(2)
-        return (error + 2 * crossed + (weight * (weight @ self.shift.squares)).sum(2)).clamp_min(0)
+        crossed = (lost * row_products(weight, self.shift.products)).sum(2)
+        missing = (weight * row_products(weight, self.shift.squares)).sum(2)
+        return (error + 2 * crossed + missing).clamp_min(0)
 
     def target(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the rows whose results from x are next to those of a weight from the float model's operands.
 
         They solve a least-squares problem, damped as for GPTQ, so that rows for few positions stay close to the weight.
         """
-        if self.shift is None:
+        if self.shift is None or self.factor is None:
             return weight
-        matrix, k = self.matrix, self.sums.shape[1]
-        share = max(DAMPINGS[0], DAMPING_OF_A_POSITION * k / max(self.count, 1))
-        added = share * matrix.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)
-        damped = matrix + added[:, None, None] * torch.eye(k, dtype=torch.float64)
-        return weight + torch.linalg.solve(damped, weight @ self.shift.products, left=False)
+        return weight + self.factor.solve(row_products(weight, self.shift.products))
 
     def errors(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``row M row^T`` of each row, [groups, rows], for float64 [groups, rows, k] and M = sum of x x^T."""
@@ -174,6 +168,8 @@ class Moments:
             return self.operands.errors(rows)
         if self.products is None:
             return (rows @ self._wide).square().sum(2)
+        if rows.shape[0] == 1 and rows.shape[2] >= LEAST_FLOAT32:
+            return float32_errors(self.products[0], rows[0])[None]
         total = rows.new_zeros(rows.shape[:2])
         for start in range(0, rows.shape[2], ERROR_BLOCK):
             stop, behind = start + ERROR_BLOCK, rows[..., start:]
@@ -197,6 +193,32 @@ class Moments:
         """Return the operands as float64."""
         assert self.operands is not None
         return self.operands.wide
+
+
+def row_products(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``rows M`` for float64 [groups, rows, k] and [groups, k, k]; large ones by float32 products."""
+    if rows.shape[0] > 1 or rows.shape[2] < LEAST_FLOAT32:
+        return rows @ matrix
+    peaks = rows.abs().amax(2, keepdim=True).clamp_min(LEAST_PEAK)
+    scaled = (rows / peaks).float()[0]
+    parts = [linear(scaled, part.mT.float()) for part in matrix[0].split(ERROR_BLOCK, 1)]
+    return torch.cat(parts, 1).double()[None] * peaks
+
+
+def float32_errors(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return ``row M row^T`` of each row of float64 [rows, k], by float32 products.
+
+    Rows are scaled to a largest magnitude of 1, so that no product overflows.
+    """
+    peaks = rows.abs().amax(1, keepdim=True).clamp_min(LEAST_PEAK)
+    scaled = (rows / peaks).float()
+    total = rows.new_zeros(len(rows))
+    for start in range(0, len(matrix), ERROR_BLOCK):
+        stop = start + ERROR_BLOCK
+        products = linear(scaled[:, start:stop], matrix[start:, start:stop].float())
+        products[:, ERROR_BLOCK:] *= 2  # M is symmetric
+        total += products.mul_(scaled[:, start:]).sum(1)
+    return total.clamp_min(0) * peaks[:, 0].square()
 
 
 def has_moments(region: Region, site: Site | None) -> bool:
@@ -260,24 +282,45 @@ def sum_over_ranks(found: Moments, group: Group) -> Moments:
 def shift_of(
     region: Region, quantized: Iterable[torch.Tensor], differences: Iterable[torch.Tensor], q: QParams
 ) -> Shift:
-    """Return the shift of an anchor's operand; products of integers are exact in float64, so they add up in any order.
+    """Return the shift of an anchor's operand; products of bytes are exact, so they add up in any order.
 
     Args:
         region: the region of the anchor.
         quantized: batches of quantized operands, as for `moments`.
-        differences: operands of the float model minus the quantized ones, int16 in units of `SHIFT_UNIT` steps.
+        differences: operands of the float model minus the quantized ones, int16 in units of `SHIFT_UNIT` steps, of
+            magnitudes up to `LARGEST_SHIFT`.
         q: parameters of the operand.
     """
     groups, k = groups_of(region), row_length(region)
-    zero = operand_zero_points(region, q, groups, k)[..., None]
-    products, squares = (torch.zeros(groups, k, k, dtype=torch.float64) for _ in range(2))
+    offset = BYTE_OFFSET - operand_zero_points(region, q, groups, k).double()
+    total = Shift(*(torch.zeros(groups, k, k, dtype=torch.float64) for _ in range(2)))
+    pending: list[tuple[torch.Tensor, ...]] = []
     for batch, difference in zip(quantized, differences, strict=True):
         exact = operand_columns(region, difference, q.with_offset(-q.zero))
-        for columns, others in zip(operand_columns(region, batch, q), exact, strict=True):
-            x, d = columns.double() - zero, others.double()
-            products.baddbmm_(d, x.mT)
-            squares.baddbmm_(d, d.mT)
-    return Shift(products * SHIFT_UNIT, squares * SHIFT_UNIT**2)
+        for columns, d in zip(operand_columns(region, batch, q), exact, strict=True):
+            total.products.add_(d.sum(2, dtype=torch.int64).double()[..., None] * offset[:, None])
+            low = (d + BYTE_OFFSET).bitwise_and_(255).sub_(BYTE_OFFSET)
+            digits = ((d - low) >> 8).to(torch.int8), low.to(torch.int8)
+            pending.append(((columns ^ BYTE_OFFSET).view(torch.int8), *digits))
+            # Each product costs a pass over [groups, k, k], so there should be few of them.
+            if sum(parts[0].numel() for parts in pending) >= GATHERED:
+                _add_shift(total, pending)
+                pending = []
+    if pending:
+        _add_shift(total, pending)
+    return Shift(total.products * SHIFT_UNIT, total.squares * SHIFT_UNIT**2)
+
+
+def _add_shift(total: Shift, pending: list[tuple[torch.Tensor, ...]]) -> None:
+    """Add the products of x and of the high and the low bytes of differences, int8 [groups, k, positions] each."""
+    joined = (torch.cat(parts, 2) for parts in zip(*pending, strict=True))
+    for products, squares, *whole in zip(*total, *joined, strict=True):
+        for x, high, low in zip(*(part.split(MOST_PRODUCTS, 1) for part in whole), strict=True):
+            products.add_(byte_products(high, x), alpha=256).add_(byte_products(low, x))
+            crossed = byte_products(high, low)
+            squares.add_(crossed, alpha=256).add_(crossed.mT, alpha=256)
+            _add_gram(squares, high, 1 << 16)
+            _add_gram(squares, low)
 
 
 def are_few(positions: int, k: int) -> bool:
@@ -287,19 +330,19 @@ def are_few(positions: int, k: int) -> bool:
 
 def are_kept(positions: int, groups: int, k: int) -> bool:
     """Return whether the operands of so many positions are kept for errors, for rows with k elements."""
-    return groups == 1 and LEAST_SPLIT <= k <= ROWS_AT_ONCE and positions <= k
+    return groups == 1 and LEAST_SPLIT <= k <= MOST_PRODUCTS and positions <= k
 
 
 def _with_products(total: torch.Tensor | None, sums: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
     """Return float64 [groups, k, k] plus the products of int8 [groups, k, positions]; add their sums to ``sums``."""
     groups, k, count = signed.shape
     total = torch.zeros(groups, k, k, dtype=torch.float64) if total is None else total
-    rows = ROWS_AT_ONCE if groups == 1 else max(1, ROWS_AT_ONCE // groups)
+    rows = MOST_PRODUCTS if groups == 1 else max(1, MOST_PRODUCTS // groups)
     for start in range(0, count, rows):
         part = signed[:, :, start : start + rows]
         if groups == 1:
             _add_gram(total[0], part[0])
-            sums[0] += sum(few.float().sum(1).long() for few in part[0].split(EXACT_POSITIONS, 1))
+            sums[0] += sum(few.float().sum(1).long() for few in part[0].split(EXACT_PRODUCTS, 1))
         else:  # float64 represents these sums exactly and multiplies all small groups at once.
             wide = part.double()
             total.baddbmm_(wide, wide.mT)
@@ -307,39 +350,13 @@ def _with_products(total: torch.Tensor | None, sums: torch.Tensor, signed: torch
     return total
 
 
-def _add_gram(total: torch.Tensor, x: torch.Tensor) -> None:
-    """Add ``x x^T`` of int8 [k, positions] to float64 [k, k]. Rows are multiplied by those up to them only."""
-    gram = integer_gram if IsaName.AVX512VNNI in isas() else float_gram
+def _add_gram(total: torch.Tensor, x: torch.Tensor, factor: int = 1) -> None:
+    """Add ``factor x x^T`` of int8 [k, positions] to float64 [k, k]. Rows are multiplied by those up to them only."""
     for start in range(0, len(x), GRAM_ROWS):
         here, stop = slice(start, start + GRAM_ROWS), min(start + GRAM_ROWS, len(x))
-        products = gram(x[here], x[:stop])
-        total[here, :stop] += products
-        total[:start, here] += products[:, :start].mT
-
-
-def integer_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return ``x y^T`` of int8 [rows, positions] in int32, by int8 products; at most `ROWS_AT_ONCE` positions."""
-    if x.shape[1] == 1:  # _int_mm misreads the strides of a single column.
-        x, y = F.pad(x, (0, 1)), F.pad(y, (0, 1))
-    return int8_matmul(x, y.t())
-
-
-def _byte_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a b^T`` of int8 [rows, k] in int32; sums of at most 2^16 products are exact in float64, too."""
-    if IsaName.AVX512VNNI in isas():
-        return integer_gram(a, b)
-    return (a.double() @ b.double().t()).to(torch.int32)
-
-
-def float_gram(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return ``x y^T`` of int8 [rows, positions] in int64, by exact float32 products of `EXACT_POSITIONS` at a time.
-
-    On a processor without VNNI this is 20 times as fast as PyTorch's int8 product (31 and 1.2 GMAC/s on a Zen 3 core).
-    """
-    total = torch.zeros(len(x), len(y), dtype=torch.int64)
-    for part, other in zip(x.split(EXACT_POSITIONS, 1), y.split(EXACT_POSITIONS, 1), strict=True):
-        total += (part.float() @ other.float().t()).to(torch.int64)
-    return total
+        products = byte_products(x[here], x[:stop])
+        total[here, :stop].add_(products, alpha=factor)
+        total[:start, here].add_(products[:, :start].mT, alpha=factor)
 
 
 def _shifted(total: Moments, offset: torch.Tensor) -> Moments:

@@ -20,7 +20,6 @@ from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.corrections import CorrectionStep
-from intaglio.quant.correct.layerwise_eval import decibels
 from intaglio.quant.equalization.apply_equalization import apply_equalization, with_input_equalization
 from intaglio.quant.equalization.channel_records import ChannelFactors, record_channels
 from intaglio.quant.equalization.equalization_factors import equalized_value
@@ -33,6 +32,7 @@ from intaglio.quant.equalization.scalable_results import (
 )
 from intaglio.quant.equalization.smooth_factors import STATIC_INT8, smoothing
 from intaglio.quant.equalization.smoothquant import smoothable
+from intaglio.quant.evaluation.layerwise_eval import decibels
 from intaglio.quant.precision.apply_decisions import with_data_floats, with_int8_tables, with_two_bytes
 from intaglio.quant.precision.decide_by_data import decide_by_data
 from intaglio.quant.precision.first_layers import sensitive_layers

@@ -18,7 +18,7 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.calibrate.callbacks.given_parameters import Given, RegionSites, given_parameters, parameters_by_site
 from intaglio.quant.calibrate.dataset_manager import DatasetManager
-from intaglio.quant.correct.layerwise_eval import LayerwiseEvaluation
+from intaglio.quant.evaluation.layerwise_eval import LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import anchor_sites, scale_per_output, weight_qparams
 from intaglio.quant.qdq.weight_grid import channel_scales, weight_grid
 from intaglio.quant.recipes.choices import Role

@@ -26,7 +26,7 @@ from intaglio.quant.calibrate.callbacks.given_parameters import Given, given_par
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Statistics
-from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
+from intaglio.quant.evaluation.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.qdq.qparams import activation_qparams
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.user_patterns import ParameterChooser

@@ -6,7 +6,7 @@ import torch
 
 from intaglio import numerics, stages
 from intaglio.fxgraph.nodes import operands
-from intaglio.quant.correct.layerwise_eval import CACHE, LayerwiseEvaluation
+from intaglio.quant.evaluation.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe
 from intaglio.quant.recipes.settings import Setting

@@ -5,26 +5,29 @@ Each operator runs once for each batch and track, and a value is freed after its
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from io import BufferedRandom
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import fx
 
+from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import QParams
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.channels_last_run import channels_last, run_operator
+from intaglio.quant.evaluation.byte_products import MOST_PRODUCTS
+from intaglio.quant.evaluation.stored_values import StoredValue, Track, ValueStore
+from intaglio.quant.evaluation.token_layers import TokenWeight, token_layer
 from intaglio.quant.qdq.qdq_rewriter import quantizing
-from intaglio.quant.recipes.choices import Role
+from intaglio.quant.qdq.row_blocks import by_row_blocks
+from intaglio.quant.qdq.weight_grid import WeightGrid
+from intaglio.quant.recipes.choices import ActivationMode, Role
 from intaglio.signature import TORCH_DTYPES
-from intaglio.torch_private import pytree, schema_of
+from intaglio.torch_private import schema_of
 
 CACHE = 1 << 30
 """Bytes of live values that are kept in memory; further ones are stored in a temporary file."""
@@ -47,6 +50,8 @@ class LayerwiseEvaluation:
         weights: weight node -> values that replace the model's on the second track.
         integer_weights: weight node -> its quantized values, where the second track has other weights.
         biases: anchor node -> values that replace the model's on the second track.
+        token_weights: weight node -> its quantized values, with which layers with scales per token are computed as
+            their kernels do on the second track.
     """
 
     def __init__(
@@ -57,13 +62,27 @@ class LayerwiseEvaluation:
         *,
         float_track: bool = True,
         cache: int = CACHE,
+        stops: Callable[[Region], bool] = lambda region: True,
     ) -> None:
-        """Start an evaluation with ``cache`` bytes of values in memory; ``float_track=False`` omits the float model."""
+        """Start an evaluation.
+
+        Args:
+            annotations: the annotated graph.
+            calls: the tensors of each call.
+            qparams: parameters that are known.
+            float_track: whether to evaluate the float model, too.
+            cache: bytes of values that are kept in memory.
+            stops: whether the iteration yields a region. What does not depend on a yielded region waits until a later
+                one reads it. It then runs for one batch after the other, so that most values are stored for one batch
+                only.
+        """
         self.annotations, self.calls, self.module = annotations, calls, annotations.module
         self.qparams: dict[str, QParams] = dict(qparams or {})
         self.weights: dict[str, torch.Tensor] = {}
         self.integer_weights: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
+        self.token_weights: dict[str, TokenWeight] = {}
+        self._stops, self._waiting = stops, dict[fx.Node, Region | None]()
         self.sites = {site.value: site for site in annotations.sites if site.role == Role.ACTIVATION}
         self._shortcut_sites = {site.value: site for site in annotations.sites if site.role == Role.SHORTCUT}
         self._shortcuts = find_shortcuts(annotations.regions)
@@ -73,9 +92,9 @@ class LayerwiseEvaluation:
         self._member = {n: region for region in annotations.regions for n in region.nodes}
         self._places = [node.name for node in self.module.graph.nodes if node.op == "placeholder"]
         self._last = _last_readers(self.module.graph, annotations.regions)
-        store = _Store(cache)
-        self._float = _Track(store) if float_track else None
-        self._quantized, self._derived = _Track(store), _Track(store)
+        store = ValueStore(cache)
+        self._float = Track(store) if float_track else None
+        self._quantized, self._derived = Track(store), Track(store)
         self.results: list[tuple[Any, ...]] = []
 
     def __iter__(self) -> Generator[Region]:
@@ -83,12 +102,17 @@ class LayerwiseEvaluation:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for node in self.module.graph.nodes:
                 region = self._regions.get(node.name)
-                if region is not None:
+                if region is not None and self._stops(region):
+                    if any(not self._waiting.keys().isdisjoint(inner.all_input_nodes) for inner in region.nodes):
+                        self._run_waiting()
                     yield region
-                if region is not None or node.name not in self._inside:
-                    self._step(node, region)
-                for gone in self._last.get(node.name, ()):
-                    self._drop(gone, range(len(self.calls)))
+                if node.op != "get_attr" and (region is not None or node.name not in self._inside):
+                    self._waiting[node] = region
+            self._run_waiting()
+
+    def is_done(self, region: Region) -> bool:
+        """Return whether a region that was yielded has run."""
+        return region.root not in self._waiting
 
     def unquantized_inputs(self, region: Region, batch: int) -> list[torch.Tensor]:
         """Return the inputs of the region in the float model, in the order of its activations."""
@@ -139,36 +163,65 @@ class LayerwiseEvaluation:
         """Set the parameters of a site, which values on the second track use from now on."""
         self.qparams[site] = q
 
+    def set_weight(self, region: Region, node: fx.Node, grid: WeightGrid, quantized: np.ndarray, q: QParams) -> None:
+        """Let regions use a quantized weight on the second track from now on.
+
+        Args:
+            region: a region that reads it.
+            node: the node of the weight.
+            grid: the values that its elements can take.
+            quantized: its quantized values, on this grid.
+            q: its scales.
+        """
+        per_token = region.setting.activations == ActivationMode.TOKEN
+        if per_token and region.anchor.target is torch.ops.aten.linear.default and quantized.shape[1] <= MOST_PRODUCTS:
+            kept = torch.from_numpy(grid.as_s8(quantized)), torch.tensor(q.scales, dtype=torch.float32)
+            self.token_weights[node.name] = TokenWeight(*kept)
+            return
+        values = by_row_blocks(lambda q, steps: (q * steps).astype(np.float32), quantized, grid.steps)
+        self.weights[node.name] = torch.from_numpy(values)
+
+    def drop_weight(self, node: fx.Node) -> None:
+        """Let regions use the float weight again."""
+        self.weights.pop(node.name, None)
+        self.token_weights.pop(node.name, None)
+
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _tracks(self) -> list[_Track]:
+    def _tracks(self) -> list[Track]:
         return [track for track in (self._float, self._quantized, self._derived) if track is not None]
 
-    def _drop(self, name: str, batches: Iterable[int]) -> None:
-        for track, batch in itertools.product(self._tracks(), batches):
+    def _drop(self, name: str, batch: int) -> None:
+        for track in self._tracks():
             track.drop(name, batch)
 
-    def _require_float_track(self) -> _Track:
+    def _require_float_track(self) -> Track:
         if self._float is None:
             raise ValueError("this evaluation omits the float model")
         return self._float
 
-    def _step(self, node: fx.Node, region: Region | None) -> None:
-        """Run a region or an operator outside of regions on all batches and tracks, and store its results."""
+    def _run_waiting(self) -> None:
+        """Run the waiting operators and regions for one batch after the other."""
+        for batch in range(len(self.calls)):
+            for node, region in self._waiting.items():
+                self._step(node, region, batch)
+                for read_last in self._last.get(node.name, ()):
+                    self._drop(read_last, batch)
+        self._waiting.clear()
+
+    def _step(self, node: fx.Node, region: Region | None, batch: int) -> None:
+        """Run a region or an operator outside of regions on all tracks, and store its results."""
         if node.op == "output":
-            for batch in range(len(self.calls)):
-                self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
+            self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
             return
-        if node.op == "get_attr":
-            return
-        for batch, leaves in enumerate(self.calls):
-            exact = self._value(node, region, leaves, self._read_float(batch), True) if self._float else None
-            value = self._value(node, region, leaves, self._reader(batch, region is not None), False)
-            for read_last in self._last.get(node.name, ()):
-                self._drop(read_last, [batch])  # before its result is stored, which then needs less space
-            if self._float is not None:
-                self._float.put(node.name, batch, exact)
-            self._quantized.put(node.name, batch, self._to_store(node, value, node.name in self._rounded))
+        leaves = self.calls[batch]
+        exact = self._value(node, region, leaves, self._read_float(batch), True) if self._float else None
+        value = self._value(node, region, leaves, self._reader(batch, region is not None), False)
+        for read_last in self._last.get(node.name, ()):
+            self._drop(read_last, batch)  # before its result is stored, which then needs less space
+        if self._float is not None:
+            self._float.put(node.name, batch, exact)
+        self._quantized.put(node.name, batch, self._to_store(node, value, node.name in self._rounded))
 
     def _value(
         self, node: fx.Node, region: Region | None, leaves: Sequence[Any], read: Reader, float_track: bool
@@ -196,8 +249,18 @@ class LayerwiseEvaluation:
             args, kwargs = _mapped((node.args, node.kwargs), value, node)
             if not float_track and node is region.anchor and node.name in self.biases:
                 args, kwargs = _with_bias(node, args, kwargs, self.biases[node.name])
-            found[node.name] = run_operator(node.target, args, kwargs)
+            weight = None if float_track or node is not region.anchor else self._token_weight(region)
+            if weight is not None:
+                found[node.name] = token_layer(args[0], weight, *args[2:], **kwargs)
+            else:
+                found[node.name] = run_operator(node.target, args, kwargs)
         return found[region.root.name]
+
+    def _token_weight(self, region: Region) -> TokenWeight | None:
+        """Return the quantized weight of a region that is computed as its kernels do."""
+        if not self.token_weights or region.record.roles.weight is None:
+            return None
+        return self.token_weights.get(layer_operands(region.anchor).weight.name)
 
     def _constant(self, node: fx.Node, float_track: bool) -> torch.Tensor:
         own = getattr(self.module, node.target)
@@ -225,29 +288,29 @@ class LayerwiseEvaluation:
             return self._dequantized_16bit(node, kept)
         return _dequantized(self._quantized_8bit(node, kept, q), q, site)
 
-    def _quantized_8bit(self, node: fx.Node, kept: _StoredValue, q: QParams) -> torch.Tensor:
+    def _quantized_8bit(self, node: fx.Node, kept: StoredValue, q: QParams) -> torch.Tensor:
         """Return the 8-bit quantized values; 16-bit values are rounded once more."""
         site = self.sites[node.name]
         if kept.quantized is None:
             return _quantize(kept.real, q, site)
         return _quantize(self._dequantized_16bit(node, kept), q, site) if kept.is_16bit else kept.quantized
 
-    def _dequantized_16bit(self, node: fx.Node, kept: _StoredValue) -> torch.Tensor:
+    def _dequantized_16bit(self, node: fx.Node, kept: StoredValue) -> torch.Tensor:
         """Return a value dequantized from 16 bits."""
         site = self._shortcut_sites[node.name]
         return _dequantized(kept.quantized, self.qparams[site.name], site)
 
-    def _to_store(self, node: fx.Node, value: Any, produced: bool) -> _StoredValue:
+    def _to_store(self, node: fx.Node, value: Any, produced: bool) -> StoredValue:
         """Return what to store of a value: quantized values only, unless a reader outside of regions needs floats."""
         site = self.sites.get(node.name)
         if site is None or site.name not in self.qparams:
-            return _StoredValue(real=value)
+            return StoredValue(real=value)
         wide = self._shortcut_sites.get(node.name)
         wide = wide if wide is not None and wide.name in self.qparams else None
         kind = site if wide is None else wide
         quantized = _quantize(value, self.qparams[kind.name], kind)
         floating = not produced and any(user.name not in self._inside for user in node.users)
-        return _StoredValue(value if floating else None, quantized, wide is not None)
+        return StoredValue(value if floating else None, quantized, wide is not None)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -300,100 +363,3 @@ def _last_readers(graph: fx.Graph, regions: Sequence[Region]) -> dict[str, list[
         readers = [runs_at.get(user.name, user.name) for user in node.users]
         gone.setdefault(max([node.name, *readers], key=order.__getitem__), []).append(node.name)
     return gone
-
-
-@dataclass
-class _StoredValue:
-    """A stored value of the second track, in float, quantized, or both; ``is_16bit`` marks 16-bit quantized values."""
-
-    real: Any = None
-    quantized: Any = None
-    is_16bit: bool = False
-
-
-@dataclass(frozen=True)
-class _Spilled:
-    """A tensor in the temporary file, whose bytes start at ``offset`` in memory order."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Store:
-    """Stores tensors with their strides, in memory up to a number of bytes and then in one temporary file."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used, self.end = limit, 0, 0
-        self.free: dict[int, list[int]] = {}
-        self.file: BufferedRandom | None = None
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor | _Spilled:
-        """Store a tensor, and return it or its place in the file."""
-        size = tensor.numel() * tensor.element_size()
-        if self.used + size <= self.limit:
-            self.used += size
-            return tensor
-        if self.file is None:
-            self.file = tempfile.TemporaryFile()  # noqa: SIM115  # The unnamed file lives as long as the evaluation.
-        offset = places.pop() if (places := self.free.get(size)) else self.end
-        self.end = max(self.end, offset + size)
-        self.file.seek(offset)
-        self.file.write(_dense(tensor).as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
-        return _Spilled(offset, tensor.shape, _dense(tensor).stride(), tensor.dtype)
-
-    def get(self, kept: torch.Tensor | _Spilled) -> torch.Tensor:
-        """Return a stored tensor."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        assert self.file is not None
-        flat = torch.empty(kept.shape.numel(), dtype=kept.dtype)
-        self.file.seek(kept.offset)
-        self.file.readinto(flat.view(torch.uint8).numpy().data)
-        return flat.as_strided(kept.shape, kept.stride)
-
-    def drop(self, kept: torch.Tensor | _Spilled) -> None:
-        """Release the memory or the part of the file that a stored tensor uses."""
-        if isinstance(kept, torch.Tensor):
-            self.used -= kept.numel() * kept.element_size()
-        else:
-            self.free.setdefault(int(np.prod(kept.shape)) * kept.dtype.itemsize, []).append(kept.offset)
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without gaps in memory, which a slice of a larger tensor may have."""
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
-    return tensor if tensor.permute(order).is_contiguous() else tensor.contiguous()
-
-
-@dataclass
-class _Track:
-    """Stored values by node and batch."""
-
-    store: _Store
-    values: dict[str, dict[int, Any]] = field(default_factory=dict)
-
-    def put(self, name: str, batch: int, value: Any) -> None:
-        parts, tree = pytree.tree_flatten(_fields(value))
-        kept = [self.store.put(_dense(part)) if isinstance(part, torch.Tensor) else part for part in parts]
-        self.values.setdefault(name, {})[batch] = (type(value) is _StoredValue, kept, tree)
-
-    def get(self, name: str, batch: int) -> Any:
-        pair, kept, tree = self.values[name][batch]
-        parts = [self.store.get(part) if isinstance(part, (torch.Tensor, _Spilled)) else part for part in kept]
-        value = pytree.tree_unflatten(parts, tree)
-        return _StoredValue(*value) if pair else value
-
-    def drop(self, name: str, batch: int) -> None:
-        own = self.values.get(name, {})
-        _, kept, _ = own.pop(batch, (False, [], None))
-        if not own:
-            self.values.pop(name, None)
-        for part in kept:
-            if isinstance(part, (torch.Tensor, _Spilled)):
-                self.store.drop(part)
-
-
-def _fields(value: Any) -> Any:
-    return (value.real, value.quantized, value.is_16bit) if type(value) is _StoredValue else value

@@ -1,0 +1,40 @@
+"""Linear layers with scales per token have the bits of the reference arithmetic on the second track."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from intaglio import numerics
+from intaglio.quant.evaluation.token_layers import TokenWeight, quantized_rows, token_layer
+
+
+def drawn(shape: tuple[int, ...], seed: int, scale: float) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@given(
+    st.integers(0, 5), st.integers(1, 70), st.integers(1, 9), st.integers(0, 99), st.sampled_from([1.0, 1e-35, 1e30])
+)
+def test_a_layer_has_the_bits_of_the_reference_arithmetic(rows, inputs, outputs, seed, scale):
+    x, bias = drawn((rows, 3, inputs), seed, scale), drawn((outputs,), seed + 1, 1.0)
+    weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    scales = drawn((outputs,), seed + 2, 0.01).abs() + 1e-4
+    quantized, steps = numerics.quantize_rows(x.numpy(), numerics.row_absmax(x.numpy()))
+    products = (quantized.astype(np.int32) - 128) @ weight.numpy().astype(np.int32).T
+    expected = numerics.dequantize_rows(products, steps, scales.numpy(), bias.numpy())
+    assert np.array_equal(token_layer(x, TokenWeight(weight, scales), bias).numpy(), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_rows_that_are_not_finite_have_no_scale(value):
+    rows = drawn((3, 8), 0, 1.0)
+    rows[1, 2] = value
+    quantized, scales = quantized_rows(rows)
+    expected, steps = numerics.quantize_rows(rows.numpy(), numerics.row_absmax(rows.numpy()))
+    assert np.array_equal(quantized.numpy(), expected.astype(np.int32) - 128)
+    assert np.array_equal(scales.numpy(), steps, equal_nan=True)
+    assert (
+        not token_layer(rows, TokenWeight(torch.ones(2, 8, dtype=torch.int8), torch.ones(1)), None)[1].isfinite().any()
+    )
