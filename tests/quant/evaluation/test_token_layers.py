@@ -5,8 +5,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from intaglio import numerics
+import intaglio
+from intaglio import numerics, stages
+from intaglio.quant.correct.operand_columns import OperandReader
 from intaglio.quant.evaluation.token_layers import TokenWeight, quantized_rows, token_layer
 
 
@@ -38,3 +41,39 @@ def test_rows_that_are_not_finite_have_no_scale(value):
     assert (
         not token_layer(rows, TokenWeight(torch.ones(2, 8, dtype=torch.int8), torch.ones(1)), None)[1].isfinite().any()
     )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_corrections_evaluate_layers_as_kernels_compute_them(bias, monkeypatch):
+    """The second layer reads what the kernels of the first return, whether or not it has a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 40, bias=bias), nn.ReLU(), nn.Linear(40, 8, bias=bias)).eval()
+    x = torch.randn(70, 96)
+    recipe = intaglio.Recipe.of({"*": {"activations": "token", "weights_dtype": "s4", "equalize": 0.0}})
+    prepared = stages.prepare(stages.capture(model, x), stages.Quantizer(recipe=recipe))
+    seen, read = [], OperandReader.batches
+    monkeypatch.setattr(
+        OperandReader,
+        "batches",
+        lambda own, node: seen.append(own.evaluation.float_values(node, 0)) or read(own, node),
+    )
+    ranges = stages.calibrate(prepared, [x], progress=False)
+    reference = stages.convert(prepared, ranges, stages.correct(prepared, ranges, [x]))
+    inner = next(node for node in reference.module.graph.nodes if "relu" in str(node.target))
+    found = {}
+    Recording(reference.module, inner, found).run(x)
+    torch.testing.assert_close(seen[-1], found["value"], atol=1e-6, rtol=1e-6)
+
+
+class Recording(torch.fx.Interpreter):
+    """Stores the value of one node."""
+
+    def __init__(self, module: torch.fx.GraphModule, node: torch.fx.Node, found: dict[str, torch.Tensor]) -> None:
+        super().__init__(module)
+        self.node, self.found = node, found
+
+    def run_node(self, n: torch.fx.Node) -> object:
+        value = super().run_node(n)
+        if n is self.node:
+            self.found["value"] = value
+        return value

@@ -26,7 +26,7 @@ class TokenWeight(NamedTuple):
     scales: torch.Tensor
 
 
-def token_layer(x: torch.Tensor, weight: TokenWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def token_layer(x: torch.Tensor, weight: TokenWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return the result of a layer for f32[..., inputs], with the bits of its kernels.
 
     It is `numerics.dequantize_rows` of the integer products of `numerics.quantize_rows`. Products of integers are
