@@ -1,0 +1,70 @@
+"""Measure the seconds and the memory that quantizing a decoder with corrected weights takes.
+
+    pip install transformers
+    python benchmarks/decoder_quantizing.py
+    python benchmarks/decoder_quantizing.py --sizes qwen25_05b --layers 24 --vocabulary 151936 --recipe w8a8_dynamic
+
+Sizes are those of decode_steps.py, with random weights, in a process of its own. ``w4a8`` rounds weights by GPTQ and
+``w4a8_accurate`` by Qronos. The clock starts with the float model and the texts in memory and ends when the quantized
+model could be called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+
+import decode_steps
+import fresh
+import record
+from decoder_loading import MB, memory
+from rich.console import Console
+
+COLUMNS = {
+    "seconds": "s",
+    "peak": "MB at most",
+    "before": "MB before",
+    "model": "MB of the float model",
+    "packed": "MB",
+}
+"""What is measured -> its title; "packed" is the size of what kernels read of the quantized model."""
+
+
+def cost(sizes: str, layers: int, vocabulary: int, recipe: str, samples: int, length: int, threads: int) -> dict:
+    """Return the seconds and the memory in MB."""
+    import torch
+
+    import intaglio
+
+    torch.set_num_threads(threads)
+    model = decode_steps.decoder(sizes, layers, vocabulary)
+    texts = torch.randint(3, vocabulary, (samples, length), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": part} for part in texts.split(8)]
+    found = {"before": memory("VmRSS"), "model": sum(p.nbytes for p in model.parameters()) / MB}
+    begin = time.perf_counter()
+    quantized = intaglio.quantize(model, data, recipe=recipe, progress=False)
+    found["seconds"] = time.perf_counter() - begin
+    packed = sum(program.artifact.constants.nbytes for program in quantized.programs.values())
+    return found | {"peak": memory("VmHWM"), "packed": packed / MB}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", choices=decode_steps.SIZES, default="llama32_1b")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--recipe", default="w4a8")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    quiet = record.idle()
+    with tempfile.TemporaryDirectory() as folder:
+        found = fresh.call(cost, *vars(arguments).values(), environment={"INTAGLIO_CACHE_DIR": folder})
+    Console(highlight=False).print({title: round(found[name], 1) for name, title in COLUMNS.items()})
+    record.append("decoder_quantizing", arguments, {"idle": record.still_idle(quiet), **found})
+
+
+if __name__ == "__main__":
+    main()
