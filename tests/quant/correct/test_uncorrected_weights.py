@@ -51,6 +51,21 @@ def test_the_report_names_weights_with_large_moments(monkeypatch):
     assert line in model.text("corrections")
 
 
+@pytest.mark.parametrize("limit", ["memory", "time"])
+def test_weights_that_take_too_much_of_qronos_are_rounded_by_gptq(monkeypatch, limit):
+    by_gptq = weight_of(reference(rounding="gptq"))
+    if limit == "memory":
+        monkeypatch.setattr(effort, "LARGEST_MOMENTS", 36)
+    else:
+        monkeypatch.setattr(effort, "PRODUCTS_OF_SHIFT", 1e12)
+    assert np.array_equal(weight_of(reference(rounding="qronos")), by_gptq)
+    model = intaglio.quantize(
+        nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, recipe={"*": {"rounding": "qronos"}}, progress=False
+    )
+    assert "0: rounded by GPTQ, because " in model.text("corrections")
+    assert "gptq: 1 weights" in model.text("corrections")
+
+
 def test_the_report_names_weights_with_many_elements(monkeypatch):
     monkeypatch.setattr(effort, "LARGEST_WEIGHT", 20)
     model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)

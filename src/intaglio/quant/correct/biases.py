@@ -1,23 +1,28 @@
-"""Replace or add biases in a graph and in its annotations."""
+"""Replace or add biases in a graph and in its annotations, and errors of results that they could correct."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import fx
 
+from intaglio import numerics
 from intaglio.fxgraph.graph_passes import copy_graph
-from intaglio.fxgraph.node_info import origin, set_info
+from intaglio.fxgraph.node_info import known_type, origin, set_info
 from intaglio.fxgraph.nodes import layer_operands
+from intaglio.fxgraph.padding_masks import padded_axes, visible_groups
 from intaglio.fxgraph.unique_names import add_constant
-from intaglio.ir import DType, TensorType
+from intaglio.ir import DType, QParams, TensorType
 from intaglio.quant.annotate.find_sites import ValueNames, add_operand_sites, in_execution_order
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import groups
 from intaglio.quant.correct.effort import is_corrected
-from intaglio.quant.qdq.qparams import parameters_of
+from intaglio.quant.correct.operand_columns import OperandReader
+from intaglio.quant.correct.validation_split import ValidationSplit
+from intaglio.quant.qdq.qparams import anchor_sites, parameters_of
 from intaglio.quant.recipes.choices import BiasCorrection
 from intaglio.torch_private import schema_of
 
@@ -77,3 +82,46 @@ def _lacks_bias(annotations: Annotations, region: Region) -> bool:
     if layer_operands(region.anchor).bias is not None:
         return False
     return is_corrected(annotations, region)
+
+
+def output_errors(
+    operands: OperandReader, region: Region, split: ValidationSplit, weight: QParams
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Return sums of the float anchor's results minus the quantized anchor's, and the numbers of addends.
+
+    The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly. The first
+    is over the samples to fit to, the second over those that validate.
+
+    Args:
+        operands: reads the operands of layers from an evaluation.
+        region: the region of the anchor.
+        split: the division of the samples.
+        weight: scales of the anchor's weight.
+    """
+    evaluation = operands.evaluation
+    x_site, _, _ = anchor_sites(evaluation.annotations, region)
+    outputs = len(parameters_of(evaluation.module, region)[0])
+    step = numerics.accumulator_scale(evaluation.qparams[x_site.name].step, weight.scales)
+    unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
+    axis = -1 if region.record.is_linear_layer else 1
+    total = torch.zeros(2, outputs + 1, dtype=torch.int64)
+    x = layer_operands(region.anchor).x
+    input_axes, output_axes = (padded_axes(known_type(node).shape, operands.signature) for node in (x, region.anchor))
+    if None in (input_axes, output_axes) or axis != -1:
+        input_axes = output_axes = None
+
+    def add_up() -> None:
+        for batch, visible in enumerate(operands.visible):
+            exact, found = map(torch.atleast_2d, evaluation.anchor_outputs(region, batch))
+            errors = visible_groups(exact.double() - found.double(), output_axes, visible)
+            inputs = visible_groups(operands.values(x, batch), input_axes, visible)
+            for operand, error in zip(inputs, errors, strict=True):
+                validates = split.validates(operand)
+                for sums, part in zip(total, (~validates, validates), strict=True):
+                    values = error.movedim(axis, 0)[:, part].flatten(1)
+                    sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
+                    sums[-1] += values.shape[1]
+
+    operands.group.run_on_all_ranks(add_up)
+    found = torch.from_numpy(operands.group.total(total.numpy()))
+    return tuple(sums[:-1].double() * unit for sums in found), tuple(int(sums[-1]) for sums in found)

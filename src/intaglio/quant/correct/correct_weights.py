@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from intaglio import numerics
 from intaglio.argument_checks import check_arguments_except
-from intaglio.fxgraph.node_info import known_type, origin
+from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import layer_operands
-from intaglio.fxgraph.padding_masks import padded_axes, visible_groups, visible_tokens
+from intaglio.fxgraph.padding_masks import visible_tokens
 from intaglio.ir import SIGN_OFFSET, DType, QParams
 from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Region
@@ -24,7 +23,7 @@ from intaglio.quant.calibrate.distributed import Group
 from intaglio.quant.calibrate.kept_memory import kept_memory
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
-from intaglio.quant.correct.biases import annotated_with_biases, with_needed_biases
+from intaglio.quant.correct.biases import annotated_with_biases, output_errors, with_needed_biases
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cached_calls
 from intaglio.quant.correct.corrections import Corrections, CorrectionStep, RoundedWeight
 from intaglio.quant.correct.effort import (
@@ -35,6 +34,7 @@ from intaglio.quant.correct.effort import (
     sampled_gain,
     takes_too_long,
     takes_too_much_memory,
+    with_simpler_rounding,
 )
 from intaglio.quant.correct.operand_columns import OperandReader, position_count
 from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
@@ -137,8 +137,8 @@ class _WeightCorrector:
         quantized_weights: site of a weight of several operators -> quantized values, in steps of its grid.
         noise_ratios: name of a correction -> ratios of noise to signal before and after it, for each operator.
         imported_noise: weight site -> ratio of noise to signal in the results of an imported weight rounded again.
-        left_out: regions whose weights are rounded to nearest, because anything else takes too much memory or time ->
-            why.
+        left_out: regions whose weights are rounded in a simpler way than their settings say -> how, and why: it takes
+            too much memory or time.
         used_weights: region -> node of its weight, for the last regions, whose weights the evaluation uses.
         shared: what linear layers that read the same operand have in common, by the operand and a name.
     """
@@ -173,12 +173,15 @@ class _WeightCorrector:
         if not corrects and not measures:
             return
         split, validating, positions = self._shared(region, x, "split", lambda: self._split(region, x))
-        if (reason := takes_too_much_memory(region, positions)) is not None:
-            self.left_out[region] = reason
-            return
-        if (reason := takes_too_long(region, positions)) is not None:
-            self.left_out[region] = f"{reason}{self._gain_of_sample(region, x, weight, grid, validating)}"
-            return
+        heavy = takes_too_much_memory(region, positions)
+        if (reason := heavy or takes_too_long(region, positions)) is not None:
+            simpler = with_simpler_rounding(region, positions)
+            if simpler is None:
+                gain = "" if heavy else self._gain_of_sample(region, x, weight, grid, validating)
+                self.left_out[region] = f"to nearest, because {reason}{gain}"
+                return
+            self.left_out[region] = f"by GPTQ, because {reason}"
+            region, setting = simpler, simpler.setting
         if not corrects:
             self._measure_imported(region, site, grid, quantized, self._moments(region, x))
             return
@@ -329,7 +332,8 @@ class _WeightCorrector:
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
-            sums, counts = self._output_errors(region, split)
+            step = self.units[anchor_sites(self.evaluation.annotations, region)[1].name]
+            sums, counts = output_errors(self.operands, region, split, step)
             if not mean_generalizes(sums, counts, split.crossed):
                 return
             moved = sum(sums) / max(sum(counts), 1)
@@ -346,43 +350,6 @@ class _WeightCorrector:
             self._record_noise("bias of weights", signal, before, before - count * lost.square().sum().item())
         self.evaluation.biases[region.anchor.name] = (torch.from_numpy(bias).double() + moved).float()
 
-    def _output_errors(
-        self, region: Region, split: ValidationSplit
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-        """Return sums of the float anchor's results minus the quantized anchor's, and the numbers of addends.
-
-        The sums of each batch are rounded to 2^-16 of the accumulator's step, so that they add up exactly. The first
-        is over the samples to fit to, the second over those that validate.
-        """
-        x_site, w_site, _ = anchor_sites(self.evaluation.annotations, region)
-        outputs = len(parameters_of(self.evaluation.module, region)[0])
-        step = numerics.accumulator_scale(self.evaluation.qparams[x_site.name].step, self.units[w_site.name].scales)
-        unit = torch.from_numpy(np.broadcast_to(np.asarray(step, np.float64), outputs).copy()) * 2.0**-16
-        axis = -1 if region.record.is_linear_layer else 1
-        total = torch.zeros(2, outputs + 1, dtype=torch.int64)
-        x = layer_operands(region.anchor).x
-        input_axes, output_axes = (
-            padded_axes(known_type(node).shape, self.operands.signature) for node in (x, region.anchor)
-        )
-        if None in (input_axes, output_axes) or axis != -1:
-            input_axes = output_axes = None
-
-        def add_up() -> None:
-            for batch, visible in enumerate(self.operands.visible):
-                exact, found = map(torch.atleast_2d, self.evaluation.anchor_outputs(region, batch))
-                errors = visible_groups(exact.double() - found.double(), output_axes, visible)
-                inputs = visible_groups(self.operands.values(x, batch), input_axes, visible)
-                for operand, error in zip(inputs, errors, strict=True):
-                    validates = split.validates(operand)
-                    for sums, part in zip(total, (~validates, validates), strict=True):
-                        values = error.movedim(axis, 0)[:, part].flatten(1)
-                        sums[:-1] += (values.sum(1) / unit).round().to(torch.int64)
-                        sums[-1] += values.shape[1]
-
-        self.group.run_on_all_ranks(add_up)
-        found = torch.from_numpy(self.group.total(total.numpy()))
-        return tuple(sums[:-1].double() * unit for sums in found), tuple(int(sums[-1]) for sums in found)
-
     def steps(self) -> Iterator[CorrectionStep]:
         """Yield the mean signal-to-noise ratios before and after each correction."""
         for name, pairs in self.noise_ratios.items():
@@ -393,4 +360,4 @@ class _WeightCorrector:
     def lines_of_left_out(self) -> Iterator[str]:
         """Yield a line for each weight whose rounding data could not decide."""
         for region, reason in self.left_out.items():
-            yield f"{origin(region.anchor).path or region.anchor.name}: rounded to nearest, because {reason}"
+            yield f"{origin(region.anchor).path or region.anchor.name}: rounded {reason}"

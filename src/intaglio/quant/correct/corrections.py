@@ -139,7 +139,8 @@ class Corrections:
         weight_scales: weight site and groups -> scales computed from its values, before they are fitted to a bias.
         imported_noise: weight site -> ratio of noise to signal in the results of its layer, for imported weights that
             are rounded again.
-        left_out: a line for each weight that is rounded to nearest because a correction takes too much memory.
+        left_out: a line for each weight that is rounded in a simpler way than its setting says, which takes too much
+            memory or time.
     """
 
     annotations: Annotations

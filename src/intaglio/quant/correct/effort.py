@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,9 @@ VALIDATING_FITS = 1.5
 """Mean number of fits of some rows of a weight to a part of the samples, before all rows are fitted to all of them."""
 BYTES_OF_ERRORS = 4
 """Byte products for each weight and position to take its errors: two bytes, for the signal and for the noise."""
+PRODUCTS_OF_SHIFT = 4
+"""Byte products for each element of the moments and position to compare operands with those of the float model, whose
+differences have two bytes."""
 SAMPLED_ROWS = 32
 """Number of rows of a weight that are fitted to measure what all would gain."""
 COPIES_IN_MEMORY = 6
@@ -74,12 +78,14 @@ def predicted_cost(region: Region, positions: int) -> FittingCost:
     in_bytes = are_kept(positions, groups, k)
     wide = factor + fits * spread + (0 if in_bytes else 4 * count * rank)
     if region.setting.rounding == Rounding.QRONOS:
-        wide += 2 * groups * k * k * positions + k * count
+        wide += k * count
     if region.setting.rounding == Rounding.ADAROUND:
         wide += fits * ITERATIONS * 2 * count * k
     seconds = wide / WIDE_PRODUCTS + fits * count * COLUMN_BLOCK / 2 / COLUMN_PRODUCTS
     if not few:
         seconds += groups * k * k * positions / BYTE_PRODUCTS
+    if region.setting.rounding == Rounding.QRONOS:
+        seconds += PRODUCTS_OF_SHIFT * groups * k * k * positions / BYTE_PRODUCTS
     if in_bytes:
         seconds += BYTES_OF_ERRORS * count * positions / BYTE_PRODUCTS
     return FittingCost(seconds, 8 * COPIES_IN_MEMORY * (groups * k * rank + count))
@@ -107,6 +113,17 @@ def takes_too_long(region: Region, positions: int) -> str | None:
     if asked_for or cost.seconds <= allowed:
         return None
     return f"it would take about {cost}, and effort = {str(effort)!r} allows {allowed:g} s"
+
+
+def with_simpler_rounding(region: Region, positions: int) -> Region | None:
+    """Return a region whose weight Qronos takes too long or too much memory for with GPTQ, if that does not; ``None``
+    if there is no simpler method than that of the region."""
+    if region.setting.rounding != Rounding.QRONOS:
+        return None
+    simpler = replace(region, setting=replace(region.setting, rounding=Rounding.GPTQ))
+    if takes_too_much_memory(simpler, positions) or takes_too_long(simpler, positions):
+        return None
+    return simpler
 
 
 class SampledGain(NamedTuple):
