@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import intaglio
 from intaglio import stages
 from intaglio.ir import QParams
+from intaglio.quant.correct.linalg import operand_factor, ordered_factor
 from intaglio.quant.correct.operand_columns import LARGEST_SHIFT, SHIFT_UNIT
 from intaglio.quant.correct.rounding_fit import by_group
 from intaglio.quant.correct.second_moments import LEAST_FLOAT32, Moments, Shift, moments, row_products, shift_of
@@ -108,6 +109,17 @@ def test_products_of_the_largest_differences_are_exact():
         columns, differences = operand.reshape(-1, 9).double() - zero, lacking.reshape(-1, 9).double() * SHIFT_UNIT
         assert torch.equal(found.products[0], differences.t() @ columns)
         assert torch.equal(found.squares[0], differences.t() @ differences)
+
+
+@pytest.mark.parametrize("count", [5, 60])
+def test_both_factors_solve_for_the_damped_moments(count):
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 30, count, generator=make, dtype=torch.float64)
+    rows = torch.randn(2, 4, 30, generator=make, dtype=torch.float64)
+    for factor in (operand_factor(x), ordered_factor(x @ x.mT, count)):
+        added = torch.empty_like(factor.added).scatter_(1, factor.order, factor.added)
+        expected = torch.linalg.solve(x @ x.mT + torch.diag_embed(added), rows, left=False)
+        torch.testing.assert_close(factor.solve(rows), expected)
 
 
 def test_large_products_are_those_of_float64():

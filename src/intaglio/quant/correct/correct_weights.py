@@ -358,6 +358,6 @@ class _WeightCorrector:
             yield CorrectionStep(name, f"{len(pairs)} weights, mean over operators", before, after)
 
     def lines_of_left_out(self) -> Iterator[str]:
-        """Yield a line for each weight whose rounding data could not decide."""
+        """Yield a line for each weight that is rounded in a simpler way than its setting says."""
         for region, reason in self.left_out.items():
             yield f"{origin(region.anchor).path or region.anchor.name}: rounded {reason}"

@@ -100,9 +100,8 @@ class OperandFactor(NamedTuple):
     def solve(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows, float64 [groups, rows, k], times the inverse of the damped moments."""
         order = self.order[:, None].expand(rows.shape)
-        scaled = (
-            rows.gather(2, order) / self.added[:, None]
-        )  # (A + X X^T)^-1 = A^-1 - A^-1 X (1 + X^T A^-1 X)^-1 X^T A^-1
+        # (A + X X^T)^-1 = A^-1 - A^-1 X (1 + X^T A^-1 X)^-1 X^T A^-1
+        scaled = rows.gather(2, order) / self.added[:, None]
         weighted = self.operands / self.added[..., None]
         inner = torch.eye(self.operands.shape[2], dtype=rows.dtype) + self.operands.mT @ weighted
         found = scaled - torch.linalg.solve(inner, scaled @ self.operands, left=False) @ weighted.mT

@@ -15,7 +15,7 @@ EXACT_PRODUCTS = 1 << 10
 
 
 def byte_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a b^T`` of int8 [rows, k] as int32 or int64 integers, for k up to `MOST_PRODUCTS`."""
+    """Return ``a b^T`` of int8 [rows, k] in int32, for k up to `MOST_PRODUCTS`."""
     return integer_products(a, b) if IsaName.AVX512VNNI in isas() else float_products(a, b)
 
 
@@ -27,11 +27,11 @@ def integer_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def float_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a b^T`` of int8 [rows, k] in int64, by exact float32 products of `EXACT_PRODUCTS` columns at a time.
+    """Return ``a b^T`` of int8 [rows, k] in int32, by exact float32 products of `EXACT_PRODUCTS` columns at a time.
 
     On a processor without VNNI this is 20 times as fast as PyTorch's int8 product (31 and 1.2 GMAC/s on a Zen 3 core).
     """
-    total = torch.zeros(len(a), len(b), dtype=torch.int64)
+    total = torch.zeros(len(a), len(b), dtype=torch.int32)
     for part, other in zip(a.split(EXACT_PRODUCTS, 1), b.split(EXACT_PRODUCTS, 1), strict=True):
-        total += (part.float() @ other.float().t()).to(torch.int64)
+        total += (part.float() @ other.float().t()).to(torch.int32)
     return total
