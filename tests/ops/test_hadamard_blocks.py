@@ -48,3 +48,12 @@ def test_blocks_that_kernels_do_not_support_are_refused(size):
     op = Op("hadamard", ("x",), ("y",), {"size": size, "axis": 1})
     with pytest.raises(ValueError, match=r"%y: hadamard of f32\[2, 24\]"):
         check_hadamard(op, Graph(("x",), ("y",), {"x": kind, "y": kind}, (op,)))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (8,), (3, 8), (8, 3)])
+def test_the_operand_stays_as_it_is(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for given in (x, np.asfortranarray(x)):
+        before = given.copy()
+        numerics.hadamard(given, 1 if shape[-1] == 3 else 8)
+        assert np.array_equal(given, before)

@@ -41,7 +41,7 @@ def hadamard(x: ArrayLike, size: int) -> FloatArray:
 
 def _butterflies(columns: FloatArray) -> FloatArray:
     """Multiply f32[size, blocks], a block in each column, by the Hadamard matrix of 1 and -1."""
-    given, size = np.ascontiguousarray(columns), len(columns)
+    given, size = np.array(columns, order="C"), len(columns)  # a copy, which is overwritten
     distance, result = 1, np.empty_like(given)
     while distance < size:
         shape = size // (2 * distance), 2, distance, -1
