@@ -18,7 +18,7 @@ EXEMPT = {
     "cut_islands.py": "a node of the graph of a float island",
     "qdq_to_u8.py": "nodes of a graph that write the rule out",
     "operator_aliases.py": "the operator `round` itself",
-    "correct_weights.py": "sums kept in fixed point, so that they add up exactly",
+    "biases.py": "sums kept in fixed point, so that they add up exactly",
     "per_channel_inputs.py": "a count of steps, and a test of whether values lie on a grid",
     "range_methods.py": "bins outside of the range are left out, not clamped",
     "image.py": "a zero point rounded to a whole number",

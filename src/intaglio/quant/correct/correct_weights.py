@@ -173,15 +173,10 @@ class _WeightCorrector:
         if not corrects and not measures:
             return
         split, validating, positions = self._shared(region, x, "split", lambda: self._split(region, x))
-        heavy = takes_too_much_memory(region, positions)
-        if (reason := heavy or takes_too_long(region, positions)) is not None:
-            simpler = with_simpler_rounding(region, positions)
-            if simpler is None:
-                gain = "" if heavy else self._gain_of_sample(region, x, weight, grid, validating)
-                self.left_out[region] = f"to nearest, because {reason}{gain}"
-                return
-            self.left_out[region] = f"by GPTQ, because {reason}"
-            region, setting = simpler, simpler.setting
+        found = self._affordable(region, x, weight, grid, validating, positions)
+        if found is None:
+            return
+        region, setting = found, found.setting
         if not corrects:
             self._measure_imported(region, site, grid, quantized, self._moments(region, x))
             return
@@ -209,6 +204,25 @@ class _WeightCorrector:
             lost = rows - by_group(region, quantized) * step
             signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
             self._correct_bias(region, lost, signal_and_noise, parts, split)
+
+    def _affordable(
+        self,
+        region: Region,
+        x: fx.Node,
+        weight: np.ndarray,
+        grid: WeightGrid,
+        validating: list[torch.Tensor],
+        positions: int,
+    ) -> Region | None:
+        """Return the region, with a simpler rounding method if its own takes too much memory or time; ``None`` if every
+        method does."""
+        heavy = takes_too_much_memory(region, positions)
+        if (reason := heavy or takes_too_long(region, positions)) is None:
+            return region
+        simpler = with_simpler_rounding(region, positions)
+        gain = "" if heavy or simpler else self._gain_of_sample(region, x, weight, grid, validating)
+        self.left_out[region] = f"{'by GPTQ' if simpler else 'to nearest'}, because {reason}{gain}"
+        return simpler
 
     def _set_weight(self, region: Region, node: fx.Node, grid: WeightGrid, quantized: np.ndarray, q: QParams) -> None:
         """Let the evaluation use the quantized weight from now on, and drop those of regions that have run.

@@ -116,8 +116,8 @@ def takes_too_long(region: Region, positions: int) -> str | None:
 
 
 def with_simpler_rounding(region: Region, positions: int) -> Region | None:
-    """Return a region whose weight Qronos takes too long or too much memory for with GPTQ, if that does not; ``None``
-    if there is no simpler method than that of the region."""
+    """Return a region with GPTQ instead of Qronos, which takes too much memory or time; ``None`` if it has another
+    method, or GPTQ takes too much as well."""
     if region.setting.rounding != Rounding.QRONOS:
         return None
     simpler = replace(region, setting=replace(region.setting, rounding=Rounding.GPTQ))
