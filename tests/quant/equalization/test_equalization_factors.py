@@ -112,6 +112,12 @@ def test_factors_are_at_most_one_and_grow_with_magnitudes(magnitudes, power, sha
     assert (factors[used][magnitudes[used].argsort()].diff() >= 0).all()
 
 
+def test_equal_channels_have_equal_factors_whatever_their_places():
+    magnitudes = torch.full((17,), 0.95)
+    magnitudes[0] = 878.10266
+    assert len(equalizing_factors(magnitudes, 0.7529949538411709, 0.14690043140458633).unique()) == 2
+
+
 @given(MAGNITUDES)
 def test_full_caution_changes_nothing(magnitudes):
     assert (equalizing_factors(torch.from_numpy(magnitudes), 0.75, 1.0) == 1).all()

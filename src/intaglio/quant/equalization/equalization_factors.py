@@ -84,7 +84,9 @@ def equalizing_factors(magnitudes: torch.Tensor, power: float, share: float = 0.
     """
     top = magnitudes.double().max()
     relative = magnitudes.double() / top.clamp_min(1e-300)
-    relative = (relative * (1 - share) + share) ** power
+    # The last elements of a vector may be computed by another function than the others, which rounds differently.
+    values, places = (relative * (1 - share) + share).unique(return_inverse=True)
+    relative = (values**power).cummax(0).values[places]
     used = relative[magnitudes > 0]
     floor = min(FLOOR, used.median().item()) if len(used) else FLOOR
     return torch.where(magnitudes > 0, relative.clamp_min(floor), torch.ones_like(relative))
