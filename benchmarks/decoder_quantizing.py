@@ -22,13 +22,13 @@ from decoder_loading import MB, memory
 from rich.console import Console
 
 COLUMNS = {
-    "seconds": "s",
-    "peak": "MB at most",
-    "before": "MB before",
-    "model": "MB of the float model",
-    "packed": "MB",
+    "seconds": "seconds",
+    "peak": "largest memory, MB",
+    "before": "memory before, MB",
+    "model": "float model, MB",
+    "packed": "constants of the quantized model, MB",
 }
-"""What is measured -> its title; "packed" is the size of what kernels read of the quantized model."""
+"""Titles of the printed results, by their names in the recorded line."""
 
 
 def cost(sizes: str, layers: int, vocabulary: int, recipe: str, samples: int, length: int, threads: int) -> dict:

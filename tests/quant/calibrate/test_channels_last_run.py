@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from intaglio import stages
-from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
+from intaglio.quant.calibrate.float_run import ChannelsLastRun
 from support.nets import Body
 
 aten = torch.ops.aten

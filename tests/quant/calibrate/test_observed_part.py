@@ -5,7 +5,7 @@ from torch import nn
 
 import intaglio
 from intaglio import stages
-from intaglio.quant.calibrate.channels_last_run import LEAST_MACS, linear
+from intaglio.quant.calibrate.float_run import LEAST_MACS, linear
 from intaglio.quant.calibrate.observer import observed_part
 
 X = [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]

@@ -15,8 +15,8 @@ from intaglio.fxgraph.padding_masks import PaddedAxes, VisibleTokens, padded_axe
 from intaglio.ir import QParams, Shape, Signature, symbols_of
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.annotate.sites import Observed, Shared, Site
-from intaglio.quant.calibrate.channels_last_run import REPLACED
 from intaglio.quant.calibrate.custom_observer import Edge
+from intaglio.quant.calibrate.float_run import REPLACED
 from intaglio.quant.calibrate.tensor_statistics import Statistics
 from intaglio.quant.recipes.choices import Role
 

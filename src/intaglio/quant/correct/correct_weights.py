@@ -230,7 +230,7 @@ class _WeightCorrector:
         A weight that several operators read stays.
         """
         for other, read in list(self.used_weights.items()):
-            if self.evaluation.is_done(other) and other is not region:
+            if self.evaluation.is_done(other):
                 self.evaluation.drop_weight(read)
                 del self.used_weights[other]
         if len(node.users) == 1:

@@ -14,8 +14,8 @@ from intaglio.ir import DType, QParams
 from intaglio.native.row_errors import row_errors, split_rows
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
-from intaglio.quant.calibrate.channels_last_run import linear
 from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.float_run import linear
 from intaglio.quant.correct.linalg import (
     Factor,
     operand_factor,

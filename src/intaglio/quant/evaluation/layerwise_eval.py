@@ -18,7 +18,7 @@ from intaglio.ir import QParams
 from intaglio.quant.annotate.find_regions import find_shortcuts, reads_shortcut
 from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
-from intaglio.quant.calibrate.channels_last_run import channels_last, run_operator
+from intaglio.quant.calibrate.float_run import channels_last, run_operator
 from intaglio.quant.evaluation.byte_products import MOST_PRODUCTS
 from intaglio.quant.evaluation.stored_values import StoredValue, Track, ValueStore
 from intaglio.quant.evaluation.token_layers import TokenWeight, token_layer
@@ -105,8 +105,9 @@ class LayerwiseEvaluation:
                 if region is not None and self._stops(region):
                     if any(not self._waiting.keys().isdisjoint(inner.all_input_nodes) for inner in region.nodes):
                         self._run_waiting()
+                    self._waiting[node] = region
                     yield region
-                if node.op != "get_attr" and (region is not None or node.name not in self._inside):
+                elif node.op != "get_attr" and (region is not None or node.name not in self._inside):
                     self._waiting[node] = region
             self._run_waiting()
 
@@ -205,20 +206,21 @@ class LayerwiseEvaluation:
         for batch in range(len(self.calls)):
             for node, region in self._waiting.items():
                 self._step(node, region, batch)
-                for read_last in self._last.get(node.name, ()):
-                    self._drop(read_last, batch)
         self._waiting.clear()
 
     def _step(self, node: fx.Node, region: Region | None, batch: int) -> None:
-        """Run a region or an operator outside of regions on all tracks, and store its results."""
+        """Run a region or an operator outside of regions on all tracks, and store its results if they are read."""
+        leaves, read_last = self.calls[batch], self._last.get(node.name, ())
+        exact = value = None
         if node.op == "output":
             self.results.append(tuple(self._values(node.args[0], self._reader(batch, inside=False), node)))
+        else:
+            exact = self._value(node, region, leaves, self._read_float(batch), True) if self._float else None
+            value = self._value(node, region, leaves, self._reader(batch, region is not None), False)
+        for name in read_last:
+            self._drop(name, batch)  # before the result is stored, which then needs less space
+        if node.op == "output" or node.name in read_last:
             return
-        leaves = self.calls[batch]
-        exact = self._value(node, region, leaves, self._read_float(batch), True) if self._float else None
-        value = self._value(node, region, leaves, self._reader(batch, region is not None), False)
-        for read_last in self._last.get(node.name, ()):
-            self._drop(read_last, batch)  # before its result is stored, which then needs less space
         if self._float is not None:
             self._float.put(node.name, batch, exact)
         self._quantized.put(node.name, batch, self._to_store(node, value, node.name in self._rounded))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
+from intaglio.quant.calibrate.float_run import ChannelsLastRun
 
 Changes = Mapping[fx.Node, Callable[[torch.Tensor], torch.Tensor]]
 """Node -> what happens to its value."""

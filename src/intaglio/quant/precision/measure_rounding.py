@@ -22,8 +22,8 @@ from intaglio.fxgraph.padding_masks import (
 )
 from intaglio.fxgraph.uneven_concatenations import Extrema, is_concatenation, is_uneven
 from intaglio.quant.annotate.sites import Observed, Site
-from intaglio.quant.calibrate.channels_last_run import ChannelsLastRun
 from intaglio.quant.calibrate.distributed import Group
+from intaglio.quant.calibrate.float_run import ChannelsLastRun
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.sums_of_squares import sums_of_squares
 from intaglio.quant.correct.calibration_cache import Calls
