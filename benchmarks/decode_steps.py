@@ -4,9 +4,10 @@
     python benchmarks/decode_steps.py
     python benchmarks/decode_steps.py --sizes llama32_1b --layers 2 --past 512 --threads 2
 
-The sizes are those of Qwen2.5-0.5B or Llama-3.2-1B, with random weights, fewer layers and a smaller vocabulary, so
-that quantizing does not take longer than measuring; "bytes" is what a step reads of the weights. Calls are those of
-`generate`: a step gets the cache of the step before. Corrections of weights, which change no time, are off.
+The sizes are those of Qwen2.5-0.5B, Llama-3.2-1B or Llama-3.2-3B, with random weights, fewer layers and a smaller
+vocabulary, so that quantizing does not take longer than measuring; "bytes" is what a step reads of the weights. Calls
+are those of `generate`: a step gets the cache of the step before. Corrections of weights, which change no time, are
+off.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import intaglio
 SIZES = {
     "qwen25_05b": (transformers.Qwen2Config, 896, 4864, 14, 2),
     "llama32_1b": (transformers.LlamaConfig, 2048, 8192, 32, 8),
+    "llama32_3b": (transformers.LlamaConfig, 3072, 8192, 24, 8),
 }
 """Configuration, channels, channels of the MLP, and heads of queries and of keys."""
 NEAREST = {"equalize": 0.0, "rounding": "nearest", "rotate": False}

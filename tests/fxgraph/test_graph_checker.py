@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 
 from intaglio.fxgraph.graph_checker import BACKEND_GRAPH, finish_pass
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import set_info, tensor_type, update_info
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType, VerifyError
 from intaglio.tracing import capture
 from support.nets import Body

@@ -11,7 +11,7 @@ from torch import nn
 from intaglio.eager.recording.module_kinds import ids_inside_operators
 from intaglio.runtime import QuantizedModel
 from intaglio.torch_private import call_hooks, load_state_dict_pre_hooks, state_dict_hooks, submodules_of
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 
 
 class Attachment:

@@ -19,7 +19,7 @@ from intaglio.quant.calibrate.batches import log_once
 from intaglio.quant.calibrate.distributed import Group
 from intaglio.stages import Quantizer, convert, prepare
 from intaglio.tracing.already_quantized import refuse_quantized
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 from intaglio.tune.reference_pool import ReferencePool
 
 SEARCH_STAGES = (

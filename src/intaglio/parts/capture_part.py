@@ -16,7 +16,7 @@ from intaglio.signature import clone_tensors
 from intaglio.torch_private import pytree
 from intaglio.tracing import Captured, capture
 from intaglio.tracing.capture_check import check_calls
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 
 
 def run_call(model: nn.Module, call: Call) -> Any:

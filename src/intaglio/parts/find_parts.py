@@ -20,7 +20,7 @@ from intaglio.runtime import FloatPart, QuantizedModel
 from intaglio.signature.tensor_checks import unsupported_reason
 from intaglio.torch_private import pytree, submodules_of
 from intaglio.tracing import Captured
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 
 logger = logging.getLogger("intaglio")
 

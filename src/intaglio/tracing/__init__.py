@@ -29,6 +29,7 @@ def capture(
     dynamic_shapes: Any = None,
     free: Mapping[int, Collection[int]] = MappingProxyType({}),
     train: bool = False,
+    copies_parameters: bool = True,
 ) -> Captured:
     """Capture a model as a functional ATen graph whose batch is dynamic if the model allows it.
 
@@ -44,6 +45,8 @@ def capture(
             and the length of token ids are dynamic).
         free: leaf of the call -> axes that should be dynamic besides the batch and the length of token ids.
         train: capture the model in training mode.
+        copies_parameters: whether the captured model has parameters of its own. Without them it takes less memory, but
+            changes to the model's parameters change it, too.
 
     Returns:
         The captured model, whose ``text()`` prints the graph and which can be called like the float model.
@@ -61,4 +64,4 @@ def capture(
     report_progress("capture")
     from intaglio.tracing.trace import trace  # imported late, because torch.export takes a third of a second to import
 
-    return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free)
+    return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free, copies_parameters)

@@ -20,7 +20,7 @@ from intaglio.native.native_library import builds_in_background
 from intaglio.signature import bind, clone_tensors, dims_of
 from intaglio.torch_private import pytree
 from intaglio.tracing.captured import Captured
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 from intaglio.tracing.result_order import leaf_order
 
 BATCH_SIZES = (1, 3)

@@ -11,9 +11,9 @@ from torch.export import ExportedProgram
 
 from intaglio.errors import CaptureError
 from intaglio.formatting.source_paths import short_source_path
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import info, set_info, update_info
 from intaglio.fxgraph.nodes import dim_of, target_name
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, Expression, Origin, TensorType
 from intaglio.signature import DTYPES
 

@@ -34,10 +34,9 @@ from intaglio.torch_private import (
     pytree,
     uncompared_masks,
 )
-from intaglio.tracing.already_quantized import refuse_quantized
 from intaglio.tracing.capture_passes import CAPTURE_PASSES
 from intaglio.tracing.captured import Captured, module_classes
-from intaglio.tracing.earlier_results import copy_model, without_size_caches
+from intaglio.tracing.copies.earlier_results import without_size_caches
 from intaglio.tracing.export_metadata import (
     constant,
     control_flow_error,
@@ -293,33 +292,6 @@ def _with_names(signature: Signature, model: nn.Module) -> Signature:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = tuple(n for n, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds)
     return dataclasses.replace(signature, names=names)
-
-
-def frozen_copy(model: nn.Module, training: bool) -> nn.Module:
-    """Return a deep copy of a float model in training or evaluation mode, so that the caller's model never changes.
-
-    Raises:
-        CaptureError: the model is quantized, scripted, not on the CPU, or cannot be copied.
-    """
-    refuse_quantized(model)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type != "cpu":
-            raise CaptureError(
-                name,
-                None,
-                f"it is on device {tensor.device}; models are quantized on the CPU",
-                remedy="load the weights first" if tensor.is_meta else "pass model.cpu(), and batches on the CPU",
-            )
-    try:
-        own = copy_model(model)
-        # torch.export replaces `train` of an exported module by a function that raises.
-        if isinstance(own, fx.GraphModule):
-            vars(own).pop("train", None)
-        return own.train(training)
-    except Exception as error:
-        raise CaptureError(
-            type(model).__name__, None, f"the model cannot be copied: {error}", remedy="make copy.deepcopy(model) work"
-        ) from error
 
 
 def with_named_keywords(model: nn.Module, kwargs: Mapping[str, Any]) -> nn.Module:

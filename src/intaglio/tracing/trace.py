@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +30,10 @@ from intaglio.tracing.capture_check import (
 )
 from intaglio.tracing.captured import Captured, ExampleError
 from intaglio.tracing.changed_arguments import LEFT_OUT, ContainerContents
+from intaglio.tracing.copies.copy_model import frozen_copy
+from intaglio.tracing.copies.shared_parameters import shareable_parameters, without_writes
 from intaglio.tracing.result_order import with_fields_ordered
-from intaglio.tracing.torch_export import export, free_axes, frozen_copy, is_sequence, to_captured, with_named_keywords
+from intaglio.tracing.torch_export import export, free_axes, is_sequence, to_captured, with_named_keywords
 
 
 def trace(
@@ -42,6 +43,7 @@ def trace(
     dynamic_shapes: Any,
     train: bool,
     free: Mapping[int, Collection[int]],
+    copies_parameters: bool,
 ) -> Captured:
     """Implement `capture`, which imports this module late because it imports torch.export."""
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
@@ -50,9 +52,12 @@ def trace(
     args, kwargs = pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, (args, kwargs))
     _check_example(args, kwargs)
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        model_copy = frozen_copy(model, train)
+        shared = {} if copies_parameters or train else shareable_parameters(model)
+        model_copy = frozen_copy(model, train, shared)
         with global_hooks_for(set(model_copy.modules()).__contains__):
-            captured = _trace_copy(model_copy, args, kwargs, dynamic_shapes, train, free)
+            captured = _trace_copy(model_copy, args, kwargs, dynamic_shapes, train, free, shared)
+    if captured is None:
+        return trace(model, example_inputs, example_kwargs, dynamic_shapes, train, free, copies_parameters=True)
     with global_hooks_for(set(model_copy.modules()).__contains__):
         # outside of torch.device, which keeps encoders from skipping padding
         return _with_padding(captured, model_copy, args, kwargs)
@@ -65,13 +70,17 @@ def _trace_copy(
     dynamic_shapes: Any,
     train: bool,
     free: Mapping[int, Collection[int]],
-) -> Captured:
-    _check_names(model_copy)
+    shared: Mapping[int, torch.Tensor],
+) -> Captured | None:
+    """Return the graph of a copy of the model, or ``None`` if it writes to the parameters that it shares."""
     model_copy = with_named_keywords(model_copy, kwargs)
     returns_caches, changes_arguments, structure = train, False, None
     if not train:
         buffers = {name: buffer.clone() for name, buffer in model_copy.named_buffers()}
-        result, changes_arguments = _run_example(model_copy, args, kwargs)
+        found = without_writes(shared, lambda: _run_example(model_copy, args, kwargs))
+        if found is None:
+            return None
+        result, changes_arguments = found
         returns_caches, structure = _returns_caches(result), pytree.tree_structure(result)
         for name, buffer in model_copy.named_buffers():
             buffer.copy_(buffers[name])
@@ -149,28 +158,6 @@ def _check_example(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
-
-
-NOT_IN_CODE = re.compile(r'["\\\n\r\0\ud800-\udfff]')
-"""Characters that torch.fx writes into the code of a graph as they are, where Python does not read them back."""
-
-
-def _check_names(model: nn.Module) -> None:
-    """Refuse names that the code of a graph cannot contain.
-
-    Raises:
-        CaptureError: a module, parameter or buffer has such a name.
-    """
-    parts = (model.named_modules(), model.named_parameters(), model.named_buffers())
-    for path in (path for found in parts for path, _ in found):
-        if NOT_IN_CODE.search(path):
-            raise CaptureError(
-                repr(path),
-                None,
-                "torch.fx cannot write a graph with this name; names may have no double quote, backslash, line break, "
-                "null character or surrogate",
-                remedy="give the module, parameter or buffer another name",
-            )
 
 
 def _run_example(model_copy: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, bool]:

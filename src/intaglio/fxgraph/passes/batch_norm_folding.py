@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import (
     constant_path,
     graph_info,
@@ -20,7 +21,6 @@ from intaglio.fxgraph.node_info import (
     update_info,
 )
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops import ANCHORS, BY_TARGET, OPS
 
 BATCH_NORM = "aten._native_batch_norm_legit_no_training.default"

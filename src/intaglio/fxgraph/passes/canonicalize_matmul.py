@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import in_file
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -53,7 +54,7 @@ def constant_matmul_to_linear(module: fx.GraphModule) -> int:
         if not hasattr(module, name):
             values = getattr(module, str(matrix.target))
             values = values[:, None] if values.dim() == 1 else values.reshape(values.shape[-2:])
-            module.register_buffer(name, values.t().contiguous())
+            module.register_buffer(name, in_file(values.t()))
         weight = constant_node(module, name, constant_path(matrix, name))
         kind, given = known_type(node), [bias] if bias else []
         if len(known_type(matrix).shape) == 1:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import inherit_info, known_type, origin, tensor_type
 from intaglio.fxgraph.nodes import arguments, constant_node, is_constant, operator
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ops.channels import channel_axis
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, set_info, tensor_type
 from intaglio.fxgraph.nodes import is_constant, operator, record_of
 from intaglio.fxgraph.overloads import DEQUANTIZE_GROUPS_TARGET
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.signature import TORCH_DTYPES
 
 PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\..*")

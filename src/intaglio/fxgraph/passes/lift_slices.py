@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import known_type, set_info, tensor_type
 from intaglio.fxgraph.nodes import arguments, call_before, is_constant, operator, replace_node, resolve_dims
 from intaglio.fxgraph.overloads import ARITHMETIC_TARGETS, EMBEDDING_TARGET, SLICE_TARGET
 from intaglio.fxgraph.passes.constant_folding import fold_constants
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
 
 aten = torch.ops.aten

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -20,7 +21,6 @@ from intaglio.fxgraph.nodes import (
 )
 from intaglio.fxgraph.passes.constant_folding import fill_value, is_recurrent_state
 from intaglio.fxgraph.passes.identities import PADS
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import Dim, DType, Shape, TensorType
 from intaglio.signature import TORCH_DTYPES
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values
 from intaglio.torch_private import assume
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 
 KeyValues = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of every layer, each of shape [batch, heads, length, head size]."""

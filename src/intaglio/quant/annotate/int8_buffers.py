@@ -17,6 +17,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import SelectorError, UnsupportedError
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import (
     constant_path,
     copy_info,
@@ -28,7 +29,6 @@ from intaglio.fxgraph.node_info import (
     update_info,
 )
 from intaglio.fxgraph.nodes import arguments, is_constant, operator, tensor_nodes
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, Signature, State, TensorType
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.qdq.qdq_normalize import DEQUANTIZE_TENSOR, QUANTIZE_TENSOR

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import known_type, origin, set_info
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import padded_axes, visible_groups
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.quant.annotate.find_sites import ValueNames, add_operand_sites, in_execution_order
 from intaglio.quant.annotate.regions import Annotations, Region

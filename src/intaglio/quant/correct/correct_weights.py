@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from intaglio.argument_checks import check_arguments_except
+from intaglio.fxgraph.graph_constants import in_file
 from intaglio.fxgraph.node_info import origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.fxgraph.padding_masks import visible_tokens
@@ -192,7 +193,7 @@ class _WeightCorrector:
             self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
             q, grid = chosen.qparams, chosen.grid
             quantized = narrow(chosen.quantized.reshape(weight.shape).numpy())
-            self.weights[site.name] = RoundedWeight(q, grid.as_s8(quantized))
+            self.weights[site.name] = RoundedWeight(q, in_file(torch.from_numpy(grid.as_s8(quantized))).numpy())
             if len(weight_node.users) > 1:  # The other operators read it.
                 self.quantized_weights[site.name] = quantized
         quantized = self.quantized_weights.get(site.name, quantized)

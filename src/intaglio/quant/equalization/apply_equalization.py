@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from intaglio.errors import CalibrationError
+from intaglio.fxgraph.graph_constants import in_file
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import (
@@ -172,7 +173,7 @@ def _scale(module: fx.GraphModule, anchor: fx.Node, rows: torch.Tensor | None, c
 def _swap(module: fx.GraphModule, user: fx.Node, old: fx.Node, values: torch.Tensor) -> None:
     """Replace a constant operand of a node by a new constant."""
     name = f"{old.target}_equalized"
-    module.register_buffer(name, values.float())
+    module.register_buffer(name, in_file(values.float()))
     made = constant_node(module, name, constant_path(old, name))
     update_info(made, imported=info(old).imported)
     user.replace_input_with(old, made)

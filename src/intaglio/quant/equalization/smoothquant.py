@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from intaglio.fusion.table import FUNCTION
+from intaglio.fxgraph.graph_constants import in_file
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import (
     call_of,
@@ -150,7 +151,7 @@ def smooth(module: fx.GraphModule, values: Sequence[Smoothed], factors: Mapping[
         for reader in value.readers:
             weight = layer_operands(nodes[reader.name]).weight
             name = f"{weight.target}_smoothed"
-            module.register_buffer(name, (getattr(module, str(weight.target)).double() * divisor).float())
+            module.register_buffer(name, in_file((getattr(module, str(weight.target)).double() * divisor).float()))
             path = constant_path(weight, name)
             made = constant_node(module, name, path)
             update_info(made, imported=info(weight).imported)

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from intaglio import numerics
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import LayerPart, constant_path, known_type, origin, update_info
 from intaglio.fxgraph.nodes import call_before, constant_node, is_constant, layer_operands, replace_node
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import TensorType
 from intaglio.quant.correct.corrections import LayerBytes, TwoBytes
 from intaglio.quant.precision.coarse_values import listed_ratios

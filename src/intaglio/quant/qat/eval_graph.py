@@ -12,11 +12,11 @@ from torch import fx
 
 from intaglio.errors import UnsupportedError
 from intaglio.fusion.table import MATMUL_TARGETS
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.graph_passes import copy_graph, run
 from intaglio.fxgraph.node_info import copy_info, info, inherit_info, known_type, origin, update_info
 from intaglio.fxgraph.nodes import arguments, constant_node, operator, record_of
 from intaglio.fxgraph.overloads import SDPA_TARGET
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import State
 from intaglio.torch_private import call_replace_hook
 from intaglio.tracing.capture_passes import CAPTURE_PASSES

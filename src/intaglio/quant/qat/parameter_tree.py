@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_constants import unique_name
 from intaglio.fxgraph.node_info import info
-from intaglio.fxgraph.unique_names import unique_name
 from intaglio.ir import DType
 from intaglio.quant.qat.constant_tape import Tape
 from intaglio.quant.qat.eval_graph import BATCH_NORM_COUNTERS, BatchNormMark, marks_of

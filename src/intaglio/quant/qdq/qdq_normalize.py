@@ -15,6 +15,7 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -24,7 +25,6 @@ from intaglio.fxgraph.nodes import (
     operator,
     replace_node,
 )
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import SIGN_OFFSET, DType, QParams, TensorType
 from intaglio.ir.names import sanitized
 

@@ -11,11 +11,11 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError, UnsupportedError
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.graph_passes import drop_unused_constants
 from intaglio.fxgraph.node_info import TAG_KEY, info, inherit_info, known_type, origin, overlay_info, set_info
 from intaglio.fxgraph.nodes import arguments, layer_operands
 from intaglio.fxgraph.reader_aliases import is_reader_alias
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, QParams, TensorType
 from intaglio.ir.names import sanitized
 from intaglio.ops.dynamic_quant import per_token_qparams

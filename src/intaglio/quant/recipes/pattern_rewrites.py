@@ -11,9 +11,9 @@ from torch import fx
 
 from intaglio.errors import IntaglioError, UnsupportedError
 from intaglio.fxgraph.fx_graph_view import FxGraphView
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import info, inherit_info, known_type, origin, size_in_example, tensor_type, update_info
 from intaglio.fxgraph.nodes import call_of, constant_node, is_constant, overload_of, record_of, tensor_nodes
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
 from intaglio.ops import OpDef
 from intaglio.quant.recipes.user_patterns import Found, QuantizerPattern, find, name_operators

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant, in_file
+from intaglio.fxgraph.graph_passes import drop_unused_constants
 from intaglio.fxgraph.node_info import constant_path
 from intaglio.fxgraph.nodes import arguments, constant_node, layer_operands, replace_node
-from intaglio.fxgraph.unique_names import add_constant
-from intaglio.quant.rotation.orthogonal import Rotation
+from intaglio.quant.rotation.orthogonal import Rotation, multiplied_rows
 from intaglio.quant.rotation.rotated_values import RotatedValues
 from intaglio.quant.rotation.rotating_operators import is_norm
 
@@ -30,6 +31,7 @@ def fold_rotation(module: fx.GraphModule, found: RotatedValues) -> None:
         if constant in node.all_input_nodes:
             folder.rotate_constant(node, constant)
     module.graph.eliminate_dead_code()
+    drop_unused_constants(module)
     module.recompile()
 
 
@@ -49,16 +51,15 @@ class _Folder:
     def rotate_columns(self, layer: fx.Node, scale: fx.Node | None) -> None:
         """Let a layer read rotated values, and absorb the factors and offsets of an operator in front of it."""
         x, old, bias = layer_operands(layer)
-        weight, label = self._tensor(old), "columns"
+        weight, label, factors = self._tensor(old), "columns", None
         if scale is not None:
             label = f"columns {scale.name}"
             factors, offsets = (one.repeat(weight.shape[1] // self.rotation.size) for one in self._factors(scale))
             if offsets.any():
-                moved = weight @ offsets + (0.0 if bias is None else self._tensor(bias))
+                moved = weight.double() @ offsets + (0.0 if bias is None else self._tensor(bias).double())
                 path = constant_path(old, str(old.target)).removesuffix("weight") + "bias"
                 bias = self._constant(old if bias is None else bias, f"{old.target} {label}", moved, path)
-            weight = weight * factors
-        layer.args = (x, self._constant(old, label, self._rotated(weight)), bias)
+        layer.args = (x, self._constant(old, label, self._rotated(weight, factors)), bias)
         layer.kwargs = {}
 
     def rotate_rows(self, layer: fx.Node) -> None:
@@ -74,9 +75,14 @@ class _Folder:
         """Let a node read a constant with rotated rows."""
         node.replace_input_with(constant, self._constant(constant, "", self._rotated(self._tensor(constant))))
 
-    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [..., heads * size] times the rotation, in each head."""
-        return self.rotation(rows.unflatten(-1, (-1, self.rotation.size))).flatten(-2)
+    def _rotated(self, rows: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """Return rows [..., heads * size] times factors and the rotation, in each head."""
+
+        def multiplied(block: torch.Tensor) -> torch.Tensor:
+            block = block if factors is None else block * factors
+            return self.rotation(block.unflatten(-1, (-1, self.rotation.size))).flatten(-2)
+
+        return multiplied_rows(rows, multiplied)
 
     def _factors(self, scale: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors and offsets of channels of a norm or of an addcmul, float64 [size]."""
@@ -87,18 +93,18 @@ class _Folder:
         found = [start(self.rotation.size, dtype=torch.float64) for start in (torch.ones, torch.zeros)]
         for place, constant in enumerate(given):
             if constant is not None:
-                found[place] = self._tensor(constant).flatten().expand(self.rotation.size)
+                found[place] = self._tensor(constant).double().flatten().expand(self.rotation.size)
         return found[0], found[1]
 
     def _tensor(self, constant: fx.Node) -> torch.Tensor:
         tensor: torch.Tensor = getattr(self.module, str(constant.target))
-        return tensor.double()
+        return tensor
 
     def _constant(self, old: fx.Node, label: str, values: torch.Tensor, path: str | None = None) -> fx.Node:
         """Return the node of a constant that replaces an old one, with its path unless another is given."""
         key = str(old.target), label
         if key not in self.made:
-            name = add_constant(self.module, f"{old.target}_rotated", values.float().contiguous())
+            name = add_constant(self.module, f"{old.target}_rotated", in_file(values.float()))
             self.made[key] = constant_node(self.module, name, constant_path(old, name) if path is None else path)
         return self.made[key]
 

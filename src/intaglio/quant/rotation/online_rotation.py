@@ -19,18 +19,18 @@ from torch import fx
 
 from intaglio import numerics
 from intaglio.errors import CalibrationError
+from intaglio.fxgraph.graph_constants import add_constant, in_file
 from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
 from intaglio.fxgraph.node_info import constant_path, info, inherit_info, known_type, origin
 from intaglio.fxgraph.nodes import constant_node, is_constant, layer_operands, operator
 from intaglio.fxgraph.overloads import register_operators
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
 from intaglio.ops.direct.hadamard_blocks import LARGEST_HADAMARD
 from intaglio.quant.annotate.find_sites import ValueNames
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.precision.apply_decisions import reannotated
-from intaglio.quant.rotation.orthogonal import block_hadamard
+from intaglio.quant.rotation.orthogonal import block_hadamard, multiplied_rows
 from intaglio.quant.rotation.rotated_values import int8_caches, is_plain_layer
 from intaglio.quant.rotation.rotating_operators import is_attention, moves_rows, size_of_rows
 
@@ -171,8 +171,8 @@ def _rotate(module: fx.GraphModule, place: OnlinePlace) -> None:
             user.replace_input_with(value, rotated)
     for layer in place.layers:
         old = layer_operands(layer).weight
-        values = block_hadamard(getattr(module, str(old.target)).double(), place.size).float().contiguous()
-        name = add_constant(module, f"{old.target}_rotated", values)
+        values = multiplied_rows(getattr(module, str(old.target)), lambda rows: block_hadamard(rows, place.size))
+        name = add_constant(module, f"{old.target}_rotated", in_file(values))
         layer.replace_input_with(old, constant_node(module, name, constant_path(old, name)))
 
 

@@ -7,7 +7,7 @@ times the order of a matrix of Paley's constructions, such as 12, 20, 28, 36, 44
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -16,6 +16,8 @@ import torch
 
 SEED = 0
 """Seed of the signs and of random matrices, the same for all models, so that a rotation is known by its size."""
+ROTATED_ELEMENTS = 1 << 17
+"""Number of elements of the blocks of rows that are multiplied at once."""
 MOST_SYLVESTER = 64
 """Largest Hadamard matrix by Sylvester that is multiplied at once; larger ones are products of several."""
 
@@ -60,6 +62,21 @@ class Rotation:
             basis = np.linalg.qr(columns)[0]
             bases.append(basis * np.sign(basis[0, 0]))
         return torch.from_numpy(bases[0] @ bases[1].T)
+
+
+def multiplied_rows(rows: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return products of rows with a matrix as float32, computed in float64 for one block of rows after the other.
+
+    Args:
+        rows: [..., size], in any memory order, which the result has too.
+        multiply: returns the products of float64 [count, size].
+    """
+    found = torch.empty_like(rows, dtype=torch.float32)
+    given, taken = (one.view(-1, rows.shape[-1]) if one.dim() != 2 else one for one in (rows, found))
+    step = max(1, ROTATED_ELEMENTS // max(1, rows.shape[-1]))
+    for start in range(0, len(given), step):
+        taken[start : start + step] = multiply(given[start : start + step].double())
+    return found
 
 
 def block_hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -136,8 +153,9 @@ def _is_prime(number: int) -> bool:
 
 def _multiplied(x: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return [..., size] times the Kronecker product of square matrices."""
-    shape, before = x.shape, 1
+    shape, after = x.shape, x.shape[-1]
     for factor in factors:
-        x = factor.t() @ x.reshape(-1, len(factor), shape[-1] // (before * len(factor)))
-        before *= len(factor)
+        after //= len(factor)
+        # Products of matrices with single columns would be slower than one product of all rows.
+        x = x.reshape(-1, len(factor)) @ factor if after == 1 else factor.t() @ x.reshape(-1, len(factor), after)
     return x.reshape(shape)

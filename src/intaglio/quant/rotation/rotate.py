@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from intaglio.errors import CalibrationError
-from intaglio.fxgraph.graph_passes import copy_graph, drop_unused_constants
+from intaglio.fxgraph.graph_passes import copy_graph
 from intaglio.fxgraph.node_info import constant_path, info, known_type, origin
 from intaglio.fxgraph.nodes import layer_operands
 from intaglio.ir import DType
@@ -97,7 +97,6 @@ def with_rotations(prepared: Prepared, rotations: Mapping[str, int]) -> Prepared
         raise CalibrationError("equalization", None, problem, remedy=remedy)
     for key in rotations.items():
         fold_rotation(module, found[key])
-    drop_unused_constants(module)
     return reannotated(prepared, module)
 
 

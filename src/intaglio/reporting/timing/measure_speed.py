@@ -22,7 +22,7 @@ from intaglio.runtime import QuantizedModel
 from intaglio.runtime.reports.speed import MeasuredSpeed, OperatorSpeed, is_slower
 from intaglio.signature import bind, clone_tensors
 from intaglio.tracing import Captured, capture
-from intaglio.tracing.earlier_results import copy_model
+from intaglio.tracing.copies.copy_model import copy_model
 from intaglio.tune import first_sample
 from intaglio.tune.capture_again import capture_call_again
 from intaglio.tune.schedule_search import unflatten_call

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import constant_path, known_type, tensor_type
 from intaglio.fxgraph.nodes import call_before, constant_node, is_constant, operator, replace_node, tensor_nodes
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType
 
 aten = torch.ops.aten

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import in_file
 from intaglio.fxgraph.node_info import known_type, origin, set_info, tensor_type, update_info
 from intaglio.fxgraph.nodes import operator
 from intaglio.ir import DType
@@ -72,7 +73,7 @@ def _upcast(node: fx.Node, module: fx.GraphModule) -> bool:
     if node.op == "get_attr":
         tensor = getattr(module, str(node.target))
         if tensor.dtype in halves:
-            module.register_buffer(str(node.target), tensor.float())
+            module.register_buffer(str(node.target), in_file(tensor.float()))
     else:
         converted = pytree.tree_map(
             lambda leaf: torch.float32 if leaf in halves else leaf, (node.args, dict(node.kwargs))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.grouped_operator import grouped_linear
 from intaglio.fxgraph.node_info import constant_path, known_type, tensor_type
 from intaglio.fxgraph.nodes import (
@@ -20,7 +21,6 @@ from intaglio.fxgraph.nodes import (
     replace_node,
     replace_symbols,
 )
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType, symbol, symbols_of
 
 GROUPED_PRODUCTS = {

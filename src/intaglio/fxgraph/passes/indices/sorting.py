@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from intaglio.fxgraph.graph_constants import add_constant
 from intaglio.fxgraph.node_info import known_type, tensor_type
 from intaglio.fxgraph.nodes import (
     arguments,
@@ -20,7 +21,6 @@ from intaglio.fxgraph.nodes import (
     reshape_before,
     resolve_dims,
 )
-from intaglio.fxgraph.unique_names import add_constant
 from intaglio.ir import DType, TensorType, numel
 from intaglio.signature import TORCH_DTYPES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,25 +12,6 @@ from torch import nn
 
 from intaglio.signature import clone_tensors
 from intaglio.torch_private import buffers_of, pytree
-
-
-def copy_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a model.
-
-    Tensors with a gradient history, which `copy.deepcopy` refuses, are detached in the copy: activations that a forward
-    stored in an attribute, and weights that `torch.nn.utils.weight_norm` or pruning computed.
-
-    Args:
-        model: the model to copy.
-        memo: what the copy has in place of other objects, by their id.
-    """
-    memo = dict(memo or {})
-    for module in model.modules():
-        for value in pytree.tree_leaves(vars(module)):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                memo.setdefault(id(value), value.detach().clone())
-    copied: nn.Module = copy.deepcopy(model, memo)
-    return copied
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""`capture(..., copies_parameters=False)` and `quantize` share the parameters of the caller's model, and keep them."""
+
+import torch
+from torch import nn
+
+import intaglio
+from intaglio import stages
+from intaglio.tracing.copies.shared_parameters import shareable_parameters, without_writes
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+class CountsInParameter(nn.Module):
+    """Writes to a parameter in its forward, in a way that the gradient mode does not refuse."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.linear, self.calls, self.hides = nn.Linear(8, 8), nn.Parameter(torch.zeros(1)), hides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting():
+            try:
+                self.calls.data.view(1).add_(1)
+            except RuntimeError:
+                if not self.hides:
+                    raise
+        return self.linear(x)
+
+
+def _parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.state_dict().values()]
+
+
+def _equal(model: nn.Module, before: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, model.state_dict().values(), before))
+
+
+def test_shared_parameters_take_no_memory_of_their_own() -> None:
+    model = Block().eval()
+    x = torch.randn(2, 3, 8, 8)
+    shared = stages.capture(model, (x,), copies_parameters=False)
+    weights = {tensor.data_ptr() for tensor in shared.module.buffers()}
+    assert {model.conv.weight.data_ptr(), model.linear.weight.data_ptr()} <= weights
+    assert model.norm.running_mean.data_ptr() not in weights
+    copied = stages.capture(model, (x,))
+    assert not {tensor.data_ptr() for tensor in copied.module.buffers()} & weights
+
+
+def test_quantizing_leaves_the_model_and_depends_on_it_no_longer() -> None:
+    torch.manual_seed(0)
+    model, x = Block().eval(), torch.randn(16, 3, 8, 8)
+    before = _parameters(model)
+    quantized = intaglio.quantize(model, [x])
+    assert _equal(model, before)
+    expected = quantized(x)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(float("nan"))
+    assert torch.equal(quantized(x), expected)
+
+
+def test_a_model_that_writes_to_its_parameters_is_copied() -> None:
+    for hides in (False, True):
+        model = CountsInParameter(hides).eval()
+        captured = stages.capture(model, (torch.randn(2, 8),), copies_parameters=False)
+        assert model.calls.item() == 0
+        assert model.linear.weight.data_ptr() not in {tensor.data_ptr() for tensor in captured.module.buffers()}
+
+
+def test_tensors_with_common_memory_are_not_shared() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("first_row", model.weight.detach()[0])
+    assert list(shareable_parameters(model)) == [id(model.bias)]
+
+
+def test_writes_are_refused_before_they_happen() -> None:
+    kept, other = torch.zeros(4), torch.zeros(4)
+    protected = {id(kept): kept}
+    writes = [
+        lambda: kept[1:].add_(1),
+        lambda: torch.add(other, 1, out=kept),
+        lambda: torch._foreach_add_([other, kept], 1),
+        lambda: kept.detach().data.fill_(2),
+    ]
+    for write in writes:
+        assert without_writes(protected, write) is None
+        assert kept.eq(0).all()
+    assert without_writes(protected, lambda: other.add_(kept).sum()) is not None
