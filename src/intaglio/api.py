@@ -21,7 +21,7 @@ from intaglio.parts import PartlyQuantizedModel, PartOutline, check_parts, check
 from intaglio.progress import shows_progress
 from intaglio.quant.calibrate.batches import Call, first_call, kept_first, log_once
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory
+from intaglio.quant.calibrate.kept_memory import collect_large, kept_memory, return_freed
 from intaglio.quant.calibrate.prepare import prepare_part, quantizer_for_part, with_selectors_of
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, cache_batches
 from intaglio.quant.correct.effort import is_corrected
@@ -335,4 +335,6 @@ def convert_with_corrections(
     prepared = equalize(prepared, cached)
     collect_large(prepared.module.buffers())
     ranges = calibrate(prepared, data, samples=samples, progress=progress)
-    return convert(prepared, ranges, correct(prepared, ranges, cached))
+    corrections = correct(prepared, ranges, cached)
+    return_freed()  # activations, moments and rows in float64
+    return convert(prepared, ranges, corrections)

@@ -60,6 +60,8 @@ def dequantize_rows(acc: ArrayLike, rows: ArrayLike, columns: ArrayLike, bias: A
 
 
 TABLE_STEPS = 255
+TABLE_ROWS = 1024
+"""Rows of a table that are quantized at once, so that intermediate results stay small."""
 
 MIN_TABLE_SCALE = np.float32(2.0**-23)
 """Smallest scale of a row of a table; a row with a smaller range gets scale 1."""
@@ -81,8 +83,12 @@ def quantize_table(table: ArrayLike) -> tuple[NDArray[np.uint8], FloatArray, Flo
         steps = (most - least) / np.float32(TABLE_STEPS)
     scales: FloatArray = np.where(steps > MIN_TABLE_SCALE, steps, np.float32(1))
     zeros: FloatArray = -least / scales
-    real = table * (np.float32(1) / scales)[:, None] + zeros[:, None]
-    return np.clip(np.rint(real), np.float32(0), np.float32(TABLE_STEPS)).astype(np.uint8), scales, zeros
+    quantized, inverses = np.empty(table.shape, np.uint8), np.float32(1) / scales
+    for start in range(0, len(table), TABLE_ROWS):
+        here = slice(start, start + TABLE_ROWS)
+        real = table[here] * inverses[here, None] + zeros[here, None]
+        quantized[here] = np.clip(np.rint(real), np.float32(0), np.float32(TABLE_STEPS)).astype(np.uint8)
+    return quantized, scales, zeros
 
 
 def dequantize_table(quantized: ArrayLike, scales: ArrayLike, zeros: ArrayLike) -> FloatArray:

@@ -54,8 +54,13 @@ def collect_large(tensors: Iterable[torch.Tensor]) -> None:
     """
     if sum(tensor.nbytes for tensor in tensors) > COLLECTED_BYTES:
         gc.collect()
-        if (library := _c_library()) is not None:
-            library.malloc_trim(0)
+        return_freed()
+
+
+def return_freed() -> None:
+    """Return freed memory to the system, also within a block that keeps it."""
+    if (library := _c_library()) is not None:
+        library.malloc_trim(0)
 
 
 @functools.cache

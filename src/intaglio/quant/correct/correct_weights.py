@@ -33,6 +33,7 @@ from intaglio.quant.correct.effort import (
     is_measured,
     reads_float_model,
     sampled_gain,
+    sampled_rows,
     takes_too_long,
     takes_too_much_memory,
     with_simpler_rounding,
@@ -44,7 +45,7 @@ from intaglio.quant.correct.validation_split import SplitMoments, ValidationSpli
 from intaglio.quant.evaluation.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
-from intaglio.quant.qdq.weight_grid import WeightGrid, narrow, weight_grid
+from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
@@ -168,7 +169,7 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
-        quantized = narrow(grid.nearest(weight))
+        quantized = grid.nearest(weight)
         self._set_weight(region, weight_node, grid, quantized, q)
         corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
@@ -192,7 +193,7 @@ class _WeightCorrector:
             signal_and_noise = parts.errors(fit.rows), chosen.error
             self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
             q, grid = chosen.qparams, chosen.grid
-            quantized = narrow(chosen.quantized.reshape(weight.shape).numpy())
+            quantized = grid.narrow(chosen.quantized.reshape(weight.shape).numpy())
             self.weights[site.name] = RoundedWeight(q, in_file(torch.from_numpy(grid.as_s8(quantized))).numpy())
             if len(weight_node.users) > 1:  # The other operators read it.
                 self.quantized_weights[site.name] = quantized
@@ -309,7 +310,8 @@ class _WeightCorrector:
         fitted, other = (
             self._moments(region, x, first_only(masks)) for masks in ([~mask for mask in validating], validating)
         )
-        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
+        some = sampled_rows(region)
+        rows, step = by_group(region, weight, some), steps_by_group(region, grid, weight.shape, some)
         gain = sampled_gain(rows, step, grid, fitted, other)
         return "" if gain is None else f"; {gain}"
 

@@ -136,20 +136,24 @@ class SampledGain(NamedTuple):
         return f"measured with two samples and {SAMPLED_ROWS} rows, {self.before:.1f} -> {self.after:.1f} dB"
 
 
+def sampled_rows(region: Region) -> slice:
+    """Return `SAMPLED_ROWS` evenly spread rows of each group of a weight, or all of them if there are fewer."""
+    every = max(1, weight_count(region) // (groups_of(region) * row_length(region)) // SAMPLED_ROWS)
+    return slice(0, every * SAMPLED_ROWS, every)
+
+
 def sampled_gain(
     rows: torch.Tensor, step: torch.Tensor, grid: WeightGrid, fitted: Moments, other: Moments
 ) -> SampledGain | None:
     """Return what GPTQ gains for some rows of a weight; ``None`` if the samples do not show it.
 
     Args:
-        rows: the weight, float64 [groups, rows, k].
-        step: the distances of its quantized values, [groups, rows, k] or [groups, rows, 1].
+        rows: the rows, float64 [groups, rows, k].
+        step: the distances of their quantized values, [groups, rows, k] or [groups, rows, 1].
         grid: its grid.
         fitted: moments of the samples to fit to.
         other: moments of samples that validate.
     """
-    every = max(1, rows.shape[1] // SAMPLED_ROWS)
-    rows, step = rows[:, ::every][:, :SAMPLED_ROWS], step[:, ::every][:, :SAMPLED_ROWS]
     chosen = gptq(rows, step, fitted, grid.low, grid.high).quantized
     signal = other.errors(rows).sum().item()
     plain = other.errors(rows - nearest(rows, step, grid.low, grid.high) * step).sum().item()

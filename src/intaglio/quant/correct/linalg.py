@@ -121,14 +121,14 @@ def ordered_factor(matrix: torch.Tensor, count: int) -> OrderedFactor | None:
         count: number of positions that they are sums over.
     """
     order = matrix.diagonal(dim1=1, dim2=2).argsort(dim=1, stable=True)
-    groups = torch.arange(len(matrix))[:, None, None]
-    matrix = matrix[groups, order[:, :, None], order[:, None, :]]
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    plain = diagonal.clone()
+    groups, failed = torch.arange(len(matrix))[:, None, None], torch.empty(len(matrix), dtype=torch.int32)
+    plain = matrix.diagonal(dim1=1, dim2=2).gather(1, order)
     for damping in _dampings(plain.shape[1], count):
         added = _added(plain, damping)
-        diagonal.copy_(plain + added)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
+        # LAPACK factors a matrix in column-major order in place; a symmetric one has the same elements in both orders.
+        lower = matrix[groups, order[:, :, None], order[:, None, :]].mT
+        lower.diagonal(dim1=1, dim2=2).copy_(plain + added)
+        torch.linalg.cholesky_ex(lower, out=(lower, failed))
         if not failed.any():
             pivots = _unit_diagonal(lower)
             return OrderedFactor(order, lower, pivots, added)

@@ -170,16 +170,17 @@ class RoundingFit:
         return replace(self.qparams, scale=tuple(scales.tolist()))
 
 
-def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the distances of quantized values of a weight of this shape, float64 [groups, rows, k], or [groups, rows,
-    1] if each row has one."""
+def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
+    """Return the distances of quantized values of some rows of a weight of this shape, float64 [groups, rows, k], or
+    [groups, rows, 1] if each row has one."""
     steps = grid.steps
     if steps.size not in (1, shape[0]) or any(size != 1 for size in steps.shape[1:]):
-        return by_group(region, np.broadcast_to(steps, shape))
-    return by_group(region, np.broadcast_to(steps.reshape(-1, 1), (shape[0], 1)))
+        return by_group(region, np.broadcast_to(steps, shape), rows)
+    return by_group(region, np.broadcast_to(steps.reshape(-1, 1), (shape[0], 1)), rows)
 
 
-def by_group(region: Region, weight: np.ndarray) -> torch.Tensor:
-    """Reshape a weight of any rank to float64 [groups, rows, k]."""
+def by_group(region: Region, weight: np.ndarray, rows: slice = slice(None)) -> torch.Tensor:
+    """Return some rows of each group of a weight of any rank as float64 [groups, rows, k]."""
     groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-    return torch.from_numpy(np.ascontiguousarray(weight, np.float64)).reshape(groups, weight.shape[0] // groups, -1)
+    chosen = weight.reshape(groups, weight.shape[0] // groups, -1)[:, rows]
+    return torch.from_numpy(np.ascontiguousarray(chosen, np.float64))

@@ -16,7 +16,7 @@ from intaglio.fxgraph.nodes import layer_operands
 from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Annotations
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory, return_freed
 from intaglio.quant.calibrate.prepare import Prepared, annotate_everything
 from intaglio.quant.correct.calibration_cache import CACHED_SAMPLES, Calls, cached_calls
 from intaglio.quant.correct.corrections import CorrectionStep
@@ -77,6 +77,7 @@ def equalize(prepared: Prepared, data: Any, *, samples: int = CACHED_SAMPLES, gr
     calls = group.run_on_all_ranks(lambda: cached_calls(prepared.signature, data, samples, group))
     report_progress("equalize")
     prepared, turned, rotated = rotate(prepared)  # first: all other decisions are about the rotated values
+    return_freed()  # rows in float64
     prepared, decided = decide_by_data(prepared, calls, group)
     decided = replace(decided, rotations=turned.rotations, hadamards=turned.hadamards)
     inputs, notes = quantize_inputs_per_channel(prepared, calls, group)

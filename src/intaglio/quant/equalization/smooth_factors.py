@@ -67,8 +67,8 @@ def smoothing(
     """
     if rows.sample_count < 2:
         return None
-    weight = torch.cat(list(weights))
-    columns, outputs = weight.abs().amax(0).double(), _spread_outputs(weight)
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))  # one may be as large as a vocabulary
+    columns, outputs = torch.maximum(-weight.amin(0), weight.amax(0)).double(), _spread_outputs(weight)
     folds = _folds(rows, outputs)
     signal = sum(fold.exact.double().square().sum().item() for fold in folds)
     ones = torch.ones(len(columns))

@@ -22,6 +22,7 @@ from intaglio.quant.calibrate.range_methods import channel_ranges, method_of, wi
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.calibrate.tensor_statistics import Range, Statistics
 from intaglio.quant.correct.corrections import RoundedWeight
+from intaglio.quant.qdq.row_blocks import by_row_blocks
 from intaglio.quant.qdq.weight_grid import channel_scales
 from intaglio.quant.recipes.choices import Role
 from intaglio.quant.recipes.datatypes import INT32_RANGE, Datatype
@@ -224,7 +225,7 @@ def _fitted_scales(
     All-zero channels get the fitted scale in both results, so that they do not count as enlarged.
     """
     rows, own = weight_outputs_first(region, weight), WeightScaleRule.of(region, site)
-    absmax = np.abs(rows.reshape(len(rows), -1)).max(1)
+    absmax = by_row_blocks(lambda rows: np.abs(rows).max(1), rows.reshape(len(rows), -1))
     rows_by_scale = own.rows_by_scale(weight)
     count = len(rows_by_scale)
     if len(plain) != count:
@@ -233,7 +234,7 @@ def _fitted_scales(
         )
     fitted = numerics.fit_weight_scale(scale_per_output(plain, len(rows)), absmax, bias, scale_x)
     fitted = fitted.reshape(-1, count).max(0)
-    return np.where(np.abs(rows_by_scale).max(1, initial=0) == 0, fitted, plain), fitted
+    return np.where(rows_by_scale.any(1), plain, fitted), fitted
 
 
 @dataclass(frozen=True)

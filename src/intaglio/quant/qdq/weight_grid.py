@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from intaglio import numerics
 from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Origin
-from intaglio.numerics import FloatArray, Int32Array
+from intaglio.numerics import FloatArray
 from intaglio.quant.qdq.row_blocks import by_row_blocks, errors_of_scales
 from intaglio.quant.recipes.choices import ActivationMode, WeightScales
 from intaglio.quant.recipes.datatypes import Datatype
@@ -31,13 +32,21 @@ class WeightGrid:
     """
 
     steps: FloatArray
-    multiples: Int32Array
+    multiples: NDArray[np.int8]
     low: int
     high: int
 
-    def nearest(self, weight: np.ndarray) -> Int32Array:
+    def nearest(self, weight: np.ndarray) -> NDArray[Any]:
         """Quantize a weight to the nearest values, ties to even."""
-        return by_row_blocks(lambda w, steps: numerics.quantize(w, steps, 0, self.low, self.high), weight, self.steps)
+
+        def quantized(weight: np.ndarray, steps: FloatArray) -> NDArray[Any]:
+            return self.narrow(numerics.quantize(weight, steps, 0, self.low, self.high))
+
+        return by_row_blocks(quantized, weight, self.steps)
+
+    def narrow(self, quantized: np.ndarray) -> NDArray[Any]:
+        """Return quantized values in the smallest signed integer type that holds all values of the grid."""
+        return quantized.astype(np.min_scalar_type(min(self.low, -1 - self.high)))
 
     def clipped(self, weight: np.ndarray) -> FloatArray:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
@@ -46,12 +55,6 @@ class WeightGrid:
     def as_s8(self, quantized: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
         return by_row_blocks(lambda q, multiples: (q * multiples).astype(np.int8), quantized, self.multiples)
-
-
-def narrow(quantized: np.ndarray) -> np.ndarray:
-    """Return quantized values in the smallest signed integer type that holds them."""
-    low, high = (int(edge) for edge in (quantized.min(initial=0), quantized.max(initial=0)))
-    return quantized.astype(np.min_scalar_type(min(low, -1 - high)))
 
 
 def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: int = 0, axis: int = 0) -> WeightGrid:
@@ -70,16 +73,17 @@ def weight_grid(weight: np.ndarray, scales: np.ndarray, kind: Datatype, group: i
     scales = np.asarray(scales, np.float32)
     steps = scales.reshape(spread)
     if not group:
-        return WeightGrid(steps, np.ones_like(steps, np.int32), kind.qmin, kind.qmax)
+        return WeightGrid(steps, np.ones_like(steps, np.int8), kind.qmin, kind.qmax)
     rows = weight.reshape(len(weight), -1)
 
-    def multiples_of(rows: np.ndarray, scales: np.ndarray) -> Int32Array:
+    def multiples_of(rows: np.ndarray, scales: np.ndarray) -> NDArray[np.int8]:
         bounds = kind.qmin, kind.qmax, kind.multiples
         found = numerics.group_multiples(_groups(rows, group), scales, *bounds, errors_of_scales)
-        return np.repeat(found, group, axis=1)[:, : rows.shape[1]]
+        return np.repeat(found.astype(np.int8), group, axis=1)[:, : rows.shape[1]]
 
     multiples = by_row_blocks(multiples_of, rows, scales).reshape(weight.shape)
-    return WeightGrid(steps * multiples.astype(np.float32), multiples, kind.qmin, kind.qmax)
+    steps = by_row_blocks(lambda multiples, steps: steps * multiples.astype(np.float32), multiples, steps)
+    return WeightGrid(steps, multiples, kind.qmin, kind.qmax)
 
 
 def group_of(where: Origin, setting: Setting, outputs: int = 0) -> int:
