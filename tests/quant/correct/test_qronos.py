@@ -16,8 +16,8 @@ from intaglio import stages
 from intaglio.ir import QParams
 from intaglio.quant.correct.linalg import operand_factor, ordered_factor
 from intaglio.quant.correct.operand_columns import LARGEST_SHIFT, SHIFT_UNIT
-from intaglio.quant.correct.rounding_fit import by_group
 from intaglio.quant.correct.second_moments import LEAST_FLOAT32, Moments, Shift, moments, row_products, shift_of
+from intaglio.quant.correct.weight_blocks import by_group
 from intaglio.quant.correct.weight_rounding import nearest, qronos
 from intaglio.quant.recipes.quantizer import Quantizer
 from intaglio.quant.recipes.recipe import Recipe

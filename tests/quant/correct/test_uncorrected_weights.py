@@ -12,7 +12,7 @@ from torch import nn
 
 import intaglio
 from intaglio import Recipe, stages
-from intaglio.quant.correct import correct_weights, effort
+from intaglio.quant.correct import correct_weights, effort, weight_blocks
 from intaglio.quant.recipes.choices import Effort
 from intaglio.quant.recipes.recipe import Setting
 
@@ -66,10 +66,40 @@ def test_weights_that_take_too_much_of_qronos_are_rounded_by_gptq(monkeypatch, l
     assert "gptq: 1 weights" in model.text("corrections")
 
 
-def test_the_report_names_weights_with_many_elements(monkeypatch):
+def test_the_report_names_weights_in_groups_with_many_elements(monkeypatch):
     monkeypatch.setattr(effort, "LARGEST_WEIGHT", 20)
-    model = intaglio.quantize(nn.Sequential(nn.Linear(6, 4)).eval(), BATCHES, progress=False)
-    assert "0: rounded to nearest, because it has 24 elements" in model.text("corrections")
+    images = [torch.randn(4, 6, 2, 2) for _ in range(4)]
+    model = intaglio.quantize(nn.Sequential(nn.Conv2d(6, 8, 1, groups=2)).eval(), images, progress=False)
+    assert "0: rounded to nearest, because it has 24 elements in 2 groups" in model.text("corrections")
+
+
+SETTINGS = {
+    "channel": {},
+    "tensor": {"weights": "tensor"},
+    "s4": {"weights_dtype": "s4"},
+    "s4 in groups": {"weights_dtype": "s4", "weights": "group:4"},
+}
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "qronos", "nearest"])
+@pytest.mark.parametrize("weights", SETTINGS)
+def test_large_weights_are_rounded_in_blocks_as_in_one(monkeypatch, rounding, weights):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 2)).eval()
+    mixed = torch.randn(8, 8)
+    data = [torch.randn(64, 9, 8) @ mixed for _ in range(4)]
+
+    def quantized():
+        recipe = {"*": {"rounding": rounding, "bias": "weights", **SETTINGS[weights]}}
+        done = intaglio.quantize(model, data, recipe=recipe, progress=False)
+        return done(data[0]), [line for line in done.text("corrections").splitlines() if "groups" not in line]
+
+    whole, report = quantized()
+    monkeypatch.setattr(weight_blocks, "LARGEST_WEIGHT", 100)
+    monkeypatch.setattr(weight_blocks, "BLOCK_OF_LARGE", 56)  # 7 rows of the 40
+    blocks, same_report = quantized()
+    assert torch.equal(blocks, whole)
+    assert same_report == report
 
 
 def test_weights_that_would_take_too_long_are_rounded_to_nearest_with_what_they_would_gain(monkeypatch):

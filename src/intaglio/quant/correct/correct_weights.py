@@ -21,7 +21,7 @@ from intaglio.progress import report_progress
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.calibrate.distributed import Group
-from intaglio.quant.calibrate.kept_memory import kept_memory
+from intaglio.quant.calibrate.kept_memory import kept_memory, return_freed
 from intaglio.quant.calibrate.prepare import Prepared
 from intaglio.quant.calibrate.ranges import Ranges
 from intaglio.quant.correct.biases import annotated_with_biases, output_errors, with_needed_biases
@@ -34,18 +34,20 @@ from intaglio.quant.correct.effort import (
     reads_float_model,
     sampled_gain,
     sampled_rows,
+    takes_much_memory,
     takes_too_long,
     takes_too_much_memory,
     with_simpler_rounding,
 )
 from intaglio.quant.correct.operand_columns import OperandReader, position_count
-from intaglio.quant.correct.rounding_fit import RoundingFit, by_group, steps_by_group
+from intaglio.quant.correct.rounding_fit import round_weight
 from intaglio.quant.correct.second_moments import Moments, moments, shift_of, sum_over_ranks
 from intaglio.quant.correct.validation_split import SplitMoments, ValidationSplit, mean_generalizes, project
+from intaglio.quant.correct.weight_blocks import WeightRows, by_group, steps_by_group
 from intaglio.quant.evaluation.layerwise_eval import CACHE, LayerwiseEvaluation
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.qparams import activation_qparams, anchor_sites, parameters_of, weight_qparams
-from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
+from intaglio.quant.qdq.weight_grid import weight_grid
 from intaglio.quant.recipes.choices import BiasCorrection, Role, Rounding
 from intaglio.tracing.captured import expect
 
@@ -102,6 +104,8 @@ def correct(
     done = 0
     while corrected and (region := group.run_on_all_ranks(lambda: next(regions, None))) is not None:
         report_progress("correct", done, count, origin(region.anchor).path)
+        if takes_much_memory(region):
+            return_freed()
         corrector.correct_region(region)
         done += 1
         if done == count:  # Nothing reads the results of the last layer, which may be logits of a large vocabulary.
@@ -169,50 +173,45 @@ class _WeightCorrector:
         grid = weight_grid(weight, np.array(q.scales), site.record, site.group, record.roles.outputs)
         if site.record.floating or kept_weight(region, weight_node) is not None:
             return
-        quantized = grid.nearest(weight)
-        self._set_weight(region, weight_node, grid, quantized, q)
+        rows = WeightRows(weight, grid, grid.nearest(weight))
+        self._set_weight(region, weight_node, rows, q)
         corrects, measures = is_corrected(annotations, region), is_measured(annotations, region)
         if not corrects and not measures:
             return
         split, validating, positions = self._shared(region, x, "split", lambda: self._split(region, x))
-        found = self._affordable(region, x, weight, grid, validating, positions)
+        found = self._affordable(region, x, rows, validating, positions)
         if found is None:
             return
         region, setting = found, found.setting
         if not corrects:
-            self._measure_imported(region, site, grid, quantized, self._moments(region, x))
+            self._measure_imported(region, site, rows, self._moments(region, x))
             return
         parts = self._shared(
             region, x, f"moments, {setting.rounding}", lambda: self._split_moments(region, x, split, validating)
         )
         signal_and_noise: tuple[float, float] | None = None
         if site.name not in self.weights and setting.rounding != Rounding.NEAREST:
-            assert setting.rounding is not None  # A decided recipe always has a rounding method.
-            fit = RoundingFit(region, weight, site, q, grid, setting.rounding)
-            chosen = fit.validated(parts)
-            signal_and_noise = parts.errors(fit.rows), chosen.error
-            self._record_noise(setting.rounding, signal_and_noise[0], chosen.nearest_error, chosen.error)
-            q, grid = chosen.qparams, chosen.grid
-            quantized = grid.narrow(chosen.quantized.reshape(weight.shape).numpy())
-            self.weights[site.name] = RoundedWeight(q, in_file(torch.from_numpy(grid.as_s8(quantized))).numpy())
+            fitted = round_weight(region, rows, site, q, parts)
+            signal_and_noise = fitted.signal, fitted.error
+            self._record_noise(str(setting.rounding), fitted.signal, fitted.nearest_error, fitted.error)
+            q, rows = fitted.qparams, fitted.rows
+            values = in_file(torch.from_numpy(rows.grid.as_s8(rows.quantized))).numpy()
+            self.weights[site.name] = RoundedWeight(q, values)
             if len(weight_node.users) > 1:  # The other operators read it.
-                self.quantized_weights[site.name] = quantized
-        quantized = self.quantized_weights.get(site.name, quantized)
-        self._set_weight(region, weight_node, grid, quantized, q)
+                self.quantized_weights[site.name] = rows.quantized
+        rows = replace(rows, quantized=self.quantized_weights.get(site.name, rows.quantized))
+        self._set_weight(region, weight_node, rows, q)
         if measures:
-            self._measure_imported(region, site, grid, quantized, parts.whole)
+            self._measure_imported(region, site, rows, parts.whole)
         if setting.bias != BiasCorrection.NONE and not region.dynamic:
-            rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
-            lost = rows - by_group(region, quantized) * step
-            signal_and_noise = signal_and_noise or (parts.errors(rows), parts.errors(lost))
-            self._correct_bias(region, lost, signal_and_noise, parts, split)
+            signal_and_noise = signal_and_noise or rows.signal_and_noise(region, parts.errors)
+            self._correct_bias(region, rows, signal_and_noise, parts, split)
 
     def _affordable(
         self,
         region: Region,
         x: fx.Node,
-        weight: np.ndarray,
-        grid: WeightGrid,
+        rows: WeightRows,
         validating: list[torch.Tensor],
         positions: int,
     ) -> Region | None:
@@ -222,11 +221,11 @@ class _WeightCorrector:
         if (reason := heavy or takes_too_long(region, positions)) is None:
             return region
         simpler = with_simpler_rounding(region, positions)
-        gain = "" if heavy or simpler else self._gain_of_sample(region, x, weight, grid, validating)
+        gain = "" if heavy or simpler else self._gain_of_sample(region, x, rows, validating)
         self.left_out[region] = f"{'by GPTQ' if simpler else 'to nearest'}, because {reason}{gain}"
         return simpler
 
-    def _set_weight(self, region: Region, node: fx.Node, grid: WeightGrid, quantized: np.ndarray, q: QParams) -> None:
+    def _set_weight(self, region: Region, node: fx.Node, rows: WeightRows, q: QParams) -> None:
         """Let the evaluation use the quantized weight from now on, and drop those of regions that have run.
 
         A weight that several operators read stays.
@@ -237,7 +236,7 @@ class _WeightCorrector:
                 del self.used_weights[other]
         if len(node.users) == 1:
             self.used_weights[region] = node
-        self.evaluation.set_weight(region, node, grid, quantized, q)
+        self.evaluation.set_weight(region, node, rows.grid, rows.quantized, q)
 
     def _split(self, region: Region, x: fx.Node) -> tuple[ValidationSplit, list[torch.Tensor], int]:
         """Return the division of the samples of an operand over all ranks, this rank's samples that validate, and the
@@ -300,9 +299,7 @@ class _WeightCorrector:
 
         return sum_over_ranks(self.group.run_on_all_ranks(compute), self.group)
 
-    def _gain_of_sample(
-        self, region: Region, x: fx.Node, weight: np.ndarray, grid: WeightGrid, validating: list[torch.Tensor]
-    ) -> str:
+    def _gain_of_sample(self, region: Region, x: fx.Node, given: WeightRows, validating: list[torch.Tensor]) -> str:
         """Return what fitting a weight to one sample gains for another one, as the end of a sentence; "" if the weight
         is rounded to nearest anyway, or the samples do not show it."""
         if region.setting.rounding == Rounding.NEAREST:
@@ -310,20 +307,15 @@ class _WeightCorrector:
         fitted, other = (
             self._moments(region, x, first_only(masks)) for masks in ([~mask for mask in validating], validating)
         )
-        some = sampled_rows(region)
-        rows, step = by_group(region, weight, some), steps_by_group(region, grid, weight.shape, some)
-        gain = sampled_gain(rows, step, grid, fitted, other)
+        some, grid = sampled_rows(region), given.grid
+        rows = by_group(region, given.weight, some)
+        gain = sampled_gain(rows, steps_by_group(region, grid, given.weight.shape, some), grid, fitted, other)
         return "" if gain is None else f"; {gain}"
 
-    def _measure_imported(
-        self, region: Region, site: Site, grid: WeightGrid, quantized: np.ndarray, found: Moments
-    ) -> None:
+    def _measure_imported(self, region: Region, site: Site, rows: WeightRows, found: Moments) -> None:
         """Store the ratio of noise to signal in the results of an imported weight that is rounded again."""
-        weight, _ = parameters_of(self.evaluation.annotations.module, region)
-        rows, step = by_group(region, weight), steps_by_group(region, grid, weight.shape)
-        signal = found.errors(rows).sum().item()
+        signal, noise = rows.signal_and_noise(region, lambda some: found.errors(some).sum().item())
         if signal > 0:
-            noise = found.errors(rows - by_group(region, quantized) * step).sum().item()
             self.imported_noise[site.name] = noise / signal
 
     def _record_noise(self, name: str, signal: float, before: float, after: float) -> None:
@@ -334,7 +326,7 @@ class _WeightCorrector:
     def _correct_bias(
         self,
         region: Region,
-        error: torch.Tensor,
+        rows: WeightRows,
         signal_and_noise: tuple[float, float],
         parts: SplitMoments,
         split: ValidationSplit,
@@ -344,8 +336,8 @@ class _WeightCorrector:
         By default that is the mean error due to rounded weights, whose ratio of noise to signal is reported. With
         `BiasCorrection.OUTPUTS` it is the mean error of all quantization so far. That is not reported, because it
         concerns more than the weights, and may even increase their error. The bias stays as it is if the error has
-        another mean in the samples that validate. ``error`` is what rounding takes from the weight, and
-        ``signal_and_noise`` are the sums of squares of the results and of their errors.
+        another mean in the samples that validate. ``rows`` are the rounded weight, and ``signal_and_noise`` the sums of
+        squares of the results and of their errors.
         """
         _, bias = parameters_of(self.evaluation.module, region)
         if region.setting.bias == BiasCorrection.OUTPUTS:
@@ -356,12 +348,11 @@ class _WeightCorrector:
             moved = sum(sums) / max(sum(counts), 1)
         else:
             x = layer_operands(region.anchor).x
-            sums = tuple((error @ part.sums.double()[..., None])[..., 0] for part in parts.both)
-            if not mean_generalizes(sums, tuple(part.count for part in parts.both), split.crossed):
-                return
             count = sum(part.count for part in parts.both)
             mean = (parts.fitted.sums + parts.validating.sums).double() / max(count, 1)
-            lost = (error @ mean[..., None])[..., 0]
+            *each, lost = rows.lost_results(region, [*(part.sums.double() for part in parts.both), mean])
+            if not mean_generalizes(tuple(each), tuple(part.count for part in parts.both), split.crossed):
+                return
             moved = lost.reshape(-1) * self.evaluation.qparams[self.evaluation.sites[x.name].name].step
             signal, before = signal_and_noise
             self._record_noise("bias of weights", signal, before, before - count * lost.square().sum().item())

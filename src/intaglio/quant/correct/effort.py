@@ -15,8 +15,9 @@ from intaglio.quant.annotate.regions import Annotations, Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.linalg import COLUMN_BLOCK
 from intaglio.quant.correct.operand_columns import groups_of, row_length, weight_count
-from intaglio.quant.correct.second_moments import Moments, are_few, are_kept, has_moments
+from intaglio.quant.correct.second_moments import LEAST_FLOAT32, Moments, are_few, are_kept, has_moments
 from intaglio.quant.correct.validation_split import VALIDATED_ROWS
+from intaglio.quant.correct.weight_blocks import LARGEST_WEIGHT
 from intaglio.quant.correct.weight_rounding import ITERATIONS, gptq, nearest
 from intaglio.quant.imported_weights.kept_integers import kept_weight
 from intaglio.quant.qdq.weight_grid import WeightGrid
@@ -25,14 +26,16 @@ from intaglio.quant.recipes.settings import Setting
 
 LARGEST_MOMENTS = 1 << 27
 """Largest number of elements of the moments of one weight, 1 GiB; the correction needs several times as much."""
-LARGEST_WEIGHT = 1 << 26
-"""Largest number of elements of a weight that is rounded by moments, in several copies of float64."""
+LARGE_MOMENTS = 1 << 26
+"""Elements of moments from which freed memory is returned to the system before a weight is fitted: 8192 x 8192."""
 ALLOWED_SECONDS = {Effort.FAST: 0.1, Effort.DEFAULT: 60.0}
 """Predicted seconds of one weight up to which it is fitted to data; any number with `Effort.BEST`."""
 WIDE_PRODUCTS, BYTE_PRODUCTS, COLUMN_PRODUCTS = 40e9, 150e9, 0.7e9
 """Multiply-accumulates per second, about those of two cores of a Zen 4 processor: in products of float64 matrices, in
 products of bytes, and in spreading the errors of columns that are rounded one by one. They are the same on every
 machine, so that models do not depend on it."""
+FLOAT32_SPEEDUP = 4
+"""Number of float32 products in the time of one in float64."""
 VALIDATING_FITS = 1.5
 """Mean number of fits of some rows of a weight to a part of the samples, before all rows are fitted to all of them."""
 BYTES_OF_ERRORS = 4
@@ -76,7 +79,8 @@ def predicted_cost(region: Region, positions: int) -> FittingCost:
     validated = min(1, VALIDATED_ROWS * groups * k / max(1, count))
     fits = 0.0 if region.setting.rounding == Rounding.NEAREST else 1 + VALIDATING_FITS * validated
     in_bytes = are_kept(positions, groups, k)
-    wide = factor + fits * spread + (0 if in_bytes else 4 * count * rank)
+    errors = 0 if in_bytes else 4 * count * rank / (FLOAT32_SPEEDUP if groups == 1 and k >= LEAST_FLOAT32 else 1)
+    wide = factor + fits * spread + errors
     if region.setting.rounding == Rounding.QRONOS:
         wide += k * count
     if region.setting.rounding == Rounding.ADAROUND:
@@ -88,7 +92,8 @@ def predicted_cost(region: Region, positions: int) -> FittingCost:
         seconds += PRODUCTS_OF_SHIFT * groups * k * k * positions / BYTE_PRODUCTS
     if in_bytes:
         seconds += BYTES_OF_ERRORS * count * positions / BYTE_PRODUCTS
-    return FittingCost(seconds, 8 * COPIES_IN_MEMORY * (groups * k * rank + count))
+    at_once = min(count, LARGEST_WEIGHT) if groups == 1 else count
+    return FittingCost(seconds, 8 * COPIES_IN_MEMORY * (groups * k * rank + at_once))
 
 
 def takes_too_much_memory(region: Region, positions: int) -> str | None:
@@ -99,7 +104,15 @@ def takes_too_much_memory(region: Region, positions: int) -> str | None:
         moments += 2 * groups * k * k  # those of the differences from the float model
     if moments > LARGEST_MOMENTS:
         return f"the moments of its operand take {size_text(8 * moments)}"
-    return f"it has {count:,} elements" if count > LARGEST_WEIGHT else None
+    return f"it has {count:,} elements in {groups:,} groups" if count > LARGEST_WEIGHT and groups > 1 else None
+
+
+def takes_much_memory(region: Region) -> bool:
+    """Return whether fitting a weight needs memory that should not be added to what was freed before."""
+    if region.record.roles.weight is None:
+        return False
+    moments = groups_of(region) * row_length(region) ** 2
+    return moments >= LARGE_MOMENTS or weight_count(region) > LARGEST_WEIGHT
 
 
 def takes_too_long(region: Region, positions: int) -> str | None:

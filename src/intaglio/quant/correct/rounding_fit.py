@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from intaglio.fxgraph.nodes import call_of
 from intaglio.ir import QParams
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.annotate.sites import Site
 from intaglio.quant.correct.second_moments import Moments
 from intaglio.quant.correct.validation_split import VALIDATED_ROWS, SplitMoments
+from intaglio.quant.correct.weight_blocks import WeightRows, by_group, steps_by_group
 from intaglio.quant.correct.weight_rounding import ROUNDINGS, gptq, nearest
 from intaglio.quant.qdq.weight_grid import WeightGrid, weight_grid
 from intaglio.quant.recipes.choices import Rounding
@@ -47,6 +47,53 @@ class FittedWeight(NamedTuple):
     quantized: torch.Tensor
     error: float
     nearest_error: float
+
+
+class FittedRows(NamedTuple):
+    """Rows of a weight after `round_weight`, with the sums of squares of their results and of the errors of these.
+
+    Attributes:
+        qparams: the scales.
+        rows: the quantized rows, and their grid.
+        signal: the sum of squares of the results.
+        error: the error of the results.
+        nearest_error: their error with the given scales and each weight rounded to nearest.
+    """
+
+    qparams: QParams
+    rows: WeightRows
+    signal: float
+    error: float
+    nearest_error: float
+
+
+def round_weight(region: Region, given: WeightRows, site: Site, q: QParams, parts: SplitMoments) -> FittedRows:
+    """Round a weight by the method of its setting, a large one in blocks of rows that are validated on their own.
+
+    Args:
+        region: the region of the layer.
+        given: the weight, rounded to nearest.
+        site: its quantization point.
+        q: its scales, chosen from the weight alone.
+        parts: moments of parts of the samples.
+    """
+    assert region.setting.rounding is not None  # A decided recipe always has a rounding method.
+    found = []
+    for rows in given.blocks(region):
+        block = given.part(rows)
+        own = q if len(q.scales) == 1 else replace(q, scale=q.scales[rows], zero_point=q.zeros[rows])
+        fit = RoundingFit(region, block.weight, site, own, block.grid, region.setting.rounding)
+        chosen = fit.validated(parts)
+        quantized = chosen.grid.narrow(chosen.quantized.reshape(block.weight.shape).numpy())
+        done = WeightRows(block.weight, chosen.grid, quantized)
+        found.append(FittedRows(chosen.qparams, done, parts.errors(fit.rows), chosen.error, chosen.nearest_error))
+    if len(found) == 1:
+        return found[0]
+    if len(q.scales) > 1:
+        scales, zeros = (sum((getattr(one.qparams, name) for one in found), ()) for name in ("scales", "zeros"))
+        q = replace(q, scale=scales, zero_point=zeros)
+    sums = (sum(getattr(one, name) for one in found) for name in ("signal", "error", "nearest_error"))
+    return FittedRows(q, given.joined([one.rows for one in found]), *sums)
 
 
 @dataclass(frozen=True)
@@ -168,19 +215,3 @@ class RoundingFit:
             best, least = torch.where(now < least, factor, best), torch.minimum(now, least)
         scales = (torch.tensor(self.qparams.scales, dtype=torch.float64) * best.reshape(-1)).float()
         return replace(self.qparams, scale=tuple(scales.tolist()))
-
-
-def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...], rows: slice = slice(None)) -> torch.Tensor:
-    """Return the distances of quantized values of some rows of a weight of this shape, float64 [groups, rows, k], or
-    [groups, rows, 1] if each row has one."""
-    steps = grid.steps
-    if steps.size not in (1, shape[0]) or any(size != 1 for size in steps.shape[1:]):
-        return by_group(region, np.broadcast_to(steps, shape), rows)
-    return by_group(region, np.broadcast_to(steps.reshape(-1, 1), (shape[0], 1)), rows)
-
-
-def by_group(region: Region, weight: np.ndarray, rows: slice = slice(None)) -> torch.Tensor:
-    """Return some rows of each group of a weight of any rank as float64 [groups, rows, k]."""
-    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
-    chosen = weight.reshape(groups, weight.shape[0] // groups, -1)[:, rows]
-    return torch.from_numpy(np.ascontiguousarray(chosen, np.float64))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ class WeightGrid:
     def clipped(self, weight: np.ndarray) -> FloatArray:
         """Return the weight divided by the steps and clipped to `low`..`high`, not rounded, for float datatypes."""
         return np.clip(weight / self.steps, np.float32(self.low), np.float32(self.high))
+
+    def map(self, change: Callable[[np.ndarray], np.ndarray]) -> WeightGrid:
+        """Return the grid with other steps and multiples, each computed from those of this grid."""
+        return replace(self, steps=change(self.steps), multiples=change(self.multiples))
 
     def as_s8(self, quantized: np.ndarray) -> NDArray[np.int8]:
         """Return quantized values as int8 in exact units of the channel's scale, which kernels compute with."""
