@@ -54,7 +54,7 @@ class IslandPart:
 
 
 def extract_island(module: fx.GraphModule, nodes: list[fx.Node], results: Collection[fx.Node]) -> IslandPart:
-    """Copy these nodes, given in execution order, to a separate module. Constants are shared with `module`.
+    """Copy these nodes, given in execution order, and their constants, which may be the caller's, to another module.
 
     Args:
         module: the graph.
@@ -73,11 +73,11 @@ def extract_island(module: fx.GraphModule, nodes: list[fx.Node], results: Collec
         copies[leaf] = graph.placeholder(leaf.name)
     for leaf in constants:
         name = str(leaf.target) if str(leaf.target).isidentifier() else f"constant_{leaf.target}"  # "0_weight"
-        root.register_buffer(name, getattr(module, leaf.target))
+        root.register_buffer(name, getattr(module, leaf.target).clone())
         copies[leaf] = graph.get_attr(name)
     for node in nodes:
         if node.op == "get_attr":
-            root.register_buffer(str(node.target), getattr(module, node.target))
+            root.register_buffer(str(node.target), getattr(module, node.target).clone())
         write = None if info(node).observer is not None else ISLAND_DECOMPOSITIONS.get(operator(node).partition(".")[2])
         copies[node] = write(graph, node, copies) if write else graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))

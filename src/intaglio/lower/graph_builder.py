@@ -63,9 +63,10 @@ class GraphBuilder:
         return name
 
     def add_constant(self, stem: str, array: np.ndarray, dtype: DType) -> str:
-        """Add a constant of the graph and return its name."""
+        """Add a constant of the graph and return its name. Memory of a tensor, which may be the caller's, is copied."""
         name = self.add_value(stem, TensorType(array.shape, dtype))
-        self.constants[name] = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
+        owned = array if array.flags.owndata else array.copy()
+        self.constants[name] = np.asarray(owned, order="C")  # ascontiguousarray would add an axis to a scalar
         return name
 
     def add_parameter(self, node: fx.Node) -> str:

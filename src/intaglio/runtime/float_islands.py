@@ -226,8 +226,9 @@ def _filled(value: Any, values: Mapping[str, Any]) -> Any:
 
 
 def island_of(module: fx.GraphModule, loops: Mapping[str, HostLoop] = MappingProxyType({})) -> FloatIsland:
-    """Return a float island cut out by lowering in the form that a loaded island has."""
-    return FloatIsland(island_program(module), dict(module.named_buffers()), loops)
+    """Return a float island cut out by lowering, or a condition of a loop, in the form that a loaded one has. It has
+    tensors of its own."""
+    return FloatIsland(island_program(module), {name: one.clone() for name, one in module.named_buffers()}, loops)
 
 
 def island_program(module: nn.Module) -> IslandProgram:

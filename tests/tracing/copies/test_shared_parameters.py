@@ -1,5 +1,6 @@
 """`capture(..., copies_parameters=False)` and `quantize` share the parameters of the caller's model, and keep them."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,17 +55,39 @@ def test_shared_parameters_take_no_memory_of_their_own() -> None:
     assert not {tensor.data_ptr() for tensor in copied.module.buffers()} & weights
 
 
-def test_quantizing_leaves_the_model_and_depends_on_it_no_longer() -> None:
+class FloatParts(nn.Module):
+    """Has a float island, a table, a norm, a recurrent layer and a parameter that operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.wide, self.recurrent, self.last = nn.Linear(16, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 4)
+        self.rate, self.gain = nn.Parameter(torch.rand(16) + 1), nn.Parameter(torch.randn(16))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, _ = self.recurrent(self.wide(self.norm(self.table(tokens)) * self.gain))
+        return self.last(torch.igamma(x.abs() + 1, self.rate) + self.gain)
+
+
+@pytest.mark.parametrize("recipe", [None, {"type:Linear": {"quantize": False}}, {"*": {"activations": "float"}}])
+@pytest.mark.parametrize("name", ["int8", "float parts"])
+def test_quantizing_leaves_the_model_and_depends_on_it_no_longer(name, recipe, tmp_path) -> None:
     torch.manual_seed(0)
-    model, x = Block().eval(), torch.randn(16, 3, 8, 8)
+    model = {"int8": Block, "float parts": FloatParts}[name]().eval()
+    x = torch.randn(16, 3, 8, 8) if name == "int8" else torch.randint(0, 50, (8, 5))
     before = _parameters(model)
-    quantized = intaglio.quantize(model, [x])
+    quantized = intaglio.quantize(model, [x], recipe=recipe, progress=False)
     assert _equal(model, before)
-    expected = quantized(x)
+    expected, fingerprint = quantized(x), quantized.fingerprint()
     with torch.no_grad():
         for one in model.parameters():
-            one.fill_(float("nan"))
+            one.fill_(3)
     assert torch.equal(quantized(x), expected)
+    assert quantized.fingerprint() == fingerprint
+    quantized.save(tmp_path / "model.intaglio")
+    loaded = intaglio.load(tmp_path / "model.intaglio")
+    assert torch.equal(loaded(x), expected)
+    assert loaded.fingerprint() == fingerprint
 
 
 def test_a_model_that_writes_to_its_parameters_is_copied() -> None:
