@@ -68,15 +68,15 @@ def multiplied_rows(rows: torch.Tensor, multiply: Callable[[torch.Tensor], torch
     """Return products of rows with a matrix as float32, computed in float64 for one block of rows after the other.
 
     Args:
-        rows: [..., size], in any memory order, which the result has too.
+        rows: [..., size]. Two axes may be in any memory order, which the result has too.
         multiply: returns the products of float64 [count, size].
     """
-    found = torch.empty_like(rows, dtype=torch.float32)
-    given, taken = (one.view(-1, rows.shape[-1]) if one.dim() != 2 else one for one in (rows, found))
+    given = rows if rows.dim() == 2 else rows.reshape(-1, rows.shape[-1])
+    found = torch.empty_like(given, dtype=torch.float32)
     step = max(1, ROTATED_ELEMENTS // max(1, rows.shape[-1]))
     for start in range(0, len(given), step):
-        taken[start : start + step] = multiply(given[start : start + step].double())
-    return found
+        found[start : start + step] = multiply(given[start : start + step].double())
+    return found.view(rows.shape)
 
 
 def block_hadamard(x: torch.Tensor, size: int) -> torch.Tensor:
