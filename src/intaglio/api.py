@@ -301,8 +301,8 @@ def capture_model(model: nn.Module, data: Any, example_inputs: Any, dynamic_shap
     """Return the captured model, the arguments of the example call, and data that still starts with the first batch."""
     build_ahead()
     call, data = first_call(model, data, example_inputs)
-    kwargs = {"example_kwargs": call[1], "dynamic_shapes": dynamic_shapes}
-    return capture(model, call[0], **kwargs, copies_parameters=False), call, data
+    captured = capture(model, call[0], example_kwargs=call[1], dynamic_shapes=dynamic_shapes, copies_parameters=False)
+    return captured, call, data
 
 
 def _calibrate_and_convert(own: list[Prepared], data: Any, samples: int | None, progress: bool | None) -> Reference:

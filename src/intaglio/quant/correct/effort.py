@@ -108,7 +108,7 @@ def takes_too_much_memory(region: Region, positions: int) -> str | None:
 
 
 def takes_much_memory(region: Region) -> bool:
-    """Return whether fitting a weight needs memory that should not be added to what was freed before."""
+    """Return whether fitting a weight takes so much memory that freed memory is returned to the system first."""
     if region.record.roles.weight is None:
         return False
     moments = groups_of(region) * row_length(region) ** 2

@@ -102,7 +102,7 @@ class RoundingFit:
 
     Attributes:
         region: the region of the layer.
-        weight: the weight, float64.
+        weight: the weight, float32.
         site: its quantization point.
         qparams: its scales, chosen from the weight alone.
         grid: the grid of these scales.

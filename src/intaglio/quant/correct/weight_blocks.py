@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from intaglio.fxgraph.nodes import call_of
 from intaglio.quant.annotate.regions import Region
 from intaglio.quant.correct.operand_columns import groups_of
 from intaglio.quant.qdq.weight_grid import WeightGrid
@@ -92,6 +91,6 @@ def steps_by_group(region: Region, grid: WeightGrid, shape: tuple[int, ...], row
 
 def by_group(region: Region, weight: np.ndarray, rows: slice = slice(None)) -> torch.Tensor:
     """Return some rows of each group of a weight of any rank as float64 [groups, rows, k]."""
-    groups = int(call_of(region.anchor, region.record).arguments.get("groups", 1))
+    groups = groups_of(region)
     chosen = weight.reshape(groups, weight.shape[0] // groups, -1)[:, rows]
     return torch.from_numpy(np.ascontiguousarray(chosen, np.float64))
