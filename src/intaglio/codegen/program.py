@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby
 
 from intaglio.codegen.context import Context, describe, step_symbol
 from intaglio.codegen.emitters.emit_attention import emit_attention, emit_bmm
@@ -51,7 +51,7 @@ from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, Tenso
 from intaglio.kernels import ISAS
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
-from intaglio.plan.plan_records import Partition, Step
+from intaglio.plan.plan_records import SMALL_WORK, Partition, SharedWork, Step
 from intaglio.plan.scheduling.cost_model import cost_of
 
 EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
@@ -96,6 +96,7 @@ EMITTERS: Mapping[str, Callable[[Code, Partition, Context], None]] = {
 HOST = "host operator"
 """Kernel name that reports show for a host operator."""
 
+BARRIER = "intaglio_barrier_wait(r->barrier, threads);"
 EXPORT = 'extern "C" __attribute__((visibility("default")))'
 
 
@@ -222,15 +223,17 @@ def _segments(code: Code, context: Context) -> None:
     for index, step in enumerate(plan.steps):
         if not step.called:
             native.setdefault(step.segment, []).append((index, step))
-    calls = {segment: _calls_of(steps, len(plan.steps)) for segment, steps in native.items()}
-    tiling = plan.batch_tiling
-    if tiling is not None:
-        early = sum(step.barrier_group < tiling.groups for step in plan.steps)
-        emit_batch_tile(code, calls[0][:early], tiling, context)
-        calls[0][:early] = [batch_tiles_call(tiling, context)]
-    for segment, lines in calls.items():
+    early = 0 if plan.batch_tiling is None else sum(s.barrier_group < plan.batch_tiling.groups for s in plan.steps)
+    for segment, steps in native.items():
+        tiled = early if segment == 0 else 0
+        lines = _calls_of(steps[tiled:], context)
+        if plan.batch_tiling is not None and segment == 0:
+            emit_batch_tile(code, [*_calls_of(steps[:tiled], context), BARRIER], plan.batch_tiling, context)
+            lines = [batch_tiles_call(plan.batch_tiling, context), *lines]
         with code.block(f"static void segment{segment}(void* context, int thread, int threads)"):
             code("const struct Run* r = (const struct Run*)context;")
+            for line in context.dims_used("\n".join(line for line in lines if line.startswith("const int team"))):
+                code(line)
             code(f"time_step(r, -1, {len(plan.steps)}, thread, threads);")
             for line in lines:
                 code(line)
@@ -242,16 +245,38 @@ def _segments(code: Code, context: Context) -> None:
         code("parallel(segments[segment], r, threads);")
 
 
-def _calls_of(steps: Sequence[tuple[int, Step]], count: int) -> list[str]:
-    """Return a call for each step of a segment, followed by a barrier where a barrier group ends."""
-    found = []
-    for (index, step), following in zip_longest(steps, steps[1:]):
-        call = f"{step_symbol(index, step.partition.name)}(r, thread, threads);"
-        lines = [call, f"time_step(r, {index}, {count}, thread, threads);"]
-        if following and following[1].barrier_group != step.barrier_group:
-            lines.append("intaglio_barrier_wait(r->barrier, threads);")
-        found.append("\n".join(lines))
-    return found
+def _calls_of(steps: Sequence[tuple[int, Step]], context: Context) -> list[str]:
+    """Return statements that call the steps, with a barrier where a barrier group ends.
+
+    A small group runs on a team of one thread if its work is below the limit, and there is no barrier between two such
+    groups.
+    """
+    lines, small, before = list[str](), context.plan.small_groups, None
+    for group, members in groupby(steps, key=lambda entry: entry[1].barrier_group):
+        team = f"team{group}" if group in small else "threads"
+        if group in small:
+            lines.append(f"const int {team} = {_total(small[group], context)} <= {SMALL_WORK} ? 1 : threads;")
+        if before is not None:
+            both = before in small and group in small
+            lines.append(f"if (team{before} + {team} > 2) {BARRIER}" if both else BARRIER)
+        calls = []
+        for index, step in members:
+            calls.append(f"{step_symbol(index, step.partition.name)}(r, thread, {team});")
+            calls.append(f"time_step(r, {index}, {len(context.plan.steps)}, thread, {team});")
+        if group in small:
+            calls = [f"if (thread < {team}) {{", *(f"    {call}" for call in calls), "}"]
+        lines.append("\n".join(calls))
+        before = group
+    return lines
+
+
+def _total(shared: SharedWork, context: Context) -> str:
+    """Return a C expression for the work that threads can divide."""
+    parts = [
+        context.dim(work) if isinstance(units, int) else f"({context.dim(units)} > 1 ? {context.dim(work)} : 0)"
+        for units, work in shared.parts
+    ]
+    return " + ".join(parts) or "0"
 
 
 def _plan_table(code: Code, context: Context) -> None:

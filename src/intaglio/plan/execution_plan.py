@@ -16,6 +16,7 @@ from intaglio.plan.plan_records import (
     Choice,
     Partition,
     Reasons,
+    SharedWork,
     Step,
     Target,
     TensorView,
@@ -25,6 +26,7 @@ from intaglio.plan.plan_text import (
     buffer_lines,
     decided_texts,
     placed_texts,
+    small_group_lines,
     step_lines,
     target_line,
     view_lines,
@@ -53,6 +55,7 @@ class Plan:
         guarded: Partitions, by the same value, whose accumulators may exceed the range that converts to int32.
         kernels: Kernels, by the same value.
         loops: Schedules of loops, by their first result.
+        small_groups: Work of barrier groups that one thread computes where it is below a limit.
     """
 
     graph: Graph
@@ -70,6 +73,7 @@ class Plan:
     guarded: frozenset[str] = frozenset()
     kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
     loops: Mapping[str, LoopSchedule] = field(default_factory=dict)
+    small_groups: Mapping[int, SharedWork] = field(default_factory=dict)
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
@@ -120,6 +124,7 @@ class Plan:
         decided = decided_texts(self.schedules, self.guarded, self.kernels, self.loops)
         for index, step in enumerate(self.steps):
             lines += step_lines(index, step, self.graph, decided, self.reasons)
+            lines += small_group_lines(step, self.small_groups)
         places = placed_texts(self.arena(), self.buffers, dict.fromkeys(self.graph.symbols(), 1))
         for name, buffer in self.buffers.items():
             lines += buffer_lines(buffer, places.get(name), self.reasons)

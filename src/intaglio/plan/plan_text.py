@@ -9,7 +9,16 @@ from intaglio.plan.arena import Arena
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.kernel_records import Kernel, TiledKernel
 from intaglio.plan.loops.loop_records import LoopSchedule
-from intaglio.plan.plan_records import BatchTiling, Choice, Reasons, Step, Target, TensorView
+from intaglio.plan.plan_records import (
+    SMALL_WORK,
+    BatchTiling,
+    Choice,
+    Reasons,
+    SharedWork,
+    Step,
+    Target,
+    TensorView,
+)
 
 
 def target_line(target: Target | None, steps: int, segments: int) -> str:
@@ -35,6 +44,16 @@ def step_lines(
         if results[0] in texts:
             yield f"    {texts[results[0]]}"
             yield from _reason_lines(choice, results[0], reasons)
+
+
+def small_group_lines(step: Step, small_groups: Mapping[int, SharedWork]) -> Iterator[str]:
+    """Yield up to which work of its barrier group one thread computes a step."""
+    work = small_groups.get(step.barrier_group)
+    if work is not None and work.parts:
+        total = " + ".join(f"{one}" + f" if {units} > 1" * (not isinstance(units, int)) for units, one in work.parts)
+        yield f"    one thread, without barriers to such groups, up to {SMALL_WORK} bytes and MACs: {total}"
+    elif work is not None:
+        yield "    one thread, without barriers to such groups"
 
 
 def decided_texts(

@@ -1,4 +1,4 @@
-"""Machine-dependent planning: schedules, guards, kernels, batch tiling."""
+"""Machine-dependent planning: schedules, guards, kernels, batch tiling, small barrier groups."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from intaglio.plan.scheduling.accumulator_range import mark_guarded_partitions
 from intaglio.plan.scheduling.batch_tiling import choose_batch_tiling
 from intaglio.plan.scheduling.kernel_selection import choose_kernels
 from intaglio.plan.scheduling.schedules import choose_schedules
+from intaglio.plan.scheduling.small_groups import choose_small_groups
 
 
 def schedule_plan(
@@ -36,8 +37,10 @@ def schedule_plan(
     plan = choose_schedules(plan, target, timed or {})
     plan = mark_guarded_partitions(plan)
     plan = choose_kernels(plan, isa)  # after schedules and guards, which determine height and clamping of tiles
-    if batch_tiling is not None:
-        return replace(plan, batch_tiling=batch_tiling).with_reasons(
+    if batch_tiling is None:
+        plan = choose_batch_tiling(plan, target)
+    else:
+        plan = replace(plan, batch_tiling=batch_tiling).with_reasons(
             Choice.BATCH_TILING, {"": "the caller asked for it"}
         )
-    return choose_batch_tiling(plan, target)
+    return choose_small_groups(plan)  # after schedules, which determine units, and batch tiling
