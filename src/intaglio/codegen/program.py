@@ -248,8 +248,8 @@ def _segments(code: Code, context: Context) -> None:
 def _calls_of(steps: Sequence[tuple[int, Step]], context: Context) -> list[str]:
     """Return statements that call the steps, with a barrier where a barrier group ends.
 
-    A small group runs on a team of one thread if its work is below the limit, and there is no barrier between two such
-    groups.
+    A small group runs on a team of one thread if its work is below the limit. Two such groups have no barrier in
+    between.
     """
     lines, small, before = list[str](), context.plan.small_groups, None
     for group, members in groupby(steps, key=lambda entry: entry[1].barrier_group):

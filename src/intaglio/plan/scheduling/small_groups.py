@@ -1,6 +1,6 @@
 """Small barrier groups: those whose steps one thread computes in less time than a barrier takes.
 
-Between two of them there is no barrier. A decoder's step of one token has many: norms, rotary embeddings, new keys.
+Two such groups have no barrier in between. A decoder's step of one token has many: norms, rotary embeddings, new keys.
 """
 
 from __future__ import annotations
