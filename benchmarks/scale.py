@@ -4,7 +4,7 @@
     python benchmarks/scale.py resnet18,mlp --batches 1,8 --threads 1,2
 
 Weights are random. A figure is the best call of --rounds blocks, the configurations by turns. "predicted" is the model
-of runtime/threads.py for the number of threads it chooses, and the fixed cost of a call, which is that of the smallest
+of runtime/calls/threads.py for the number of threads it chooses, and the fixed cost of a call, which is that of the smallest
 network here; it says nothing of machines other than the one its constants are from.
 """
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import intaglio
-from intaglio.runtime.threads import segment_costs, thread_counts
+from intaglio.runtime.calls.threads import segment_costs, thread_counts
 
 CALL_SECONDS = 12e-6
 """Seconds from Python into the program and back."""

@@ -82,7 +82,7 @@ def fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def as_many_threads_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models run on one thread, whatever PyTorch is told; in tests they share their steps like large ones."""
-    from intaglio.runtime import threads
+    from intaglio.runtime.calls import threads
 
     monkeypatch.setattr(
         threads, "thread_counts", lambda program, symbols, allowed, delay: (allowed,) * program.segments

@@ -32,7 +32,7 @@ from intaglio.quant.recipes.quantizer import given_quantizer
 from intaglio.quant.recipes.recipe import Recipe, Selectors
 from intaglio.reporting.timing.measure_speed import check_measure, quantize_and_measure
 from intaglio.runtime import QuantizedModel, copied_inputs
-from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.stages import (
     Captured,

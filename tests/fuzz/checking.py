@@ -26,7 +26,7 @@ from intaglio.errors import InputError
 from intaglio.fxgraph.node_info import origin
 from intaglio.lower import Lowered
 from intaglio.ops import OPS
-from intaglio.runtime import threads as thread_choice
+from intaglio.runtime.calls import threads as thread_choice
 from intaglio.runtime.saved.model_file import exact_values
 from support.lowering import QuantizedDifferences, largest_differences
 from support.side_by_side import SideBySide

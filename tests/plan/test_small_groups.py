@@ -6,7 +6,7 @@ from intaglio import build
 from intaglio.kernels import ISAS
 from intaglio.plan import BatchTiling, CacheSizes, plan_graph, schedule_plan
 from intaglio.plan.plan_records import SMALL_WORK
-from intaglio.runtime import call_plans
+from intaglio.runtime.calls import call_plans
 from support.integer_graphs import N, Net
 from support.matmul_library import RUNNABLE_ISAS
 from support.programs import assert_same_bits, built, compiled

@@ -13,7 +13,7 @@ import intaglio
 from intaglio import stages
 from intaglio.errors import InputError
 from intaglio.ir import DType, External
-from intaglio.runtime.call_plans import ExternalInput
+from intaglio.runtime.calls.call_plans import ExternalInput
 from support import nets
 from support.int8_models import assert_same, built, compiled, picture
 from support.lowering import quantized

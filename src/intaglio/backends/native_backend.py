@@ -18,7 +18,7 @@ from intaglio.lower import Lowered
 from intaglio.progress import report_progress
 from intaglio.quant.qdq.convert import Reference
 from intaglio.runtime import QuantizedModel, copied_inputs
-from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.signature import bind
 from intaglio.tune import first_sample, random_sample, search
 

@@ -40,7 +40,7 @@ from intaglio.runtime import (
     open_artifact,
 )
 from intaglio.runtime.artifact import program_key
-from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.runtime.saved.archive import Contents, read
 from intaglio.runtime.saved.saved_libraries import Library
 from intaglio.runtime.saved.state_dict_io import with_state_parameters_of

@@ -221,6 +221,10 @@ class Context:
         """Return a C pointer to the strides of a tensor of the caller."""
         return f"r->strides + {5 * self.plan.external.index(value)}"
 
+    def grows(self, value: str) -> str:
+        """Return a C condition: this call has memory for new values behind the tensor that a concatenation extends."""
+        return f"grows(r, {self.plan.external.index(self.plan.growing[value])})"
+
     def is_program_input(self, value: str) -> bool:
         """Return whether the program only reads a tensor of the caller: a graph input or a result of an island."""
         producers = [op for op in self.graph.ops if value in op.outputs]

@@ -48,6 +48,7 @@ from intaglio.codegen.packed_constants import ConstantsStore
 from intaglio.codegen.shared_bodies import with_shared_bodies
 from intaglio.codegen.writer import Code
 from intaglio.ir import External, HostCall, IslandCall, Program, StepInfo, TensorType
+from intaglio.ir.dims import never_decreases
 from intaglio.kernels import ISAS
 from intaglio.ops import op_def
 from intaglio.plan.execution_plan import Plan
@@ -145,6 +146,7 @@ def emit(plan: Plan, name: str, store: ConstantsStore | None = None) -> Program:
         tuple(notes),
         tuple(context.families.values()),
         tuple(context.range_checks),
+        tiling is None and all(never_decreases(plan.buffers[one.value].size()) for one in plan.lifetimes),
     )
 
 
@@ -296,7 +298,14 @@ def _externals(plan: Plan) -> tuple[External, ...]:
     types, read, segments = plan.graph.types, _read_dense(plan), _segments_of_values(plan)
     return tuple(
         External(
-            n, types[n].shape, types[n].dtype, n in made, n in plan.row_major, n in read, *segments.get(n, (0, -1))
+            n,
+            types[n].shape,
+            types[n].dtype,
+            n in made,
+            n in plan.row_major,
+            n in read,
+            *segments.get(n, (0, -1)),
+            n in plan.growing.values(),
         )
         for n in plan.external
     )

@@ -229,6 +229,16 @@ def _python(dim: Dim, names: Mapping[str, str]) -> str:
     return " + ".join("*".join([*map(atom, monomial), f"({factor:d})"]) for monomial, factor in dim.terms)
 
 
+def never_decreases(dim: Dim) -> bool:
+    """Return whether larger values of the symbols never make a dimension smaller, as far as its terms show it."""
+    if isinstance(dim, int):
+        return True
+    quotients = (atom for monomial, _ in dim.terms for atom in monomial if isinstance(atom, FloorDiv))
+    return all(factor > 0 for monomial, factor in dim.terms if monomial) and all(
+        never_decreases(atom.numerator) for atom in quotients
+    )
+
+
 def symbols_of(dim: Dim) -> frozenset[str]:
     """Return the names of the free symbols in a dimension."""
     if isinstance(dim, int):

@@ -41,6 +41,7 @@ class External:
         is_output: The program writes the tensor.
         row_major: Tensors of three to five axes are row-major instead of channels last.
         dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
+        grows: In calls with memory for more behind the tensor, the program appends new values there.
         first_segment: First segment with a step of the program that reads or writes the tensor.
         last_segment: Last such segment; smaller than ``first_segment`` if only islands use the tensor.
     """
@@ -53,6 +54,7 @@ class External:
     dense: bool = False
     first_segment: int = 0
     last_segment: int = -1
+    grows: bool = False
 
     @property
     def is_image(self) -> bool:
@@ -181,7 +183,8 @@ class Program:
     """Generated C++ source, the constants it reads, and all that the runtime needs to call it. It compares by identity.
 
     ``kernels`` are the microkernel families that it is linked with (`kernels.KernelFamily`). ``range_checks`` are the
-    values whose clipped elements it counts, in the order of the counts.
+    values whose clipped elements it counts, in the order of the counts. With ``fits_smaller_sizes``, offsets of buffers
+    for some sizes are offsets for smaller sizes, too.
     """
 
     name: str
@@ -197,3 +200,4 @@ class Program:
     steps: tuple[StepInfo, ...] = ()
     kernels: tuple[Any, ...] = ()
     range_checks: tuple[RangeCheck, ...] = ()
+    fits_smaller_sizes: bool = False

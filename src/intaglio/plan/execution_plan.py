@@ -25,6 +25,7 @@ from intaglio.plan.plan_text import (
     batch_tiling_lines,
     buffer_lines,
     decided_texts,
+    growing_lines,
     placed_texts,
     small_group_lines,
     step_lines,
@@ -48,6 +49,7 @@ class Plan:
         row_major: Values of three to five axes that are row-major.
         strided: Quantized tensors of the caller that are read with the strides of each call.
         views: Results of data movement that are not copied.
+        growing: Tensors of the caller behind which new values are written in some calls, by the concatenation of both.
         reasons: Reasons of decisions.
         target: The machine that the plan is scheduled for.
         schedules: Schedules of products, by the value that the partition computes.
@@ -66,6 +68,7 @@ class Plan:
     row_major: frozenset[str] = frozenset()
     strided: frozenset[str] = frozenset()
     views: Mapping[str, TensorView] = field(default_factory=dict)
+    growing: Mapping[str, str] = field(default_factory=dict)
     reasons: Reasons = field(default_factory=dict)
     target: Target | None = None
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class Plan:
         for index, step in enumerate(self.steps):
             lines += step_lines(index, step, self.graph, decided, self.reasons)
             lines += small_group_lines(step, self.small_groups)
+            lines += growing_lines(step, self.growing)
         places = placed_texts(self.arena(), self.buffers, dict.fromkeys(self.graph.symbols(), 1))
         for name, buffer in self.buffers.items():
             lines += buffer_lines(buffer, places.get(name), self.reasons)

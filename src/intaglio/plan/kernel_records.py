@@ -111,10 +111,17 @@ MAX_RUNS = 8
 
 @dataclass(frozen=True)
 class MovementKernel:
-    """Data movement that needs a step. ``boxes`` are strided copies in bytes, with the innermost run last."""
+    """Data movement that needs a step.
+
+    Attributes:
+        movement: Method.
+        boxes: Strided copies in bytes, with the innermost run last.
+        growing: Copies of the new values behind a tensor of the caller, see `Plan.growing`.
+    """
 
     movement: Movement
     boxes: tuple[Box, ...] = ()
+    growing: tuple[Box, ...] = ()
 
     def text(self) -> str:
         """Return the number of copies and the method."""

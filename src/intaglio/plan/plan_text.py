@@ -56,6 +56,13 @@ def small_group_lines(step: Step, small_groups: Mapping[int, SharedWork]) -> Ite
         yield "    one thread, without barriers to such groups"
 
 
+def growing_lines(step: Step, growing: Mapping[str, str]) -> Iterator[str]:
+    """Yield which tensor of the caller a concatenation extends, if the caller has memory for that."""
+    root = growing.get(step.partition.output)
+    if root is not None:
+        yield f"    copies only the new values, behind %{root}, in calls with memory there"
+
+
 def decided_texts(
     schedules: Mapping[str, Schedule],
     guarded: Collection[str],

@@ -10,6 +10,7 @@ from intaglio.ir import Graph, Op
 from intaglio.ops import op_def
 from intaglio.plan.buffers import Buffer
 from intaglio.plan.execution_plan import Plan
+from intaglio.plan.growing_inputs import find_growing_inputs
 from intaglio.plan.layouts import assign_layouts, copy_padded_inputs
 from intaglio.plan.loops.loop_schedule import schedule_loops
 from intaglio.plan.memory_planning import add_scratch_buffers, plan_memory
@@ -106,6 +107,7 @@ PLAN_PASSES: tuple[Callable[[Plan], Plan], ...] = (
     assign_barrier_groups,  # needs the final steps, and the roots of views and aliases
     add_scratch_buffers,
     schedule_loops,  # after epilogues and views: rows of loops follow strides
+    find_growing_inputs,  # after views and aliases: a concatenation must have memory of its own
     list_external_values,  # after scratch buffers: values without a buffer belong to the caller
     plan_memory,  # last: lifetimes are measured in barrier groups
 )

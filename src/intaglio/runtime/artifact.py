@@ -34,6 +34,7 @@ class RunArguments(ctypes.Structure):
         ("times", ctypes.POINTER(CInt64)),
         ("outside", ctypes.POINTER(ctypes.c_int32)),
         ("clipped", ctypes.POINTER(CInt64)),
+        ("grows", ctypes.POINTER(ctypes.c_uint8)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from intaglio.ir import Dim, DType, Expression, External, Program, Shape, Signature, c_expression, symbols_of
 from intaglio.native.cpu import CPU_FLAGS
 from intaglio.ops import needs
-from intaglio.runtime import threads
+from intaglio.runtime.calls import threads
 from intaglio.runtime.export_weights import HEADER, PADDING_BYTES, WEIGHTS_VERSION, array_offsets, weights_digest
 from intaglio.runtime.model_protocol import CompiledModel
 from intaglio.torch_private import pytree
@@ -124,7 +124,7 @@ def _entry(model: CompiledModel, value: str, as_bytes: bool = False) -> str:
 
 
 def _layout(external: External) -> str:
-    """Return the layout that the program expects, in accordance with `runtime.call_plans`."""
+    """Return the layout that the program expects, in accordance with `runtime.calls.call_plans`."""
     if external.is_image:
         return "CHANNELS_LAST" if external.dense or external.is_output else "ANY_STRIDES"
     return "ROW_MAJOR" if external.dense or external.is_output or len(external.shape) >= 5 else "ANY_STRIDES"

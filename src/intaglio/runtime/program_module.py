@@ -18,7 +18,7 @@ from intaglio.argument_checks import check_arguments
 from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, IslandCall, ModelInfo, Program, Schedule, Signature
 from intaglio.runtime.artifact import Artifact
-from intaglio.runtime.call_plans import (
+from intaglio.runtime.calls.call_plans import (
     MAX_IDLE_FRAMES,
     CallPlan,
     Frame,
@@ -26,6 +26,8 @@ from intaglio.runtime.call_plans import (
     SizeEvaluator,
     with_memory_errors,
 )
+from intaglio.runtime.calls.segment_values import direct_calls, segments_of
+from intaglio.runtime.calls.threads import ISLAND_DELAY_SECONDS
 from intaglio.runtime.custom_op import in_memory_format, refuse_call, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.kept_attributes import ModelWithAttributes
@@ -34,8 +36,6 @@ from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, input_tensors
 from intaglio.runtime.saved.saved_libraries import Library
-from intaglio.runtime.segment_values import direct_calls, segments_of
-from intaglio.runtime.threads import ISLAND_DELAY_SECONDS
 from intaglio.signature import (
     TORCH_DTYPES,
     bind,
@@ -161,9 +161,7 @@ class ProgramModule(ModelWithAttributes):
         elif is_in_jit_trace():
             problem = "the model is already quantized; torch.jit.trace cannot record its program"
         elif self.has_side_effects:
-            problem = (
-                "a model that updates buffers or inputs, or has a float fallback, cannot be traced as one operator"
-            )
+            problem = "a model that updates buffers or inputs, or has a float fallback, is not one operator in a trace"
         if problem:
             raise InputError("call", None, problem, remedy=INSTEAD_OF_TRACING)
         leaves = args if self._is_positional_call(args, kwargs) else bind(self.signature, args, kwargs)
@@ -349,7 +347,11 @@ class ProgramModule(ModelWithAttributes):
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         if clipped:
-            self._clipping.note(plan.artifact.program.range_checks, clipped, plan.checked_sizes)
+            self.note_clipped(clipped, plan.symbols)
+
+    def note_clipped(self, clipped: Sequence[int], symbols: Mapping[str, int]) -> None:
+        """Note how many elements of every checked value a call of these sizes clipped."""
+        self._clipping.note_call(self.artifact.program, clipped, symbols)
 
     def _island_results(
         self, call: IslandCall, values: Mapping[str, torch.Tensor], plan: CallPlan, clock: Clock | None

@@ -227,8 +227,8 @@ def match_size(dim: Dim, size: int, symbols: dict[str, int]) -> bool:
     value to ``symbols``."""
     if isinstance(dim, int):
         return dim == size
-    if (value := symbols.get(dim.only_symbol)) is not None:
-        return value == size
+    if name := dim.only_symbol:
+        return symbols.setdefault(name, size) == size
     unknown = symbols_of(dim) - symbols.keys()
     if len(unknown) == 1:
         (name,) = unknown

@@ -17,7 +17,7 @@ from intaglio.errors import UnsupportedError
 from intaglio.ir import DType, Graph, Op, QParams, TensorType, symbol
 from intaglio.numerics import float_math
 from intaglio.ops import check_graph
-from intaglio.runtime.threads import segment_costs
+from intaglio.runtime.calls.threads import segment_costs
 from support.float_loops import LoopGraph, equal
 from support.lowering import kinds, quantized
 from support.matmul_library import CPP_ISA_PARAMS, RUNNABLE_ISAS

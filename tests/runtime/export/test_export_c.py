@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import intaglio
 from intaglio import stages
 from intaglio.errors import ArtifactError, BuildError, UnsupportedError
-from intaglio.runtime import QuantizedModel, threads
+from intaglio.runtime import QuantizedModel
+from intaglio.runtime.calls import threads
 from support import exported_c as c
 from support import nets
 from support.exported_c import Exported, Library, build, exported

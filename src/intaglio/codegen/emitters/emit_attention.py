@@ -14,6 +14,7 @@ from intaglio.ir import Dim
 from intaglio.ops import op_def
 from intaglio.ops.products.attention import result_factors
 from intaglio.ops.products.scratch_memory import CACHE_LINE, MAX_SCRATCH_THREADS
+from intaglio.plan.buffers import caller_strides
 from intaglio.plan.kernel_records import ActivationTiles
 from intaglio.plan.plan_records import Partition
 
@@ -29,8 +30,10 @@ def emit_attention(code: Code, partition: Partition, context: Context) -> None:
     (batch, heads, queries, depth), groups, keys, width = q, k[1], k[2], v[3]
     context.include("sequences/attention.h")
     code("struct Attention a = {};")
-    for field, value in zip(("q", "k", "v", "out"), (*op.inputs[:3], op.output), strict=True):
+    for field, value in (("q", op.inputs[0]), ("out", op.output)):
         code(f"a.{field} = {_heads(value, context)};")
+    for field, value in zip(("k", "v"), op.inputs[1:3], strict=True):
+        code(f"a.{field} = {_keys_or_values(value, context)};")
     if op.inputs[3:]:
         _mask(code, op.inputs[3], context)
     code(f"a.batch = {context.dim(batch)}, a.heads = {heads}, a.shared = {_number(heads) // _number(groups)};")
@@ -113,6 +116,16 @@ def _heads(value: str, context: Context) -> str:
     """Return the `struct Heads` of a value whose last axis is contiguous."""
     base, (batch, head, row, _) = _broadcast(value, context)
     return f"(struct Heads){{{base}, {batch}, {head}, {row}}}"
+
+
+def _keys_or_values(value: str, context: Context) -> str:
+    """Return the `struct Heads` of keys or values, which may be in the memory of a tensor of the caller."""
+    dense, root = _heads(value, context), context.plan.growing.get(value)
+    if root is None:
+        return dense
+    batch, head, row, _ = caller_strides(root, context.graph.types[value].shape)
+    steps = ", ".join(context.dim(step * context.graph.types[value].dtype.bytes) for step in (batch, head, row))
+    return f"{context.grows(value)} ? (struct Heads){{{context.external(root)}, {steps}}} : {dense}"
 
 
 def _mask(code: Code, value: str, context: Context) -> None:

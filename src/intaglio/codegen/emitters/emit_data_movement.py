@@ -9,7 +9,7 @@ import numpy as np
 from intaglio.codegen.context import Context, fill_result_halo
 from intaglio.codegen.writer import Code
 from intaglio.ir import Dim, Op
-from intaglio.ops.movement.data_movement import Run
+from intaglio.ops.movement.data_movement import Box, Run
 from intaglio.plan.kernel_records import MAX_RUNS, Movement, MovementKernel
 from intaglio.plan.plan_records import Partition
 
@@ -41,11 +41,21 @@ def _copy(code: Code, op: Op, kernel: MovementKernel, context: Context) -> None:
     zero = context.constant(
         np.full(kind.dtype.bytes, 0 if kind.q is None else kind.q.zero & 0xFF, np.uint8), "uint8_t", "fill"
     )
-    for box in kernel.boxes:
+    if op.output in context.plan.growing:
+        with code.block(f"if ({context.grows(op.output)})"):
+            begin = context.strided(op.inputs[0])[0]
+            _copy_boxes(code, kernel.growing, zero, f"(uint8_t*){begin}", context)
+            code("return;")
+    _copy_boxes(code, kernel.boxes, zero, "out", context)
+
+
+def _copy_boxes(code: Code, boxes: Sequence[Box], zero: str, out: str, context: Context) -> None:
+    """Print strided copies to memory that begins at the pointer ``out``."""
+    for box in boxes:
         source = zero if box.fill else f"in{box.operand} + {context.dim(box.source)}"
         with code.block(""):
             tables = _table(box.runs, context)
-            code(f"struct Copy c = {{{source}, out + {context.dim(box.result)}, {box.element}, {tables}}};")
+            code(f"struct Copy c = {{{source}, {out} + {context.dim(box.result)}, {box.element}, {tables}}};")
             code("copy_strided(&c, thread, threads);")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,16 +18,14 @@ from transformers.cache_utils import (
 )
 
 from intaglio.errors import InputError
+from intaglio.integrations.transformers.cache_memory import memory_for
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
-from intaglio.torch_private import foreach_copy
 
 GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 """Kinds of layers of caches that hold keys and values of all tokens, or of the latest ones."""
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of forward's argument and result for the cache. Releases of the library before 5.24 use the second."""
-MEMORY_GROWTH, LEAST_ROOM = 1.25, 64
-"""New memory of a cache has room for a quarter more tokens than it holds, and for 64 more."""
 USE_DYNAMIC = "leave the cache and cache_implementation out, or pass transformers.DynamicCache()"
 
 
@@ -119,69 +115,17 @@ def _tensors(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if layer is None else (layer.keys, layer.values)
 
 
-@dataclass
-class _GrowingMemory:
-    """Memory of the keys and values of a layer with room for more tokens.
-
-    Attributes:
-        memory: keys and values, [batch, heads, capacity, size].
-        shown: the parts that the layer of the cache holds. A layer that holds other tensors, for instance after beam
-            search has reordered them, has left this memory.
-    """
-
-    memory: tuple[Tensor, Tensor]
-    shown: tuple[Tensor, Tensor]
-
-    def has_room(self, layer: DynamicLayer, end: int) -> bool:
-        """Return whether the layer still holds the end of this memory, and ``end`` tokens fit."""
-        if self.memory[0].is_inference() and not torch.is_inference_mode_enabled():
-            return False  # PyTorch writes to such tensors in inference mode only
-        return layer.keys is self.shown[0] and layer.values is self.shown[1] and end <= self.memory[0].shape[2]
-
-
-_MEMORY: WeakKeyDictionary[DynamicLayer, _GrowingMemory] = WeakKeyDictionary()
-"""Memory of layers of dynamic caches to which tokens were appended."""
-
-
 def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
     """Add new keys and values to every layer of a cache.
 
-    Layers of dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
+    Dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
     """
-    grown: list[tuple[DynamicLayer, tuple[Tensor, Tensor]]] = []
-    free: list[Tensor] = []
-    written: list[Tensor] = []
+    memory = memory_for(cache, new[0][0].shape[2]) if len(new) == len(cache.layers) else None
+    if memory is not None:
+        memory.append(cache, [tensor for pair in new for tensor in pair])
+        return
     for index, (keys, values) in enumerate(new):
-        layer = cache.layers[index] if index < len(cache.layers) else None
-        if type(layer) is DynamicLayer and layer.get_seq_length() and not getattr(cache, "offloading", False):
-            start, end = int(layer.get_seq_length()), int(layer.get_seq_length()) + keys.shape[2]
-            memory = _memory_of(layer, end)
-            grown.append((layer, (memory[0].narrow(2, 0, end), memory[1].narrow(2, 0, end))))
-            free += (part.narrow(2, start, end - start) for part in memory)
-            written += (keys, values)
-        else:
-            cache.update(keys, values, index)
-    if free:
-        foreach_copy(free, written)
-    for layer, shown in grown:  # last: if one has no memory, all layers stay as they are
-        layer.keys, layer.values = _MEMORY[layer].shown = shown
-
-
-def _memory_of(layer: DynamicLayer, end: int) -> tuple[Tensor, Tensor]:
-    """Return the memory of the keys and values of a layer, with room for ``end`` tokens."""
-    held: Any = (layer.keys, layer.values)
-    own = _MEMORY.get(layer)
-    if own is None or not own.has_room(layer, end):
-        own = _MEMORY[layer] = _GrowingMemory((_with_room(held[0], end), _with_room(held[1], end)), held)
-    return own.memory
-
-
-def _with_room(held: Tensor, end: int) -> Tensor:
-    """Return memory that begins with keys or values, and has room for more than ``end`` tokens."""
-    batch, heads, start, size = held.shape
-    memory = torch.empty(batch, heads, int(MEMORY_GROWTH * end) + LEAST_ROOM, size, dtype=held.dtype)
-    memory[:, :, :start] = held
-    return memory
+        cache.update(keys, values, index)
 
 
 def cross_attention(cache: EncoderDecoderCache, layers: int) -> list[tuple[Tensor, Tensor]] | None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
+from intaglio.integrations.transformers.cache_memory import memory_for
 from intaglio.ir import Signature, TensorType
-from intaglio.runtime import QuantizedModel
+from intaglio.runtime import Artifact, QuantizedModel
+from intaglio.runtime.calls.growing_calls import GrowingCalls, can_grow
 from intaglio.torch_private import is_traced, pytree
 
 
@@ -39,6 +43,15 @@ class _Arguments:
                     leaf: place for place, leaf in enumerate(pytree.tree_leaves(args[1]))
                 }
                 self.order = [places[entry.leaf] for entry in signature.inputs]
+        self._growing: tuple[Artifact, GrowingCalls | None] | None = None
+
+    def growing_calls(self, program: QuantizedModel) -> GrowingCalls | None:
+        """Return calls that append to blocks of memory, or ``None`` for programs that cannot."""
+        if self._growing is None or self._growing[0] is not program.artifact:
+            places = {one: position for position, one in enumerate(self.order) if isinstance(one, int)}
+            grown = [places[place] for place in sorted(places)]
+            self._growing = program.artifact, GrowingCalls(program, grown) if can_grow(program, grown) else None
+        return self._growing[1]
 
 
 def _is_step(pairs: Any, leaves: range) -> bool:
@@ -75,12 +88,41 @@ def run_step(program: Any, call: list[Any], past: list[Tensor]) -> tuple[Tensor,
     """
     known = _arguments_of(program)
     inputs = call[0]
-    flat = known.order and list(inputs) == known.names and isinstance(program, QuantizedModel)
-    if not flat or program.has_side_effects or torch.compiler.is_compiling() or is_traced():
+    if not (known.order and list(inputs) == known.names and _runs_now(program)):
         logits, new = program(*call[:1], pairs_of(past), *call[2:])
         return logits, new
     logits, *new = program.results([inputs[one] if isinstance(one, str) else past[one] for one in known.order])
     return logits, pairs_of(new)
+
+
+def _runs_now(program: Any) -> bool:
+    """Return whether a call of a program does nothing but compute its results, and is not traced."""
+    plain = isinstance(program, QuantizedModel) and not program.has_side_effects
+    return plain and not torch.compiler.is_compiling() and not is_traced()
+
+
+def run_growing_step(program: Any, inputs: Mapping[str, Tensor], cache: Cache) -> Tensor | None:
+    """Run the program of a decoder for tokens behind those of a cache, append their keys and values, and return logits.
+
+    Return ``None``, without having done anything, for programs and caches whose keys and values are not in one piece of
+    memory, and in calls that are traced.
+
+    Args:
+        program: the `QuantizedModel`.
+        inputs: its arguments beside the keys and values of earlier tokens.
+        cache: the cache of self-attention.
+    """
+    known = _arguments_of(program)
+    calls = known.growing_calls(program) if list(inputs) == known.names and _runs_now(program) else None
+    memory = None if calls is None else memory_for(cache, inputs["tokens"].shape[1])
+    if calls is None or memory is None or memory.groups != calls.groups:
+        return None
+    if [block.dtype for block in memory.blocks] != calls.dtypes:
+        return None
+    given = [inputs[one] for one in known.order if isinstance(one, str)]
+    logits = calls.run(program, given, memory.blocks, memory.tokens)
+    memory.show(cache, memory.tokens + inputs["tokens"].shape[1])
+    return logits
 
 
 def pairs_of(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

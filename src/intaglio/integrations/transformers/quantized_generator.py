@@ -22,7 +22,7 @@ from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
 from intaglio.integrations.transformers import decoder_cache
 from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, names_of
-from intaglio.integrations.transformers.calibration_calls import DecoderTokens, UserCalls, padded_positions, step_inputs
+from intaglio.integrations.transformers.calibration_calls import UserCalls, padded_positions
 from intaglio.integrations.transformers.float_programs import FloatPrograms
 from intaglio.integrations.transformers.folders import (
     CROSS,
@@ -33,7 +33,12 @@ from intaglio.integrations.transformers.folders import (
     write_configs,
     write_programs,
 )
-from intaglio.integrations.transformers.program_arguments import input_names, run_step, types_of_argument
+from intaglio.integrations.transformers.program_arguments import (
+    input_names,
+    run_growing_step,
+    run_step,
+    types_of_argument,
+)
 from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
 from intaglio.output_paths import check_file
@@ -83,43 +88,51 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             InputError: an argument is missing or would change the result in a way that the programs cannot.
         """
         given = {name: value for name, value in self.named_arguments(args, kwargs).items() if value is not None}
-        use_cache = given.pop("use_cache", self.config.get_text_config(decoder=True).use_cache)
+        if (use_cache := given.pop("use_cache", None)) is None:
+            use_cache = self.config.get_text_config(decoder=True).use_cache
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
-        cache_name = decoder_cache.cache_name(given)
-        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(bool(self.config.is_encoder_decoder))
+        cache_name, has_encoder = decoder_cache.cache_name(given), bool(self.config.is_encoder_decoder)
+        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder)
         extra: dict[str, Any] = {}
-        if self.config.is_encoder_decoder:
+        if has_encoder:
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
             extra = {"encoder_last_hidden_state": self._encoder_output(given)}
-        logits, new = self._step(given, cache, extra.get("encoder_last_hidden_state"), kept)
-        decoder_cache.append(decoder_cache.self_attention_of(cache), new)
-        result_class: Any = _output_class(cast(Any, self.float_class))
-        if use_cache and (cache_name := decoder_cache.cache_name(field.name for field in fields(result_class))):
+        logits = self._step(given, cache, extra.get("encoder_last_hidden_state"), kept)
+        result_class, cache_name = _output_class(cast(Any, self.float_class))
+        if use_cache and cache_name:
             extra[cache_name] = cache
         result = result_class(logits=logits, **extra)
         return result.to_tuple() if as_tuple else result
 
-    def _step(
-        self, given: dict[str, Any], cache: Cache, hidden: Tensor | None, kept: Any
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the program of the decoder for new tokens, and return the logits to keep, and new keys and values."""
+    def _step(self, given: dict[str, Any], cache: Cache, hidden: Tensor | None, kept: Any) -> Tensor:
+        """Run the program of the decoder for new tokens, append their keys and values to the cache, and return the
+        logits to keep.
+        """
         names = names_of(self.config, self.forward_parameters)
         tokens = given.pop(names.tokens, None)
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
-        kinds = types_of_argument(program, PAST)
-        past = decoder_cache.past_of(own, kinds, tokens.shape[0])
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
         mask_name = names.mask or "attention_mask"
-        mask = decoder_cache.padding_mask(
-            given.pop(mask_name, None), tokens.shape[0], length, tokens.shape[1], mask_name
-        )
-        positions = given.pop(names.positions, None) if names.positions else None
-        inputs = step_inputs(self._tokens_with_past(tokens, mask, positions, bool(names.positions)), start)
+        padding = given.pop(mask_name, None)
+        mask = decoder_cache.padding_mask(padding, tokens.shape[0], length, tokens.shape[1], mask_name)
+        inputs = {"tokens": tokens, "mask": mask[:, start:], "past_mask": mask[:, :start]}
+        if names.positions:
+            positions = given.pop(names.positions, None)
+            if positions is None and (padding is None or self.counts_padding):
+                positions = torch.arange(start, length)[None]
+            elif positions is None:
+                positions = padded_positions(mask)[:, start:]
+            inputs["positions"] = positions.expand(tokens.shape)
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
+        if hidden is None and start:
+            _check_ignorable(given)
+            if (logits := run_growing_step(program, inputs, own)) is not None:
+                return logits if keeps else kept_logits(logits, kept)
+        past = decoder_cache.past_of(own, types_of_argument(program, PAST), tokens.shape[0])
         call: list[Any] = [inputs, past]
         if hidden is not None:
             encoder_mask = given.pop("attention_mask", None)
@@ -129,21 +142,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
         _check_ignorable(given)
         logits, new = run_step(program, call, past)
-        return logits if keeps else kept_logits(logits, kept), new
-
-    def _tokens_with_past(
-        self, tokens: Tensor, mask: Tensor, positions: Tensor | None, has_positions: bool
-    ) -> DecoderTokens:
-        """Return all tokens with masks and positions; those of the past have any value, because only their mask is
-        read."""
-        start = mask.shape[1] - tokens.shape[1]
-        if positions is None and has_positions:
-            positions = (torch.arange(mask.shape[1])[None] if self.counts_padding else padded_positions(mask))[
-                :, start:
-            ]
-        if positions is not None:
-            positions = nn.functional.pad(positions.expand(tokens.shape), (start, 0))
-        return DecoderTokens(nn.functional.pad(tokens, (start, 0)), mask, positions)
+        decoder_cache.append(own, new)
+        return logits if keeps else kept_logits(logits, kept)
 
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of cross-attention, computed in the first call and kept in the cache."""
@@ -348,11 +348,12 @@ def generator_with_surface(
 
 
 @functools.cache
-def _output_class(float_class: type[PreTrainedModel]) -> type[ModelOutput]:
-    """Return the class of results of forward, from its annotation."""
+def _output_class(float_class: type[PreTrainedModel]) -> tuple[Any, str | None]:
+    """Return the class of results of forward, from its annotation, and the name of its field for the cache."""
     hint = typing.get_type_hints(float_class.forward)["return"]
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
-    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
+    found: Any = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput))
+    return found, decoder_cache.cache_name(field.name for field in fields(found))
 
 
 def _check_ignorable(given: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ struct Run {
     int64_t* times;        // nanoseconds per step, then the last reading of the clock; null: not measured
     int32_t* outside;      // set to 1 if an id is not a row of its table
     int64_t* clipped;      // clipped values: the sum, then one count per checked range; null: not counted
+    const uint8_t* grows;  // 1 for each external tensor with memory for new values behind it; null: none has
 };
 
 // A function with the body of several steps, of which the compiler must not make copies for each of them.
@@ -35,6 +36,9 @@ template <class T>
 static inline const T* constant(const struct Run* r, int64_t offset) {
     return (const T*)(r->constants + offset);
 }
+
+// Return whether the caller has memory for new values behind a tensor.
+static inline int grows(const struct Run* r, int64_t external) { return r->grows && r->grows[external]; }
 
 // Add the time since the last reading to `step`, if times are measured: all threads wait for each other, then the first
 // reads the clock. Step -1 starts the clock.

@@ -362,7 +362,7 @@ int32_t net_run(net_model* model, const void* const* inputs, void* const* output
         external[entry_of(i).external] = writable(model, i, outputs[i - kInputs]);
     int32_t outside = 0;
     Run run = {model->dims, model->offsets, model->arena, model->weights + model->program->first, external, strides,
-               nullptr, as_bytes, nullptr, &outside, nullptr};
+               nullptr, as_bytes, nullptr, &outside, nullptr, nullptr};
     model->program->run(&run, 0, model->threads, net_parallel_shared);
     if (outside) return NET_INDEX;
     give_back(model, external, outputs, model->threads);

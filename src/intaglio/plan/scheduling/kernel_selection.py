@@ -12,7 +12,7 @@ from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import MAX_INPUT_ROWS
 from intaglio.kernels.instruction_set import LARGEST_SIZE
 from intaglio.ops import op_def
-from intaglio.ops.movement.data_movement import Box, Run, reshaped_copy
+from intaglio.ops.movement.data_movement import Box, Run, Strides, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
 from intaglio.ops.opdef import Tail
 from intaglio.plan.execution_plan import Plan
@@ -242,14 +242,18 @@ def movement_kernel(op: Op, plan: Plan) -> MovementKernel:
         if box is None or len(box.runs) > MAX_RUNS:
             return MovementKernel(Movement.RESHAPE)
         return MovementKernel(Movement.COPY, (replace(box, runs=_ordered(box)),))
-    return MovementKernel(Movement.COPY, tuple(_copies(op, plan)))
+    copies = tuple(_copies(op, plan, plan.location(result).strides))
+    if result not in plan.growing:
+        return MovementKernel(Movement.COPY, copies)
+    behind = _copies(op, plan, plan.location(op.inputs[0]).strides)
+    return MovementKernel(Movement.COPY, copies, tuple(box for box in behind if box.operand > 0))
 
 
-def _copies(op: Op, plan: Plan) -> Iterator[Box]:
-    """Yield the copies of a step, except for operands that are already written in their place."""
+def _copies(op: Op, plan: Plan, to: Strides) -> Iterator[Box]:
+    """Yield the copies of a step to these strides, except for operands that are already written in their place."""
     sides = [(plan.graph.types[name].shape, plan.location(name).strides) for name in op.inputs]
     size = plan.graph.types[op.output].dtype.bytes
-    for box in op_def(op).strided_copies(op, sides, plan.location(op.output).strides, size):
+    for box in op_def(op).strided_copies(op, sides, to, size):
         buffer = plan.buffers.get(op.inputs[box.operand])
         if buffer is None or buffer.first_channel is None:
             yield replace(box, runs=_ordered(box))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import sqrt
+from weakref import WeakKeyDictionary
 
 from intaglio.errors import InputError, did_you_mean
 from intaglio.formatting.html_text import element, html_table, shortened
-from intaglio.ir import RangeCheck
+from intaglio.ir import Program, RangeCheck, evaluator
 
 logger = logging.getLogger("intaglio")
 
@@ -127,6 +128,10 @@ def _label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
+_SIZES: WeakKeyDictionary[Program, Callable[..., tuple[int, ...]]] = WeakKeyDictionary()
+"""Functions of the free sizes that give the number of elements of all checked values, by program."""
+
+
 class ClippingMonitor:
     """Collects the counts of clipped elements of calls, and warns of large shares or raises.
 
@@ -163,6 +168,17 @@ class ClippingMonitor:
         """Forget the values so far, which belong to other parameters."""
         self.values.clear()
         self._warned.clear()
+
+    def note_call(self, program: Program, counts: Sequence[int], symbols: Mapping[str, int]) -> None:
+        """Note the clipped elements of one call, of every value that a program checks, for these free sizes.
+
+        Raises:
+            InputError: a share is large, and the policy is to raise.
+        """
+        sizes = _SIZES.get(program)
+        if sizes is None:
+            sizes = _SIZES[program] = evaluator([check.size for check in program.range_checks], program.symbols)
+        self.note(program.range_checks, counts, sizes(*[symbols[name] for name in program.symbols]))
 
     def note(self, checks: Sequence[RangeCheck], counts: Sequence[int], sizes: Sequence[int]) -> None:
         """Note the clipped elements of one call.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from intaglio.formatting.html_text import html_table
-from intaglio.runtime.threads import BARRIER_SECONDS, BARRIER_SECONDS_PER_THREAD
+from intaglio.runtime.calls.threads import BARRIER_SECONDS, BARRIER_SECONDS_PER_THREAD
 
 SHOWN_THREADS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of threads with a line in the text."""

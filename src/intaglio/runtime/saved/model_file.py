@@ -19,7 +19,7 @@ from intaglio.errors import MALFORMED, ArtifactError
 from intaglio.ir import Dim, Graph, ModelInfo, Schedule, Signature, VerifyError, symbols_of
 from intaglio.native.native_library import RuntimeLibrary
 from intaglio.ops import verify
-from intaglio.runtime.call_plans import NewShapePolicy
+from intaglio.runtime.calls.call_plans import NewShapePolicy
 from intaglio.runtime.float_islands import FloatIsland, HostLoop, IslandProgram, island_program, loops_in
 from intaglio.runtime.kept_attributes import KeptAttributes
 from intaglio.runtime.reports.coverage import Coverage, FloatPart

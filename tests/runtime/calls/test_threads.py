@@ -13,7 +13,7 @@ from intaglio import stages
 from intaglio.ir import Cost, evaluate, symbol
 from intaglio.native.cpu import ISA_FLAGS
 from intaglio.runtime import Artifact
-from intaglio.runtime.threads import MACS_PER_SECOND, SegmentCost, segment_costs, thread_counts
+from intaglio.runtime.calls.threads import MACS_PER_SECOND, SegmentCost, segment_costs, thread_counts
 from support import nets
 from support.int8_models import assert_same, compiled, picture
 
@@ -89,7 +89,7 @@ def test_threads_are_limited_by_what_is_allowed_and_by_cores(cores):
 @pytest.mark.case("backend 34")
 def test_calls_use_the_chosen_number_of_threads(monkeypatch, cores, many_threads):
     cores(2)
-    monkeypatch.setattr("intaglio.runtime.threads.thread_counts", thread_counts)
+    monkeypatch.setattr("intaglio.runtime.calls.threads.thread_counts", thread_counts)
     found, run = [], Artifact.run
 
     def noted(self, frame, segment, threads):
@@ -119,7 +119,7 @@ def test_threads_that_begin_later_get_longer_work_only():
 def test_segments_beside_float_layers_share_only_long_work(monkeypatch, cores, skip, threads):
     """PyTorch's threads compete with those of the program."""
     cores(2)
-    monkeypatch.setattr("intaglio.runtime.threads.thread_counts", thread_counts)
+    monkeypatch.setattr("intaglio.runtime.calls.threads.thread_counts", thread_counts)
     monkeypatch.setattr("intaglio.runtime.program_module.ISLAND_DELAY_SECONDS", 3600.0)
     net = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).eval()
     x = torch.randn(1, 16, 32, 32)

@@ -9,7 +9,7 @@ import torch
 
 from intaglio.errors import INDEX_OUT_OF_RANGE
 from intaglio.ir import Graph, HostCall, IslandCall, Program, Signature
-from intaglio.runtime.call_plans import CallPlan, ExternalInput, Frame, raise_memory_error
+from intaglio.runtime.calls.call_plans import CallPlan, ExternalInput, Frame, raise_memory_error
 from intaglio.signature import returns_tensor
 
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 
 from intaglio.errors import InputError
-from intaglio.ir import Dim, External, Graph, evaluate, evaluator
+from intaglio.ir import Dim, External, Graph, evaluator
 from intaglio.ops import needs
-from intaglio.runtime import threads
 from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
+from intaglio.runtime.calls import threads
 from intaglio.signature import TORCH_DTYPES
 
 Parameters = ParamSpec("Parameters")
@@ -94,6 +93,7 @@ class Frame:
         self.run.outside = ctypes.pointer(self.out_of_range)
         self.clipped = (ctypes.c_int64 * (1 + len(artifact.program.range_checks)))()
         self.run.clipped = self.clipped
+        self.grows = (ctypes.c_uint8 * count)()
 
     def apply_layout(self, layout: CallLayout) -> None:
         """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""
@@ -136,9 +136,10 @@ class SizeEvaluator:
     def __init__(self, artifact: Artifact, graph: Graph, islands: Mapping[str, tuple[Dim, ...]]) -> None:
         self.artifact, self.needs = artifact, needs(graph)
         self.externals, self.islands = artifact.program.externals, tuple(islands)
-        groups = [tuple(need.value for need in self.needs), *(e.shape for e in self.externals), *islands.values()]
+        groups = [*(e.shape for e in self.externals), *islands.values()]
         self.group_ends = list(accumulate(map(len, groups), initial=0))
         self.evaluate = evaluator([dim for group in groups for dim in group], artifact.program.symbols)
+        self.evaluate_needs = evaluator([need.value for need in self.needs], artifact.program.symbols)
 
     def shapes(self, symbols: Mapping[str, int]) -> list[tuple[int, ...]]:
         """Return the shape of every external tensor, then the size arguments of every float island.
@@ -146,15 +147,17 @@ class SizeEvaluator:
         Raises:
             InputError: an operator is not defined for these sizes.
         """
+        self.check(symbols)
         found = self.evaluate(*[symbols[name] for name in self.artifact.program.symbols])
-        checked, *groups = [
-            found[first:last] for first, last in zip(self.group_ends, self.group_ends[1:], strict=False)
-        ]
+        return [found[first:last] for first, last in zip(self.group_ends, self.group_ends[1:], strict=False)]
+
+    def check(self, symbols: Mapping[str, int]) -> None:
+        """Raise `InputError` if an operator is not defined for these sizes."""
+        checked = self.evaluate_needs(*[symbols[name] for name in self.artifact.program.symbols])
         if checked and min(checked) < 0:
             need = self.needs[next(index for index, value in enumerate(checked) if value < 0)]
             given = ", ".join(f"{name} = {size}" for name, size in symbols.items())
             raise InputError(need.where, need.operator, f"{need.problem}, with {given}", remedy="pass larger inputs")
-        return groups
 
 
 class CallPlan:
@@ -199,11 +202,6 @@ class CallPlan:
             given = f"it is {list(result.shape)} on {result.device}"
             problem = f"{given}, but the program reads {self.input_shapes[name]} on the CPU"
             raise InputError(f"%{name}", None, problem, remedy=UNCHANGED_FLOAT_PARTS)
-
-    @cached_property
-    def checked_sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of every value whose range the program checks."""
-        return tuple(evaluate(check.size, self.symbols) for check in self.artifact.program.range_checks)
 
     def thread_counts(self, allowed: int) -> tuple[int, ...]:
         """Return the number of threads for every segment if at most ``allowed`` may be used."""

@@ -1,0 +1,265 @@
+"""Calls of a program whose inputs grow by its results, such as the keys and values of a cache.
+
+The inputs lie in blocks of memory with room for more tokens. A call takes its addresses from these blocks, without a
+tensor of Python for each of them: a decoder of 24 layers has 48, and a step of one token is short. Where the program
+can, it writes new values behind the earlier ones (`External.grows`), so that attention reads both in one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from intaglio.errors import INDEX_OUT_OF_RANGE
+from intaglio.ir import Dim, DType, External, Input, symbols_of
+from intaglio.runtime.artifact import CallLayout, CInt64
+from intaglio.runtime.calls.call_plans import CallPlan, Frame, SizeEvaluator, with_memory_errors
+from intaglio.runtime.calls.segment_values import AXES_OF_IMAGES, segments_of
+from intaglio.signature import TORCH_DTYPES, dims_of
+from intaglio.torch_private import foreach_copy
+
+if TYPE_CHECKING:
+    from intaglio.runtime.program_module import ProgramModule
+
+Kind = TypeVar("Kind", bound=Hashable)
+TOKENS, AXES = 2, 4
+"""Axis of tokens, and number of axes, of inputs that grow: [batch, heads, tokens, size]."""
+TOKENS_OF_A_PLAN = 64
+"""A plan is for a number of earlier tokens that is a multiple of this, so that not every step makes one."""
+MAX_PLANS = 64
+"""Number of plans that are kept."""
+MAX_FRAMES = 4
+"""Number of idle frames that are kept."""
+
+
+@dataclass(frozen=True)
+class _Results:
+    """New values of some inputs of a group, which the program writes in the same layout.
+
+    Attributes:
+        first: name of the first of them.
+        members: their places in the group.
+        entries: their entries in the table of external tensors.
+    """
+
+    first: str
+    members: np.ndarray
+    entries: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Inputs of equal type, which lie in one block of memory.
+
+    Attributes:
+        places: their places among the inputs that grow.
+        entries: their entries in the table of external tensors.
+        results: the results that they grow by, by layout.
+        dtype: their data type.
+    """
+
+    places: tuple[int, ...]
+    entries: np.ndarray
+    results: tuple[_Results, ...]
+    dtype: torch.dtype
+
+
+class _Tables:
+    """A frame, and its tables as arrays."""
+
+    def __init__(self, frame: Frame, externals: Sequence[External]) -> None:
+        self.frame = frame
+        self.external = np.ctypeslib.as_array((CInt64 * len(frame.external)).from_buffer(frame.external))
+        self.strides = np.ctypeslib.as_array(frame.strides).reshape(-1, 5)
+        frame.grows[:] = [entry.grows for entry in externals]
+        frame.run.grows = frame.grows
+
+
+class GrowingCalls:
+    """Runs a program with inputs that grow by its results.
+
+    Attributes:
+        groups: for every block of memory, the places of its tensors among the inputs that grow.
+        dtypes: data type of every block.
+    """
+
+    def __init__(self, program: ProgramModule, grown: Sequence[int]) -> None:
+        """Prepare calls.
+
+        Args:
+            program: the program, which `can_grow`.
+            grown: positions of the inputs that grow among all inputs. The results behind the first belong to them, in
+                this order.
+        """
+        graph, signature, externals = program.graph, program.signature, program.artifact.program.externals
+        self.artifact, self._sizes = program.artifact, SizeEvaluator(program.artifact, graph, {})
+        index = {external.value: i for i, external in enumerate(externals)}
+        entries = [signature.inputs[position] for position in grown]
+        self._groups = []
+        for (_, dtype), places in _by(range(len(grown)), lambda place: _kind(entries[place])):
+            own = np.array([index[graph.inputs[grown[place]]] for place in places])
+            results = _by_layout([index[graph.outputs[1 + place]] for place in places], externals)
+            self._groups.append(_Group(tuple(places), own, results, TORCH_DTYPES[dtype]))
+        self.groups, self.dtypes = [one.places for one in self._groups], [one.dtype for one in self._groups]
+        others = [position for position in range(len(graph.inputs)) if position not in set(grown)]
+        first = [entries[group.places[0]] for group in self._groups]
+        self._signature = replace(signature, inputs=(*(signature.inputs[position] for position in others), *first))
+        (segment,) = segments_of(program.artifact.program, graph.outputs, ())
+        place_of = {graph.inputs[position]: place for place, position in enumerate(others)}
+        self._read = [(entry, place_of[entry.value]) for entry in segment.read if entry.value in place_of]
+        self._result, self._tokens = graph.outputs[0], _tokens_of(entries[0]) or ""
+        self._result_index, self._result_dtype = index[self._result], TORCH_DTYPES[graph.types[self._result].dtype]
+        self._plans: dict[tuple[int, ...], CallPlan] = {}
+        self._frames: list[_Tables] = []
+
+    @with_memory_errors
+    def run(self, program: ProgramModule, inputs: Sequence[Tensor], blocks: Sequence[Tensor], start: int) -> Tensor:
+        """Run a call, write the new values behind the earlier ones, and return the first result.
+
+        Args:
+            program: the program, which counts clipped values.
+            inputs: the other inputs, in the order of the signature.
+            blocks: memory of each group, [tensors, batch, heads, capacity, size], with room for the new tokens.
+            start: number of earlier tokens.
+
+        Raises:
+            InputError: an input does not fit the program.
+            IndexError: a token is not in the vocabulary.
+        """
+        symbols = dims_of(self._signature, [*inputs, *(block[0].narrow(TOKENS, 0, start) for block in blocks)])
+        plan = self._plan_for(symbols)
+        tables = self._frames.pop() if self._frames else _Tables(Frame(self.artifact), self._sizes.externals)
+        frame = tables.frame
+        frame.apply_layout(self._layout(plan, symbols))
+        sizes, strides = plan.outputs[self._result]
+        result = torch.empty_strided(sizes, strides, dtype=self._result_dtype, device="cpu")
+        frame.external[self._result_index] = result.data_ptr()
+        kept = []  # copies in another layout, until the call ends
+        for entry, place in self._read:
+            kept.append(entry.prepared(inputs[place]))
+            frame.set_input(entry.index, kept[-1])
+        new = [self._set_block(tables, plan, *pair) for pair in zip(self._groups, blocks, strict=True)]
+        self.artifact.run(frame.run, 0, plan.thread_counts(torch.get_num_threads())[0])
+        if frame.out_of_range.value:  # the frame is dropped, not reused
+            raise IndexError(INDEX_OUT_OF_RANGE)
+        for group, block, parts in zip(self._groups, blocks, new, strict=True):
+            _append(group, block, parts, start)
+        if clipped := frame.take_clipped():
+            program.note_clipped(clipped, symbols)
+        if len(self._frames) < MAX_FRAMES:
+            self._frames.append(tables)
+        return result
+
+    def _set_block(self, tables: _Tables, plan: CallPlan, group: _Group, block: Tensor) -> list[Tensor]:
+        """Set the addresses of the tensors of a block and of their new values, and return the memory of the latter."""
+        step = block.stride(0) * block.itemsize
+        tables.external[group.entries] = block.data_ptr() + np.arange(len(group.places)) * step
+        tables.strides[group.entries, :AXES] = block.stride()[1:]
+        made = []
+        for part in group.results:
+            sizes, strides = plan.outputs[part.first]
+            count, each = len(part.members), math.prod(sizes)
+            new = torch.empty_strided((count, *sizes), (each, *strides), dtype=group.dtype, device="cpu")
+            tables.external[part.entries] = new.data_ptr() + np.arange(count) * (each * new.itemsize)
+            made.append(new)
+        return made
+
+    def _plan_for(self, symbols: Mapping[str, int]) -> CallPlan:
+        """Return a plan for these sizes, whose number of earlier tokens may be larger."""
+        self._sizes.check(symbols)
+        planned = dict(symbols)
+        if self.artifact.program.fits_smaller_sizes:
+            planned[self._tokens] += -planned[self._tokens] % TOKENS_OF_A_PLAN
+        key = tuple(planned[name] for name in self.artifact.program.symbols)
+        found = self._plans.get(key)
+        if found is None:
+            while len(self._plans) >= MAX_PLANS:
+                self._plans.pop(next(iter(self._plans)), None)
+            found = self._plans[key] = CallPlan(self._sizes, planned)
+        return found
+
+    def _layout(self, plan: CallPlan, symbols: Mapping[str, int]) -> CallLayout:
+        """Return the layout of a plan with the sizes of a call."""
+        names = self.artifact.program.symbols
+        return replace(plan.layout, dims=(CInt64 * len(names))(*[symbols[name] for name in names]))
+
+
+def _append(group: _Group, block: Tensor, parts: Sequence[Tensor], start: int) -> None:
+    """Copy new values behind the first ``start`` tokens of a block."""
+    free = block.narrow(1 + TOKENS, start, parts[0].shape[1 + TOKENS])
+    if len(parts) == 1:
+        free.copy_(parts[0])
+        return
+    members, places = np.concatenate([one.members for one in group.results]), free.unbind()
+    foreach_copy([places[member] for member in members], [new for part in parts for new in part.unbind()])
+
+
+def _by_layout(entries: Sequence[int], externals: Sequence[External]) -> tuple[_Results, ...]:
+    """Return results with these entries in the table of external tensors, by their layout."""
+    alike = _by(range(len(entries)), lambda member: externals[entries[member]].is_image)
+    return tuple(
+        _Results(externals[entries[members[0]]].value, np.array(members), np.array(entries)[members])
+        for _, members in alike
+    )
+
+
+def _by(places: Iterable[int], kind: Callable[[int], Kind]) -> list[tuple[Kind, list[int]]]:
+    """Return places by their kind, in the order in which kinds appear."""
+    found: dict[Kind, list[int]] = {}
+    for place in places:
+        found.setdefault(kind(place), []).append(place)
+    return list(found.items())
+
+
+def can_grow(program: ProgramModule, grown: Sequence[int]) -> bool:
+    """Return whether `GrowingCalls` can run a program whose inputs at these positions grow by all results but the
+    first.
+
+    It must be a single segment, read these inputs with any strides, and give a first result whose size does not depend
+    on the number of earlier tokens.
+    """
+    graph, signature, compiled = program.graph, program.signature, program.artifact.program
+    one_segment = compiled.segments == 1 and not compiled.calls
+    if not one_segment or program.has_side_effects or len(graph.outputs) != 1 + len(grown) or not grown:
+        return False
+    entries = [signature.inputs[position] for position in grown]
+    if any(len(entry.type.shape) != AXES for entry in entries):
+        return False
+    tokens, result = _tokens_of(entries[0]), graph.types[graph.outputs[0]]
+    externals = {external.value: external for external in compiled.externals}
+    if not tokens or tokens in _symbols_of(result.shape) or len(result.shape) == AXES_OF_IMAGES:
+        return False
+    return all(
+        _tokens_of(entry) == tokens
+        and not externals[graph.inputs[position]].dense
+        and _grows_by(entry, externals[name], tokens)
+        for entry, position, name in zip(entries, grown, graph.outputs[1:], strict=True)
+    )
+
+
+def _grows_by(entry: Input, result: External, tokens: str) -> bool:
+    """Return whether a result has the type of an input, apart from the number of tokens."""
+    pairs = zip(entry.type.shape, result.shape, strict=True) if len(result.shape) == AXES else []
+    alike = [before == new for axis, (before, new) in enumerate(pairs) if axis != TOKENS]
+    free = tokens not in _symbols_of(result.shape)
+    return len(alike) == AXES - 1 and all(alike) and free and entry.type.dtype == result.dtype
+
+
+def _kind(entry: Input) -> tuple[tuple[Dim, ...], DType]:
+    return tuple(entry.type.shape), entry.type.dtype
+
+
+def _tokens_of(entry: Input) -> str | None:
+    """Return the free size that is the number of earlier tokens, or ``None`` if it is computed or fixed."""
+    size = entry.type.shape[TOKENS]
+    return None if isinstance(size, int) else size.only_symbol
+
+
+def _symbols_of(shape: Sequence[Dim]) -> set[str]:
+    return {name for size in shape for name in symbols_of(size)}

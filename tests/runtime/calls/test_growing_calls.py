@@ -1,0 +1,93 @@
+"""Calls that append to blocks of memory: the interpreter's bits, what is written, and what is refused."""
+
+import pytest
+import torch
+
+from intaglio import build
+from intaglio.errors import InputError
+from intaglio.runtime.calls import call_plans, growing_calls
+from intaglio.runtime.calls.growing_calls import GrowingCalls, can_grow
+from support.growing_programs import GROWN, cached_attention
+from support.matmul_library import RUNNABLE_ISAS
+from support.programs import assert_same_bits, built, compiled
+
+CAPACITY = 96
+
+
+def made(isa: str = RUNNABLE_ISAS[0]):
+    """A model with calls of its own."""
+    model = build.compile(built(cached_attention)[1], isa=isa)
+    return model, GrowingCalls(model, GROWN)
+
+
+def drawn(images: int, new: int, seed: int) -> list[torch.Tensor]:
+    """Queries, new keys and new values."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(images, heads, new, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def memory(images: int, seed: int = 0) -> torch.Tensor:
+    """Memory for keys and values, with any bytes in it."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 256, (2, images, 2, CAPACITY, 8), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("isa", RUNNABLE_ISAS)
+def test_steps_have_the_bits_of_the_interpreter(isa, threads, monkeypatch):
+    model, calls = made(isa)
+    lowered = built(cached_attention)[1]
+    monkeypatch.setattr(call_plans.threads, "thread_counts", lambda program, *rest: (threads,) * program.segments)
+    for images in (1, 3):
+        block, start = memory(images), 0
+        for step, new in enumerate((5, 1, 1, 7, 1, 40, 1)):
+            inputs = drawn(images, new, step)
+            before = [tensor[:, :, :start].clone() for tensor in block]
+            expected, *grown = lowered(*inputs, *before)
+            assert_same_bits(calls.run(model, inputs, [block], start), expected)
+            for tensor, old, added in zip(block, before, grown, strict=True):
+                assert torch.equal(tensor[:, :, : start + new], torch.cat([old, added], 2))
+            start += new
+
+
+def test_the_program_itself_writes_behind_the_earlier_values(monkeypatch):
+    model, calls = made()
+    monkeypatch.setattr(growing_calls, "_append", lambda *rest: None)
+    block, inputs = memory(2), drawn(2, 3, 0)
+    _, *grown = model(*inputs, *block[:, :, :, :9])
+    calls.run(model, inputs, [block], 9)
+    for tensor, added in zip(block, grown, strict=True):
+        assert torch.equal(tensor[:, :, 9:12], added)
+
+
+def test_a_call_without_memory_behind_its_tensors_changes_nothing():
+    model, _ = made()
+    block, inputs = memory(2), drawn(2, 3, 0)
+    before = block.clone()
+    model(*inputs, *block[:, :, :, :9])
+    assert torch.equal(block, before)
+
+
+def test_other_numbers_of_earlier_tokens_share_a_plan():
+    model, calls = made()
+    block = memory(1)
+    for start in range(1, 80):
+        calls.run(model, drawn(1, 1, start), [block], start)
+    assert len(calls._plans) == 2
+
+
+def test_wrong_inputs_are_refused_with_their_names():
+    model, calls = made()
+    block = memory(2)
+    with pytest.raises(InputError, match="input 'x1'"):
+        calls.run(model, [inputs.double() if i == 1 else inputs for i, inputs in enumerate(drawn(2, 1, 0))], [block], 4)
+    with pytest.raises(InputError, match="its shape is"):
+        calls.run(model, drawn(3, 1, 0), [block], 4)
+
+
+def test_programs_with_other_inputs_cannot_grow():
+    model = compiled(cached_attention, RUNNABLE_ISAS[0])
+    assert can_grow(model, GROWN)
+    assert not can_grow(model, ())
+    assert not can_grow(model, GROWN[:1])  # a result would belong to no input
+    assert not can_grow(model, (1, 2))  # new keys and values have as many tokens as the result
