@@ -181,7 +181,7 @@ def run(case: Case, isa: str, threads: int) -> np.ndarray:
 def cases(draw) -> Case:
     groups, shared = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
     batch, heads = draw(st.integers(0, 2)), groups * shared
-    queries, keys = draw(st.integers(0, 60)), draw(st.integers(0, 140))
+    queries, keys = draw(st.just(1) | st.integers(0, 60)), draw(st.integers(0, 140))
     shape = (batch, heads, queries, keys)[draw(st.integers(0, 2)) :]
     shape = tuple(size if draw(st.booleans()) else 1 for size in shape)
     return Case(
@@ -221,6 +221,9 @@ NAMED = {
     "wide heads": Case(depth=256, width=256, extreme=True, keys=100),
     "one of each": Case(queries=1, keys=1, depth=1, width=1, heads=1),
     "no keys": Case(keys=0, causal=True),
+    "one query": Case(2, 14, 7, 1, 513, 64, 64, mask="bool", mask_shape=(2, 1, 1, 513)),
+    "one query, a mask for each head": Case(2, 6, 3, 1, 70, mask="f32", mask_shape=(6, 1, 70)),
+    "one query of many heads": Case(1, 60, 30, 1, 33, causal=True),
 }
 
 

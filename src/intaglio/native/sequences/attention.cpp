@@ -157,25 +157,53 @@ static inline int64_t own_keys(const struct Attention* a, int64_t query) {
     return a->causal && query < a->keys ? query + 1 : a->keys;
 }
 
-// Compute queries first to last (exclusive) of one head.
-static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s, int64_t image,
-                                             int64_t head, int64_t first, int64_t last) {
-    const int64_t rows = last - first, keys = own_keys(a, last - 1), steps = (keys + 3) / 4;
+// Rows of queries that have the same keys: queries `first`, `first + each`, ... of one head, or with `each` 0 the query
+// `first` of several heads.
+struct QueryRows {
+    const uint8_t *q, *mask;  // of the first row; no mask: null
+    uint8_t* out;
+    int64_t q_step, mask_step, out_step, rows, first, each;  // bytes between rows; number of rows
+};
+
+// Return the rows of queries `first` to `last` (exclusive) of one head.
+static inline struct QueryRows rows_of_head(const struct Attention* a, int64_t image, int64_t head, int64_t first,
+                                            int64_t last) {
+    const uint8_t* mask = a->mask ? a->mask + image * a->mask_stride[0] + head * a->mask_stride[1] : 0;
+    return (struct QueryRows){head_of(&a->q, image, head) + first * a->q.row,
+                              mask ? mask + first * a->mask_stride[2] : 0,
+                              head_of(&a->out, image, head) + first * a->out.row,
+                              a->q.row,
+                              a->mask_stride[2],
+                              a->out.row,
+                              last - first,
+                              first,
+                              1};
+}
+
+// Return the only query of several heads as rows.
+static inline struct QueryRows rows_of_heads(const struct Attention* a, int64_t image, int64_t head, int64_t count) {
+    struct QueryRows rows = rows_of_head(a, image, head, 0, 1);
+    rows.q_step = a->q.head, rows.mask_step = a->mask_stride[1], rows.out_step = a->out.head;
+    rows.rows = count, rows.each = 0;
+    return rows;
+}
+
+// Compute rows of queries with the same keys.
+static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s,
+                                             const struct QueryRows* r) {
+    const int64_t rows = r->rows, keys = own_keys(a, r->first + (rows - 1) * r->each), steps = (keys + 3) / 4;
     float factor[PANEL], tops[QUERY_BLOCK], shares[QUERY_BLOCK];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
-    t.a = head_of(&a->q, image, head) + first * a->q.row, t.a_pixel = a->q.row;
+    t.a = r->q, t.a_pixel = r->q_step;
     t.b = s->packed_k, t.tap_rows = t.taps = 1, t.run = (a->depth + 3) / 4;
     t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->row;
     multiply(&a->kernels, &t, &s->k, keys, rows, 0);
-    const uint8_t* mask = a->mask ? a->mask + image * a->mask_stride[0] + head * a->mask_stride[1] : 0;
+    for (int64_t i = 0; i < rows; ++i)
+        tops[i] = largest_score(s->scores + i * s->row, r->mask ? mask_row(a, s, r->mask + i * r->mask_step) : 0,
+                                own_keys(a, r->first + i * r->each));
     for (int64_t i = 0; i < rows; ++i) {
-        const int64_t query = first + i;
-        tops[i] = largest_score(s->scores + i * s->row, mask ? mask_row(a, s, mask + query * a->mask_stride[2]) : 0,
-                                own_keys(a, query));
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-        const int64_t own = own_keys(a, first + i), end = (own + 15) / 16 * 16;
+        const int64_t own = own_keys(a, r->first + i * r->each), end = (own + 15) / 16 * 16;
         uint8_t* probabilities = s->probabilities + i * s->row;
         const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, probabilities);
         if (end < 4 * steps) memset(probabilities + end, 0, (size_t)(4 * steps - end));
@@ -189,26 +217,34 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     } else {
         memset(s->sums, 0, (size_t)(4 * s->sums_row * rows));
     }
-    uint8_t* out = head_of(&a->out, image, head) + first * a->out.row;
     if (a->limits)
-        quantize_block(s->sums, s->sums_row, rows, shares, a->limits, out, a->out.row, a->width);
+        quantize_block(s->sums, s->sums_row, rows, shares, a->limits, r->out, r->out_step, a->width);
     else
-        scale_block(s->sums, s->sums_row, rows, shares, out, a->out.row, a->width);
+        scale_block(s->sums, s->sums_row, rows, shares, r->out, r->out_step, a->width);
 }
 
 // Compute this thread's part of the queries. A unit of work is a block of queries; each thread packs the keys and
-// values that its blocks need.
+// values that its blocks need. With one query, heads that share keys and values are computed together.
 LIBRARY void attention(const struct Attention* a, int thread, int threads) {
     if (threads > a->sharers) threads = (int)a->sharers;
     if (thread >= threads) return;
     const int64_t blocks = (a->queries + QUERY_BLOCK - 1) / QUERY_BLOCK, total = a->batch * a->heads * blocks;
+    const int64_t end = shard_begin(total, thread + 1, threads);
     struct AttentionScratch s = attention_scratch(a, thread);
-    int64_t packed = -1;
-    for (int64_t unit = shard_begin(total, thread, threads); unit < shard_begin(total, thread + 1, threads); ++unit) {
+    int64_t packed = -1, count = 1;
+    for (int64_t unit = shard_begin(total, thread, threads); unit < end; unit += count) {
         const int64_t block = unit % blocks, head = unit / blocks % a->heads, image = unit / blocks / a->heads;
         const int64_t pair = image * a->heads + head / a->shared;
         if (pair != packed) pack_heads(a, &s, image, head / a->shared);
         packed = pair;
-        attend(a, &s, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);
+        struct QueryRows rows;
+        if (a->queries == 1) {
+            const int64_t sharing = a->shared - head % a->shared, left = sharing < end - unit ? sharing : end - unit;
+            count = left < QUERY_BLOCK ? left : QUERY_BLOCK;
+            rows = rows_of_heads(a, image, head, count);
+        } else {
+            rows = rows_of_head(a, image, head, a->queries * block / blocks, a->queries * (block + 1) / blocks);
+        }
+        attend(a, &s, &rows);
     }
 }
