@@ -6,6 +6,8 @@
 #include "products/heads.h"
 #include "base/vectors.h"
 
+enum { PACKED_AHEAD = 48 };  // lines of an operand, along depth or columns, between those packed and those prefetched
+
 // A matrix of quantized values with zero point 128, `depth` by `columns`, with any strides in bytes. Packing gives
 // panels of int8 as of constant weights, [panel][depth / 4][columns of the panel, in blocks of 16][4], padded with
 // zeros.
@@ -53,6 +55,8 @@ static inline void pack_lines(const struct Operand* o, int64_t column, int64_t w
         const __mmask64 there = ~0ull >> (64 - left);
         const __m512i flip = _mm512_maskz_set1_epi8(there, (char)128);
         __m512i x[16];
+        for (int i = 0; i < 16; ++i)  // keys of a cache come from memory
+            __builtin_prefetch(o->base + (column + PACKED_AHEAD + i) * o->column_stride + d);
         for (int i = 0; i < 16; ++i)
             x[i] = column + i < o->columns
                        ? _mm512_xor_si512(_mm512_maskz_loadu_epi8(there, o->base + (column + i) * o->column_stride + d),
@@ -83,6 +87,7 @@ static inline void pack_quads(const struct Operand* o, int64_t d, int64_t column
     const int64_t columns = o->columns - column < width ? o->columns - column : width;
     const uint8_t* row = o->base + d * o->depth_stride + column;
     uint32_t quads[PANEL] = {};
+    for (int i = 0; i < 4; ++i) __builtin_prefetch(row + (PACKED_AHEAD + i) * o->depth_stride);
     if (d + 4 <= o->depth) {
         const uint8_t *second = row + o->depth_stride, *third = second + o->depth_stride,
                       *fourth = third + o->depth_stride;
@@ -119,17 +124,25 @@ static __attribute__((noinline)) void column_terms(const struct Operand* o, int6
                                                    int32_t zero, int32_t* terms) {
     for (int64_t first = 0; first < o->columns; first += 16 * blocks) {
         const int64_t left = (o->columns - first + 15) / 16 * 16, width = left < 16 * blocks ? left : 16 * blocks;
-        for (int64_t c = 0; c < width; c += 16) {
+        int64_t c = 0;
+#if defined(__AVX512VNNI__)
+        for (; c < width; c += 64) {
+            const int64_t vectors = width - c < 64 ? (width - c) / 16 : 4;
+            __m512i sums[4] = {};
+            for (int64_t d = 0; d < o->depth; d += 4)
+                for (int64_t i = 0; i < vectors; ++i)
+                    sums[i] = _mm512_dpbusd_epi32(sums[i], _mm512_set1_epi8(1),
+                                                  _mm512_loadu_si512(packed + d * width + 4 * c + 64 * i));
+            for (int64_t i = 0; i < vectors; ++i)
+                _mm512_storeu_si512(terms + first + c + 16 * i, _mm512_mullo_epi32(sums[i], _mm512_set1_epi32(-zero)));
+        }
+#endif
+        for (; c < width; c += 16) {
             int32_t sums[16] = {};
             for (int64_t d = 0; d < o->depth; d += 4) {
                 const int8_t* quads = packed + d * width + 4 * c;
-#if defined(__AVX512VNNI__)
-                _mm512_storeu_si512(sums, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi8(1),
-                                                              _mm512_loadu_si512(quads)));
-#else
                 for (int i = 0; i < 16; ++i)
                     sums[i] += quads[4 * i] + quads[4 * i + 1] + quads[4 * i + 2] + quads[4 * i + 3];
-#endif
             }
             for (int i = 0; i < 16; ++i) terms[first + c + i] = -zero * sums[i];
         }
