@@ -349,8 +349,8 @@ class ProgramModule(ModelWithAttributes):
         if clipped:
             self.note_clipped(clipped, plan.symbols)
 
-    def note_clipped(self, clipped: Sequence[int], symbols: Mapping[str, int]) -> None:
-        """Note how many elements of every checked value a call of these sizes clipped."""
+    def note_clipped(self, clipped: Mapping[int, int], symbols: Mapping[str, int]) -> None:
+        """Note how many elements a call of these sizes clipped, by the place of the checked value."""
         self._clipping.note_call(self.artifact.program, clipped, symbols)
 
     def _island_results(

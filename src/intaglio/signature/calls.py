@@ -149,16 +149,16 @@ def dims_of(
     symbols: dict[str, int] = {}
     matched: dict[Any, Any] = {}  # the keys and values of all layers have one type
     for entry, value in zip(signature.inputs, leaves, strict=True):
-        shape, where, known = entry.type.shape, f"input '{entry.name}'", len(symbols)
+        shape, known = entry.type.shape, len(symbols)
         if matched.get(shape) == value.shape:
             continue
         sizes = zip(shape, value.shape, strict=False)
         if value.dim() != len(shape) or not all(match_size(dim, size, symbols) for dim, size in sizes):
             problem = f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)}"
-            raise InputError(where, None, problem, remedy=SHAPE_REMEDY)
+            raise InputError(f"input '{entry.name}'", None, problem, remedy=SHAPE_REMEDY)
         if len(symbols) > known and (limits := _range_violation(signature, symbols)) is not None:
             raise InputError(
-                where,
+                f"input '{entry.name}'",
                 None,
                 f"its shape is {list(value.shape)}; the model takes {_shape_text(shape)} with {limits}",
                 remedy="split, pad or crop the input to such a size",

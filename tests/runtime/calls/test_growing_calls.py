@@ -76,6 +76,15 @@ def test_other_numbers_of_earlier_tokens_share_a_plan():
     assert len(calls._plans) == 2
 
 
+def test_a_block_without_room_is_refused_before_anything_is_written():
+    model, calls = made()
+    block = memory(2)
+    before = block.clone()
+    with pytest.raises(ValueError, match="room for 96 tokens"):
+        calls.run(model, drawn(2, 3, 0), [block], 94)
+    assert torch.equal(block, before)
+
+
 def test_wrong_inputs_are_refused_with_their_names():
     model, calls = made()
     block = memory(2)

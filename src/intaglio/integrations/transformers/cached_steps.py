@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values
@@ -66,9 +66,9 @@ class StepNames:
     positions: str | None
 
 
-def names_of(config: PreTrainedConfig, parameters: Collection[str]) -> StepNames:
-    """Return the names for a model, from its configuration and the parameters of its forward."""
-    start = "decoder_" if config.is_encoder_decoder else ""
+def names_of(has_encoder: bool, parameters: Collection[str]) -> StepNames:
+    """Return the names for a model with or without an encoder, from the parameters of its forward."""
+    start = "decoder_" if has_encoder else ""
     found = [f"{start}{name}" for name in ("attention_mask", "position_ids")]
     mask, positions = (name if name in parameters else None for name in found)
     return StepNames(f"{start}input_ids", mask, positions)

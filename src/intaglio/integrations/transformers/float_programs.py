@@ -89,7 +89,7 @@ class FloatPrograms:
     def of(model: PreTrainedModel, calls: UserCalls) -> FloatPrograms:
         """Return the modules of a model."""
         parameters = inspect.signature(model.forward).parameters
-        names = names_of(model.config, parameters)
+        names = names_of(model.config.is_encoder_decoder, parameters)
         source = FloatPrograms(model, names, next(iter(calls)), step_module(model, names))
         if model.config.is_encoder_decoder:
             known = inspect.signature(model.get_encoder().forward).parameters

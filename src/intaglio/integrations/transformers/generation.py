@@ -54,7 +54,7 @@ def cache_refusal(model: PreTrainedModel, data: Any) -> str | None:
         return "its forward has no argument for a cache"
     if _is_function(data):
         return "the data is a function, not batches"
-    names = names_of(model.config, parameters)
+    names = names_of(model.config.is_encoder_decoder, parameters)
     known = {names.tokens, names.mask, names.positions, *OTHER_ARGUMENTS}
     if model.config.is_encoder_decoder:
         known |= {"attention_mask", *inspect.signature(model.get_encoder().forward).parameters}

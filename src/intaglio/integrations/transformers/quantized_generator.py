@@ -21,7 +21,7 @@ from transformers.utils.generic import ModelOutput
 from intaglio.argument_checks import check_arguments, check_arguments_except
 from intaglio.errors import InputError
 from intaglio.integrations.transformers import decoder_cache
-from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, names_of
+from intaglio.integrations.transformers.cached_steps import LOGITS_TO_KEEP, StepNames, names_of
 from intaglio.integrations.transformers.calibration_calls import UserCalls, padded_positions
 from intaglio.integrations.transformers.float_programs import FloatPrograms
 from intaglio.integrations.transformers.folders import (
@@ -108,7 +108,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """Run the program of the decoder for new tokens, append their keys and values to the cache, and return the
         logits to keep.
         """
-        names = names_of(self.config, self.forward_parameters)
+        names = _names_of(cast(Any, type(self)), self.config.is_encoder_decoder)
         tokens = given.pop(names.tokens, None)
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
@@ -345,6 +345,12 @@ def generator_with_surface(
     generator: QuantizedGenerator = quantized_class(QuantizedGenerator, float_class)(programs, counts_padding)
     generator.keep_configuration(config, generation_config)
     return generator
+
+
+@functools.cache
+def _names_of(model_class: type[QuantizedGenerator], has_encoder: bool) -> StepNames:
+    """Return the names of the arguments of a step."""
+    return names_of(has_encoder, model_class.forward_parameters)
 
 
 @functools.cache

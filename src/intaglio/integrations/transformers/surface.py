@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -23,6 +23,7 @@ class TransformerSurface:
         base_class: class that runs the model.
         float_class: class of the float model.
         forward_parameters: the parameters of its forward by name.
+        positional_names: those of them that may be given by position.
         config: a copy of the float model's configuration.
         generation_config: a copy of the float model's generation configuration, or ``None``.
         name_or_path: the name under which the float model was loaded.
@@ -32,6 +33,7 @@ class TransformerSurface:
     base_class: ClassVar[type[Any]]
     float_class: ClassVar[type[Any]]
     forward_parameters: ClassVar[Mapping[str, inspect.Parameter]]
+    positional_names: ClassVar[Sequence[str]]
     config: Any
     generation_config: Any
     name_or_path: str
@@ -61,7 +63,7 @@ class TransformerSurface:
         Raises:
             InputError: there are too many, or one is given twice.
         """
-        names = [name for name, one in self.forward_parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+        names = self.positional_names
         if len(args) > len(names):
             problem = f"it has {len(args)} positional arguments, but forward takes {len(names)}"
             raise InputError("call", None, problem, remedy="pass arguments by their names")
@@ -101,12 +103,14 @@ def quantized_class(base: type[Any], float_class: type[PreTrainedModel]) -> type
     def forward(self: TransformerSurface, *args: Any, **kwargs: Any) -> Any:
         return self.run_forward(args, kwargs)
 
+    parameters = dict(list(inspect.signature(float_class.forward).parameters.items())[1:])
     members = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "base_class": base,
         "float_class": float_class,
-        "forward_parameters": dict(list(inspect.signature(float_class.forward).parameters.items())[1:]),
+        "forward_parameters": parameters,
+        "positional_names": [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD],
         "forward": forward,
     }
     return _CLASSES.setdefault((base, float_class), type(float_class.__name__, (base, float_class), members))
@@ -127,7 +131,8 @@ def kept_tokens(length: int, kept: Any) -> torch.Tensor:
         InputError: it is something else, or has an index of no token.
     """
     if isinstance(kept, int):
-        return torch.arange(length)[-kept if kept else 0 :]
+        found = range(length)[-kept if kept else 0 :]
+        return torch.arange(found.start, found.stop)
     if isinstance(kept, torch.Tensor) and kept.dim() == 1 and kept.dtype in (torch.int64, torch.int32):
         indices = kept.long()
         if ((-length <= indices) & (indices < length)).all():

@@ -107,11 +107,11 @@ class Frame:
             self.run.arena = start + self.alignment_offset
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
 
-    def take_clipped(self) -> list[int]:
-        """Return the number of clipped elements of every checked value and reset it; nothing if all are 0."""
+    def take_clipped(self) -> dict[int, int]:
+        """Return the numbers of clipped elements by the place of the checked value, those above 0, and reset them."""
         if not self.clipped[0]:
-            return []
-        found = self.clipped[1:]
+            return {}
+        found = {place: count for place, count in enumerate(self.clipped[1:]) if count}
         ctypes.memset(self.clipped, 0, ctypes.sizeof(self.clipped))
         return found
 

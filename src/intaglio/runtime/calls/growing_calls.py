@@ -62,19 +62,33 @@ class _Group:
         entries: their entries in the table of external tensors.
         results: the results that they grow by, by layout.
         dtype: their data type.
+        grows: the program itself writes new values behind all of them.
     """
 
     places: tuple[int, ...]
     entries: np.ndarray
     results: tuple[_Results, ...]
     dtype: torch.dtype
+    grows: bool
 
 
 class _Tables:
-    """A frame, and its tables as arrays."""
+    """A frame, its tables as arrays, and what they are set to.
+
+    Attributes:
+        frame: the frame.
+        external: addresses of external tensors.
+        strides: strides of external tensors, in elements.
+        blocks: address and strides of every block.
+        sizes: sizes and strides of the new values, for each group and layout.
+        new: memory of the new values, for each group and layout.
+    """
 
     def __init__(self, frame: Frame, externals: Sequence[External]) -> None:
         self.frame = frame
+        self.blocks: list[tuple[int, tuple[int, ...]]] = []
+        self.sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.new: list[list[Tensor]] = []
         self.external = np.ctypeslib.as_array((CInt64 * len(frame.external)).from_buffer(frame.external))
         self.strides = np.ctypeslib.as_array(frame.strides).reshape(-1, 5)
         frame.grows[:] = [entry.grows for entry in externals]
@@ -105,7 +119,8 @@ class GrowingCalls:
         for (_, dtype), places in _by(range(len(grown)), lambda place: _kind(entries[place])):
             own = np.array([index[graph.inputs[grown[place]]] for place in places])
             results = _by_layout([index[graph.outputs[1 + place]] for place in places], externals)
-            self._groups.append(_Group(tuple(places), own, results, TORCH_DTYPES[dtype]))
+            grows = all(externals[entry].grows for entry in own)
+            self._groups.append(_Group(tuple(places), own, results, TORCH_DTYPES[dtype], grows))
         self.groups, self.dtypes = [one.places for one in self._groups], [one.dtype for one in self._groups]
         others = [position for position in range(len(graph.inputs)) if position not in set(grown)]
         first = [entries[group.places[0]] for group in self._groups]
@@ -144,31 +159,37 @@ class GrowingCalls:
         for entry, place in self._read:
             kept.append(entry.prepared(inputs[place]))
             frame.set_input(entry.index, kept[-1])
-        new = [self._set_block(tables, plan, *pair) for pair in zip(self._groups, blocks, strict=True)]
+        self._set_blocks(tables, plan, blocks, start)
         self.artifact.run(frame.run, 0, plan.thread_counts(torch.get_num_threads())[0])
         if frame.out_of_range.value:  # the frame is dropped, not reused
             raise IndexError(INDEX_OUT_OF_RANGE)
-        for group, block, parts in zip(self._groups, blocks, new, strict=True):
-            _append(group, block, parts, start)
+        for group, block, parts in zip(self._groups, blocks, tables.new, strict=True):
+            if not group.grows:
+                _append(group, block, parts, start)
         if clipped := frame.take_clipped():
             program.note_clipped(clipped, symbols)
         if len(self._frames) < MAX_FRAMES:
             self._frames.append(tables)
         return result
 
-    def _set_block(self, tables: _Tables, plan: CallPlan, group: _Group, block: Tensor) -> list[Tensor]:
-        """Set the addresses of the tensors of a block and of their new values, and return the memory of the latter."""
-        step = block.stride(0) * block.itemsize
-        tables.external[group.entries] = block.data_ptr() + np.arange(len(group.places)) * step
-        tables.strides[group.entries, :AXES] = block.stride()[1:]
-        made = []
-        for part in group.results:
-            sizes, strides = plan.outputs[part.first]
-            count, each = len(part.members), math.prod(sizes)
-            new = torch.empty_strided((count, *sizes), (each, *strides), dtype=group.dtype, device="cpu")
-            tables.external[part.entries] = new.data_ptr() + np.arange(count) * (each * new.itemsize)
-            made.append(new)
-        return made
+    def _set_blocks(self, tables: _Tables, plan: CallPlan, blocks: Sequence[Tensor], start: int) -> None:
+        """Set the addresses of the tensors of blocks and of their new values, if the frame has others."""
+        at = [(block.data_ptr(), block.stride()) for block in blocks]
+        if tables.blocks != at:
+            for group, block in zip(self._groups, blocks, strict=True):
+                step = block.stride(0) * block.itemsize
+                tables.external[group.entries] = block.data_ptr() + np.arange(len(group.places)) * step
+                tables.strides[group.entries, :AXES] = block.stride()[1:]
+            tables.blocks = at
+        sizes = [plan.outputs[part.first] for group in self._groups for part in group.results]
+        if tables.sizes != sizes:
+            tables.new = [
+                [_memory_of(tables, plan, part, group.dtype) for part in group.results] for group in self._groups
+            ]
+            tables.sizes = sizes
+        for block, (new, *_) in zip(blocks, tables.new, strict=True):
+            if start + new.shape[1 + TOKENS] > block.shape[1 + TOKENS]:
+                raise ValueError(f"a block has room for {block.shape[1 + TOKENS]} tokens, but the call needs more")
 
     def _plan_for(self, symbols: Mapping[str, int]) -> CallPlan:
         """Return a plan for these sizes, whose number of earlier tokens may be larger."""
@@ -188,6 +209,15 @@ class GrowingCalls:
         """Return the layout of a plan with the sizes of a call."""
         names = self.artifact.program.symbols
         return replace(plan.layout, dims=(CInt64 * len(names))(*[symbols[name] for name in names]))
+
+
+def _memory_of(tables: _Tables, plan: CallPlan, part: _Results, dtype: torch.dtype) -> Tensor:
+    """Return memory for new values, and set their addresses."""
+    (sizes, strides), count = plan.outputs[part.first], len(part.members)
+    each = math.prod(sizes)
+    new = torch.empty_strided((count, *sizes), (each, *strides), dtype=dtype, device="cpu")
+    tables.external[part.entries] = new.data_ptr() + np.arange(count) * (each * new.itemsize)
+    return new
 
 
 def _append(group: _Group, block: Tensor, parts: Sequence[Tensor], start: int) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from math import sqrt
-from weakref import WeakKeyDictionary
 
 from intaglio.errors import InputError, did_you_mean
 from intaglio.formatting.html_text import element, html_table, shortened
-from intaglio.ir import Program, RangeCheck, evaluator
+from intaglio.ir import Program, RangeCheck, evaluate
 
 logger = logging.getLogger("intaglio")
 
@@ -128,10 +127,6 @@ def _label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-_SIZES: WeakKeyDictionary[Program, Callable[..., tuple[int, ...]]] = WeakKeyDictionary()
-"""Functions of the free sizes that give the number of elements of all checked values, by program."""
-
-
 class ClippingMonitor:
     """Collects the counts of clipped elements of calls, and warns of large shares or raises.
 
@@ -169,16 +164,14 @@ class ClippingMonitor:
         self.values.clear()
         self._warned.clear()
 
-    def note_call(self, program: Program, counts: Sequence[int], symbols: Mapping[str, int]) -> None:
-        """Note the clipped elements of one call, of every value that a program checks, for these free sizes.
+    def note_call(self, program: Program, counts: Mapping[int, int], symbols: Mapping[str, int]) -> None:
+        """Note the clipped elements of one call, by the place of the checked value, for these free sizes.
 
         Raises:
             InputError: a share is large, and the policy is to raise.
         """
-        sizes = _SIZES.get(program)
-        if sizes is None:
-            sizes = _SIZES[program] = evaluator([check.size for check in program.range_checks], program.symbols)
-        self.note(program.range_checks, counts, sizes(*[symbols[name] for name in program.symbols]))
+        checks = [program.range_checks[place] for place in counts]
+        self.note(checks, list(counts.values()), [evaluate(check.size, symbols) for check in checks])
 
     def note(self, checks: Sequence[RangeCheck], counts: Sequence[int], sizes: Sequence[int]) -> None:
         """Note the clipped elements of one call.
@@ -195,7 +188,7 @@ class ClippingMonitor:
             if count:
                 place, share = (check.path, check.value, check.low, check.high), count / size
                 before = self.values.get(place) or ClippedValue(*place, 0.0, 0)
-                self.values[place] = replace(before, share=max(before.share, share), calls=before.calls + 1)
+                self.values[place] = ClippedValue(*place, max(before.share, share), before.calls + 1)
                 if count > size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED):
                     self._act(place, check, share)
 
