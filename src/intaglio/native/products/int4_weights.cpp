@@ -61,20 +61,15 @@ LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, in
     int8_t* const expanded = (int8_t*)(w->scratch + thread * w->scratch_bytes);
     one.tile.b = expanded, one.panel_bytes = 0;
     const int64_t tiles = (width + m->rows - 1) / m->rows, total = lines * tiles;
-    const int64_t bytes = (width + tiles - 1) / tiles * m->tile.a_pixel,
-                  chunk = m->chunk_bytes / bytes > 1 ? m->chunk_bytes / bytes : 1;
-    for (int64_t begin = 0; begin < total; begin += chunk) {
-        const int64_t count = total - begin < chunk ? total - begin : chunk,
-                      last = first_unit(m, count, thread + 1, threads);
-        for (int64_t unit = first_unit(m, count, thread, threads); unit < last;) {
-            const int64_t panel = unit / count, first = unit % count,
-                          end = first + (last - unit) < count ? first + (last - unit) : count;
-            const int64_t channels =
-                __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
-            expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
-                        (channels + 15) / 16, expanded);
-            matmul_span(&one, panel, begin + first, begin + end, tiles, width);
-            unit += end - first;
-        }
+    const int64_t last = first_unit(m, total, thread + 1, threads);
+    for (int64_t unit = first_unit(m, total, thread, threads); unit < last;) {
+        const int64_t panel = unit / total, first = unit % total,
+                      end = first + (last - unit) < total ? first + (last - unit) : total;
+        const int64_t channels =
+            __builtin_popcountll((unsigned long long)(panel == m->panels - 1 ? m->last_mask : m->mask));
+        expand_int4((const uint8_t*)m->tile.b + panel * m->panel_bytes, m->tile.run * 4 / INT4_CHANNELS,
+                    (channels + 15) / 16, expanded);
+        matmul_span(&one, panel, first, end, tiles, width);
+        unit += end - first;
     }
 }

@@ -19,5 +19,7 @@ struct Int4Weights {
 };
 
 // Compute this thread's part of a layer. Weights are expanded in registers if there are few rows, and to int8 in
-// scratch memory, panel by panel, if there are more.
+// scratch memory, panel by panel, if there are more. A panel is expanded once, for all rows: on two threads of a Zen 5,
+// layers from 2048 to 8192 channels and back take 58 ms for 512 rows instead of 69 where the rows that the second-level
+// cache holds come first, and 57 with int8 weights.
 LIBRARY void matmul_int4(const struct Matmul* m, const struct Int4Weights* w, int thread, int threads);
