@@ -86,9 +86,12 @@ class Int4Products:
         yield f"vpmulhuw {shifted},{self.high},{self.high}"
         yield f"vpsubb {eightfold},{self.low},{self.low}"
         yield f"vpsubb {eightfold},{self.high},{self.high}"
-        for index, (row, half) in enumerate((row, half) for half in range(2) for row in range(self.spec.rows)):
+        pairs = [(row, half) for half in range(2) for row in range(self.spec.rows)]
+        kept = len(pairs) <= len(self.spare)  # all blocks multiply the same activations
+        for index, (row, half) in enumerate(pairs):
             spread, weights = self.spare[index % len(self.spare)], (self.low, self.high)[half]
-            yield f"vpbroadcastd {8 * step + 4 * half}{_address(row)},{spread}"
+            if block == 0 or not kept:
+                yield f"vpbroadcastd {8 * step + 4 * half}{_address(row)},{spread}"
             yield f"vpdpbusd {weights},{spread},%zmm{self.first + row * self.spec.blocks + block}"
 
 
