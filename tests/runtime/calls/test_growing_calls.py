@@ -1,5 +1,7 @@
 """Calls that append to blocks of memory: the interpreter's bits, what is written, and what is refused."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -74,6 +76,20 @@ def test_other_numbers_of_earlier_tokens_share_a_plan():
     for start in range(1, 80):
         calls.run(model, drawn(1, 1, start), [block], start)
     assert len(calls._plans) == 2
+
+
+def test_concurrent_calls_have_frames_of_their_own():
+    model, calls = made()
+    blocks = [memory(1, seed) for seed in range(4)]
+
+    def steps(seed: int) -> list[torch.Tensor]:
+        block = blocks[seed].clone()
+        return [calls.run(model, drawn(1, 1, 10 * seed + start), [block], start) for start in range(30)]
+
+    expected = [steps(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for found, one in zip(pool.map(steps, range(4)), expected, strict=True):
+            assert all(map(torch.equal, found, one))
 
 
 def test_a_block_without_room_is_refused_before_anything_is_written():

@@ -7,7 +7,9 @@ can, it writes new values behind the earlier ones (`External.grows`), so that at
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -130,7 +132,7 @@ class GrowingCalls:
         self._read = [(entry, place_of[entry.value]) for entry in segment.read if entry.value in place_of]
         self._result, self._tokens = graph.outputs[0], _tokens_of(entries[0]) or ""
         self._result_index, self._result_dtype = index[self._result], TORCH_DTYPES[graph.types[self._result].dtype]
-        self._plans: dict[tuple[int, ...], CallPlan] = {}
+        self._plans: OrderedDict[tuple[int, ...], CallPlan] = OrderedDict()
         self._frames: list[_Tables] = []
 
     @with_memory_errors
@@ -149,7 +151,7 @@ class GrowingCalls:
         """
         symbols = dims_of(self._signature, [*inputs, *(block[0].narrow(TOKENS, 0, start) for block in blocks)])
         plan = self._plan_for(symbols)
-        tables = self._frames.pop() if self._frames else _Tables(Frame(self.artifact), self._sizes.externals)
+        tables = self._idle_tables()
         frame = tables.frame
         frame.apply_layout(self._layout(plan, symbols))
         sizes, strides = plan.outputs[self._result]
@@ -171,6 +173,13 @@ class GrowingCalls:
         if len(self._frames) < MAX_FRAMES:
             self._frames.append(tables)
         return result
+
+    def _idle_tables(self) -> _Tables:
+        """Return a frame for one call."""
+        try:
+            return self._frames.pop()
+        except IndexError:
+            return _Tables(Frame(self.artifact), self._sizes.externals)
 
     def _set_blocks(self, tables: _Tables, plan: CallPlan, blocks: Sequence[Tensor], start: int) -> None:
         """Set the addresses of the tensors of blocks and of their new values, if the frame has others."""
@@ -200,9 +209,10 @@ class GrowingCalls:
         key = tuple(planned[name] for name in self.artifact.program.symbols)
         found = self._plans.get(key)
         if found is None:
-            while len(self._plans) >= MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)), None)
             found = self._plans[key] = CallPlan(self._sizes, planned)
+            with contextlib.suppress(KeyError):  # other threads remove plans too
+                while len(self._plans) > MAX_PLANS:
+                    self._plans.popitem(last=False)
         return found
 
     def _layout(self, plan: CallPlan, symbols: Mapping[str, int]) -> CallLayout:
