@@ -57,6 +57,15 @@ def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
+def check_layers(cache: Cache) -> None:
+    """Raise `InputError` if the program cannot read a layer of a cache, such as a static one with a sliding window."""
+    for index, layer in enumerate(cache.layers):
+        empty = type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length()
+        if not empty and type(layer) not in (DynamicLayer, StaticLayer):
+            problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
+            raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
+
+
 def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
     """Return keys and values of the tokens before a call, layer by layer.
 
@@ -64,21 +73,18 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
     model, computes the window as a mask.
 
     Args:
-        cache: a cache of self-attention.
+        cache: a cache of self-attention, whose layers `check_layers` accepts.
         layers: types of keys and values of every layer.
         batch: batch size of the call.
 
     Raises:
-        InputError: a layer of the cache is of another kind, or holds another data type.
+        InputError: a layer of the cache holds another data type.
     """
     past: list[Tensor] = []
     for index in range(len(layers) // 2):
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
             layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]  # transformers has no annotation here
-        if layer is not None and type(layer) not in (DynamicLayer, StaticLayer):
-            problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
-            raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
         length = int(layer.get_seq_length()) if layer is not None else 0
         for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
             if not length or held is None:

@@ -113,6 +113,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
+        decoder_cache.check_layers(own)
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
         mask_name = names.mask or "attention_mask"
