@@ -4,8 +4,8 @@
     python benchmarks/scale.py resnet18,mlp --batches 1,8 --threads 1,2
 
 Weights are random. A figure is the best call of --rounds blocks, the configurations by turns. "predicted" is the model
-of runtime/calls/threads.py for the number of threads it chooses, and the fixed cost of a call, which is that of the smallest
-network here; it says nothing of machines other than the one its constants are from.
+of runtime/calls/threads.py for the number of threads it chooses, and the fixed cost of a call, which is that of the
+smallest network here; it says nothing of machines other than the one its constants are from.
 """
 
 from __future__ import annotations
