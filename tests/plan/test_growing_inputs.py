@@ -4,7 +4,7 @@ import pytest
 
 from intaglio.kernels import ISAS
 from intaglio.plan import CacheSizes, Plan, plan_graph, schedule_plan
-from support.growing_programs import cached_attention, earlier
+from support.growing_programs import cached_attention, earlier, one_head
 from support.integer_graphs import H, N, Net, W
 
 
@@ -13,8 +13,9 @@ def planned(program) -> Plan:
     return plan_graph(net.graph(*program(net)))
 
 
-def test_keys_and_values_of_a_cache_grow():
-    plan = planned(cached_attention)
+@pytest.mark.parametrize("program", [cached_attention, one_head])
+def test_keys_and_values_of_a_cache_grow(program):
+    plan = planned(program)
     assert sorted(plan.growing.values()) == ["x3", "x4"]
     assert {op.kind for op in plan.graph.ops if op.output in plan.growing} == {"cat"}
 

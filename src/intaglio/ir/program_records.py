@@ -41,9 +41,9 @@ class External:
         is_output: The program writes the tensor.
         row_major: Tensors of three to five axes are row-major instead of channels last.
         dense: The layout must be exactly this one, because steps that do not accept arbitrary strides read the tensor.
-        grows: In calls with memory for more behind the tensor, the program appends new values there.
         first_segment: First segment with a step of the program that reads or writes the tensor.
         last_segment: Last such segment; smaller than ``first_segment`` if only islands use the tensor.
+        grows: In calls with memory for more behind the tensor, the program appends new values there.
     """
 
     value: str

@@ -1,8 +1,8 @@
 """Concatenations that need no copy of a tensor of the caller, if the caller has memory for more behind it.
 
 The keys and values of a cache are such tensors: a step appends those of the new tokens, and attention reads them
-together. In calls that say so (`Frame.grows` of runtime/calls/call_plans.py) the program writes the new ones behind the
-caller's tensor, and reads all of them from there.
+together. In calls that say so (`Run.grows` of native/base/run.h) the program writes the new ones behind the caller's
+tensor, and reads all of them from there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ def find_growing_inputs(plan: Plan) -> Plan:
         op = step.partition.anchor
         alone = len(step.partition.ops) == 1 and op.output not in plan.graph.outputs
         if alone and _appends_tokens(op, users[op.output], plan.graph) and _has_memory_of_its_own(op, plan):
-            location = plan.location(op.inputs[0])
-            shape = plan.graph.types[op.inputs[0]].shape
-            whole = location.start == 0 and location.strides == caller_strides(location.root, shape)
-            if location.root in plan.strided and whole and location.root not in found.values():
-                found[op.output] = location.root
+            root = plan.location(op.inputs[0]).root
+            if root in plan.strided and root not in found.values() and _is_whole(op.inputs[0], plan):
+                found[op.output] = root
     return replace(plan, growing=found)
+
+
+def _is_whole(value: str, plan: Plan) -> bool:
+    """Return whether a view of a tensor of the caller is all of it. Axes of one element may have any stride."""
+    location, shape = plan.location(value), plan.graph.types[value].shape
+    if location.start != 0 or shape != plan.graph.types[location.root].shape or len(location.strides) != len(shape):
+        return False
+    pairs = zip(shape, location.strides, caller_strides(location.root, shape), strict=True)
+    return all(size == 1 or found == given for size, found, given in pairs)
 
 
 def _appends_tokens(op: Op, readers: Sequence[Op], graph: Graph) -> bool:

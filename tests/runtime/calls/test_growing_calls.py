@@ -9,41 +9,42 @@ from intaglio import build
 from intaglio.errors import InputError
 from intaglio.runtime.calls import call_plans, growing_calls
 from intaglio.runtime.calls.growing_calls import GrowingCalls, can_grow
-from support.growing_programs import GROWN, cached_attention
+from support.growing_programs import GROWN, cached_attention, one_head
 from support.matmul_library import RUNNABLE_ISAS
 from support.programs import assert_same_bits, built, compiled
 
 CAPACITY = 96
 
 
-def made(isa: str = RUNNABLE_ISAS[0]):
+def made(isa: str = RUNNABLE_ISAS[0], program=cached_attention):
     """A model with calls of its own."""
-    model = build.compile(built(cached_attention)[1], isa=isa)
+    model = build.compile(built(program)[1], isa=isa)
     return model, GrowingCalls(model, GROWN)
 
 
-def drawn(images: int, new: int, seed: int) -> list[torch.Tensor]:
+def drawn(images: int, new: int, seed: int, heads: int = 2) -> list[torch.Tensor]:
     """Queries, new keys and new values."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(images, heads, new, 8, generator=generator) for heads in (4, 2, 2)]
+    return [torch.randn(images, count, new, 8, generator=generator) for count in (4, heads, heads)]
 
 
-def memory(images: int, seed: int = 0) -> torch.Tensor:
+def memory(images: int, seed: int = 0, heads: int = 2) -> torch.Tensor:
     """Memory for keys and values, with any bytes in it."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (2, images, 2, CAPACITY, 8), dtype=torch.uint8, generator=generator)
+    return torch.randint(1, 256, (2, images, heads, CAPACITY, 8), dtype=torch.uint8, generator=generator)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("isa", RUNNABLE_ISAS)
-def test_steps_have_the_bits_of_the_interpreter(isa, threads, monkeypatch):
-    model, calls = made(isa)
-    lowered = built(cached_attention)[1]
+@pytest.mark.parametrize(("program", "heads"), [(cached_attention, 2), (one_head, 1)])
+def test_steps_have_the_bits_of_the_interpreter(program, heads, isa, threads, monkeypatch):
+    model, calls = made(isa, program)
+    lowered = built(program)[1]
     monkeypatch.setattr(call_plans.threads, "thread_counts", lambda program, *rest: (threads,) * program.segments)
     for images in (1, 3):
-        block, start = memory(images), 0
+        block, start = memory(images, heads=heads), 0
         for step, new in enumerate((5, 1, 1, 7, 1, 40, 1)):
-            inputs = drawn(images, new, step)
+            inputs = drawn(images, new, step, heads)
             before = [tensor[:, :, :start].clone() for tensor in block]
             expected, *grown = lowered(*inputs, *before)
             assert_same_bits(calls.run(model, inputs, [block], start), expected)

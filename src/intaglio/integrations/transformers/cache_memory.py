@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from intaglio.runtime.calls.growing_calls import TOKENS
 from intaglio.torch_private import foreach_copy
 
 GROWTH, LEAST_ROOM = 1.25, 64
 """New memory has room for a quarter more tokens than a cache holds, and for 64 more."""
-TOKENS = 2
-"""Axis of tokens of keys and values: [batch, heads, tokens, size]."""
 
 
 @dataclass

@@ -129,19 +129,17 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             inputs["positions"] = positions.expand(tokens.shape)
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
-        if hidden is None and start:
-            _check_ignorable(given)
-            if (logits := run_growing_step(program, inputs, own)) is not None:
-                return logits if keeps else kept_logits(logits, kept)
+        encoder_mask = None if hidden is None else given.pop("attention_mask", None)
+        _check_ignorable(given)
+        if hidden is None and start and (logits := run_growing_step(program, inputs, own)) is not None:
+            return logits if keeps else kept_logits(logits, kept)
         past = decoder_cache.past_of(own, types_of_argument(program, PAST), tokens.shape[0])
         call: list[Any] = [inputs, past]
         if hidden is not None:
-            encoder_mask = given.pop("attention_mask", None)
             call.append(self._cross_attention(cache, hidden))
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
-        _check_ignorable(given)
         logits, new = run_step(program, call, past)
         decoder_cache.append(own, new)
         return logits if keeps else kept_logits(logits, kept)

@@ -190,7 +190,7 @@ def is_corrected(annotations: Annotations, region: Region) -> bool:
     """Return whether data decides how the weight of a region is rounded, or its bias.
 
     Of dynamic layers these are weights of fewer than 8 bits: with scales per token, rounding int8 weights to nearest
-    costs little accuracy, and fitting them takes about half as long as all the rest of quantizing a decoder.
+    costs little accuracy beside the time that fitting them takes.
     """
     setting = region.setting
     if region.record.roles.weight is None or (region.dynamic and setting.weight.bits >= 8):

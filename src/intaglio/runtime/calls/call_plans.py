@@ -93,7 +93,6 @@ class Frame:
         self.run.outside = ctypes.pointer(self.out_of_range)
         self.clipped = (ctypes.c_int64 * (1 + len(artifact.program.range_checks)))()
         self.run.clipped = self.clipped
-        self.grows = (ctypes.c_uint8 * count)()
 
     def apply_layout(self, layout: CallLayout) -> None:
         """Set sizes and buffer offsets to those of ``layout``, and enlarge the arena if it is too small."""

@@ -8,6 +8,7 @@ can, it writes new values behind the earlier ones (`External.grows`), so that at
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -81,6 +82,7 @@ class _Tables:
         frame: the frame.
         external: addresses of external tensors.
         strides: strides of external tensors, in elements.
+        grows: 1 for each external tensor behind which the program writes.
         blocks: address and strides of every block.
         sizes: sizes and strides of the new values, for each group and layout.
         new: memory of the new values, for each group and layout.
@@ -93,8 +95,8 @@ class _Tables:
         self.new: list[list[Tensor]] = []
         self.external = np.ctypeslib.as_array((CInt64 * len(frame.external)).from_buffer(frame.external))
         self.strides = np.ctypeslib.as_array(frame.strides).reshape(-1, 5)
-        frame.grows[:] = [entry.grows for entry in externals]
-        frame.run.grows = frame.grows
+        self.grows = (ctypes.c_uint8 * len(externals))(*[entry.grows for entry in externals])
+        frame.run.grows = self.grows
 
 
 class GrowingCalls:
