@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -26,12 +24,13 @@ from intaglio.runtime.calls.call_plans import (
     SizeEvaluator,
     with_memory_errors,
 )
+from intaglio.runtime.calls.plan_cache import PlanCache, key_of
 from intaglio.runtime.calls.segment_values import direct_calls, segments_of
 from intaglio.runtime.calls.threads import ISLAND_DELAY_SECONDS
 from intaglio.runtime.custom_op import in_memory_format, refuse_call, register
 from intaglio.runtime.float_islands import HostOperator, run_host
 from intaglio.runtime.kept_attributes import ModelWithAttributes
-from intaglio.runtime.reports.clipping import ClippingMonitor
+from intaglio.runtime.reports.clipping import ClippingMonitor, RangeCounts
 from intaglio.runtime.reports.coverage import Coverage
 from intaglio.runtime.reports.profile import Clock
 from intaglio.runtime.saved.model_file import Example, input_tensors
@@ -104,7 +103,7 @@ class ProgramModule(ModelWithAttributes):
         self._written = {e.value: TORCH_DTYPES[e.dtype] for e in program.externals if e.is_output}
         self._segments = segments_of(program, graph.outputs, in_bytes)
         self.max_plans = config.max_plans()
-        self._plans: OrderedDict[Any, CallPlan] = OrderedDict()
+        self._plans = PlanCache()
         self._frames: list[Frame] = []
         self._size_evaluator: SizeEvaluator | None = None
         self._fallback_model: tuple[nn.Module, ...] = ()  # in a tuple, so that it does not become a submodule
@@ -188,17 +187,19 @@ class ProgramModule(ModelWithAttributes):
 
     def _is_positional_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call is just the expected number of positional tensors, for which `bind` can be skipped."""
-        return (
-            0 < len(args) == self._positional_inputs
-            and not kwargs
-            and all(isinstance(arg, torch.Tensor) for arg in args)
-        )
+        if kwargs or not args or len(args) != self._positional_inputs:
+            return False
+        for arg in args:  # noqa: SIM110  # a generator takes longer than the loop
+            if not isinstance(arg, torch.Tensor):
+                return False
+        return True
 
     def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
+        if (latest := self._plans.latest_for(leaves)) is not None:
+            return latest
         try:
-            kinds = [(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves if hasattr(leaf, "layout")]
-            key = tuple(chain.from_iterable(kinds))  # keys are kept, and the garbage collector visits each tuple
+            key = key_of(leaves)
         except RuntimeError:  # a nested tensor has no shape
             check_tensors(self.signature, leaves, self._byte_inputs)
             raise
@@ -206,13 +207,7 @@ class ProgramModule(ModelWithAttributes):
         if found is None:
             symbols = dims_of(self.signature, list(leaves), self._byte_inputs, in_memory=False)  # the run checks it
             found = self._new_plan(symbols)
-        # No lock, because a forked child could inherit it in the locked state. Each of these steps is atomic.
-        self._plans[key] = found
-        if len(self._plans) > 1:
-            with contextlib.suppress(KeyError):
-                self._plans.move_to_end(key)
-                while len(self._plans) > self.max_plans:
-                    self._plans.popitem(last=False)
+        self._plans.keep(leaves, key, found, self.max_plans)
         return found
 
     @property
@@ -347,11 +342,13 @@ class ProgramModule(ModelWithAttributes):
         if len(self._frames) < MAX_IDLE_FRAMES:
             self._frames.append(frame)
         if clipped:
-            self.note_clipped(clipped, plan.symbols)
+            if plan.range_counts is None or plan.range_counts.monitor is not self._clipping:
+                plan.range_counts = self.counts_clipped(plan.symbols)
+            plan.range_counts.note(clipped)
 
-    def note_clipped(self, clipped: Mapping[int, int], symbols: Mapping[str, int]) -> None:
-        """Note how many elements a call of these sizes clipped, by the place of the checked value."""
-        self._clipping.note_call(self.artifact.program, clipped, symbols)
+    def counts_clipped(self, symbols: Mapping[str, int]) -> RangeCounts:
+        """Return what notes the elements that calls of these sizes clip."""
+        return self._clipping.counts_of(self.artifact.program, symbols)
 
     def _island_results(
         self, call: IslandCall, values: Mapping[str, torch.Tensor], plan: CallPlan, clock: Clock | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from intaglio.errors import ArtifactError, BuildError, InputError, IntaglioError
 from intaglio.formatting.html_text import element
 from intaglio.formatting.number_text import size_text
 from intaglio.native.peak_throughput import int8_rates
+from intaglio.runtime.calls.plan_cache import PlanCache
 from intaglio.runtime.custom_op import register
 from intaglio.runtime.export_c import export_c
 from intaglio.runtime.program_module import INSTEAD_OF_TRACING
@@ -226,7 +226,7 @@ class QuantizedModel(SavableModel):
             problem = f"its graph cannot be compiled: {type(error).__name__}: {error}"
             raise ArtifactError("load_state_dict", None, problem, remedy=state_dict_io.LOAD_SAME_MODEL) from error
         self.graph, self.artifact, self.libraries, self.signature = graph, made.artifact, made.libraries, made.signature
-        self.model_info, self.coverage, self.example, self._plans = made.model_info, made.coverage, None, OrderedDict()
+        self.model_info, self.coverage, self.example, self._plans = made.model_info, made.coverage, None, PlanCache()
         self._frames, self._size_evaluator = [], None
         self._clipping.forget()
 
@@ -269,7 +269,7 @@ class QuantizedModel(SavableModel):
         """Return the state for copies and pickles, without plans and arenas."""
         return {
             **self.__dict__,
-            "_plans": OrderedDict(),
+            "_plans": PlanCache(),
             "_frames": [],
             "_size_evaluator": None,
             "_planned_calls": set(),

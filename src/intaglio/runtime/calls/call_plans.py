@@ -22,6 +22,7 @@ from intaglio.ir import Dim, External, Graph, evaluator
 from intaglio.ops import needs
 from intaglio.runtime.artifact import Artifact, CallLayout, RunArguments
 from intaglio.runtime.calls import threads
+from intaglio.runtime.reports.clipping import RangeCounts
 from intaglio.signature import TORCH_DTYPES
 
 Parameters = ParamSpec("Parameters")
@@ -106,12 +107,13 @@ class Frame:
             self.run.arena = start + self.alignment_offset
         self.run.dims, self.run.offsets, self.layout = layout.dims, layout.offsets, layout
 
-    def take_clipped(self) -> dict[int, int]:
-        """Return the numbers of clipped elements by the place of the checked value, those above 0, and reset them."""
-        if not self.clipped[0]:
-            return {}
-        found = {place: count for place, count in enumerate(self.clipped[1:]) if count}
-        ctypes.memset(self.clipped, 0, ctypes.sizeof(self.clipped))
+    def take_clipped(self) -> list[int] | None:
+        """Return the number of clipped elements of every checked value and reset it; ``None`` if all are 0."""
+        clipped = self.clipped
+        if not clipped[0]:
+            return None
+        found = clipped[1:]
+        clipped[:] = [0] * len(clipped)
         return found
 
     def arena_bytes(self) -> np.ndarray:
@@ -169,6 +171,7 @@ class CallPlan:
         island_dims: size arguments of every float island.
         outputs: shape and strides of every external tensor that the program writes, by name.
         input_shapes: shape of every external tensor that the program reads.
+        range_counts: what notes the clipped elements of these calls, once one has clipped any.
     """
 
     def __init__(self, sizes: SizeEvaluator, symbols: dict[str, int], delay: float = 0.0) -> None:
@@ -184,6 +187,7 @@ class CallPlan:
         self.artifact, self.symbols, self.delay = sizes.artifact, symbols, delay
         self.layout = sizes.artifact.plan(symbols)
         self.island_dims = dict(zip(sizes.islands, found[count:], strict=True))
+        self.range_counts: RangeCounts | None = None
         self._thread_counts: dict[int, tuple[int, ...]] = {}
         memories: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # those of all layers are shared
         self.outputs = {}

@@ -127,6 +127,59 @@ def _label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
+@dataclass
+class _Record:
+    """Largest share of a value that a call clipped, number of calls that clipped any, and whether a warning was given."""
+
+    share: float = 0.0
+    calls: int = 0
+    warned: bool = False
+
+
+class RangeCounts:
+    """Notes the clipped elements of calls that have the same sizes.
+
+    Nearly every call on data that calibration has not seen clips a few elements, so that this takes few operations: a
+    large model evicts the interpreter from the caches of the core.
+
+    Attributes:
+        monitor: collects the counts.
+    """
+
+    def __init__(self, monitor: ClippingMonitor, checked: Sequence[tuple[RangeCheck, int, _Record]]) -> None:
+        """Prepare calls.
+
+        Args:
+            monitor: collects the counts.
+            checked: every checked value, its number of elements, and its record.
+        """
+        self.monitor = monitor
+        self._checked = [
+            (size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED), size, record, check)
+            for check, size, record in checked
+        ]
+
+    def note(self, counts: Sequence[int]) -> None:
+        """Note the clipped elements of one call.
+
+        Args:
+            counts: number of clipped elements of every checked value.
+
+        Raises:
+            InputError: a share is large, and the policy is to raise.
+        """
+        large = []
+        for count, (limit, size, record, check) in zip(counts, self._checked, strict=False):
+            if count:
+                record.calls += 1
+                if count > record.share * size:
+                    record.share = count / size
+                if count > limit:
+                    large.append((check, count / size))
+        for check, share in large:  # when all are noted, because it may raise
+            self.monitor.act(check, share)
+
+
 class ClippingMonitor:
     """Collects the counts of clipped elements of calls, and warns of large shares or raises.
 
@@ -134,17 +187,17 @@ class ClippingMonitor:
 
     Attributes:
         policy: what happens in a call with a large share.
-        values: clipped values so far, by module, name and range.
     """
 
     def __init__(self, policy: ClippingPolicy = ClippingPolicy.WARN) -> None:
         self.policy = policy
-        self.values: dict[Place, ClippedValue] = {}
-        self._warned: set[Place] = set()
+        self._records: dict[Place, _Record] = {}
 
     def report(self) -> Clipping:
         """Return the report of all values so far."""
-        return Clipping(tuple(sorted(self.values.values(), key=lambda value: -value.share)))
+        records = self._records.items()
+        found = [ClippedValue(*place, record.share, record.calls) for place, record in records if record.calls]
+        return Clipping(tuple(sorted(found, key=lambda value: -value.share)))
 
     def set_policy(self, name: str) -> None:
         """Set the policy by its name.
@@ -161,46 +214,32 @@ class ClippingMonitor:
 
     def forget(self) -> None:
         """Forget the values so far, which belong to other parameters."""
-        self.values.clear()
-        self._warned.clear()
+        for record in self._records.values():  # in place, because plans of calls hold them
+            record.share, record.calls, record.warned = 0.0, 0, False
 
-    def note_call(self, program: Program, counts: Mapping[int, int], symbols: Mapping[str, int]) -> None:
-        """Note the clipped elements of one call, by the place of the checked value, for these free sizes.
+    def counts_of(self, program: Program, symbols: Mapping[str, int]) -> RangeCounts:
+        """Return what counts the clipped elements of calls of a program with these sizes of its free dimensions."""
+        checks = program.range_checks
+        return RangeCounts(self, [(check, evaluate(check.size, symbols), self._record(check)) for check in checks])
 
-        Raises:
-            InputError: a share is large, and the policy is to raise.
-        """
-        checks = [program.range_checks[place] for place in counts]
-        self.note(checks, list(counts.values()), [evaluate(check.size, symbols) for check in checks])
+    def _record(self, check: RangeCheck) -> _Record:
+        return self._records.setdefault((check.path, check.value, check.low, check.high), _Record())
 
-    def note(self, checks: Sequence[RangeCheck], counts: Sequence[int], sizes: Sequence[int]) -> None:
-        """Note the clipped elements of one call.
-
-        Args:
-            checks: the checked values.
-            counts: number of clipped elements of each.
-            sizes: number of elements of each.
+    def act(self, check: RangeCheck, share: float) -> None:
+        """Act on a large share of clipped elements as the policy says.
 
         Raises:
-            InputError: a share is large, and the policy is to raise.
+            InputError: the policy is to raise.
         """
-        for check, count, size in zip(checks, counts, sizes, strict=True):
-            if count:
-                place, share = (check.path, check.value, check.low, check.high), count / size
-                before = self.values.get(place) or ClippedValue(*place, 0.0, 0)
-                self.values[place] = ClippedValue(*place, max(before.share, share), before.calls + 1)
-                if count > size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED):
-                    self._act(place, check, share)
-
-    def _act(self, place: Place, check: RangeCheck, share: float) -> None:
         where, ends = check.path or "model", f"{check.low:.4g} to {check.high:.4g}"
         problem = (
             f"{_percent(share)} of the values of its operand %{check.value} are outside of the calibrated range {ends}"
         )
         if self.policy is ClippingPolicy.ERROR:
             raise InputError(where, None, problem, remedy=CALIBRATE_MORE)
-        if self.policy is ClippingPolicy.WARN and place not in self._warned:
-            self._warned.add(place)
+        record = self._record(check)
+        if self.policy is ClippingPolicy.WARN and not record.warned:
+            record.warned = True
             logger.warning("%s: %s and are clipped; %s, or check its preprocessing", where, problem, CALIBRATE_MORE)
 
 
