@@ -42,18 +42,44 @@ def test_random_convolutions_match_the_reference_on_any_schedule(isa, data):
     check(isa, case)
 
 
+@pytest.mark.parametrize("isa", [isa for isa in TESTED_ISAS if ISAS[isa].row_taps > 1])
+@settings(max_examples=2 * settings.default.max_examples)
+@given(st.data())
+def test_random_convolutions_whose_taps_of_a_row_share_pixels_match_the_reference(isa, data):
+    case, taps = data.draw(cases(isa)), ISAS[isa].row_taps
+    start, end = case.padding[2:]
+    case = replace(
+        case,
+        blocks=1,
+        rows=data.draw(st.integers(1, ISAS[isa].max_tile_rows[1])),
+        row_taps=taps,
+        groups=1,
+        per_group=4 * data.draw(st.integers(1, 9)),
+        taps=(case.taps[0], taps),
+        stride=(case.stride[0], 1),
+        dilation=(case.dilation[0], 1),
+        width=max(taps - start - end, 0) + data.draw(st.integers(1, 80)),
+        remainder=False,
+        residual_remainder=False,
+    )
+    assume(case.images * case.height * case.width * case.per_group * case.per_group_out * 21 < 30 * SIZE_LIMIT)
+    check(isa, case)
+
+
 def case_of_kernel(spec: TileSpec, seed: int, panels: int, missing: int) -> Case:
     """A line as wide as a few tiles are high: one call of the kernel and one of a lower one."""
     draw = np.random.default_rng(seed)
     zero_points, bounds = draw.choice([0, 1, 128, 254, 255], 3), np.sort(draw.integers(0, 256, 2))
     if spec.saturates:
         zero_points[1:], bounds = 0, np.array([0, 255])
+    inputs = int(draw.integers(1, 70))
     return Case(
         images=2,
         height=3,
         width=spec.rows * (1 + seed) + 2,
-        taps=(1, 3),
-        per_group=int(draw.integers(1, 70)),
+        taps=(1 if spec.row_taps == 1 else 2, 3),
+        row_taps=spec.row_taps,
+        per_group=inputs if spec.row_taps == 1 else 4 * (-(-inputs // 4)),
         per_group_out=16 * spec.blocks * panels - missing,
         zero_points=tuple(map(int, zero_points)),
         bounds=(0, 255) if seed % 2 else tuple(map(int, bounds)),

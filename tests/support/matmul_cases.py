@@ -32,7 +32,7 @@ class Case:
     beyond what padding needs. ``behind``: bytes of canaries after the result; after those a page that cannot be
     touched. ``exponent``: factors are about 2^exponent; ``None`` spreads the quantized values. ``extreme``: activations
     0 or 255, weights +-127, biases up to 2^30. ``int4``: weights have 4 bits and a multiple for each group; extreme
-    ones are -8 or 7 times 15.
+    ones are -8 or 7 times 15. ``row_taps``: taps of a row that the kernels compute together.
     """
 
     images: int = 1
@@ -51,6 +51,7 @@ class Case:
     exponent: int | None = None
     extreme: bool = False
     int4: bool = False
+    row_taps: int = 1
     result: str = "u8"
     blocks: int = 1
     rows: int = 1
@@ -221,7 +222,15 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
     zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
     plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
     saturates = packs and case.saturates and plain and not any(zeros)
-    marks = (saturates, guard, case.table == "kernel", case.remainder, case.residual_remainder, case.int4)
+    marks = (
+        saturates,
+        guard,
+        case.table == "kernel",
+        case.remainder,
+        case.residual_remainder,
+        case.int4,
+        case.row_taps,
+    )
     full, last = (
         [TileSpec(rows, blocks, case.result, *marks) for rows in heights] for blocks in (plan.blocks, plan.last_blocks)
     )
@@ -267,7 +276,7 @@ def _address(table) -> int:
 
 def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> dict[str, int]:
     """Geometry and schedule, as `codegen.emit_matmul` prints them."""
-    taps = 1 if plan.joined else case.taps[1]
+    taps = case.row_taps if plan.joined else case.taps[1]
     flat = case.taps == case.stride == (1, 1) and not any(case.padding) and not any(case.halos)
     return {
         "stride_y": case.stride[0],
@@ -278,7 +287,7 @@ def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> di
         "blocks": plan.blocks,
         "panel_bytes": plan.cover // INT4_CHANNELS * panel_line_bytes(plan.blocks)
         if case.int4
-        else case.taps[0] * taps * plan.run * 64 * plan.blocks,
+        else case.taps[0] * (1 if plan.joined else taps) * plan.run * 64 * plan.blocks,
         "mask": _signed(plan.mask),
         "last_mask": _signed(plan.last_mask),
         "flat": int(flat),
@@ -291,7 +300,7 @@ def _fields(case: Case, given: CaseData, plan: PanelPacking, image: Image) -> di
         "tile.a_row": case.dilation[0] * (image.width + 2 * image.halo) * image.pixel,
         "tile.taps": taps,
         "tile.a_tap": case.dilation[1] * image.pixel,
-        "tile.run": plan.run,
+        "tile.run": plan.run // case.row_taps,
     }
 
 

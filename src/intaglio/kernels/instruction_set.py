@@ -64,6 +64,8 @@ class Isa:
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
             weights in the first-level cache; empty where these are the maximum.
+        row_taps: Taps of a row that kernels with one block can compute together; 1 without such kernels. Results have 8
+            bits or are floats.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Isa:
     int4_tile_rows: Mapping[int, int] = field(default_factory=dict)
     split_channels_below: int = LARGEST_SIZE
     fast_tile_rows: Mapping[int, int] = field(default_factory=dict)
+    row_taps: int = 1
 
     @property
     def blocks(self) -> int:
@@ -106,15 +109,22 @@ class Isa:
         """Yield the parameters of every GEMM kernel."""
         for blocks, max_tile_rows in self.max_tile_rows.items():
             for rows in range(1, max_tile_rows + 1):
-                yield TileSpec(rows, blocks, "f32")
-                saturating = (False, True)[: 1 + self.packs]
-                for saturates, clamps_float, remainder in product(saturating, (False, True), (False, True)):
-                    plain = TileSpec(rows, blocks, "u8", saturates, clamps_float, remainder=remainder)
-                    yield plain
-                    if self.lookup_condition and not remainder:
-                        yield replace(plain, looks_up=True)
-                    yield replace(plain, result="add")
-                    yield replace(plain, result="add", residual_remainder=True)
+                for spec in self._specs_of(rows, blocks):
+                    yield spec
+                    if self.row_taps > 1 and blocks == 1 and not (spec.remainder or spec.residual_remainder):
+                        yield replace(spec, row_taps=self.row_taps)
+
+    def _specs_of(self, rows: int, blocks: int) -> Iterator[TileSpec]:
+        """Yield the parameters of the kernels of a size that compute one tap after the other."""
+        yield TileSpec(rows, blocks, "f32")
+        saturating = (False, True)[: 1 + self.packs]
+        for saturates, clamps_float, remainder in product(saturating, (False, True), (False, True)):
+            plain = TileSpec(rows, blocks, "u8", saturates, clamps_float, remainder=remainder)
+            yield plain
+            if self.lookup_condition and not remainder:
+                yield replace(plain, looks_up=True)
+            yield replace(plain, result="add")
+            yield replace(plain, result="add", residual_remainder=True)
 
 
 def depthwise_tiles(spec: DepthwiseSpec) -> KernelFamily:

@@ -89,6 +89,8 @@ class TileSpec:
         remainder: Results have 16 bits, stored as an 8-bit value and a remainder (`numerics.split_16bit`).
         residual_remainder: The residual operand has 16 bits in this form, with any zero point.
         int4: Weights have 4 bits, with a multiple for each group of ``INT4_GROUP`` input channels of an output channel.
+        row_taps: Taps of a row whose products are computed together, so that every pixel is read once; 1 if taps are
+            computed one after the other. The pixels of a tap must be the neighbours of those of the tap before it.
     """
 
     rows: int
@@ -100,6 +102,7 @@ class TileSpec:
     remainder: bool = False
     residual_remainder: bool = False
     int4: bool = False
+    row_taps: int = 1
 
     @property
     def name(self) -> str:
@@ -121,6 +124,7 @@ class TileSpec:
             "rest": self.remainder,
             "of_rest": self.residual_remainder,
             "int4": self.int4,
+            f"taps{self.row_taps}": self.row_taps > 1,
         }
         return "".join(f"_{mark}" for mark, has in marks.items() if has)
 

@@ -88,7 +88,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     else:
         code(f"m.out = {_sizes(anchor.output, not op_def(anchor).convolves, context)};")
         code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
-    _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1))
+    _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1), kernel.tile.row_taps)
     _weights(code, context, plan, piece, kernel, anchor.attrs.get("groups", 1), count)
     _operands(code, partition, context, plan, piece, count)
     code(f"""
@@ -249,15 +249,16 @@ def times(factor: int, text: str) -> str:
     return text if factor == 1 else f"{factor} * {text}"
 
 
-def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, groups: int) -> None:
-    """Print the byte strides between output pixels, kernel rows and taps."""
+def _geometry(code: Code, context: Context, plan: PanelPacking, piece: Piece, groups: int, row_taps: int) -> None:
+    """Print the byte strides between output pixels, kernel rows and taps. Panels of joined taps are the same bytes as
+    those of ``row_taps`` taps."""
     (_, per_group, taps_y, taps_x), (sy, sx), (dy, dx) = piece.shape, piece.stride, piece.dilation
     channels = per_group * groups
-    taps = 1 if plan.joined else taps_x
+    taps = row_taps if plan.joined else taps_x
     code(f"""
         m.stride_y = {sy}, m.stride_x = {sx}, m.top = {-piece.start[0]}, m.left = {-piece.start[1]};
         m.tile.a_pixel = {sx * channels}, m.tile.tap_rows = {taps_y}, m.tile.a_row = {times(dy, "m.in.line")};
-        m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run};
+        m.tile.taps = {taps}, m.tile.a_tap = {dx * channels}, m.tile.run = {plan.run // row_taps};
     """)
     if any(plan.first):
         code(f"m.first_channel = {context.constant(np.array(plan.first, np.int32), 'int32_t', 'first_channel')};")

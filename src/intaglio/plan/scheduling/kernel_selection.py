@@ -103,8 +103,21 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
         remainder=len(tail.outputs) > 1,
         residual_remainder=len(tail.inputs) > 4,
     )
+    tile = replace(tile, row_taps=_row_taps(partition, piece, tile, isa))
     flat = is_flat(partition, plan.graph, plan.buffers)
     return TiledKernel(tile, permuted, looks_up, flat, _int4_tile(partition, tile, plan.graph, isa)), reason
+
+
+def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> int:
+    """Return the taps of a row whose products a kernel computes together: all of a row, or 1.
+
+    The results of a tile must be neighbours, and so must be the pixels of a tap, which begin at multiples of 4 bytes.
+    """
+    _, inputs, _, taps = piece.shape
+    neighbours = partition.head is None and piece.stride[1] == piece.dilation[1] == 1 and inputs % 4 == 0
+    one_panel = tile.blocks == 1 and partition.anchor.attrs.get("groups", 1) == 1
+    eight_bits = not (tile.remainder or tile.residual_remainder)
+    return taps if neighbours and one_panel and eight_bits and taps == isa.row_taps else 1
 
 
 def _int4_tile(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> TileSpec | None:
