@@ -129,7 +129,7 @@ def _label(text: str) -> str:
 
 @dataclass
 class _Record:
-    """Largest share of a value that a call clipped, number of calls that clipped any, and whether a warning was given."""
+    """Largest share of a value that a call clipped, number of such calls, and whether a warning was given."""
 
     share: float = 0.0
     calls: int = 0
