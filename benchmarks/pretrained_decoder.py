@@ -37,8 +37,9 @@ def linear_per_token(linear: dict[str, object], rotate: bool | str = False) -> d
 RECIPES: dict[str, object] = {
     "int8, calibrated": {"*": {"activations": "static", "rotate": False}},
     "int8, the default": {},
-    "int8 per token, without corrections": linear_per_token({"equalize": 0.0}),
-    "int8 per token": linear_per_token({}),
+    "int8 per token, without corrections": linear_per_token({"equalize": 0.0, "rounding": "nearest"}),
+    "int8 per token, nearest, smoothing": linear_per_token({"rounding": "nearest"}),
+    "int8 per token, GPTQ, smoothing": linear_per_token({}),
     "w8a8_dynamic": "w8a8_dynamic",
     "w8a8_accurate": "w8a8_accurate",
     "4 bits, nearest, without corrections": linear_per_token({**INT4, "equalize": 0.0, "rounding": "nearest"}),

@@ -110,6 +110,5 @@ def test_swapped_arguments_are_an_error():
     with pytest.raises(InputError, match=r"the first argument is an int8 model.*\n  remedy: call compare\(model, int8"):
         intaglio.compare(quantized, model, [x])
     assert isinstance(intaglio.compare(model, quantized, [x]), Comparison)
-    assert (
-        intaglio.quantize(model, [x], recipe="int8_dynamic", progress=False).text("corrections") == "no corrections\n"
-    )
+    nearest = {"*": {"activations": "token", "rounding": "nearest"}}
+    assert intaglio.quantize(model, [x], recipe=nearest, progress=False).text("corrections") == "no corrections\n"

@@ -187,13 +187,9 @@ def first_only(masks: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_corrected(annotations: Annotations, region: Region) -> bool:
-    """Return whether data decides how the weight of a region is rounded, or its bias.
-
-    Of dynamic layers these are weights of fewer than 8 bits: with scales per token, rounding int8 weights to nearest
-    costs little accuracy beside the time that fitting them takes.
-    """
+    """Return whether data decides how the weight of a region is rounded, or its bias."""
     setting = region.setting
-    if region.record.roles.weight is None or (region.dynamic and setting.weight.bits >= 8):
+    if region.record.roles.weight is None:
         return False
     part = info(region.anchor).part
     if (part is not None and part.exact) or kept_weight(region, layer_operands(region.anchor).weight) is not None:
