@@ -1,7 +1,11 @@
 """Whole generated programs against the interpreter, bit for bit, on every instruction set."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from intaglio.plan import plan_graph, schedule_plan
 from support.integer_graphs import H, N, Net, W, sizes
 from support.matmul_library import BEST_ISA_PARAMS, RUNNABLE_ISAS, SLACK
 from support.nets import Body, randomize
+from support.program_texts import TEXTS
 from support.programs import (
     CACHES,
     FREE,
@@ -209,6 +214,24 @@ def test_the_same_graph_gives_the_same_text_and_constants(isa):
     first, second = (emit(plan, "same") for plan in plans)
     assert first.source == second.source
     assert np.array_equal(first.constants, second.constants)
+
+
+def test_every_process_gives_a_program_the_same_text_and_constants():
+    """The text is the key of the library in the cache; the order of a set depends on the seed of its hashes."""
+    command = [sys.executable, "-m", "support.program_texts"]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    first, second = (
+        subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    )
+    assert len(first) == len(TEXTS)
+    assert first == second
 
 
 def test_the_program_text_of_a_tiny_net_is_the_same_for_every_instruction_set(golden):

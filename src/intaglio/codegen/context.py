@@ -62,6 +62,7 @@ class Context:
         self.step = self.symbol = ""
         self.index = index
         self.symbols = plan.graph.symbols()
+        self._declared = self._declarations()
 
     def for_step(self, number: int, name: str) -> Context:
         """Return the context of one step with this name.
@@ -255,11 +256,16 @@ class Context:
         """Return declarations of the dynamic dimensions and of the strides of callers' tensors that a function body
         uses."""
         words = set(re.findall(r"\b[a-z]\w*\b", text))
-        declared = {name: f"r->dims[{index}]" for index, name in enumerate(self.symbols)}
-        for value in self.plan.strided:
+        return [f"const int64_t {name} = {source};" for name, source in self._declared.items() if name in words]
+
+    def _declarations(self) -> dict[str, str]:
+        """Return where each free dimension, and each stride of callers' tensors, is read. The order is the same in
+        every process, because the text of a program is the key of its library in the cache."""
+        found = {name: f"r->dims[{index}]" for index, name in enumerate(self.symbols)}
+        for value in sorted(self.plan.strided):
             steps = caller_strides(value, self.graph.types[value].shape)
-            declared |= {str(step): f"({self.strides(value)})[{axis}]" for axis, step in enumerate(steps)}
-        return [f"const int64_t {name} = {source};" for name, source in declared.items() if name in words]
+            found |= {str(step): f"({self.strides(value)})[{axis}]" for axis, step in enumerate(steps)}
+        return found
 
 
 def step_symbol(number: int, name: str) -> str:
