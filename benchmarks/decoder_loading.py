@@ -7,7 +7,8 @@
 Sizes are those of decode_steps.py, with random weights, and all layers and tokens by default. Corrections of weights,
 which change neither time nor memory, are off. The file is loaded by two new processes, one after the other: the first
 finds an empty cache, and packs the weights for its kernels; the second reads them from the cache. "packed" is the size
-of what kernels read of the model.
+of what kernels read of the model. "transformers" is the memory after the import of what any of its models needs to
+generate, so that "resident" less "transformers" is what the model takes.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def load(folder: str, threads: int) -> dict[str, float]:
 
     torch.set_num_threads(threads)
     found = {"imported": memory("VmRSS")}
+    from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
+
+    found["transformers"] = memory("VmRSS")
     begin = time.perf_counter()
     model = intaglio.load(Path(folder, FILE), trust=True)
     found["load_s"] = time.perf_counter() - begin

@@ -1,6 +1,6 @@
 """A convolution as kernels see it: numbers drawn from a seed, packed by `codegen.weight_packing`, run by `harness`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -12,10 +12,12 @@ from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, RESULTS
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP
 from intaglio.ops import OPS
 from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
+PACKED = ("u8", "add")
+"""Results of bytes."""
 CANARY = 0xA5
 MARGIN = 256
 LINE_PIXELS = 16
@@ -83,6 +85,8 @@ class CaseData:
     expected: np.ndarray
     remainder: np.ndarray | None = None
     residual_remainder: np.ndarray | None = None
+    row_scales: np.ndarray | None = None
+    row_bias: np.ndarray | None = None
 
 
 def case_data(case: Case) -> CaseData:
@@ -108,6 +112,8 @@ def case_data(case: Case) -> CaseData:
     if case.result == "f32":
         expected = OPS["dequantize"].reference(Op("dequantize", (), ("y",)), [acc], [_acc(factor)], _levels(0))
         return CaseData(x, weight, bias, factor, None, None, False, expected)
+    if case.result == "rows":
+        return _with_row_scales(draw, acc, CaseData(x, weight, bias, factor, None, None, False, acc))
     names, bounds = ("y", "remainder")[: 1 + case.remainder], dict(zip(("low", "high"), bounds_of(case), strict=True))
     if case.remainder:
         factor *= np.float32(numerics.QUANT_STEPS)
@@ -132,6 +138,16 @@ def case_data(case: Case) -> CaseData:
     expected, rest = found if case.remainder else (found, None)
     needs_guard = bool((reach * abs(factor) + most * abs(residual_factor)).max() >= 2**29)
     return CaseData(x, weight, bias, factor, other, residual_factor, needs_guard, expected, rest, residual_remainder)
+
+
+def _with_row_scales(draw: np.random.Generator, acc: np.ndarray, given: CaseData) -> CaseData:
+    """Return the operands with a scale for each pixel, one of them NaN, and a bias in float."""
+    by_pixel = acc.transpose(0, 2, 3, 1)
+    scales = draw.uniform(0.5, 1.5, (*by_pixel.shape[:-1], 1)).astype(np.float32)
+    scales.reshape(-1)[:1] = np.nan
+    bias = draw.normal(size=by_pixel.shape[-1]).astype(np.float32)
+    expected = numerics.dequantize_rows(by_pixel, scales, given.factor, bias).transpose(0, 3, 1, 2)
+    return replace(given, expected=np.ascontiguousarray(expected), row_scales=scales, row_bias=bias)
 
 
 def _int4_weight(draw: np.random.Generator, weight: np.ndarray, extreme: bool) -> np.ndarray:
@@ -198,7 +214,7 @@ class Result:
 def run(isa: str, case: Case, given: CaseData) -> Result:
     """The convolution, then the halo of its result, on memory full of canaries."""
     inputs, outputs = given.x.shape[1], len(given.weight)
-    packs = ISAS[isa].packs and case.result != "f32"
+    packs = ISAS[isa].packs and case.result in PACKED
     plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, packs)
     n, c, h, w = given.expected.shape
     item, halo = given.expected.itemsize, case.halos[1]
@@ -217,7 +233,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
         images["remainder"] = Image(memory_of_remainder.ctypes.data + MARGIN, n, h, w, c)
     if given.residual_remainder is not None:
         images["residual_remainder"] = _stored("other rest", given.residual_remainder, 0, 0)
-    guard = case.result != "f32" and (case.guard or given.needs_guard)
+    guard = case.result in PACKED and (case.guard or given.needs_guard)
     heights = range(1, case.rows + 1)
     zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
     plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
@@ -325,6 +341,9 @@ def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]
         "out_bytes": given.expected.itemsize,
     }
     found["tile.remainder_pixel"] = given.expected.shape[1]
+    if given.row_scales is not None:
+        found["tile.row_scale"], found["tile.row_scale_pixel"] = memory("row scale").hold(given.row_scales), 4
+        found["tile.row_bias"] = memory("row bias").hold(pack_columns(given.row_bias, plan))
     if given.residual is not None:
         found["tile.residual_pixel"] = found["tile.residual_remainder_pixel"] = given.residual.shape[1]
         found["tile.residual_factor"] = memory("other factor").hold(pack_columns(given.residual_factor, plan))
@@ -332,7 +351,7 @@ def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]
 
 
 @st.composite
-def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
+def cases(draw, isa: str, results: tuple[str, ...] | None = None) -> Case:
     """A convolution, small but with no size a multiple of anything, and any way to compute it."""
     few = st.integers(0, 3)
     taps, dilation = draw(st.tuples(st.integers(1, 7), st.integers(1, 7))), draw(st.tuples(*[st.integers(1, 3)] * 2))
@@ -346,7 +365,7 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
     if groups > 1 and draw(st.booleans()):
         per_group, per_group_out = 1, 1
     blocks = draw(st.sampled_from(sorted(ISAS[isa].max_tile_rows)))
-    result = draw(st.sampled_from(results))
+    result = draw(st.sampled_from(results or ISAS[isa].results))
     looks_up = ["kernel"] * (HAS_VBMI and bool(ISAS[isa].lookup_condition))
     table = draw(st.sampled_from(["none", "none", "after", *looks_up])) if result == "u8" else "none"
     level = st.sampled_from([0, 255, *range(1, 255)])
@@ -381,6 +400,6 @@ def cases(draw, isa: str, results: tuple[str, ...] = RESULTS) -> Case:
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
         seed=draw(st.integers(0, 1 << 30)),
         behind=draw(st.sampled_from([0, 256])),
-        remainder=draw(st.booleans()) and result != "f32" and table == "none",
+        remainder=draw(st.booleans()) and result in PACKED and table == "none",
         residual_remainder=draw(st.booleans()) and result == "add",
     )

@@ -22,10 +22,11 @@ FUNCTION_EXIT = ("vzeroupper", *(f"pop %{register}" for register in reversed(CAL
 def tile_function(spec: TileSpec, lines: Sequence[str], name: str = "") -> str:
     """Return the text of a kernel that executes ``lines`` for each of ``count`` tiles.
 
-    ``lines`` must leave rdx at the pixel after the tile's last. The same holds for rcx if there is a residual operand,
-    and for rsi and rbx if results and residual operand have 16 bits.
+    ``lines`` must leave rdx at the pixel after the tile's last. The same holds for rcx if there is a residual operand
+    or rows have scales, and for rsi and rbx if results and residual operand have 16 bits.
     """
     moved = [f"mov %rdx,{field('out')}", *[f"mov %rcx,{field('residual')}"] * (spec.result == "add")]
+    moved += [f"mov %rcx,{field('row_scale')}"] * (spec.result == "rows")
     moved += [f"mov %rsi,{field('remainder')}"] * spec.remainder
     moved += [f"mov %rbx,{field('residual_remainder')}"] * spec.residual_remainder
     moved += [f"imul ${spec.rows},{field('a_pixel')},%rax", f"add %rax,{field('a')}"]

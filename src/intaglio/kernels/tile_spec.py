@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RESULTS = ("u8", "add", "f32")
-"""Epilogues: requantize; add a residual operand and requantize; dequantize to float."""
+RESULTS = ("u8", "add", "f32", "rows")
+"""Epilogues: requantize; add a residual operand and requantize; dequantize to float, with scales of channels or with
+those of rows and channels and a bias (`numerics.dequantize_rows`). Not all instruction sets have the last."""
 
 TILE_FIELDS = (
     "a",
@@ -32,6 +33,9 @@ TILE_FIELDS = (
     "remainder_pixel",
     "residual_remainder",
     "residual_remainder_pixel",
+    "row_scale",
+    "row_scale_pixel",
+    "row_bias",
     "setup",
     "part_rows",
     "a_skip",

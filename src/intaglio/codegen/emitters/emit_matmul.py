@@ -91,6 +91,8 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1), kernel.tile.row_taps)
     _weights(code, context, plan, piece, kernel, anchor.attrs.get("groups", 1), count)
     _operands(code, partition, context, plan, piece, count)
+    if op_def(partition.tail[0]).tail is Tail.DEQUANTIZE_ROWS:
+        _row_scales(code, partition.tail[0], context, plan, count, in_kernel=kernel.tile.result == "rows")
     code(f"""
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
         m.kernels = {kernels}, m.last_kernels = {last_kernels};
@@ -112,7 +114,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         if not kernel.flat:
             code(f"m.lines = {schedule.tile_rows} / LINE_PIXELS;")
     if op_def(anchor).row_groups:
-        _multiply_groups(code, partition, context, plan)
+        _multiply_groups(code, partition, context, plan, kernel.tile.result)
     elif kernel.int4:
         code("matmul_int4(&m, &w, thread, threads);")
     elif partition.head is None:
@@ -138,11 +140,11 @@ def _int4_weights(code: Code, context: Context, plan: PanelPacking, tile: TileSp
     code(f"w.scratch_bytes = {context.dim(lines * CACHE_LINE)}, w.sharers = {MAX_SCRATCH_THREADS};")
 
 
-def _multiply_groups(code: Code, partition: Partition, context: Context, plan: PanelPacking) -> None:
+def _multiply_groups(code: Code, partition: Partition, context: Context, plan: PanelPacking, result: str) -> None:
     """Print the call that multiplies each group of rows by its own weight."""
     at, (step,) = context.strided(partition.anchor.inputs[-1])
     count, columns = weights_of(partition.anchor, context.graph), plan.columns.size
-    factors = columns if op_def(partition.tail[0]).tail is Tail.DEQUANTIZE else 0
+    factors = columns if result == "rows" or op_def(partition.tail[0]).tail is Tail.DEQUANTIZE else 0
     code(f"const struct RowGroups groups = {{(const int64_t*){at}, {context.dim(step)}, {count},")
     code(f"    {4 * plan.run * columns}, {columns}, {factors}, {plan.outputs}}};")
     code("matmul_groups(&m, &groups, thread, threads);")
@@ -233,6 +235,19 @@ def rows_tail(tail: Op, context: Context) -> str:
     return f"(struct ByRow){{dequantize_rows, (const float*){context.strided(tail.inputs[1])[0]}, {constants}, 0}}"
 
 
+def _row_scales(code: Code, tail: Op, context: Context, plan: PanelPacking, count: int, *, in_kernel: bool) -> None:
+    """Print the scales of rows and channels and the bias of a tail that dequantizes with per-token scales."""
+    if not in_kernel:
+        code(f"m.by_row = {rows_tail(tail, context)};")
+        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
+        return
+    columns, bias = (context.graph.constants[name] for name in tail.inputs[2:4])
+    for field, values in (("factor", np.broadcast_to(columns, bias.shape)), ("row_bias", bias)):
+        packed = _pack_each(np.ascontiguousarray(values), plan, count)
+        code(f"m.tile.{field} = {context.constant(packed, 'float', field)};")
+    code(f"m.tile.row_scale = (const float*){context.strided(tail.inputs[1])[0]}, m.tile.row_scale_pixel = 4;")
+
+
 def _panel_bytes(plan: PanelPacking, piece: Piece) -> int:
     taps = piece.shape[2] * (1 if plan.joined else piece.shape[3])
     return taps * plan.run * 4 * 16 * plan.blocks
@@ -306,8 +321,6 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:
-        code(f"m.by_row = {rows_tail(tail, context)};")
-        code(f"m.tile.factor = {context.constant(pack_columns(np.ones(1, np.float32), plan), 'float', 'factor')};")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]

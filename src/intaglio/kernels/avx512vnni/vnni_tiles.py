@@ -59,8 +59,9 @@ Products: rsi weights, rax and r8-r11 activations of three pixels each, rbx byte
 rdx a tap, r14 a row of taps; rcx, r13, r12 count steps, taps, rows of taps; rbp from weights to those to prefetch, or
 to those of the next tap.
 zmm0.. weights of a step, then broadcast activations; the last registers are accumulators, pixel by pixel.
-Epilogue: rax limits, rdx result, rcx residual operand, rsi, rbx their remainders, r11 controls of shuffles or a lookup
-table, k1 channels to write. zmm0.. factors, then controls of shuffles, then the residual operand.
+Epilogue: rax limits, rdx result, rcx residual operand or scales of rows, rsi, rbx their remainders, r11 controls of
+shuffles or a lookup table, k1 channels to write. zmm0.. factors, then the bias of results with scales of rows, or
+controls of shuffles and the residual operand.
 """
 
 
@@ -156,7 +157,7 @@ class VnniKernel:
 
     def operands(self) -> list[str]:
         """Return the lines that load what all pixels of the epilogue need."""
-        blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result != "f32"
+        blocks, add, packs = self.spec.blocks, self.spec.result == "add", self.spec.result not in ("f32", "rows")
         lines = ["# epilogue: operands", f"mov {field('limits')},%rax", f"mov {field('factor')},%r8"]
         lines += [f"mov {field('out')},%rdx"]
         lines += [f"mov {field('mask')},%r10"] + [f"shr ${16 * (blocks - 1)},%r10"] * (not packs) + ["kmovq %r10,%k1"]
@@ -166,6 +167,9 @@ class VnniKernel:
         lines += [f"mov {field('remainder')},%rsi"] * self.spec.remainder
         lines += [f"mov {field('residual_remainder')},%rbx"] * self.spec.residual_remainder
         lines += [f"vmovups {64 * j}(%r8),%zmm{j}" for j in range(blocks)]
+        if self.spec.result == "rows":
+            lines += [f"mov {field('row_scale')},%rcx", f"mov {field('row_bias')},%r9"]
+            lines += [f"vmovups {64 * j}(%r9),%zmm{blocks + j}" for j in range(blocks)]
         if packs and blocks < 4:
             lines += [f"vmovdqu64 intaglio_gather{blocks}(%rip),{self.gather}"]
             lines += [f"vmovdqu64 intaglio_widen{blocks}(%rip),{self.widen}"] * add
@@ -176,7 +180,12 @@ class VnniKernel:
 
     def results(self) -> list[str]:
         """Return the lines that compute the results of all pixels and store them."""
-        stages = {"u8": self.level_stages, "add": self.sum_stages, "f32": self.float_stages}[self.spec.result]
+        stages = {
+            "u8": self.level_stages,
+            "add": self.sum_stages,
+            "f32": self.float_stages,
+            "rows": self.row_stages,
+        }[self.spec.result]
         return software_pipelined(map(stages, range(self.spec.rows)))
 
     @property
@@ -199,9 +208,23 @@ class VnniKernel:
         row = self.row(i)
         yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
         yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
+        yield self.stores(row)
+
+    def row_stages(self, i: int) -> Iterator[list[str]]:
+        """Yield the stages that dequantize and store a row with its own scale: (float32(acc) * scale of the row) *
+        scale of the channel + bias."""
+        row = self.row(i)
+        yield [f"vcvtdq2ps {acc},{acc}" for acc in row]
+        yield [*(f"vmulps (%rcx){{1to16}},{acc},{acc}" for acc in row), f"add {field('row_scale_pixel')},%rcx"]
+        yield [f"vmulps %zmm{j},{acc},{acc}" for j, acc in enumerate(row)]
+        yield [f"vaddps %zmm{len(row) + j},{acc},{acc}" for j, acc in enumerate(row)]
+        yield self.stores(row)
+
+    def stores(self, row: list[str]) -> list[str]:
+        """Return the lines that store a row of floats, the last block under the mask."""
         masks = [""] * (len(row) - 1) + ["{%k1}"]
         stores = [f"vmovups {acc},{64 * j}(%rdx){mask}" for j, (acc, mask) in enumerate(zip(row, masks, strict=True))]
-        yield [*stores, f"add {field('out_pixel')},%rdx"]
+        return [*stores, f"add {field('out_pixel')},%rdx"]
 
     def level_stages(self, i: int) -> Iterator[list[str]]:
         """Yield the stages of a requantized row: float32(acc) * factor, clamped to the convertible range, rounded,
@@ -340,4 +363,5 @@ AVX512VNNI = Isa(
     int4_tile_rows=INT4_TILE_ROWS,
     split_channels_below=64,
     row_taps=len(TAP_WEIGHTS),
+    scales_rows=True,
 )

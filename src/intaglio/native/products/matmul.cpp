@@ -38,6 +38,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     t.bias += channel;
     t.factor += channel;
     if (t.residual_factor) t.residual_factor += channel;
+    if (t.row_bias) t.row_bias += channel;
     t.mask = last_panel ? m->last_mask : m->mask;
     const int32_t least = (int32_t)(width / tiles), longer = (int32_t)(width % tiles),
                   per_image = (int32_t)m->out.height;
@@ -68,6 +69,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
         int64_t pixel = m->first_row + line * width + x;
         t.out = out + x * out_pixel;
         t.residual = other + x * t.residual_pixel;
+        if (t.row_bias) t.row_scale = m->tile.row_scale + pixel * (t.row_scale_pixel / (int64_t)sizeof(float));
         if (m->remainder.base) t.remainder = at(&m->remainder, n, y, 0) + channel + x * t.remainder_pixel;
         if (m->residual_remainder.base)
             t.residual_remainder = at(&m->residual_remainder, n, y, 0) + channel + x * t.residual_remainder_pixel;
@@ -155,6 +157,7 @@ LIBRARY void matmul_groups(const struct Matmul* m, const struct RowGroups* g, in
         if (m->out.base) one.out.base = m->out.base + first * m->tile.out_pixel;
         matmul(&one, thread, threads);
         one.tile.b += g->weight_bytes, one.tile.bias += g->columns, one.tile.factor += g->factors;
+        if (one.tile.row_bias) one.tile.row_bias += g->columns;
         if (one.by_row.dequantize) one.by_row.columns += g->outputs, one.by_row.bias += g->outputs;
         first = end;
     }

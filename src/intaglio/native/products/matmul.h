@@ -25,7 +25,7 @@ struct Matmul {
     int64_t chunk_bytes;             // bytes of input that stay in cache while all panels are multiplied
     struct ResultTable table;        // lookup table of the results; `look_up` may be null
     struct Activation activation;    // activation function of the results; `run` may be null
-    struct ByRow by_row;             // per-token dequantization, if `flat`; `dequantize` may be null
+    struct ByRow by_row;             // per-token dequantization behind kernels, if `flat`; `dequantize` may be null
     struct Epilogue epilogue;        // `take` may be null; otherwise `out` has sizes, but no memory
 };
 

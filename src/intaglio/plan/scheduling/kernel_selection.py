@@ -32,10 +32,13 @@ from intaglio.plan.scheduling.convolution_pieces import Piece, pieces
 from intaglio.plan.scheduling.value_bounds import saturates_to_bounds
 
 TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
-"""Result of the microkernel for each tail; "f32" for all others.
+"""Result of the microkernel for each tail; "f32" for all others, or "rows" for scales per token.
 
-Other functions, and scales per token, are applied to floats while these are in the first-level cache.
+Other functions, and scales per token where no kernel has them, are applied to floats while these are in the first-level
+cache.
 """
+PACKED_RESULTS = tuple(TILE_RESULTS.values())
+"""Results that are packed to bytes."""
 MIN_DEPTHWISE_GROUPS = 8
 MAX_DEPTHWISE_SIDE = 6
 """Maximum number of output rows and of output pixels per row of a depthwise tile."""
@@ -86,14 +89,16 @@ def _product_kernel(partition: Partition, piece: Piece, plan: Plan, isa: Isa) ->
     tail, clamps_float = partition.tail[0], partition.output in plan.guarded
     kind = op_def(tail).tail
     result = "f32" if kind is None else TILE_RESULTS.get(kind, "f32")
+    if kind is Tail.DEQUANTIZE_ROWS and isa.scales_rows and partition.head is None:
+        result = "rows"
     reason = why_not_depthwise(piece, partition.anchor.attrs.get("groups", 1), tail, partition.epilogue is not None)
     if reason is None:
         looks_up = bool(isa.lookup_condition) and partition.lut is not None
-        saturates = result != "f32" and saturates_to_bounds(tail, plan.graph)
+        saturates = result in PACKED_RESULTS and saturates_to_bounds(tail, plan.graph)
         kernel, reason = depthwise_kernel(piece, result, saturates, clamps_float, looks_up, isa)
         return _with_joined_pixels(kernel, partition, piece, plan), reason
     looks_up = bool(isa.lookup_condition) and partition.lut is not None and kind is Tail.REQUANTIZE
-    schedule, permuted = plan.schedules[partition.output], isa.packs and result != "f32"
+    schedule, permuted = plan.schedules[partition.output], isa.packs and result in PACKED_RESULTS
     tile = TileSpec(
         schedule.tile_rows,
         schedule.tile_columns,
