@@ -56,7 +56,8 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
     if (epilogue && !activation) t.out_pixel = (channels + 15) / 16 * 16 * epilogue->bytes;
     uint8_t* const warmed = activation ? quantized : (uint8_t*)real;
     const int64_t warmed_pixel = activation ? (channels + 15) / 16 * 16 : t.out_pixel;
-    const int32_t warm = (int32_t)(WARM / (m->rows * t.out_pixel)) + 1;
+    const int64_t held = activation || epilogue ? t.out_pixel : channels * m->out_bytes;
+    const int32_t warm = (int32_t)(WARM / (m->rows * held)) + 1;
     const int staged = m->table.look_up || activation || epilogue || m->by_row.dequantize;
     int32_t line = (int32_t)(first / tiles), i = (int32_t)(first % tiles);
     for (int64_t done = first; done < last;) {
