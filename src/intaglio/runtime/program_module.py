@@ -348,7 +348,7 @@ class ProgramModule(ModelWithAttributes):
 
     def counts_clipped(self, symbols: Mapping[str, int]) -> RangeCounts:
         """Return what notes the elements that calls of these sizes clip."""
-        return self._clipping.counts_of(self.artifact.program, symbols)
+        return RangeCounts(self._clipping, self.artifact.program, symbols)
 
     def _island_results(
         self, call: IslandCall, values: Mapping[str, torch.Tensor], plan: CallPlan, clock: Clock | None

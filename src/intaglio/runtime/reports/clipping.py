@@ -146,18 +146,17 @@ class RangeCounts:
         monitor: collects the counts.
     """
 
-    def __init__(self, monitor: ClippingMonitor, checked: Sequence[tuple[RangeCheck, int, _Record]]) -> None:
+    def __init__(self, monitor: ClippingMonitor, program: Program, symbols: Mapping[str, int]) -> None:
         """Prepare calls.
 
         Args:
             monitor: collects the counts.
-            checked: every checked value, its number of elements, and its record.
+            program: the program, which has the checked values.
+            symbols: sizes of its free dimensions.
         """
         self.monitor = monitor
-        self._checked = [
-            (size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED), size, record, check)
-            for check, size, record in checked
-        ]
+        self._checks, self._symbols = program.range_checks, symbols
+        self._clipped: dict[int, tuple[float, int, _Record, RangeCheck]] = {}
 
     def note(self, counts: Sequence[int]) -> None:
         """Note the clipped elements of one call.
@@ -169,8 +168,9 @@ class RangeCounts:
             InputError: a share is large, and the policy is to raise.
         """
         large = []
-        for count, (limit, size, record, check) in zip(counts, self._checked, strict=False):
+        for place, count in enumerate(counts):
             if count:
+                limit, size, record, check = self._clipped.get(place) or self._add(place)
                 record.calls += 1
                 if count > record.share * size:
                     record.share = count / size
@@ -178,6 +178,15 @@ class RangeCounts:
                     large.append((check, count / size))
         for check, share in large:  # when all are noted, because it may raise
             self.monitor.act(check, share)
+
+    def _add(self, place: int) -> tuple[float, int, _Record, RangeCheck]:
+        """Return the number of elements from which clipping is a problem, that of all, the record and the check of a
+        value that is clipped for the first time."""
+        check = self._checks[place]
+        size = evaluate(check.size, self._symbols)
+        limit = size * MOST_CLIPPED + DEVIATIONS * sqrt(size * MOST_CLIPPED)
+        found = self._clipped[place] = limit, size, self.monitor.record_of(check), check
+        return found
 
 
 class ClippingMonitor:
@@ -217,12 +226,8 @@ class ClippingMonitor:
         for record in self._records.values():  # in place, because plans of calls hold them
             record.share, record.calls, record.warned = 0.0, 0, False
 
-    def counts_of(self, program: Program, symbols: Mapping[str, int]) -> RangeCounts:
-        """Return what counts the clipped elements of calls of a program with these sizes of its free dimensions."""
-        checks = program.range_checks
-        return RangeCounts(self, [(check, evaluate(check.size, symbols), self._record(check)) for check in checks])
-
-    def _record(self, check: RangeCheck) -> _Record:
+    def record_of(self, check: RangeCheck) -> _Record:
+        """Return the record of a checked value."""
         return self._records.setdefault((check.path, check.value, check.low, check.high), _Record())
 
     def act(self, check: RangeCheck, share: float) -> None:
@@ -237,7 +242,7 @@ class ClippingMonitor:
         )
         if self.policy is ClippingPolicy.ERROR:
             raise InputError(where, None, problem, remedy=CALIBRATE_MORE)
-        record = self._record(check)
+        record = self.record_of(check)
         if self.policy is ClippingPolicy.WARN and not record.warned:
             record.warned = True
             logger.warning("%s: %s and are clipped; %s, or check its preprocessing", where, problem, CALIBRATE_MORE)
