@@ -279,8 +279,18 @@ def test_a_dynamic_model_needs_no_calibration():
     stepwise = stages.compile(stages.convert(prepared))
     whole = intaglio.quantize(model, example_inputs=x, recipe="int8_dynamic")
     assert torch.equal(stepwise(x), whole(x))
-    assert torch.equal(intaglio.quantize(model, x, recipe="int8_dynamic")(x), whole(x))
+    nearest = {"*": {"activations": "token", "rounding": "nearest"}}
+    assert torch.equal(intaglio.quantize(model, x, recipe=nearest)(x), whole(x))
     assert sqnr(whole(x), model(x)) > 30
+
+
+def test_data_decides_how_the_weights_of_a_dynamic_model_are_rounded():
+    model = randomize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    without = intaglio.quantize(model, example_inputs=x, recipe="int8_dynamic")
+    fitted = intaglio.quantize(model, [x], recipe="int8_dynamic")
+    assert "gptq" in fitted.text("corrections")
+    assert sqnr(fitted(x), model(x)) >= sqnr(without(x), model(x))
 
 
 def test_one_model_may_have_static_and_dynamic_layers():
