@@ -23,6 +23,7 @@ from typing import Any
 import decode_steps
 import fresh
 import record
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -59,8 +60,8 @@ def load(folder: str, threads: int) -> dict[str, float]:
 
     torch.set_num_threads(threads)
     found = {"imported": memory("VmRSS")}
-    from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM, Qwen2ForCausalLM  # noqa: F401
-
+    for name in ("DynamicCache", "GenerationConfig", "LlamaForCausalLM", "Qwen2ForCausalLM"):
+        getattr(transformers, name)  # imports its module
     found["transformers"] = memory("VmRSS")
     begin = time.perf_counter()
     model = intaglio.load(Path(folder, FILE), trust=True)

@@ -30,6 +30,7 @@ from intaglio.codegen.context import limits
 from intaglio.codegen.emitters.emit_depthwise import pack_depthwise
 from intaglio.kernels import ISAS, DepthwiseSpec, Isa, TileSpec, depthwise_tiles
 from intaglio.kernels.kernel_units import kernel_units
+from intaglio.kernels.tile_spec import PACKED_RESULTS
 from intaglio.native.compile import build, load
 from intaglio.native.cpu import isas
 from intaglio.native.peak_throughput import int8_counter
@@ -78,7 +79,7 @@ PUBLIC double kernels_matmul(int64_t kernel, const int64_t* v, int64_t calls) {
     m.tile.b = (const int8_t*)v[7], m.tile.bias = (const int32_t*)v[8], m.tile.factor = (const float*)v[9];
     m.tile.limits = (const struct Limits*)v[10], m.tile.out_pixel = channels * item;
     m.tile.table = (const uint8_t*)v[12];
-    m.tile.row_scale = m.tile.row_bias = m.tile.factor;
+    m.tile.row_scale = (const float*)v[15], m.tile.row_bias = m.tile.factor;
     if (v[11]) {
         m.residual = image((uint8_t*)v[11], 1, 1, pixels, channels, 0, 0);
         m.tile.residual_pixel = channels, m.tile.residual_factor = (const float*)v[9];
@@ -174,7 +175,7 @@ def table(kind: str, name: str, families: Sequence[str]) -> Iterator[str]:
 def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
     (rows, channels), memory = spec.tile, Memory()
     tiles = max(1, min(MOST_TILES, INPUT_BYTES // (rows * summed)))
-    pixels, item, zero = rows * tiles, 4 if spec.result in ("f32", "rows") else 1, 0 if spec.saturates else 128
+    pixels, item, zero = rows * tiles, 1 if spec.result in PACKED_RESULTS else 4, 0 if spec.saturates else 128
     values = [
         pixels,
         channels,
@@ -193,6 +194,7 @@ def tile_case(library: Any, index: int, spec: TileSpec, summed: int) -> Case:
             memory.random(pixels * channels, np.uint8, 0, 255) if has else 0
             for has in (spec.remainder, spec.residual_remainder)
         ),
+        memory.hold(np.ones(pixels, np.float32)),
     ]
     return Case(spec.name, summed, pixels * channels, timer(library.kernels_matmul, index, values), memory)
 

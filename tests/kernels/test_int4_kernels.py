@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intaglio.kernels import ISAS
-from support.matmul_cases import PACKED, Case, case_data, run
+from intaglio.kernels.tile_spec import PACKED_RESULTS
+from support.matmul_cases import Case, case_data, run
 from support.matmul_library import RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs
 
 INT4_ISAS = [isa for isa in [*RUNNABLE_ISAS, *SOFTWARE_ISAS] if ISAS[isa].int4_tile_rows]
@@ -31,7 +32,7 @@ def int4_cases(draw, isa: str) -> Case:
         per_group=64 * draw(st.integers(1, 5)),
         per_group_out=draw(st.integers(1, 40 * spec.blocks)),
         zero_points=zero_points,
-        extreme=draw(st.booleans()) and spec.result not in PACKED,
+        extreme=draw(st.booleans()) and spec.result not in PACKED_RESULTS,
         int4=True,
         result=spec.result,
         blocks=spec.blocks,

@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from intaglio.kernels import ISAS, TileSpec, permutation
+from intaglio.kernels.tile_spec import PACKED_RESULTS
 from intaglio.plan import BufferLifetime
 from intaglio.plan.arena import first_fit
-from support.matmul_cases import PACKED, Case, case_data, cases, run
+from support.matmul_cases import Case, case_data, cases, run
 from support.matmul_library import HAS_VBMI, RUNNABLE_ISAS, SOFTWARE_ISAS, int4_specs, kernels
 
 SIZE_LIMIT = 1 << 21
@@ -167,7 +168,10 @@ def test_tiles_of_several_lines_match_the_reference(isa, result, width):
             strided = replace(case, stride=(stride, stride), height=7 * stride, width=width * stride)
             check(isa, strided)
             check(
-                isa, replace(strided, halos=(0, 0, 0), residual_remainder=result == "add", remainder=result in PACKED)
+                isa,
+                replace(
+                    strided, halos=(0, 0, 0), residual_remainder=result == "add", remainder=result in PACKED_RESULTS
+                ),
             )
             check(isa, replace(strided, threads=3, table="after" if result == "u8" else "none"))
 

@@ -12,12 +12,10 @@ from intaglio.codegen.int4_packing import pack_int4, panel_line_bytes
 from intaglio.codegen.weight_packing import PanelPacking, pack_columns, pack_weights, packing
 from intaglio.ir import DType, Op, QParams, TensorType
 from intaglio.kernels import ISAS, TileSpec
-from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP
+from intaglio.kernels.tile_spec import INT4_CHANNELS, INT4_GROUP, PACKED_RESULTS
 from intaglio.ops import OPS
 from support.matmul_library import HAS_VBMI, SLACK, Image, Memory, kernels
 
-PACKED = ("u8", "add")
-"""Results of bytes."""
 CANARY = 0xA5
 MARGIN = 256
 LINE_PIXELS = 16
@@ -214,7 +212,7 @@ class Result:
 def run(isa: str, case: Case, given: CaseData) -> Result:
     """The convolution, then the halo of its result, on memory full of canaries."""
     inputs, outputs = given.x.shape[1], len(given.weight)
-    packs = ISAS[isa].packs and case.result in PACKED
+    packs = ISAS[isa].packs and case.result in PACKED_RESULTS
     plan = packing(outputs, inputs, case.groups, case.taps[1], case.dilation[1], case.blocks, packs)
     n, c, h, w = given.expected.shape
     item, halo = given.expected.itemsize, case.halos[1]
@@ -233,7 +231,7 @@ def run(isa: str, case: Case, given: CaseData) -> Result:
         images["remainder"] = Image(memory_of_remainder.ctypes.data + MARGIN, n, h, w, c)
     if given.residual_remainder is not None:
         images["residual_remainder"] = _stored("other rest", given.residual_remainder, 0, 0)
-    guard = case.result in PACKED and (case.guard or given.needs_guard)
+    guard = case.result in PACKED_RESULTS and (case.guard or given.needs_guard)
     heights = range(1, case.rows + 1)
     zeros = case.zero_points[1 : 3 if case.result == "add" and not case.residual_remainder else 2]
     plain = bounds_of(case)[0] == 127 if case.remainder else case.bounds == (0, 255)
@@ -342,7 +340,7 @@ def _operands(case: Case, given: CaseData, plan: PanelPacking) -> dict[str, int]
     }
     found["tile.remainder_pixel"] = given.expected.shape[1]
     if given.row_scales is not None:
-        found["tile.row_scale"], found["tile.row_scale_pixel"] = memory("row scale").hold(given.row_scales), 4
+        found["tile.row_scale"] = memory("row scale").hold(given.row_scales)
         found["tile.row_bias"] = memory("row bias").hold(pack_columns(given.row_bias, plan))
     if given.residual is not None:
         found["tile.residual_pixel"] = found["tile.residual_remainder_pixel"] = given.residual.shape[1]
@@ -400,6 +398,6 @@ def cases(draw, isa: str, results: tuple[str, ...] | None = None) -> Case:
         chunk_bytes=draw(st.sampled_from([1, 300, 5000, 1 << 20])),
         seed=draw(st.integers(0, 1 << 30)),
         behind=draw(st.sampled_from([0, 256])),
-        remainder=draw(st.booleans()) and result in PACKED and table == "none",
+        remainder=draw(st.booleans()) and result in PACKED_RESULTS and table == "none",
         residual_remainder=draw(st.booleans()) and result == "add",
     )

@@ -86,7 +86,6 @@ NUMBERS = (
     "tile.remainder_pixel",
     "tile.residual_remainder_pixel",
     "tile.row_scale",
-    "tile.row_scale_pixel",
     "tile.row_bias",
 )
 """Fields of ``struct Matmul``: its images, then numbers and addresses."""

@@ -64,8 +64,7 @@ class Isa:
             weights are large (``LARGE_WEIGHTS`` of plan/scheduling/schedules.py).
         fast_tile_rows: Number of tile rows, for each number of blocks, that take the least time for each row with
             weights in the first-level cache; empty where these are the maximum.
-        row_taps: Taps of a row that kernels with one block can compute together; 1 without such kernels. Results have 8
-            bits or are floats.
+        row_taps: Taps of a row that kernels can compute together (`joins_row_taps`); 1 without such kernels.
         scales_rows: Kernels dequantize with scales of rows; otherwise that is done behind them.
     """
 
@@ -118,9 +117,13 @@ class Isa:
             for rows in range(1, max_tile_rows + 1):
                 for spec in self._specs_of(rows, blocks):
                     yield spec
-                    narrow = not (spec.remainder or spec.residual_remainder or spec.result == "rows")
-                    if self.row_taps > 1 and blocks == 1 and narrow:
+                    if self.joins_row_taps(spec):
                         yield replace(spec, row_taps=self.row_taps)
+
+    def joins_row_taps(self, spec: TileSpec) -> bool:
+        """Return whether there is a kernel like this one that computes the taps of a row together."""
+        has_results = not (spec.remainder or spec.residual_remainder or spec.result == "rows")
+        return self.row_taps > 1 and spec.blocks == 1 and has_results
 
     def _specs_of(self, rows: int, blocks: int) -> Iterator[TileSpec]:
         """Yield the parameters of the kernels of a size that compute one tap after the other."""

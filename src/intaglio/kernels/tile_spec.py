@@ -7,6 +7,8 @@ from dataclasses import dataclass
 RESULTS = ("u8", "add", "f32", "rows")
 """Epilogues: requantize; add a residual operand and requantize; dequantize to float, with scales of channels or with
 those of rows and channels and a bias (`numerics.dequantize_rows`). Not all instruction sets have the last."""
+PACKED_RESULTS = ("u8", "add")
+"""Results that are packed to bytes."""
 
 TILE_FIELDS = (
     "a",
@@ -34,7 +36,6 @@ TILE_FIELDS = (
     "residual_remainder",
     "residual_remainder_pixel",
     "row_scale",
-    "row_scale_pixel",
     "row_bias",
     "setup",
     "part_rows",

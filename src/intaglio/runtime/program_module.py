@@ -189,10 +189,7 @@ class ProgramModule(ModelWithAttributes):
         """Return whether a call is just the expected number of positional tensors, for which `bind` can be skipped."""
         if kwargs or not args or len(args) != self._positional_inputs:
             return False
-        for arg in args:  # noqa: SIM110  # a generator takes longer than the loop
-            if not isinstance(arg, torch.Tensor):
-                return False
-        return True
+        return all(map(torch.is_tensor, args))
 
     def _plan_for(self, leaves: Sequence[torch.Tensor]) -> CallPlan:
         """Return the plan for these tensors. Their types are checked only when the combination is new."""
@@ -343,10 +340,10 @@ class ProgramModule(ModelWithAttributes):
             self._frames.append(frame)
         if clipped:
             if plan.range_counts is None or plan.range_counts.monitor is not self._clipping:
-                plan.range_counts = self.counts_clipped(plan.symbols)
+                plan.range_counts = self.range_counts(plan.symbols)
             plan.range_counts.note(clipped)
 
-    def counts_clipped(self, symbols: Mapping[str, int]) -> RangeCounts:
+    def range_counts(self, symbols: Mapping[str, int]) -> RangeCounts:
         """Return what notes the elements that calls of these sizes clip."""
         return RangeCounts(self._clipping, self.artifact.program, symbols)
 

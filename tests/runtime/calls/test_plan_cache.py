@@ -37,7 +37,7 @@ OTHERS = {
 def test_other_tensors_are_refused_after_a_call_with_the_right_ones(model, kind):
     x = images(2)
     expected = model(x)
-    with pytest.raises((InputError, TypeError)):
+    with pytest.raises(InputError):
         model(OTHERS[kind](x))
     assert torch.equal(model(x), expected)
 

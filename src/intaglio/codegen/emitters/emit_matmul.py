@@ -90,9 +90,7 @@ def _emit_tiled(code: Code, partition: Partition, context: Context, piece: Piece
         code(f"m.epilogue = {epilogue(partition, context, 16 * plan.blocks)};")
     _geometry(code, context, plan, piece, anchor.attrs.get("groups", 1), kernel.tile.row_taps)
     _weights(code, context, plan, piece, kernel, anchor.attrs.get("groups", 1), count)
-    _operands(code, partition, context, plan, piece, count)
-    if op_def(partition.tail[0]).tail is Tail.DEQUANTIZE_ROWS:
-        _row_scales(code, partition.tail[0], context, plan, count, in_kernel=kernel.tile.result == "rows")
+    _operands(code, partition, context, plan, piece, kernel, count)
     code(f"""
         m.flat = {int(kernel.flat)}, m.rows = {schedule.tile_rows};
         m.kernels = {kernels}, m.last_kernels = {last_kernels};
@@ -245,7 +243,7 @@ def _row_scales(code: Code, tail: Op, context: Context, plan: PanelPacking, coun
     for field, values in (("factor", np.broadcast_to(columns, bias.shape)), ("row_bias", bias)):
         packed = _pack_each(np.ascontiguousarray(values), plan, count)
         code(f"m.tile.{field} = {context.constant(packed, 'float', field)};")
-    code(f"m.tile.row_scale = (const float*){context.strided(tail.inputs[1])[0]}, m.tile.row_scale_pixel = 4;")
+    code(f"m.tile.row_scale = (const float*){context.strided(tail.inputs[1])[0]};")
 
 
 def _panel_bytes(plan: PanelPacking, piece: Piece) -> int:
@@ -305,7 +303,15 @@ def _weights(
     code(f"m.panels = {plan.panels}, m.blocks = {plan.blocks}, m.panel_bytes = {size};")
 
 
-def _operands(code: Code, partition: Partition, context: Context, plan: PanelPacking, piece: Piece, count: int) -> None:
+def _operands(
+    code: Code,
+    partition: Partition,
+    context: Context,
+    plan: PanelPacking,
+    piece: Piece,
+    kernel: TiledKernel,
+    count: int,
+) -> None:
     anchor, tail, graph = partition.anchor, partition.tail[0], context.graph
 
     def pack_bias() -> np.ndarray:
@@ -321,6 +327,7 @@ def _operands(code: Code, partition: Partition, context: Context, plan: PanelPac
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     if op_def(tail).tail is Tail.DEQUANTIZE_ROWS:
+        _row_scales(code, tail, context, plan, count, in_kernel=kernel.tile.result == "rows")
         code("m.tile.out_pixel = m.out.pixel, m.out_bytes = 4;")
         return
     factors = [graph.constants[name] for name in tail.inputs if name in graph.constants]

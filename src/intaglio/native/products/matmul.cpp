@@ -70,7 +70,7 @@ LIBRARY void matmul_span(const struct Matmul* m, int64_t panel, int64_t first, i
         int64_t pixel = m->first_row + line * width + x;
         t.out = out + x * out_pixel;
         t.residual = other + x * t.residual_pixel;
-        if (t.row_bias) t.row_scale = m->tile.row_scale + pixel * (t.row_scale_pixel / (int64_t)sizeof(float));
+        if (t.row_bias) t.row_scale = m->tile.row_scale + pixel;
         if (m->remainder.base) t.remainder = at(&m->remainder, n, y, 0) + channel + x * t.remainder_pixel;
         if (m->residual_remainder.base)
             t.residual_remainder = at(&m->residual_remainder, n, y, 0) + channel + x * t.residual_remainder_pixel;

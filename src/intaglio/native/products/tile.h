@@ -48,11 +48,9 @@ struct Tile {
     int64_t remainder_pixel;
     const uint8_t* residual_remainder;  // remainders of a 16-bit residual operand
     int64_t residual_remainder_pixel;
-    // For results with scales of rows: the scale of the first output pixel and the bytes to that of the next one, and
-    // the bias of each channel. The kernel advances the scale past the last tile.
-    const float* row_scale;
-    int64_t row_scale_pixel;
-    const float* row_bias;
+    // For results with scales of rows: those of the output pixels from the first one on, which the kernel advances past
+    // the last tile, and the bias of each channel.
+    const float *row_scale, *row_bias;
     // For kernels with AMX; null for a kernel that configures tile registers by itself and releases them at the end.
     struct TileSetup* setup;
     // Kernels with AMX can compute parts of up to 16 pixels, such as lines of an image, that do not follow each other.

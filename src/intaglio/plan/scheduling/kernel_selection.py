@@ -11,6 +11,7 @@ from intaglio.ir import Dim, Graph, Op, Schedule
 from intaglio.kernels import DepthwiseSpec, Isa, TileSpec
 from intaglio.kernels.depthwise_spec import MAX_INPUT_ROWS
 from intaglio.kernels.instruction_set import LARGEST_SIZE
+from intaglio.kernels.tile_spec import PACKED_RESULTS
 from intaglio.ops import op_def
 from intaglio.ops.movement.data_movement import Box, Run, Strides, reshaped_copy
 from intaglio.ops.movement.pixel_shuffle import SHUFFLE
@@ -37,8 +38,6 @@ TILE_RESULTS = {Tail.REQUANTIZE: "u8", Tail.ADD: "add"}
 Other functions, and scales per token where no kernel has them, are applied to floats while these are in the first-level
 cache.
 """
-PACKED_RESULTS = tuple(TILE_RESULTS.values())
-"""Results that are packed to bytes."""
 MIN_DEPTHWISE_GROUPS = 8
 MAX_DEPTHWISE_SIDE = 6
 """Maximum number of output rows and of output pixels per row of a depthwise tile."""
@@ -120,9 +119,8 @@ def _row_taps(partition: Partition, piece: Piece, tile: TileSpec, isa: Isa) -> i
     """
     _, inputs, _, taps = piece.shape
     neighbours = partition.head is None and piece.stride[1] == piece.dilation[1] == 1 and inputs % 4 == 0
-    one_panel = tile.blocks == 1 and partition.anchor.attrs.get("groups", 1) == 1
-    eight_bits = not (tile.remainder or tile.residual_remainder)
-    return taps if neighbours and one_panel and eight_bits and taps == isa.row_taps else 1
+    one_group = partition.anchor.attrs.get("groups", 1) == 1
+    return taps if neighbours and one_group and taps == isa.row_taps and isa.joins_row_taps(tile) else 1
 
 
 def _int4_tile(partition: Partition, tile: TileSpec, graph: Graph, isa: Isa) -> TileSpec | None:

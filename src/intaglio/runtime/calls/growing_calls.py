@@ -171,7 +171,7 @@ class GrowingCalls:
             if not group.grows:
                 _append(group, block, parts, start)
         if clipped := frame.take_clipped():
-            program.counts_clipped(symbols).note(clipped)
+            program.range_counts(symbols).note(clipped)
         if len(self._frames) < MAX_FRAMES:
             self._frames.append(tables)
         return result

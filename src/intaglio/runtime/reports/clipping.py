@@ -204,7 +204,7 @@ class ClippingMonitor:
 
     def report(self) -> Clipping:
         """Return the report of all values so far."""
-        records = self._records.items()
+        records = list(self._records.items())  # another thread may add one
         found = [ClippedValue(*place, record.share, record.calls) for place, record in records if record.calls]
         return Clipping(tuple(sorted(found, key=lambda value: -value.share)))
 
