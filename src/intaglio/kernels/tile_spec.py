@@ -66,12 +66,18 @@ INT4_GROUP, INT4_CHANNELS, INT4_MULTIPLES = 32, 64, 16
 """Input channels that share a multiple in panels of 4-bit weights; input channels of a line of a panel; bytes of the
 multiples of a line for each block. Constants with these names in native/products/int4_weights.h."""
 
-INT4_AHEAD = 6144
-"""Bytes between the 4-bit weights that are multiplied and those that are prefetched, one line for each that is read.
+STREAMED_ROWS = 3
+"""Rows up to which a kernel takes the time of reading its weights, all of which it then prefetches."""
+STREAM_AHEAD, INT4_AHEAD = 3072, 10240
+"""Bytes between the weights that are multiplied and those that are prefetched, for 8-bit weights with few rows and for
+4-bit weights: one line for each that is read.
 
-With 200 MB in huge pages, AVX512-VNNI kernels read 95 % of what a loop without products does (Xeon, 19.2 of 20.3 GB/s
-on one thread, 38 of 40 on two); 2048 bytes read 90 %, 4096 bytes 83 %, all prefetches in front of the products 78 %.
-AVX-VNNI kernels for one row read 18.2 to 18.4 GB/s with 4096 to 10240 bytes, 17.5 with 2048, 15.5 with 1024, of 19.6.
+Weights that are read once are prefetched into the first-level cache only (``prefetchnta``), so that they do not evict
+what the rest of a call reads again: activations, the cache of a decoder and the Python interpreter. Steps of a decoder
+of 0.5 billion weights take 0.90 to 0.93 of the time of prefetches into the second-level cache 1536 and 6144 bytes ahead
+(Zen 5, one and two threads, 8 and 4 bits), and Python between them half of it. Lines must arrive before they are read:
+on one thread, 6144 bytes with 4 bits and 1536 with 8 gain nothing. A Xeon reads 8-bit weights as fast from 3072 bytes
+ahead as from 1536, 88 to 98 % of what a loop without products does (17.1 to 20.4 GB/s on one thread).
 """
 
 SETUP_FIELDS = {name: 8 * index for index, name in enumerate(("blocks", "rows", "first", "run", "steps", "step_run"))}

@@ -27,9 +27,9 @@ from dataclasses import replace
 from intaglio.kernels.assembly import FUNCTION_ENTRY, FUNCTION_EXIT, family_text, field, kernel_text
 from intaglio.kernels.avx512vnni import vnni_depthwise, vnni_tiles
 from intaglio.kernels.avx512vnni.vnni_int4 import INT4_TILE_ROWS
-from intaglio.kernels.avx512vnni.vnni_tiles import STREAMED_ROWS, TILE_CONSTANTS, VNNI_REGISTERS, VnniKernel
+from intaglio.kernels.avx512vnni.vnni_tiles import TILE_CONSTANTS, VNNI_REGISTERS, VnniKernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import SETUP_FIELDS, TileSpec
+from intaglio.kernels.tile_spec import SETUP_FIELDS, STREAMED_ROWS, TileSpec
 
 REGISTER_ROWS = 16
 """Pixels, or steps of 4 input channels, that a tile register holds."""

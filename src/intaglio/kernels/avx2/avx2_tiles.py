@@ -21,7 +21,7 @@ from intaglio.kernels.avx2.avx2_int4 import AVX2_INT4_CONSTANTS, Avx2Int4Kernel
 from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, PIXEL_ADDRESSES, epilogue, load_biases
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import TileSpec
+from intaglio.kernels.tile_spec import STREAM_AHEAD, STREAMED_ROWS, TileSpec
 
 AVX2_MAX_TILE_ROWS = {1: 4}
 AVX2_REGISTERS = """
@@ -70,7 +70,8 @@ def _step(spec: TileSpec) -> list[str]:
             lines += [f"vpmaddwd {weights[0]},{activations},{PRODUCT}", f"vpaddd {PRODUCT},{acc(i, 0)},{acc(i, 0)}"]
             lines += [f"vpmaddwd {weights[1]},{activations},{activations}"]
             lines += [f"vpaddd {activations},{acc(i, 1)},{acc(i, 1)}"]
-    return [*lines, "add $4,%rax", "add $64,%rsi"]
+    prefetches = [f"prefetchnta {STREAM_AHEAD}(%rsi)"] * (spec.rows <= STREAMED_ROWS)
+    return [*prefetches, *lines, "add $4,%rax", "add $64,%rsi"]
 
 
 def join(family: KernelFamily, texts: list[str]) -> str:

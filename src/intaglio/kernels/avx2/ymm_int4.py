@@ -65,7 +65,7 @@ class YmmInt4Kernel(ABC):
         lines += [f"mov {field('a_pixel')},%rbx", f"mov {field('run')},%rcx"]
         lines += [f"shr ${(INT4_CHANNELS // 4).bit_length() - 1},%rcx"]
         lines += [f"vpbroadcastd intaglio_int4+{4 * i}(%rip),{name}" for i, name in enumerate((LOW_HALVES, EIGHTS))]
-        lines += [".p2align 4", "3:", f"prefetcht1 {INT4_AHEAD}(%rsi)"]
+        lines += [".p2align 4", "3:", f"prefetchnta {INT4_AHEAD}(%rsi)"]
         for group in range(INT4_CHANNELS // INT4_GROUP):
             for half in range(2):
                 lines += self.group(group, half)
@@ -76,7 +76,7 @@ class YmmInt4Kernel(ABC):
         for step in range(4 * group, 4 * group + 4):
             offset = INT4_MULTIPLES + 64 * step
             if not half:
-                yield f"prefetcht1 {INT4_AHEAD + offset}(%rsi)"
+                yield f"prefetchnta {INT4_AHEAD + offset}(%rsi)"
             yield f"vmovdqu {offset + 32 * half}(%rsi),{HIGH}"
             yield f"vpand {HIGH},{LOW_HALVES},{LOW}"
             yield f"vpsrlw $4,{HIGH},{HIGH}"

@@ -53,7 +53,7 @@ class Int4Products:
             for i, name in enumerate((LOW_HALVES, HIGH_HALVES, EIGHTS))
         ]
         lines += [f"vmovdqu64 intaglio_multiples(%rip),{SPREAD}", ".p2align 4", "3:"]
-        lines += [f"prefetcht1 {INT4_AHEAD}(%rsi)"]
+        lines += [f"prefetchnta {INT4_AHEAD}(%rsi)"]
         for half in range(INT4_CHANNELS // INT4_GROUP):
             lines += [line for block in range(self.spec.blocks) for line in self.multiples(block, half)]
             for step in range(4):
@@ -79,7 +79,7 @@ class Int4Products:
         once, shifted, eightfold = self.registers_of(block)
         offset = INT4_MULTIPLES * self.spec.blocks + 64 * (self.spec.blocks * step + block)
         at = f"{offset}(%rsi)"
-        yield f"prefetcht1 {INT4_AHEAD + offset}(%rsi)"
+        yield f"prefetchnta {INT4_AHEAD + offset}(%rsi)"
         yield f"vpandd {at},{LOW_HALVES},{self.low}"
         yield f"vpandd {at},{HIGH_HALVES},{self.high}"
         yield f"vpmullw {once},{self.low},{self.low}"

@@ -28,7 +28,7 @@ from intaglio.kernels.assembly import (
 from intaglio.kernels.avx512vnni import vnni_depthwise
 from intaglio.kernels.avx512vnni.vnni_int4 import INT4_CONSTANTS, INT4_TILE_ROWS, Int4Products
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import PACKED_RESULTS, TileSpec
+from intaglio.kernels.tile_spec import PACKED_RESULTS, STREAM_AHEAD, STREAMED_ROWS, TileSpec
 
 ROW_POINTERS = ("rax", "r8", "r9", "r10", "r11")
 """Pointers to activations, one for every three rows."""
@@ -43,14 +43,6 @@ NEIGHBOUR_ADDRESSES = (
 TAP_WEIGHTS = ("(%rsi)", "(%rsi,%rbp)", "(%rsi,%rbp,2)")
 """Operands with the weights of the taps of a row."""
 
-STREAMED_ROWS = 3
-"""Rows up to which a kernel takes the time of reading its weights, all of which it then prefetches."""
-STREAM_AHEAD = 1536
-"""Bytes between the weights that are multiplied and those that are prefetched, with few rows.
-
-With 200 MB in huge pages this reads 88 to 98 % of what a loop without products does (Xeon, 17.1 to 20.4 GB/s of 19.6 to
-20.8 on one thread), as 3072 bytes do; 512, 1280, 4608 and 6144 bytes read 70 to 78 %.
-"""
 VNNI_MAX_TILE_ROWS = {1: 16, 2: 12, 3: 8, 4: 6}
 """With one block, lines of 32, 64 and 112 pixels are whole tiles, and there are addresses for two pixels more."""
 VNNI_REGISTERS = """
@@ -112,7 +104,7 @@ class VnniKernel:
         ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%rbp", f"addq $64,{field('ahead')}"]
         prefetches = ["prefetcht1 (%rsi,%rbp)"]
         if self.spec.rows <= STREAMED_ROWS:
-            ahead, prefetches = [], [f"prefetcht1 {STREAM_AHEAD + 64 * j}(%rsi)" for j in range(self.spec.blocks)]
+            ahead, prefetches = [], [f"prefetchnta {STREAM_AHEAD + 64 * j}(%rsi)" for j in range(self.spec.blocks)]
         return [*ahead, *tap_loops(start, [*self.step(), *prefetches, *moves])]
 
     def first_pixels(self, tap: str) -> list[str]:

@@ -23,7 +23,7 @@ from intaglio.kernels.avx2.ymm_epilogue import EPILOGUE_CONSTANTS, Pair, epilogu
 from intaglio.kernels.avx2.ymm_int4 import YMM_INT4_CONSTANTS, YMM_INT4_REGISTERS, YMM_INT4_TILE_ROWS
 from intaglio.kernels.avxvnni.avxvnni_int4 import AvxVnniInt4Kernel
 from intaglio.kernels.instruction_set import Isa, KernelFamily
-from intaglio.kernels.tile_spec import TileSpec
+from intaglio.kernels.tile_spec import STREAM_AHEAD, STREAMED_ROWS, TileSpec
 
 AVXVNNI_MAX_TILE_ROWS, AVXVNNI_FAST_TILE_ROWS = {1: 7}, {1: 6}
 AVXVNNI_REGISTERS = """
@@ -61,9 +61,14 @@ def emit(spec: TileSpec) -> str:
     pointers = ("%rax", "%rbp")[: 1 + (spec.rows > 3)]
     start = ["mov %rdx,%rax", "lea (%rdx,%r15),%rbp"][: len(pointers)]
     one, several = (_steps(pixels, pointers, count) for count in (1, STEPS))
-    # Every fourth step prefetches one cache line, another one for every tile, so that the next panel is cached in time.
-    several.insert(0, "prefetcht1 (%rsi,%r8)")
-    ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%r8", f"addq $64,{field('ahead')}"]
+    if spec.rows <= STREAMED_ROWS:
+        ahead, prefetches = [], [f"prefetchnta {STREAM_AHEAD + 64 * step}(%rsi)" for step in range(STEPS)]
+    else:
+        # Every fourth step prefetches one cache line, another one for every tile, so that the next panel is cached in
+        # time.
+        ahead = ["# prefetch the next panel of weights", f"mov {field('ahead')},%r8", f"addq $64,{field('ahead')}"]
+        prefetches = ["prefetcht1 (%rsi,%r8)"]
+    several[:0] = prefetches
     lines = [*load_biases(pixels), *ahead, *tap_loops(start, one, several, STEPS)]
     if spec.rows < AVXVNNI_MAX_TILE_ROWS[1]:
         return tile_function(spec, [*lines, *epilogue(spec, pixels)])
