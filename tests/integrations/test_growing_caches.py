@@ -6,8 +6,10 @@ import itertools
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
-from support.generators import END, quantized
+import intaglio
+from support.generators import END, calibration, float_model, quantized
 
 
 def tokens(count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
@@ -86,6 +88,37 @@ def test_a_cache_that_was_cut_or_reordered_goes_on_with_its_own_tokens():
     logits, cache = call(model, end, cache)
     assert torch.equal(logits, call(model, torch.cat([ids[[1, 0], :5], end[[1, 0]], end], 1))[0][:, -1:])
     assert all(torch.equal(one, other) for one, other in zip(kept, whole, strict=True))
+
+
+def test_tensors_that_are_assigned_to_a_layer_are_used():
+    model, ids, end = quantized("llama", "int8")[1], tokens(8), tokens(1, 3)
+    caches = []
+    for begin in (ids, ids.flip(1)):
+        _, cache = call(model, begin[:, :7])
+        caches.append(call(model, begin[:, 7:], cache)[1])
+    first, second = caches
+    assert all(isinstance(layer, DynamicLayer) and layer.get_seq_length() == 8 for layer in first.layers)
+    for layer, other in zip(first.layers, second.layers, strict=True):
+        values = layer.values
+        layer.keys = other.keys
+        assert torch.equal(layer.keys, other.keys)
+        assert torch.equal(layer.values, values)
+        layer.values = other.values
+    expected, _ = call(model, end, second)
+    assert torch.equal(call(model, end, first)[0], expected)
+    first.reset()
+    assert first.get_seq_length() == 0
+    assert torch.equal(call(model, ids, first)[0], call(model, ids)[0])
+
+
+def test_layers_in_another_order_are_read_in_that_order():
+    ids = tokens(8)
+    model = intaglio.quantize(float_model("llama", num_hidden_layers=2), calibration("llama"), progress=False)
+    _, cache = call(model, ids[:, :6])
+    _, cache = call(model, ids[:, 6:7], cache)
+    cache.layers.reverse()
+    expected = with_the_tensors_of(cache)
+    assert torch.equal(call(model, ids[:, 7:], cache)[0], call(model, ids[:, 7:], expected)[0])
 
 
 def test_a_cache_of_inference_mode_goes_on_outside_of_it():

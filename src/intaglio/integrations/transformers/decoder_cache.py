@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 )
 
 from intaglio.errors import InputError
-from intaglio.integrations.transformers.cache_memory import memory_for
+from intaglio.integrations.transformers.cache_memory import MemoryLayer, memory_for
 from intaglio.ir import TensorType
 from intaglio.signature import TORCH_DTYPES, Integers
 
@@ -61,7 +61,7 @@ def check_layers(cache: Cache) -> None:
     """Raise `InputError` if the program cannot read a layer of a cache, such as a static one with a sliding window."""
     for index, layer in enumerate(cache.layers):
         empty = type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length()
-        if not empty and type(layer) not in (DynamicLayer, StaticLayer):
+        if not empty and type(layer) not in (DynamicLayer, MemoryLayer, StaticLayer):
             problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
             raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
 
@@ -128,7 +128,7 @@ def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
     """
     memory = memory_for(cache, new[0][0].shape[2]) if len(new) == len(cache.layers) else None
     if memory is not None:
-        memory.append(cache, [tensor for pair in new for tensor in pair])
+        memory.append([tensor for pair in new for tensor in pair])
         return
     for index, (keys, values) in enumerate(new):
         cache.update(keys, values, index)

@@ -121,7 +121,7 @@ def run_growing_step(program: Any, inputs: Mapping[str, Tensor], cache: Cache) -
         return None
     given = [inputs[one] for one in known.order if isinstance(one, str)]
     logits = calls.run(program, given, memory.blocks, memory.tokens)
-    memory.show(cache, memory.tokens + inputs["tokens"].shape[1])
+    memory.tokens += inputs["tokens"].shape[1]
     return logits
 
 

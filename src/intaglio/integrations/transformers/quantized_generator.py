@@ -91,7 +91,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if (use_cache := given.pop("use_cache", None)) is None:
             use_cache = self.config.get_text_config(decoder=True).use_cache
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
-        cache_name, has_encoder = decoder_cache.cache_name(given), bool(self.config.is_encoder_decoder)
+        cache_name, has_encoder = decoder_cache.cache_name(given), ENCODER in self.programs
         cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder)
         extra: dict[str, Any] = {}
         if has_encoder:
@@ -108,7 +108,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         """Run the program of the decoder for new tokens, append their keys and values to the cache, and return the
         logits to keep.
         """
-        names = _names_of(cast(Any, type(self)), self.config.is_encoder_decoder)
+        names = _names_of(cast(Any, type(self)), hidden is not None)
         tokens = given.pop(names.tokens, None)
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
@@ -123,7 +123,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if names.positions:
             positions = given.pop(names.positions, None)
             if positions is None and (padding is None or self.counts_padding):
-                positions = torch.arange(start, length)[None]
+                positions = torch.arange(start, length)
             elif positions is None:
                 positions = padded_positions(mask)[:, start:]
             inputs["positions"] = positions.expand(tokens.shape)
