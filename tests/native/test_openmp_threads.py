@@ -1,38 +1,86 @@
-"""Kernels for quantizing run in the threads that PyTorch's operators run in."""
+"""Kernels for quantizing and programs run in the threads that PyTorch's operators run in."""
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from intaglio.native import native_library
 from intaglio.native.statistics import squared_sums
 
 TASKS = Path("/proc/self/task")
-COUNTED = """
+BEGIN = """
 import os, numpy, torch
 from intaglio.native.statistics import squared_sums
 torch.set_num_threads(2)
 square = torch.rand(1000, 1000)
+"""
+COUNTED = """
 square @ square
 values = numpy.ones(1 << 21, numpy.float32)
 before = len(os.listdir("/proc/self/task"))
 assert squared_sums(values, values, 2)[0] == 1 << 21
 print(len(os.listdir("/proc/self/task")) - before)
 """
+PROGRAM = """
+import intaglio
+from torch import nn
+torch.manual_seed(0)
+network = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(4)]).eval()
+"""
+COUNTED_PROGRAM = """
+model = intaglio.quantize(network, [square], progress=False)
+square @ square
+model._frames.clear()
+before = len(os.listdir("/proc/self/task"))
+for _ in range(3):
+    model(square)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+FORKED = """
+with torch.no_grad():
+    model = intaglio.quantize(network, [square], progress=False)
+    expected = model(square)
+    square @ square
+    model(square)
+    if (child := os.fork()) == 0:
+        found = model(square)
+        (square @ square).sin()
+        values = numpy.ones(1 << 21, numpy.float32)
+        equal = torch.equal(found, expected) and squared_sums(values, values, 2)[0] == 1 << 21
+        os._exit(0 if equal and torch.equal(model(square), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    print(status, torch.equal(model(square), expected))
+"""
 
 needs_openmp = pytest.mark.skipif(
-    native_library._openmp_of_torch() is None or not TASKS.exists(), reason="PyTorch is built without GNU OpenMP"
+    not native_library.shares_threads() or not TASKS.exists(), reason="PyTorch is built without GNU OpenMP"
 )
 
 
+def printed(text: str, **environment: str) -> str:
+    """What a process prints that runs a text."""
+    command, environment = [sys.executable, "-c", text], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment).stdout
+
+
 @needs_openmp
-def test_no_threads_are_started_beside_those_of_pytorch():
-    done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0"
+@pytest.mark.parametrize("text", [BEGIN + COUNTED, BEGIN + PROGRAM + COUNTED_PROGRAM], ids=["kernel", "program"])
+def test_no_threads_are_started_beside_those_of_pytorch(text):
+    assert printed(text).strip() == "0"
+
+
+@needs_openmp
+def test_a_child_of_fork_runs_operators_of_pytorch_programs_and_kernels():
+    assert printed(BEGIN + PROGRAM + FORKED).split() == ["0", "True"]
 
 
 LIMITED = """
@@ -46,13 +94,89 @@ print(*(value.hex() for value in squared_sums(*values, 7).tolist()))
 @needs_openmp
 @pytest.mark.parametrize("limit", ["1", "2", "3"])
 def test_sums_are_the_same_where_openmp_gives_fewer_threads(limit):
-    environment = {**os.environ, "OMP_THREAD_LIMIT": limit}
-    command = [sys.executable, "-c", f"import torch\n{LIMITED}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     values = np.random.default_rng(0).standard_normal((2, 300_000)).astype(np.float32)
-    assert done.stdout.split() == [value.hex() for value in squared_sums(*values, 1).tolist()]
+    found = printed(f"import torch\n{LIMITED}", OMP_THREAD_LIMIT=limit)
+    assert found.split() == [value.hex() for value in squared_sums(*values, 1).tolist()]
+
+
+PROGRAMS, ISLANDS = "intaglio_parallel_program", "intaglio_parallel_between_islands"
+SHARED = "intaglio_parallel_shared"
+NOTHING = ctypes.CDLL(None).abs
+
+
+class Caller(threading.Thread):
+    """Calls functions that run programs, in a thread of its own with two threads of PyTorch.
+
+    Attributes:
+        calls: names of the functions, and how often each runs an empty body before one that takes some time.
+        found: the other threads that took part in each call that took some time.
+    """
+
+    def __init__(self, *calls: tuple[str, int]) -> None:
+        super().__init__()
+        self.calls, self.found = calls, []
+        self.start()
+        self.join()
+
+    def run(self) -> None:
+        torch.set_num_threads(2)
+        for name, empty in self.calls:
+            function, used = getattr(native_library.runtime(), name), set()
+
+            def body(context, thread, threads, used=used) -> None:
+                used.add(threading.get_native_id())
+                time.sleep(0.001)
+
+            for _ in range(empty):
+                function(ctypes.cast(NOTHING, native_library.BODY), None, 2)
+            function(native_library.BODY(body), None, 2)
+            self.found.append(used - {threading.get_native_id()})
+
+
+def holds(check: Callable[[], bool]) -> bool:
+    """Whether a check holds once. Other work on the cores makes short calls long ones."""
+    for _ in range(20):
+        time.sleep(1.1)  # calls of other threads are forgotten
+        if check():
+            return True
+    return False
+
+
+@needs_openmp
+def test_many_short_programs_leave_the_threads_of_pytorch_until_two_long_ones():
+    def check() -> bool:
+        team, short, one_long, two_long = Caller((PROGRAMS, 0), (PROGRAMS, 200), (PROGRAMS, 1), (PROGRAMS, 1)).found
+        assert len(team) == len(short) == 1
+        return short == one_long != team == two_long
+
+    assert holds(check)
+
+
+@needs_openmp
+def test_programs_between_islands_stay_in_the_threads_of_pytorch():
+    def check() -> bool:
+        first, second = Caller((ISLANDS, 0), (ISLANDS, 200)).found
+        return first == second != Caller((SHARED, 0)).found[0]
+
+    assert holds(check)
+
+
+@needs_openmp
+def test_calls_of_several_threads_leave_the_threads_of_pytorch():
+    """Each thread has a team of its own, which would share cores with that of the last caller."""
+
+    def check() -> bool:
+        (team,) = Caller((PROGRAMS, 0)).found
+        (pool,) = Caller((SHARED, 0)).found
+        return team != pool and Caller((PROGRAMS, 0), (ISLANDS, 0)).found == [pool, pool]
+
+    assert holds(check)
 
 
 def test_another_openmp_library_is_not_used(monkeypatch):
     monkeypatch.setattr(native_library, "OPENMP", ("no_such_function",))
-    assert native_library._openmp_of_torch() is None
+    native_library._openmp_of_torch.cache_clear()
+    try:
+        assert native_library._openmp_of_torch() is None
+    finally:
+        native_library._openmp_of_torch.cache_clear()

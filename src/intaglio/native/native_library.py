@@ -20,11 +20,11 @@ from intaglio.native.units import library_units
 BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 """C type of the function that threads run: ``void body(void* context, int thread, int threads)``."""
 
-OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads", "omp_pause_resource_all")
 """Functions of an OpenMP library that starts threads as GCC's does."""
 
-QUANTIZING = ("openmp", "statistics", "squared_sums", "weight_columns", "row_errors", "scale_errors")
-SOURCE = '#include "base/pool.cpp"\n#include "base/planes.cpp"\n' + "".join(
+QUANTIZING = ("statistics", "squared_sums", "weight_columns", "row_errors", "scale_errors")
+SOURCE = "".join(f'#include "base/{name}.cpp"\n' for name in ("pool", "openmp", "planes")) + "".join(
     f'#include "quantizing/{name}.cpp"\n' for name in QUANTIZING
 )
 USUAL_HEADERS = '#include "products/matmul.h"\n#include "elementwise/activation.h"\n#include "sequences/attention.h"\n'
@@ -48,7 +48,9 @@ _ARRAY, _COUNT, _INT, _VALUE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ct
 SIGNATURES = {
     "intaglio_parallel": (BODY, ctypes.c_void_p, _INT),
     "intaglio_parallel_shared": (BODY, ctypes.c_void_p, _INT),
-    "intaglio_use_openmp": (ctypes.c_void_p,) * 3,
+    "intaglio_parallel_program": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_parallel_between_islands": (BODY, ctypes.c_void_p, _INT),
+    "intaglio_use_openmp": (ctypes.c_void_p,) * 5,
     "intaglio_planes": (_ARRAY, _ARRAY, _COUNT, _COUNT, _COUNT, _INT),
     "intaglio_channel_extrema": (_ARRAY, _COUNT, _COUNT, _COUNT, _INT, _ARRAY, _ARRAY),
     "intaglio_count": (_ARRAY, _COUNT, _COUNT, _INT, *[_ARRAY] * 5, ctypes.POINTER(NativeCounts)),
@@ -117,6 +119,7 @@ def _opened(path: Path) -> ctypes.CDLL:
     return library
 
 
+@cache
 def _openmp_of_torch() -> list[int | None] | None:
     """Return the addresses of `OPENMP` in the library that PyTorch is linked with; ``None`` if there is none."""
     try:
@@ -129,6 +132,11 @@ def _openmp_of_torch() -> list[int | None] | None:
         return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in OPENMP]
     except (OSError, AttributeError):
         return None
+
+
+def shares_threads() -> bool:
+    """Return whether programs can run in the threads of PyTorch."""
+    return _openmp_of_torch() is not None
 
 
 @cache
@@ -186,8 +194,15 @@ def runtime_if_built() -> ctypes.CDLL | None:
 
 
 @cache
-def parallel_address() -> int:
-    """Return the address of ``intaglio_parallel_shared`` (an ``IntaglioParallel`` of pool.h) for generated programs."""
-    address = ctypes.cast(runtime().intaglio_parallel_shared, ctypes.c_void_p).value
+def parallel_address(between_islands: bool) -> int:
+    """Return the address of the function that runs the segments of generated programs, an ``IntaglioParallel`` of
+    pool.h.
+
+    Args:
+        between_islands: whether float islands, which PyTorch computes, are between segments.
+    """
+    library = runtime()
+    function = library.intaglio_parallel_between_islands if between_islands else library.intaglio_parallel_program
+    address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address

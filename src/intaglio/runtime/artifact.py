@@ -133,7 +133,7 @@ def open_artifact(program: Program, path: Path) -> Artifact:
     library.intaglio_plan.argtypes = (ctypes.POINTER(CInt64), ctypes.POINTER(CInt64))
     library.intaglio_run.restype = None
     library.intaglio_run.argtypes = (ctypes.POINTER(RunArguments), ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
-    return Artifact(program, path, aligned(program.constants), library, parallel_address())
+    return Artifact(program, path, aligned(program.constants), library, parallel_address(bool(program.calls)))
 
 
 def aligned(array: np.ndarray, boundary: int = 64) -> np.ndarray:

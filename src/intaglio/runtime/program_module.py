@@ -15,6 +15,7 @@ from intaglio import config
 from intaglio.argument_checks import check_arguments
 from intaglio.errors import INDEX_OUT_OF_RANGE, InputError
 from intaglio.ir import Dim, Graph, HostCall, IslandCall, ModelInfo, Program, Schedule, Signature
+from intaglio.native.native_library import shares_threads
 from intaglio.runtime.artifact import Artifact
 from intaglio.runtime.calls.call_plans import (
     MAX_IDLE_FRAMES,
@@ -269,7 +270,8 @@ class ProgramModule(ModelWithAttributes):
         """Return the plan for these sizes of the dynamic dimensions."""
         if self._size_evaluator is None:
             self._size_evaluator = SizeEvaluator(self.artifact, self.graph, self.island_dims)
-        return CallPlan(self._size_evaluator, symbols, ISLAND_DELAY_SECONDS * self.coverage.has_float_layers)
+        delayed = self.coverage.has_float_layers and not shares_threads()
+        return CallPlan(self._size_evaluator, symbols, ISLAND_DELAY_SECONDS * delayed)
 
     @with_memory_errors
     def _run(

@@ -115,10 +115,11 @@ def test_threads_that_begin_later_get_longer_work_only():
     assert replace(cost(2e-3), delay=3e-4).threads(2) == 2
 
 
-@pytest.mark.parametrize(("skip", "threads"), [([], 2), (["2"], 1)])
-def test_segments_beside_float_layers_share_only_long_work(monkeypatch, cores, skip, threads):
-    """PyTorch's threads compete with those of the program."""
+@pytest.mark.parametrize(("skip", "shared", "threads"), [([], False, 2), (["2"], False, 1), (["2"], True, 2)])
+def test_segments_beside_float_layers_share_only_long_work(monkeypatch, cores, skip, shared, threads):
+    """PyTorch's threads compete with those of the program, unless it runs in them."""
     cores(2)
+    monkeypatch.setattr("intaglio.runtime.program_module.shares_threads", lambda: shared)
     monkeypatch.setattr("intaglio.runtime.calls.threads.thread_counts", thread_counts)
     monkeypatch.setattr("intaglio.runtime.program_module.ISLAND_DELAY_SECONDS", 3600.0)
     net = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)).eval()

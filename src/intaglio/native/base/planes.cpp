@@ -46,5 +46,5 @@ void planes_body(void* context, int thread, int threads) {
 INTAGLIO_EXPORT void intaglio_planes(const void* pixels, void* planes, int64_t images, int64_t count, int64_t channels,
                                      int threads) {
     PlanesJob job = {static_cast<const uint32_t*>(pixels), static_cast<uint32_t*>(planes), images, count, channels};
-    intaglio_parallel_shared(planes_body, &job, threads);
+    intaglio_parallel_program(planes_body, &job, threads);
 }

@@ -182,13 +182,16 @@ void forget_workers() {
     callers = sharing;
 }
 
-__attribute__((constructor)) void watch_fork() {
+// Call functions before each fork, null for none, and in its child.
+void watch_fork(void (*before)(), void (*child)()) {
 #if defined(INTAGLIO_SHARED_LIBC)  // what pthread_atfork calls, which is in a static part of glibc
-    __register_atfork(nullptr, nullptr, forget_workers, nullptr);
+    __register_atfork(before, nullptr, child, nullptr);
 #else
-    pthread_atfork(nullptr, nullptr, forget_workers);
+    pthread_atfork(before, nullptr, child);
 #endif
 }
+
+__attribute__((constructor)) void watch_pool() { watch_fork(nullptr, forget_workers); }
 
 }  // namespace
 

@@ -10,6 +10,11 @@ constexpr double kInteger = 6755399441055744.0;  // 1.5 * 2^52: sums with it are
 INTAGLIO_EXPORT void intaglio_parallel(IntaglioBody body, void* context, int threads);
 INTAGLIO_EXPORT void intaglio_parallel_shared(IntaglioBody body, void* context, int threads);
 
+// Run a program as intaglio_parallel_shared does, or in the threads of PyTorch's OpenMP library if that is known and the
+// thread's last program was not short. The second function is for programs between operators of PyTorch, however short.
+INTAGLIO_EXPORT void intaglio_parallel_program(IntaglioBody body, void* context, int threads);
+INTAGLIO_EXPORT void intaglio_parallel_between_islands(IntaglioBody body, void* context, int threads);
+
 // Run a body as intaglio_parallel does, in threads of PyTorch's OpenMP library if it is known. The body may get fewer
-// threads, and must not wait for other threads.
+// threads.
 void parallel_between_operators(IntaglioBody body, void* context, int threads);

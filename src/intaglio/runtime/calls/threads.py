@@ -43,8 +43,9 @@ START_SECONDS = 5e-6
 sleep."""
 
 ISLAND_DELAY_SECONDS = 300e-6
-"""Seconds by which the other threads begin later in a program whose float islands have layers. They sleep while PyTorch
-computes an island, and PyTorch's threads then spin on their cores for milliseconds. Measured as 120e-6 to 320e-6 per
+"""Seconds by which the other threads begin later in a program whose float islands have layers, where it cannot run in
+PyTorch's threads. They sleep while PyTorch computes an island, and PyTorch's threads then spin on their cores for
+milliseconds. Measured as 120e-6 to 320e-6 per
 segment in MobileNetV3 and MiniLM with 10 to 49 islands, on two cores of a Xeon with AMX."""
 
 BARRIER_SECONDS, BARRIER_SECONDS_PER_THREAD = 0.08e-6, 0.04e-6
