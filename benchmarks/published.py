@@ -176,6 +176,13 @@ def _is_zen5_run(run: Run) -> bool:
     return run.core_kind == "Zen 5" and run.best_ms.keys() >= OPENVINO_SETTINGS
 
 
+def behind_operators_runs() -> list[Run]:
+    """The newest race of each network in which PyTorch computed something before each call."""
+    order = list(NETWORKS.values())
+    newest = {run.title: run for run in idle_runs(recorded("race_behind_operators"))}
+    return sorted(newest.values(), key=lambda run: order.index(run.title))
+
+
 def amx_runs() -> list[Run]:
     """The race of each network and batch size on processors with AMX, on two threads, that has the most engines of the
     table; of these the newest."""
@@ -451,6 +458,7 @@ TABLES = {
     "batch16_threads2": lambda: with_source(int8_runs(all_runs(), 16, 2)),
     "batch16_threads1": lambda: with_source(int8_runs(all_runs(), 16, 1)),
     "zen5": lambda: f"{zen5_table(zen5_runs())}\n\n{source(zen5_runs())}",
+    "behind_operators": lambda: with_source(behind_operators_runs()),
     "amx": lambda: f"{amx_table(amx_runs())}\n\n{source(amx_runs())}",
     "once": once_table,
     "float32": lambda: f"{float_table(float_runs(all_runs()))}\n\n{source(float_runs(all_runs()))}",
