@@ -194,7 +194,7 @@ def runtime_if_built() -> ctypes.CDLL | None:
 
 
 @cache
-def parallel_address(between_islands: bool) -> int:
+def parallel_address(between_islands: bool = False) -> int:
     """Return the address of the function that runs the segments of generated programs, an ``IntaglioParallel`` of
     pool.h.
 

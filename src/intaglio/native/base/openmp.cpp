@@ -1,6 +1,6 @@
 // Regions in the threads of PyTorch's OpenMP library. After an operator these read memory for milliseconds, to begin
 // the next one at once, and threads of another pool share cores with them: a step of a decoder, 5 ms, takes 12 ms
-// behind an argmax of its logits. So programs run in them too, unless they are short.
+// behind an argmax of its logits. So programs run in them too while they do, unless the programs are short.
 #include "base/process_library.h"
 
 namespace {
@@ -25,20 +25,33 @@ constexpr int64_t kSeveralCallersNanoseconds = 1000000000;
 
 int64_t team_spins_until;  // the last team may read memory until then
 pthread_t team_owner;      // the thread that called it
+pthread_t last_caller;     // the thread that ran a program last
 int64_t several_callers_until;
 bool team_in_fork;                // it could not be ended before a fork
 thread_local int short_in_a_row;  // programs that this thread has called since the last long one
 thread_local bool only_short;     // it has called many of them, and one long program at most
 
+thread_local clockid_t team_clock;  // processor time of the second thread of this thread's team; 0: not known yet
+
 struct OpenmpJob {
     IntaglioBody body;
     void* context;
     int threads;
+    clockid_t clock;
 };
 
+// Return the clock that Linux gives to the processor time of the calling thread, for use in other threads.
+clockid_t own_clock() { return clockid_t(~unsigned(syscall(SYS_gettid)) << 3 | 6); }
+
+int64_t time_on(clockid_t clock) {
+    timespec t;
+    return clock_gettime(clock, &t) ? 0 : t.tv_sec * int64_t(1000000000) + t.tv_nsec;
+}
+
 void openmp_region(void* job) {
-    const OpenmpJob& found = *static_cast<const OpenmpJob*>(job);
+    OpenmpJob& found = *static_cast<OpenmpJob*>(job);
     const int thread = thread_number(), team = team_size(), threads = found.threads < team ? found.threads : team;
+    if (thread == 1) found.clock = own_clock();
     if (thread >= threads) return;
     const unsigned before = swap_float_mode(kDefaultFloatMode);
     inside = true;
@@ -50,20 +63,30 @@ void openmp_region(void* job) {
 // Run a body in the first threads of the team. The region has all of them, because OpenMP ends those that a region
 // leaves out.
 void run_in_team(IntaglioBody body, void* context, int threads) {
-    OpenmpJob job{body, context, threads};
+    OpenmpJob job{body, context, threads, 0};
     parallel_region(openmp_region, &job, unsigned(largest_team()), 0);
+    team_clock = job.clock;
 }
 
-// Return whether a region runs in the team of this thread: the team has enough threads, no other thread is a caller
-// too, and the region is between operators or is not one of many short ones.
+// Return whether the threads of this thread's team are running now, after an operator or a program.
+bool team_is_running() {
+    const int64_t before = time_on(team_clock);
+    return time_on(team_clock) > before;
+}
+
+// Return whether a region runs in the team of this thread: this thread was the last caller, no other one is a caller
+// now, the region is between operators or is not one of many short ones, and the team has enough threads, which run or
+// were never used here.
 bool suits_team(int threads, bool between_operators, int64_t begin) {
+    const pthread_t caller = pthread_self(), last = __atomic_exchange_n(&last_caller, caller, __ATOMIC_RELAXED);
     const bool spins = begin < __atomic_load_n(&team_spins_until, __ATOMIC_ACQUIRE);
-    if (__atomic_load_n(&callers, __ATOMIC_RELAXED) || (spins && !pthread_equal(team_owner, pthread_self()))) {
+    if (__atomic_load_n(&callers, __ATOMIC_RELAXED) || (spins && !pthread_equal(team_owner, caller))) {
         __atomic_store_n(&several_callers_until, begin + kSeveralCallersNanoseconds, __ATOMIC_RELAXED);
         return false;
     }
-    if (begin < __atomic_load_n(&several_callers_until, __ATOMIC_RELAXED) || threads > largest_team()) return false;
-    return between_operators || !only_short;
+    if (begin < __atomic_load_n(&several_callers_until, __ATOMIC_RELAXED) || !pthread_equal(last, caller)) return false;
+    if ((only_short && !between_operators) || threads > largest_team()) return false;
+    return !team_clock || team_is_running();
 }
 
 // Note how long a program took. One long program among many short ones was interrupted, or will not come again soon.
@@ -97,8 +120,11 @@ void run_program(IntaglioBody body, void* context, int threads, bool between_ope
     note_duration(now() - begin);
 }
 
-// Before a fork: end the team, because the child would have none of its threads and wait for them.
-void end_team_before_fork() { team_in_fork = parallel_region && end_team(kPauseSoft) != 0; }
+// Before a fork: end the team, because its threads are not in the child, which would wait for them.
+void end_team_before_fork() {
+    team_in_fork = parallel_region && end_team(kPauseSoft) != 0;
+    team_clock = 0;
+}
 
 // In the child of a fork inside of a region: use the team no more.
 void forget_team() {
