@@ -164,7 +164,7 @@ def test_programs_run_in_the_threads_of_pytorch_while_these_run():
 
 
 @needs_openmp
-@pytest.mark.slow  # on an idle machine
+@pytest.mark.slow(reason="needs an idle machine")
 def test_many_short_programs_leave_the_threads_of_pytorch_until_two_long_ones():
     def check() -> bool:
         long = Call(empty=1, operator=True)
@@ -175,7 +175,7 @@ def test_many_short_programs_leave_the_threads_of_pytorch_until_two_long_ones():
 
 
 @needs_openmp
-@pytest.mark.slow  # on an idle machine
+@pytest.mark.slow(reason="needs an idle machine")
 def test_programs_between_islands_stay_in_the_threads_of_pytorch():
     def check() -> bool:
         pool, team, many = Caller(Call(ISLANDS), Call(ISLANDS), Call(ISLANDS, empty=200, operator=True)).found
@@ -185,6 +185,7 @@ def test_programs_between_islands_stay_in_the_threads_of_pytorch():
 
 
 @needs_openmp
+@pytest.mark.slow(reason="needs an idle machine")
 def test_calls_of_several_threads_leave_the_threads_of_pytorch():
     """Each thread has a team of its own, which would share cores with that of the last caller."""
 
