@@ -90,8 +90,8 @@ def test_sums_are_the_same_where_openmp_gives_fewer_threads(limit):
     assert found.split() == [value.hex() for value in squared_sums(*values, 1).tolist()]
 
 
-ISLANDS = "intaglio_parallel_between_islands"
-NOTHING = ctypes.CDLL(None).abs
+ISLANDS, SHARED = "intaglio_parallel_between_islands", "intaglio_parallel_shared"
+NOTHING, END_TEAM = ctypes.CDLL(None).abs, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 @dataclass
@@ -103,12 +103,14 @@ class Call:
         empty: how often it runs an empty body first.
         operator: PyTorch computes something on two threads right before.
         pause: seconds to wait before the call.
+        team_ended: the threads of PyTorch were ended before, so that the operator starts others.
     """
 
     name: str = "intaglio_parallel_program"
     empty: int = 0
     operator: bool = False
     pause: float = 0.0
+    team_ended: bool = False
 
 
 class Caller(threading.Thread):
@@ -136,6 +138,8 @@ class Caller(threading.Thread):
 
             for _ in range(call.empty):
                 function(ctypes.cast(NOTHING, native_library.BODY), None, 2)
+            if call.team_ended:
+                END_TEAM(native_library._openmp_of_torch()[-1])(1)
             if call.operator:
                 values.sin()
             time.sleep(call.pause)
@@ -159,6 +163,15 @@ def test_programs_run_in_the_threads_of_pytorch_while_these_run():
     def check() -> bool:
         first, team, behind, later = Caller(Call(), Call(), Call(operator=True), Call(pause=0.3)).found
         return first == later != team == behind
+
+    assert holds(check)
+
+
+@needs_openmp
+def test_threads_that_pytorch_started_anew_are_used():
+    def check() -> bool:
+        pool, _, _, anew = Caller(Call(SHARED), Call(), Call(), Call(team_ended=True, operator=True)).found
+        return anew != pool
 
     assert holds(check)
 

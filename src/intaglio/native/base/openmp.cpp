@@ -43,9 +43,10 @@ struct OpenmpJob {
 // Return the clock that Linux gives to the processor time of the calling thread, for use in other threads.
 clockid_t own_clock() { return clockid_t(~unsigned(syscall(SYS_gettid)) << 3 | 6); }
 
+// Return the time of a clock in nanoseconds, or -1 if its thread has ended.
 int64_t time_on(clockid_t clock) {
     timespec t;
-    return clock_gettime(clock, &t) ? 0 : t.tv_sec * int64_t(1000000000) + t.tv_nsec;
+    return clock_gettime(clock, &t) ? -1 : t.tv_sec * int64_t(1000000000) + t.tv_nsec;
 }
 
 void openmp_region(void* job) {
@@ -68,15 +69,17 @@ void run_in_team(IntaglioBody body, void* context, int threads) {
     team_clock = job.clock;
 }
 
-// Return whether the threads of this thread's team are running now, after an operator or a program.
-bool team_is_running() {
+// Return whether the threads of this thread's team are running now, after an operator or a program, or are not known.
+bool team_may_run() {
+    if (!team_clock) return true;
     const int64_t before = time_on(team_clock);
-    return time_on(team_clock) > before;
+    if (before < 0) team_clock = 0;  // PyTorch may have started others
+    return before < 0 || time_on(team_clock) > before;
 }
 
 // Return whether a region runs in the team of this thread: this thread was the last caller, no other one is a caller
 // now, the region is between operators or is not one of many short ones, and the team has enough threads, which run or
-// were never used here.
+// are not known.
 bool suits_team(int threads, bool between_operators, int64_t begin) {
     const pthread_t caller = pthread_self(), last = __atomic_exchange_n(&last_caller, caller, __ATOMIC_RELAXED);
     const bool spins = begin < __atomic_load_n(&team_spins_until, __ATOMIC_ACQUIRE);
@@ -86,7 +89,7 @@ bool suits_team(int threads, bool between_operators, int64_t begin) {
     }
     if (begin < __atomic_load_n(&several_callers_until, __ATOMIC_RELAXED) || !pthread_equal(last, caller)) return false;
     if ((only_short && !between_operators) || threads > largest_team()) return false;
-    return !team_clock || team_is_running();
+    return team_may_run();
 }
 
 // Note how long a program took. One long program among many short ones was interrupted, or will not come again soon.

@@ -10,9 +10,8 @@ constexpr double kInteger = 6755399441055744.0;  // 1.5 * 2^52: sums with it are
 INTAGLIO_EXPORT void intaglio_parallel(IntaglioBody body, void* context, int threads);
 INTAGLIO_EXPORT void intaglio_parallel_shared(IntaglioBody body, void* context, int threads);
 
-// Run a program as intaglio_parallel_shared does, or in the threads of PyTorch's OpenMP library if that is known and
-// the thread's last program was not short. The second function is for programs between operators of PyTorch, however
-// short.
+// Run a program as intaglio_parallel_shared does, or in the threads of PyTorch's OpenMP library while these run, unless
+// the calling thread runs short programs only. The second function is for short programs between operators, too.
 INTAGLIO_EXPORT void intaglio_parallel_program(IntaglioBody body, void* context, int threads);
 INTAGLIO_EXPORT void intaglio_parallel_between_islands(IntaglioBody body, void* context, int threads);
 
