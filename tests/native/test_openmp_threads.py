@@ -59,7 +59,7 @@ needs_openmp = pytest.mark.skipif(
 
 
 def printed(text: str, **environment: str) -> str:
-    """What a process prints that runs a text."""
+    """Return what a new Python process prints when it runs this source code."""
     command, environment = [sys.executable, "-c", text], {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment).stdout
 
@@ -75,8 +75,9 @@ def test_a_child_of_fork_runs_operators_of_pytorch_programs_and_kernels():
 
 
 LIMITED = """
-import numpy
+import numpy, torch
 from intaglio.native.statistics import squared_sums
+torch.set_num_threads(7)
 values = numpy.random.default_rng(0).standard_normal((2, 300_000)).astype(numpy.float32)
 print(*(value.hex() for value in squared_sums(*values, 7).tolist()))
 """
@@ -86,7 +87,7 @@ print(*(value.hex() for value in squared_sums(*values, 7).tolist()))
 @pytest.mark.parametrize("limit", ["1", "2", "3"])
 def test_sums_are_the_same_where_openmp_gives_fewer_threads(limit):
     values = np.random.default_rng(0).standard_normal((2, 300_000)).astype(np.float32)
-    found = printed(f"import torch\n{LIMITED}", OMP_THREAD_LIMIT=limit)
+    found = printed(LIMITED, OMP_THREAD_LIMIT=limit)
     assert found.split() == [value.hex() for value in squared_sums(*values, 1).tolist()]
 
 
@@ -148,9 +149,9 @@ class Caller(threading.Thread):
 
 
 def holds(check: Callable[[], bool]) -> bool:
-    """Whether a check holds once. Other work on the cores makes short calls long ones."""
+    """Return whether a check succeeds in one of 20 attempts, because other processes delay calls on the same cores."""
     for _ in range(20):
-        time.sleep(1.1)  # calls of other threads are forgotten
+        time.sleep(1.1)  # longer than a call of another thread counts
         if check():
             return True
     return False

@@ -32,7 +32,7 @@ LOGITS_TO_KEEP = "logits_to_keep"
 """Argument of forward for the tokens whose logits are computed, as a number of the last ones or as indices."""
 
 
-class TracedLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers has no annotation here
+class TracedLayer(DynamicLayer):
     """A layer of a cache that holds the past of a call and keeps new keys and values apart."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:

@@ -85,7 +85,7 @@ def _shifted_labels(model: PreTrainedModel, call: Mapping[str, Any]) -> Tensor:
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received.append(args[0] if args else kwargs["input_ids"])
 
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers has no annotation here
+    decoder: nn.Module = model.get_decoder()
     handle = decoder.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with torch.no_grad():

@@ -84,7 +84,7 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
     for index in range(len(layers) // 2):
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
-            layer = cache.layers[index] = DynamicLayer()  # type: ignore[no-untyped-call]  # transformers has no annotation here
+            layer = cache.layers[index] = DynamicLayer()
         length = int(layer.get_seq_length()) if layer is not None else 0
         for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
             if not length or held is None:

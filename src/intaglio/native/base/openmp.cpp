@@ -1,6 +1,7 @@
-// Regions in the threads of PyTorch's OpenMP library. After an operator these read memory for milliseconds, to begin
-// the next one at once, and threads of another pool share cores with them: a step of a decoder, 5 ms, takes 12 ms
-// behind an argmax of its logits. So programs run in them too while they do, unless the programs are short.
+// Regions in the threads of PyTorch's OpenMP library. After an operator these threads spin for milliseconds, to begin
+// the next operator at once, and threads of another pool share cores with them: a step of a decoder that takes 5 ms
+// takes 12 ms after an argmax of its logits. So programs run in these threads too while they spin, unless the programs
+// are short.
 #include "base/process_library.h"
 
 namespace {
@@ -13,17 +14,17 @@ int (*largest_team)();                                                          
 int (*end_team)(int kind);                                                            // omp_pause_resource_all
 constexpr int kPauseSoft = 1;  // omp_pause_soft: end the threads of this thread's team; the next region starts others
 
-// Time for which the threads of a team read memory after a region, at most.
+// Time for which the threads of a team spin after a region, at most.
 constexpr int64_t kTeamSpinNanoseconds = 10000000;
-// A thread that has called so many short programs, and no other, runs them in threads of the pool, where a region takes
-// 1.5 us less. Threads of the team then take cores from the first of them.
+// A thread that has called this many short programs in a row runs further ones in threads of the pool, where a region
+// takes 1.5 us less.
 constexpr int kManyShort = 64;
 constexpr int64_t kShortNanoseconds = 200000;
 // Time for which programs run in threads of the pool once several threads have called them: each caller has a team of
-// its own, and that of another caller may be reading memory.
+// its own, and the team of another caller may spin.
 constexpr int64_t kSeveralCallersNanoseconds = 1000000000;
 
-int64_t team_spins_until;  // the last team may read memory until then
+int64_t team_spins_until;  // the last team may spin until then
 pthread_t team_owner;      // the thread that called it
 pthread_t last_caller;     // the thread that ran a program last
 int64_t several_callers_until;
@@ -78,9 +79,9 @@ bool team_may_run() {
 }
 
 // Return whether a region runs in the team of this thread: this thread was the last caller, no other one is a caller
-// now, the region is between operators or is not one of many short ones, and the team has enough threads, which run or
-// are not known.
-bool suits_team(int threads, bool between_operators, int64_t begin) {
+// now, the region is between float islands or is not one of many short ones, and the team has enough threads, which run
+// or are not known.
+bool suits_team(int threads, bool between_islands, int64_t begin) {
     const pthread_t caller = pthread_self(), last = __atomic_exchange_n(&last_caller, caller, __ATOMIC_RELAXED);
     const bool spins = begin < __atomic_load_n(&team_spins_until, __ATOMIC_ACQUIRE);
     if (__atomic_load_n(&callers, __ATOMIC_RELAXED) || (spins && !pthread_equal(team_owner, caller))) {
@@ -88,7 +89,7 @@ bool suits_team(int threads, bool between_operators, int64_t begin) {
         return false;
     }
     if (begin < __atomic_load_n(&several_callers_until, __ATOMIC_RELAXED) || !pthread_equal(last, caller)) return false;
-    if ((only_short && !between_operators) || threads > largest_team()) return false;
+    if ((only_short && !between_islands) || threads > largest_team()) return false;
     return team_may_run();
 }
 
@@ -105,11 +106,11 @@ void note_duration(int64_t nanoseconds) {
     }
 }
 
-void run_program(IntaglioBody body, void* context, int threads, bool between_operators) {
+void run_program(IntaglioBody body, void* context, int threads, bool between_islands) {
     if (threads < 2 || inside || !parallel_region) return intaglio_parallel_shared(body, context, threads);
     const int64_t begin = now();
     uint32_t none = 0;
-    if (suits_team(threads, between_operators, begin) &&
+    if (suits_team(threads, between_islands, begin) &&
         __atomic_compare_exchange_n(&callers, &none, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
         ++sharing;
         run_in_team(body, context, threads);
