@@ -24,6 +24,17 @@ PAIR |= {
 MODELS = {
     "llama": ("LlamaForCausalLM", {**WIDE, "num_key_value_heads": 2}),
     "mistral": ("MistralForCausalLM", {**WIDE, "num_key_value_heads": 2, "sliding_window": 6}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            **WIDE,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}),
     "opt": ("OPTForCausalLM", {**WIDE, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),

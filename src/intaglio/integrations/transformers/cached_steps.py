@@ -6,9 +6,10 @@ Each is a copy of the whole model with another forward, so that module paths and
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values
+from intaglio.integrations.transformers.decoder_cache import cache_name, keys_and_values, windows_of
 from intaglio.torch_private import assume
 from intaglio.tracing.copies.copy_model import copy_model
 
 KeyValues = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of every layer, each of shape [batch, heads, length, head size]."""
 
-EXAMPLE_PAST, EXAMPLE_NEW, EXAMPLE_BATCH = 5, 3, 2
+EXAMPLE_PAST, EXAMPLE_WINDOW, EXAMPLE_NEW, EXAMPLE_BATCH = 7, 5, 3, 2
 EXAMPLE_KEPT = (2, 0, 1, 2)
 """Sizes of the example that is exported, and the new tokens whose logits it returns. torch.export fixes sizes of 0 and
-1, and equal sizes look related."""
+1, and equal sizes look related. Layers with a sliding window hold `EXAMPLE_WINDOW` of the earlier tokens."""
 LOGITS_TO_KEEP = "logits_to_keep"
 """Argument of forward for the tokens whose logits are computed, as a number of the last ones or as indices."""
 
@@ -49,6 +51,30 @@ class TracedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Return the length, which may be a dynamic dimension."""
         return 0 if self.keys is None else self.keys.shape[-2]
+
+
+class TracedWindow(TracedLayer):
+    """A layer with a sliding window, whose past holds the last ones of the tokens before a call."""
+
+    is_sliding = True
+
+    def __init__(self, keys: Tensor, values: Tensor, before: int) -> None:
+        super().__init__(keys, values)
+        self.before, self.held = before, keys.shape[-2]
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens before the call, which may be a dynamic dimension."""
+        return self.before
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return the number of tokens that the layer attends to, and the number of those before them.
+
+        Args:
+            query_length: the number of new tokens; earlier releases of version 5 pass their positions.
+        """
+        every, _ = super().get_mask_sizes(query_length)
+        gone = self.before - self.held
+        return every - gone, gone
 
 
 @dataclass(frozen=True)
@@ -80,13 +106,19 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     Its forward takes a dictionary ``inputs`` with the entries ``tokens`` [batch, new], ``mask`` [batch, new] and
     ``past_mask`` [batch, past], ``positions`` [batch, new] if the model takes positions, ``kept`` [logits] if the model
     computes logits of some tokens only, with their indices among the new ones, and for encoder-decoders
-    ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer; and for
-    encoder-decoders those of cross-attention, ``cross``.
+    ``encoder_mask`` [batch, source] if the encoder has a mask; the keys and values ``past`` of every layer, those of
+    layers with a sliding window for the last tokens of the past only; and for encoder-decoders those of
+    cross-attention, ``cross``.
     """
+    windows = windows_of(model.config)  # of layers, by their index
 
     def forward(self: Any, inputs: Mapping[str, Tensor], past: KeyValues, cross: KeyValues = ()) -> Any:
-        given = _decoder_arguments(names, inputs, past)
-        layers = [TracedLayer(keys, values) for keys, values in past]
+        given = _decoder_arguments(names, inputs, past, windows)
+        before = inputs["past_mask"].shape[1]
+        layers = [
+            TracedWindow(keys, values, before) if index in windows else TracedLayer(keys, values)
+            for index, (keys, values) in enumerate(past)
+        ]
         cache = Cache(layers=list(layers))
         if cross:
             other = Cache(layers=[TracedLayer(keys, values) for keys, values in cross])
@@ -99,11 +131,16 @@ def step_module(model: PreTrainedModel, names: StepNames) -> nn.Module:
     return _with_forward(model, forward)
 
 
-def _decoder_arguments(names: StepNames, inputs: Mapping[str, Tensor], past: KeyValues) -> dict[str, Any]:
+def _decoder_arguments(
+    names: StepNames, inputs: Mapping[str, Tensor], past: KeyValues, windows: Collection[int]
+) -> dict[str, Any]:
     """Return arguments of the float model's forward, and tell torch.export which sizes are equal."""
-    length = inputs["past_mask"].shape[1]
-    for tensor in (tensor for pair in past for tensor in pair):
-        assume(tensor.shape[2] == length)
+    assume(inputs["past_mask"].shape[0] == inputs["tokens"].shape[0])
+    lengths = {False: inputs["past_mask"].shape[1]}
+    for index, pair in enumerate(past):
+        length = lengths.setdefault(index in windows, pair[0].shape[2])
+        for tensor in pair:
+            assume(tensor.shape[2] == length)
     for name in ("mask", "positions"):
         if name in inputs:
             assume(inputs[name].shape[1] == inputs["tokens"].shape[1])
@@ -166,7 +203,23 @@ def _call_with_cache(model: Any, cache: Cache, given: Mapping[str, Any]) -> Any:
     forward: Callable[..., Any] = types.MethodType(type(model).forward, model)
     name = cache_name(inspect.signature(forward).parameters)
     assert name is not None, type(model)  # `cache_refusal` refuses models without it
-    return forward(**given, **{name: cache}, use_cache=True)
+    with _masks_of_any_size():
+        return forward(**given, **{name: cache}, use_cache=True)
+
+
+@contextlib.contextmanager
+def _masks_of_any_size() -> Iterator[None]:
+    """Let the library make the masks of attention without looking for calls that need none.
+
+    torch.export never leaves a mask out, but the search compares the number of tokens in a window with that of all,
+    and the graph would then be for calls with more tokens than the window holds.
+    """
+    make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = lambda **given: make(**{**given, "allow_is_causal_skip": False})
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _with_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,9 +41,19 @@ def unsupported_layer(config: PreTrainedConfig) -> str | None:
     return next((type(layer).__name__ for layer in layers if type(layer) not in GROWING), None)
 
 
-def new_cache(is_encoder_decoder: bool) -> Cache:
-    """Return an empty cache that grows with every call."""
-    return EncoderDecoderCache(DynamicCache(), DynamicCache()) if is_encoder_decoder else DynamicCache()
+def windows_of(config: PreTrainedConfig) -> dict[int, int]:
+    """Return the layers whose keys and values are needed for the last tokens only: index of the layer -> sliding
+    window, in tokens. Models with windows of several sizes have none, because their programs take all tokens.
+    """
+    layers = enumerate(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+    found = {index: layer.sliding_window for index, layer in layers if type(layer) is DynamicSlidingWindowLayer}
+    return found if len(set(found.values())) == 1 else {}
+
+
+def new_cache(is_encoder_decoder: bool, config: PreTrainedConfig, slides: bool = False) -> Cache:
+    """Return an empty cache that grows with every call, or in layers with a window keeps the last tokens."""
+    own = DynamicCache(config=config if slides else None)
+    return EncoderDecoderCache(own, DynamicCache()) if is_encoder_decoder else own
 
 
 def self_attention_of(cache: Cache) -> Cache:
@@ -57,25 +67,36 @@ def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
-def check_layers(cache: Cache) -> None:
-    """Raise `InputError` if the program cannot read a layer of a cache, such as a static one with a sliding window."""
+def check_layers(cache: Cache, windows: Mapping[int, int]) -> None:
+    """Raise `InputError` if the program cannot read a layer of a cache, such as a static one with a sliding window.
+
+    Args:
+        cache: a cache of self-attention.
+        windows: layers of which the program reads the last tokens only: index -> number of these.
+    """
     for index, layer in enumerate(cache.layers):
-        empty = type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length()
-        if not empty and type(layer) not in (DynamicLayer, MemoryLayer, StaticLayer):
+        if type(layer) in (DynamicLayer, MemoryLayer, StaticLayer):
+            continue
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            if not layer.get_seq_length() or windows.get(index, layer.sliding_window) < layer.sliding_window:
+                continue
+            problem = f"layer {index} of the cache keeps {layer.sliding_window - 1} tokens, but the program reads more"
+        else:
             problem = f"layer {index} of the cache is a {type(layer).__name__}, whose tensors the program cannot read"
-            raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
+        raise InputError("the cache", None, problem, remedy=USE_DYNAMIC)
 
 
-def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
+def past_of(cache: Cache, layers: list[TensorType], batch: int, windows: Mapping[int, int]) -> list[Tensor]:
     """Return keys and values of the tokens before a call, layer by layer.
 
-    An empty layer of a sliding window is replaced by one that keeps all tokens, because the program, like the float
-    model, computes the window as a mask.
+    An empty layer with a sliding window is replaced by one that keeps all tokens if the program reads them all, as
+    programs of earlier releases do.
 
     Args:
         cache: a cache of self-attention, whose layers `check_layers` accepts.
         layers: types of keys and values of every layer.
         batch: batch size of the call.
+        windows: as of `check_layers`.
 
     Raises:
         InputError: a layer of the cache holds another data type.
@@ -83,8 +104,10 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
     past: list[Tensor] = []
     for index in range(len(layers) // 2):
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        if type(layer) is DynamicSlidingWindowLayer and not layer.get_seq_length():
-            layer = cache.layers[index] = DynamicLayer()
+        slides = isinstance(layer, DynamicSlidingWindowLayer)
+        if slides and index not in windows:
+            layer, slides = DynamicLayer(), False
+            cache.layers[index] = layer
         length = int(layer.get_seq_length()) if layer is not None else 0
         for kind, held in zip(layers[2 * index : 2 * index + 2], _tensors(layer), strict=True):
             if not length or held is None:
@@ -92,7 +115,8 @@ def past_of(cache: Cache, layers: list[TensorType], batch: int) -> list[Tensor]:
                 past.append(_empty(sizes, kind))
                 continue
             _check_dtype(index, held, kind)
-            past.append(held if held.shape[2] == length else held[:, :, :length])
+            end = held.shape[2] if slides else length
+            past.append(held[:, :, max(0, end - windows.get(index, end)) : end])
     return past
 
 
@@ -121,12 +145,17 @@ def _tensors(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if layer is None else (layer.keys, layer.values)
 
 
-def append(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
+def append(cache: Cache, new: list[tuple[Tensor, Tensor]], windows: Mapping[int, int]) -> None:
     """Add new keys and values to every layer of a cache.
 
     Dynamic caches get memory with room for more tokens, so that a step does not copy those before it.
+
+    Args:
+        cache: the cache.
+        new: new keys and values of every layer.
+        windows: as of `check_layers`.
     """
-    memory = memory_for(cache, new[0][0].shape[2]) if len(new) == len(cache.layers) else None
+    memory = memory_for(cache, new[0][0].shape[2], windows) if len(new) == len(cache.layers) else None
     if memory is not None:
         memory.append([tensor for pair in new for tensor in pair])
         return
@@ -143,7 +172,7 @@ def cross_attention(cache: EncoderDecoderCache, layers: int) -> list[tuple[Tenso
 
 def keep_cross_attention(cache: EncoderDecoderCache, new: list[tuple[Tensor, Tensor]]) -> None:
     """Store the keys and values of cross-attention in a cache that does not have them."""
-    append(cache.cross_attention_cache, new)
+    append(cache.cross_attention_cache, new, {})
     cache.is_updated.update(dict.fromkeys(range(len(new)), True))
 
 

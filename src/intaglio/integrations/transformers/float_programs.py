@@ -18,6 +18,7 @@ from intaglio.integrations.transformers.cached_steps import (
     EXAMPLE_BATCH,
     EXAMPLE_KEPT,
     EXAMPLE_PAST,
+    EXAMPLE_WINDOW,
     LOGITS_TO_KEEP,
     KeyValues,
     StepNames,
@@ -142,12 +143,20 @@ class FloatPrograms:
         call = self._float_call(
             step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
         )
-        cache = decoder_cache.new_cache(self.cross is not None)  # layers with a sliding window keep all tokens in it
+        cache = decoder_cache.new_cache(self.cross is not None, self.model.config)  # all its layers keep all tokens
         name = decoder_cache.cache_name(inspect.signature(self.model.forward).parameters)
         assert name is not None, type(self.model)  # `cache_refusal` refuses models without it
         with torch.no_grad():
             self.model(**call, **{name: cache}, use_cache=True)
         return decoder_cache.keys_and_values(decoder_cache.self_attention_of(cache))
+
+    def _windowed(self, past: KeyValues) -> KeyValues:
+        """Return keys and values of which layers with a sliding window have those of the last tokens only."""
+        found = list(past)
+        for index in decoder_cache.windows_of(self.model.config):
+            keys, values = (tensor[:, :, -EXAMPLE_WINDOW:].contiguous() for tensor in past[index])
+            found[index] = keys, values
+        return found
 
     def _float_call(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the float model for a first step."""
@@ -212,9 +221,9 @@ class FloatPrograms:
         given = example_tokens(decoder_tokens(self.model, self.names, self.first))
         batch, length = given.tokens.shape
         past = self.past(EXAMPLE_PAST)
-        call = self._step(given, EXAMPLE_PAST, past, self.first, EXAMPLE_KEPT)
+        call = self._step(given, EXAMPLE_PAST, self._windowed(past), self.first, EXAMPLE_KEPT)
         prompt = self._step(given, 0, empty_like(past, batch), self.first)
-        one = self._step(given, length - 1, self.past(length - 1), self.first, (0,))
+        one = self._step(given, length - 1, self._windowed(self.past(length - 1)), self.first, (0,))
         return ExportExample(call, free_sizes(call), (prompt, one), _cached_inputs(call))
 
 

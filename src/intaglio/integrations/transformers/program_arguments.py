@@ -8,12 +8,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from intaglio.integrations.transformers.cache_memory import memory_for
+from intaglio.integrations.transformers.decoder_cache import windows_of
 from intaglio.ir import Signature, TensorType
 from intaglio.runtime import Artifact, QuantizedModel
-from intaglio.runtime.calls.growing_calls import GrowingCalls, can_grow
+from intaglio.runtime.calls.growing_calls import TOKENS, GrowingCalls, can_grow
 from intaglio.torch_private import is_traced, pytree
 
 
@@ -26,6 +28,7 @@ class _Arguments:
         order: where each input of the signature comes from, for programs that take a dictionary and pairs of keys and
             values, and return logits and such pairs: a key of the dictionary, or a place among keys and values. Empty
             for other programs.
+        windows: what `windows_of_program` has found.
     """
 
     def __init__(self, signature: Signature) -> None:
@@ -43,6 +46,7 @@ class _Arguments:
                     leaf: place for place, leaf in enumerate(pytree.tree_leaves(args[1]))
                 }
                 self.order = [places[entry.leaf] for entry in signature.inputs]
+        self.windows: Mapping[int, int] | None = None
         self._growing: tuple[Artifact, GrowingCalls | None] | None = None
 
     def growing_calls(self, program: QuantizedModel) -> GrowingCalls | None:
@@ -75,6 +79,22 @@ def types_of_argument(program: Any, position: int) -> list[TensorType]:
     return _arguments_of(program).types[position]
 
 
+def windows_of_program(program: Any, config: PreTrainedConfig) -> Mapping[int, int]:
+    """Return the layers of which the program of a decoder reads the last tokens only: index -> number of these.
+
+    Programs of earlier releases read all tokens of all layers, and mask those outside of the window.
+    """
+    known = _arguments_of(program)
+    if known.windows is None:
+        windows = windows_of(config)
+        if windows:
+            (inputs, past), place = known.types, known.names.index("past_mask")
+            whole = inputs[place].shape[1]
+            windows = {index: size - 1 for index, size in windows.items() if past[2 * index].shape[TOKENS] != whole}
+        known.windows = windows
+    return known.windows
+
+
 def run_step(program: Any, call: list[Any], past: list[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Run the program of a decoder, and return logits, and keys and values of the new tokens.
 
@@ -101,7 +121,9 @@ def _runs_now(program: Any) -> bool:
     return plain and not torch.compiler.is_compiling() and not is_traced()
 
 
-def run_growing_step(program: Any, inputs: Mapping[str, Tensor], cache: Cache) -> Tensor | None:
+def run_growing_step(
+    program: Any, inputs: Mapping[str, Tensor], cache: Cache, windows: Mapping[int, int]
+) -> Tensor | None:
     """Run the program of a decoder for tokens behind those of a cache, append their keys and values, and return logits.
 
     Return ``None``, without having done anything, for programs and caches whose keys and values are not in one piece of
@@ -111,17 +133,19 @@ def run_growing_step(program: Any, inputs: Mapping[str, Tensor], cache: Cache) -
         program: the `QuantizedModel`.
         inputs: its arguments beside the keys and values of earlier tokens.
         cache: the cache of self-attention.
+        windows: layers of which the program reads the last tokens only: index -> number of these.
     """
     known = _arguments_of(program)
     calls = known.growing_calls(program) if list(inputs) == known.names and _runs_now(program) else None
-    memory = None if calls is None else memory_for(cache, inputs["tokens"].shape[1])
-    if calls is None or memory is None or memory.groups != calls.groups:
+    memory = None if calls is None else memory_for(cache, inputs["tokens"].shape[1], windows)
+    if calls is None or memory is None or [block.places for block in memory.blocks] != calls.groups:
         return None
-    if [block.dtype for block in memory.blocks] != calls.dtypes:
+    if [block.memory.dtype for block in memory.blocks] != calls.dtypes:
         return None
     given = [inputs[one] for one in known.order if isinstance(one, str)]
-    logits = calls.run(program, given, memory.blocks, memory.tokens)
-    memory.tokens += inputs["tokens"].shape[1]
+    read = [block.last(memory.tokens, windows.get(block.places[0] // 2)) for block in memory.blocks]
+    logits = calls.run(program, given, [one for one, _ in read], [count for _, count in read])
+    memory.count(inputs["tokens"].shape[1])
     return logits
 
 

@@ -38,6 +38,7 @@ from intaglio.integrations.transformers.program_arguments import (
     run_growing_step,
     run_step,
     types_of_argument,
+    windows_of_program,
 )
 from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
@@ -48,6 +49,7 @@ from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.tracing import capture
 from intaglio.tune import Comparison, compare
 
+CACHE_POSITION = "cache_position"
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
@@ -92,7 +94,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             use_cache = self.config.get_text_config(decoder=True).use_cache
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
         cache_name, has_encoder = decoder_cache.cache_name(given), ENCODER in self.programs
-        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder)
+        slides = bool(windows_of_program(self.programs[DECODER], self.config))
+        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder, self.config, slides)
         extra: dict[str, Any] = {}
         if has_encoder:
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
@@ -113,7 +116,8 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
-        decoder_cache.check_layers(own)
+        windows = windows_of_program(program, self.config)
+        decoder_cache.check_layers(own, windows)
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
         mask_name = names.mask or "attention_mask"
@@ -130,10 +134,10 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if keeps := "kept" in input_names(program):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
         encoder_mask = None if hidden is None else given.pop("attention_mask", None)
-        _check_ignorable(given)
-        if hidden is None and start and (logits := run_growing_step(program, inputs, own)) is not None:
+        _check_ignorable(given, range(start, length))
+        if hidden is None and start and (logits := run_growing_step(program, inputs, own, windows)) is not None:
             return logits if keeps else kept_logits(logits, kept)
-        past = decoder_cache.past_of(own, types_of_argument(program, PAST), tokens.shape[0])
+        past = decoder_cache.past_of(own, types_of_argument(program, PAST), tokens.shape[0], windows)
         call: list[Any] = [inputs, past]
         if hidden is not None:
             call.append(self._cross_attention(cache, hidden))
@@ -141,7 +145,7 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
         logits, new = run_step(program, call, past)
-        decoder_cache.append(own, new)
+        decoder_cache.append(own, new, windows)
         return logits if keeps else kept_logits(logits, kept)
 
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -361,10 +365,15 @@ def _output_class(float_class: type[PreTrainedModel]) -> tuple[Any, str | None]:
     return found, decoder_cache.cache_name(field.name for field in fields(found))
 
 
-def _check_ignorable(given: Mapping[str, Any]) -> None:
-    """Raise `InputError` if an argument that no program takes would change the result."""
+def _check_ignorable(given: Mapping[str, Any], places: range) -> None:
+    """Raise `InputError` if an argument that no program takes would change the result.
+
+    Earlier releases of the library pass the places of new tokens in the cache, which its length says too.
+    """
     for name, value in given.items():
         if not isinstance(value, Tensor) and not value:
+            continue
+        if name == CACHE_POSITION and isinstance(value, Tensor) and value.tolist() == [*places]:
             continue
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         problem = f"it is {shown:.60}, which the programs of this model do not take"

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -132,26 +132,31 @@ class GrowingCalls:
         (segment,) = segments_of(program.artifact.program, graph.outputs, ())
         place_of = {graph.inputs[position]: place for place, position in enumerate(others)}
         self._read = [(entry, place_of[entry.value]) for entry in segment.read if entry.value in place_of]
-        self._result, self._tokens = graph.outputs[0], _tokens_of(entries[0]) or ""
+        self._result = graph.outputs[0]
+        new = {name for value in graph.outputs for name in _symbols_of(graph.types[value].shape)}
+        self._earlier = [name for name in program.artifact.program.symbols if name not in new]
         self._result_index, self._result_dtype = index[self._result], TORCH_DTYPES[graph.types[self._result].dtype]
         self._plans: OrderedDict[tuple[int, ...], CallPlan] = OrderedDict()
         self._frames: list[_Tables] = []
 
     @with_memory_errors
-    def run(self, program: ProgramModule, inputs: Sequence[Tensor], blocks: Sequence[Tensor], start: int) -> Tensor:
+    def run(
+        self, program: ProgramModule, inputs: Sequence[Tensor], blocks: Sequence[Tensor], held: Sequence[int]
+    ) -> Tensor:
         """Run a call, write the new values behind the earlier ones, and return the first result.
 
         Args:
             program: the program, which counts clipped values.
             inputs: the other inputs, in the order of the signature.
             blocks: memory of each group, [tensors, batch, heads, capacity, size], with room for the new tokens.
-            start: number of earlier tokens.
+            held: number of earlier tokens in each of them, at its begin.
 
         Raises:
             InputError: an input does not fit the program.
             IndexError: a token is not in the vocabulary.
         """
-        symbols = dims_of(self._signature, [*inputs, *(block[0].narrow(TOKENS, 0, start) for block in blocks)])
+        earlier = [block[0].narrow(TOKENS, 0, count) for block, count in zip(blocks, held, strict=True)]
+        symbols = dims_of(self._signature, [*inputs, *earlier])
         plan = self._plan_for(symbols)
         tables = self._idle_tables()
         frame = tables.frame
@@ -163,13 +168,13 @@ class GrowingCalls:
         for entry, place in self._read:
             kept.append(entry.prepared(inputs[place]))
             frame.set_input(entry.index, kept[-1])
-        self._set_blocks(tables, plan, blocks, start)
+        self._set_blocks(tables, plan, blocks, held)
         self.artifact.run(frame.run, 0, plan.thread_counts(torch.get_num_threads())[0])
         if frame.out_of_range.value:  # the frame is dropped, not reused
             raise IndexError(INDEX_OUT_OF_RANGE)
-        for group, block, parts in zip(self._groups, blocks, tables.new, strict=True):
+        for group, block, parts, count in zip(self._groups, blocks, tables.new, held, strict=True):
             if not group.grows:
-                _append(group, block, parts, start)
+                _append(group, block, parts, count)
         if clipped := frame.take_clipped():
             program.range_counts(symbols).note(clipped)
         if len(self._frames) < MAX_FRAMES:
@@ -183,7 +188,7 @@ class GrowingCalls:
         except IndexError:
             return _Tables(Frame(self.artifact), self._sizes.externals)
 
-    def _set_blocks(self, tables: _Tables, plan: CallPlan, blocks: Sequence[Tensor], start: int) -> None:
+    def _set_blocks(self, tables: _Tables, plan: CallPlan, blocks: Sequence[Tensor], held: Sequence[int]) -> None:
         """Set the addresses of the tensors of blocks and of their new values, if the frame has others."""
         at = [(block.data_ptr(), block.stride()) for block in blocks]
         if tables.blocks != at:
@@ -198,16 +203,17 @@ class GrowingCalls:
                 [_memory_of(tables, plan, part, group.dtype) for part in group.results] for group in self._groups
             ]
             tables.sizes = sizes
-        for block, (new, *_) in zip(blocks, tables.new, strict=True):
-            if start + new.shape[1 + TOKENS] > block.shape[1 + TOKENS]:
+        for block, (new, *_), count in zip(blocks, tables.new, held, strict=True):
+            if count + new.shape[1 + TOKENS] > block.shape[1 + TOKENS]:
                 raise ValueError(f"a block has room for {block.shape[1 + TOKENS]} tokens, but the call needs more")
 
     def _plan_for(self, symbols: Mapping[str, int]) -> CallPlan:
-        """Return a plan for these sizes, whose number of earlier tokens may be larger."""
+        """Return a plan for these sizes, whose numbers of earlier tokens may be larger."""
         self._sizes.check(symbols)
         planned = dict(symbols)
         if self.artifact.program.fits_smaller_sizes:
-            planned[self._tokens] += -planned[self._tokens] % TOKENS_OF_A_PLAN
+            for name in self._earlier:
+                planned[name] += -planned[name] % TOKENS_OF_A_PLAN
         key = tuple(planned[name] for name in self.artifact.program.symbols)
         found = self._plans.get(key)
         if found is None:
@@ -263,8 +269,8 @@ def can_grow(program: ProgramModule, grown: Sequence[int]) -> bool:
     """Return whether `GrowingCalls` can run a program whose inputs at these positions grow by all results but the
     first.
 
-    It must be a single segment, read these inputs with any strides, and give a first result whose size does not depend
-    on the number of earlier tokens.
+    It must be a single segment, read these inputs with any strides, and give results whose sizes do not depend on the
+    numbers of earlier tokens.
     """
     graph, signature, compiled = program.graph, program.signature, program.artifact.program
     one_segment = compiled.segments == 1 and not compiled.calls
@@ -273,23 +279,21 @@ def can_grow(program: ProgramModule, grown: Sequence[int]) -> bool:
     entries = [signature.inputs[position] for position in grown]
     if any(len(entry.type.shape) != AXES for entry in entries):
         return False
-    tokens, result = _tokens_of(entries[0]), graph.types[graph.outputs[0]]
+    tokens, result = {_tokens_of(entry) for entry in entries}, graph.types[graph.outputs[0]]
     externals = {external.value: external for external in compiled.externals}
-    if not tokens or tokens in _symbols_of(result.shape) or len(result.shape) == AXES_OF_IMAGES:
+    if None in tokens or tokens & _symbols_of(result.shape) or len(result.shape) == AXES_OF_IMAGES:
         return False
     return all(
-        _tokens_of(entry) == tokens
-        and not externals[graph.inputs[position]].dense
-        and _grows_by(entry, externals[name], tokens)
+        not externals[graph.inputs[position]].dense and _grows_by(entry, externals[name], tokens)
         for entry, position, name in zip(entries, grown, graph.outputs[1:], strict=True)
     )
 
 
-def _grows_by(entry: Input, result: External, tokens: str) -> bool:
-    """Return whether a result has the type of an input, apart from the number of tokens."""
+def _grows_by(entry: Input, result: External, tokens: Set[str | None]) -> bool:
+    """Return whether a result has the type of an input, apart from the number of tokens, which is none of these."""
     pairs = zip(entry.type.shape, result.shape, strict=True) if len(result.shape) == AXES else []
     alike = [before == new for axis, (before, new) in enumerate(pairs) if axis != TOKENS]
-    free = tokens not in _symbols_of(result.shape)
+    free = not tokens & _symbols_of(result.shape)
     return len(alike) == AXES - 1 and all(alike) and free and entry.type.dtype == result.dtype
 
 
@@ -303,5 +307,5 @@ def _tokens_of(entry: Input) -> str | None:
     return None if isinstance(size, int) else size.only_symbol
 
 
-def _symbols_of(shape: Sequence[Dim]) -> set[str]:
+def _symbols_of(shape: Sequence[Dim]) -> set[str | None]:
     return {name for size in shape for name in symbols_of(size)}
