@@ -22,7 +22,7 @@ class Block:
     """Memory of keys and values that have the same sizes and the same data type.
 
     Attributes:
-        places: what lies here. Keys and values have places: 0 and 1 in the first layer, 2 and 3 in the second.
+        places: the keys and values in it, by number: 0 and 1 in the first layer, 2 and 3 in the second.
         memory: [tensors, batch, heads, capacity, size].
         kept: the most tokens that are held between calls, for layers with a sliding window.
         first: position of the first token that is held.
@@ -83,7 +83,7 @@ class CacheMemory:
     def of(layers: Sequence[Any], new: int, windows: Mapping[int, int]) -> CacheMemory | None:
         """Return memory with copies of the keys and values of layers, and with room for new tokens.
 
-        Return ``None`` if there are no tokens, or if layers have seen different numbers of them.
+        Return ``None`` if the cache is empty, or if layers have seen different numbers of tokens.
         """
         tokens, kinds = layers[0].get_seq_length(), dict[object, list[int]]()
         held = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
@@ -128,7 +128,7 @@ class CacheMemory:
 
 
 class _InMemory:
-    """What layers of a cache have whose keys and values lie in a `CacheMemory`, and are tensors once they are read.
+    """A layer of a cache whose keys and values are in a `CacheMemory`, and become tensors once they are read.
 
     A decoder of 24 layers has 48 of them, and a step of one token needs none. Tensors that are assigned, for instance
     after beam search has reordered them, are held by the layer, which has then left the memory.
@@ -224,8 +224,8 @@ def _kept(layer: Any) -> int | None:
 def memory_for(cache: Cache, new: int, windows: Mapping[int, int]) -> CacheMemory | None:
     """Return the memory of a cache with room for a number of new tokens.
 
-    Return ``None`` unless all layers are dynamic, have seen equally many tokens, and are not offloaded. Layers that
-    keep what leaves their window, as assisted generation asks, have none.
+    Return ``None`` unless all layers are dynamic, have seen equally many tokens, and are not offloaded, or if a layer
+    keeps the tokens that leave its window, as assisted generation asks.
 
     Args:
         cache: the cache of self-attention.

@@ -43,7 +43,7 @@ def unsupported_layer(config: PreTrainedConfig) -> str | None:
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     """Return the layers whose keys and values are needed for the last tokens only: index of the layer -> sliding
-    window, in tokens. Models with windows of several sizes have none, because their programs take all tokens.
+    window, in tokens. The result is empty for windows of several sizes, because programs then take all tokens.
     """
     layers = enumerate(DynamicCache(config=config.get_text_config(decoder=True)).layers)
     found = {index: layer.sliding_window for index, layer in layers if type(layer) is DynamicSlidingWindowLayer}

@@ -108,14 +108,14 @@ def run_step(program: Any, call: list[Any], past: list[Tensor]) -> tuple[Tensor,
     """
     known = _arguments_of(program)
     inputs = call[0]
-    if not (known.order and list(inputs) == known.names and _runs_now(program)):
+    if not (known.order and list(inputs) == known.names and runs_now(program)):
         logits, new = program(*call[:1], pairs_of(past), *call[2:])
         return logits, new
     logits, *new = program.results([inputs[one] if isinstance(one, str) else past[one] for one in known.order])
     return logits, pairs_of(new)
 
 
-def _runs_now(program: Any) -> bool:
+def runs_now(program: Any) -> bool:
     """Return whether a call of a program does nothing but compute its results, and is not traced."""
     plain = isinstance(program, QuantizedModel) and not program.has_side_effects
     return plain and not torch.compiler.is_compiling() and not is_traced()
@@ -136,7 +136,7 @@ def run_growing_step(
         windows: layers of which the program reads the last tokens only: index -> number of these.
     """
     known = _arguments_of(program)
-    calls = known.growing_calls(program) if list(inputs) == known.names and _runs_now(program) else None
+    calls = known.growing_calls(program) if list(inputs) == known.names and runs_now(program) else None
     memory = None if calls is None else memory_for(cache, inputs["tokens"].shape[1], windows)
     if calls is None or memory is None or [block.places for block in memory.blocks] != calls.groups:
         return None

@@ -37,11 +37,13 @@ from intaglio.integrations.transformers.program_arguments import (
     input_names,
     run_growing_step,
     run_step,
+    runs_now,
     types_of_argument,
     windows_of_program,
 )
 from intaglio.integrations.transformers.saved_generators import write_generator
 from intaglio.integrations.transformers.surface import TransformerSurface, kept_logits, kept_tokens, quantized_class
+from intaglio.integrations.transformers.text_pieces import can_divide, run_pieces
 from intaglio.output_paths import check_file
 from intaglio.runtime import Coverage, QuantizedModel
 from intaglio.runtime.reports.clipping import Clipping, ClippingMonitor
@@ -135,18 +137,30 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             inputs["kept"] = kept_tokens(tokens.shape[1], kept)
         encoder_mask = None if hidden is None else given.pop("attention_mask", None)
         _check_ignorable(given, range(start, length))
-        if hidden is None and start and (logits := run_growing_step(program, inputs, own, windows)) is not None:
-            return logits if keeps else kept_logits(logits, kept)
-        past = decoder_cache.past_of(own, types_of_argument(program, PAST), tokens.shape[0], windows)
-        call: list[Any] = [inputs, past]
         if hidden is not None:
-            call.append(self._cross_attention(cache, hidden))
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
-        logits, new = run_step(program, call, past)
-        decoder_cache.append(own, new, windows)
+            logits = self._run_step(own, inputs, self._cross_attention(cache, hidden))
+        elif runs_now(program) and can_divide(own):
+            logits = run_pieces(functools.partial(self._run_step, own), inputs, own)
+        else:
+            logits = self._run_step(own, inputs)
         return logits if keeps else kept_logits(logits, kept)
+
+    def _run_step(self, cache: Cache, inputs: dict[str, Tensor], *cross: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Run the program of the decoder for the tokens behind those of a cache, append their keys and values, and
+        return logits.
+        """
+        program = self.programs[DECODER]
+        windows = windows_of_program(program, self.config)
+        follows = not cross and inputs["past_mask"].shape[1]
+        if follows and (logits := run_growing_step(program, inputs, cache, windows)) is not None:
+            return logits
+        past = decoder_cache.past_of(cache, types_of_argument(program, PAST), inputs["tokens"].shape[0], windows)
+        logits, new = run_step(program, [inputs, past, *cross], past)
+        decoder_cache.append(cache, new, windows)
+        return logits
 
     def _cross_attention(self, cache: Cache, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values of cross-attention, computed in the first call and kept in the cache."""

@@ -1,0 +1,75 @@
+"""Pieces of long texts: a step for each of them takes less time and memory than one for the whole text.
+
+Attention of a whole text computes the scores of all pairs of tokens, also of those that the causal mask and sliding
+windows leave out. A piece reads the tokens before it, and in layers with a window the last ones of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+PIECE = 512
+"""Largest number of tokens of a piece. In texts of 2,048 tokens (Qwen2.5-0.5B, 4-bit weights), pieces of 256 take the
+same time, pieces of 1,024 take 1.06 times as long, and the whole text 1.13 times."""
+
+
+def pieces(inputs: dict[str, Tensor]) -> list[tuple[dict[str, Tensor], Tensor | slice]]:
+    """Return the steps that compute a text, each for about as many of its tokens: their inputs, and which of the logits
+    of the text they return.
+
+    Args:
+        inputs: arguments of a step for the text, as `cached_steps.step_module` takes them.
+    """
+    length, before = inputs["tokens"].shape[1], inputs["past_mask"].shape[1]
+    count = -(-length // PIECE)
+    if count < 2:
+        return [(inputs, slice(None))]
+    size, found = -(-length // count), []
+    mask = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
+    for begin in range(0, length, size):
+        end = min(begin + size, length)
+        one = {name: value[:, begin:end] for name, value in inputs.items() if name not in ("past_mask", "kept")}
+        one["past_mask"] = mask[:, : before + begin]
+        places: Tensor | slice = slice(begin, end)
+        if "kept" in inputs:
+            kept = inputs["kept"]
+            places = ((kept >= begin) & (kept < end)).nonzero().flatten()
+            one["kept"] = kept[places] - begin
+        found.append(({name: one[name] for name in inputs}, places))
+    return found
+
+
+def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor], cache: Cache) -> Tensor:
+    """Run the steps of a text, and return the logits of all.
+
+    Args:
+        run: runs a step, and appends to the cache.
+        inputs: arguments of a step for the text.
+        cache: the cache of self-attention. After an error it is as before.
+    """
+    steps = pieces(inputs)
+    if len(steps) == 1:
+        return run(inputs)
+    before, result = [copy.copy(layer) for layer in cache.layers], None
+    try:
+        for one, places in steps:
+            logits = run(one)
+            if result is None:
+                batch, _, vocabulary = logits.shape
+                result = logits.new_empty(batch, len(inputs.get("kept", inputs["tokens"][0])), vocabulary)
+            result[:, places] = logits
+    except BaseException:
+        cache.layers[:] = before
+        raise
+    assert result is not None, steps  # at least two
+    return result
+
+
+def can_divide(cache: Cache) -> bool:
+    """Return whether all layers of a cache are dynamic, so that copies of them stay as they are while it grows."""
+    return all(isinstance(layer, DynamicLayer) for layer in cache.layers)
