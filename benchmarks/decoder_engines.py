@@ -298,7 +298,7 @@ class OpenVino:
         return torch.from_numpy(found["logits"][:, -1].copy())
 
 
-# -- PyTorch ----------------------------------------------------------------------------------------------------------
+# -- PyTorch, zentorch, AutoRound -------------------------------------------------------------------------------------
 
 
 def prepare_torch(model: Any, bits: int, path: Path) -> None:
@@ -306,10 +306,15 @@ def prepare_torch(model: Any, bits: int, path: Path) -> None:
     path.write_text(str(bits))
 
 
-def load_torch(network: str, path: Path, threads: int) -> Session:
-    from decoder_torch import Compiled
+def compiled(name: str) -> Callable[[str, Path, int], Session]:
+    """Return what loads a model whose linear layers have these kernels of `decoder_torch`."""
 
-    return Compiled(network, int(path.read_text()))
+    def load(network: str, path: Path, threads: int) -> Session:
+        from decoder_torch import Compiled
+
+        return Compiled(network, int(path.read_text()), name)
+
+    return load
 
 
 Q6_K = 6.5625
@@ -326,5 +331,8 @@ ENGINES: dict[str, Engine] = {
     "openvino_32_float32": Engine("g32.xml", prepare_openvino(32), openvino(FLOAT32), (0.5, 0)),
     "openvino_128": Engine("g128.xml", prepare_openvino(128), openvino({}), (0.125, 0)),
     "openvino_128_float32": Engine("g128.xml", prepare_openvino(128), openvino(FLOAT32), (0.125, 0)),
-    "torch": Engine("torch", prepare_torch, load_torch, (1, 0)),
+    "torch": Engine("torch", prepare_torch, compiled("torch"), (1, 0)),
+    "zentorch": Engine("torch", prepare_torch, compiled("zentorch"), (0.5, 0)),
+    "zentorch_dynamic": Engine("torch", prepare_torch, compiled("zentorch_dynamic"), (0.5, 0)),
+    "autoround": Engine("torch", prepare_torch, compiled("autoround"), (1, 1)),
 }

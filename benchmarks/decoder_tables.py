@@ -20,14 +20,20 @@ ENGINES = {
     "llama_cpp": "llama.cpp",
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
+    "torch": "PyTorch",
+    "zentorch": "zentorch",
+    "autoround": "AutoRound",
 }
-"""Beginning of the names of settings, and the name of the engine."""
+"""Beginning of the names of settings, and the name of the engine. Tables have those that were raced."""
 PACKAGES = {
     "torch": "PyTorch",
     "llama_cpp_python": "llama-cpp-python",
     "onnxruntime": "ONNX Runtime",
     "openvino": "OpenVINO",
     "nncf": "NNCF",
+    "torchao": "torchao",
+    "zentorch": "zentorch",
+    "auto_round_lib": "auto-round-lib",
 }
 START = ("network", "bits", "threads")
 
@@ -65,12 +71,13 @@ def texts(lines: Iterable[Line]) -> Table:
 
 def accuracy(lines: Iterable[Line]) -> Table:
     """Decibels of the logits of every engine, with the setting whose step is the fastest."""
-    rows = []
-    for line in newest(lines):
+    counted, rows = newest(lines), []
+    raced = _raced(counted)
+    for line in counted:
         best = _fastest(line["results"]["engines"], "step_ms")
-        cells = (f"{best[name]['sqnr_db']:.1f}" if name in best else NOTHING for name in ENGINES)
+        cells = (f"{best[name]['sqnr_db']:.1f}" if name in best else NOTHING for name in raced)
         rows.append((*_start(line), *cells))
-    return (*START, *ENGINES.values()), rows
+    return (*START, *raced.values()), rows
 
 
 def source(lines: Iterable[Line]) -> str:
@@ -83,8 +90,10 @@ def source(lines: Iterable[Line]) -> str:
         f"{_range(found)} GB/s ({'one thread' if count == 1 else f'{count} threads'})"
         for count, found in speeds.items()
     )
-    found = counted[-1]["versions"]
-    named = ", ".join(f"{title} {found[package].partition('+')[0]}" for package, title in PACKAGES.items())
+    found, raced = counted[-1]["versions"], _raced(counted)
+    own = {"zentorch": "zentorch", "auto_round_lib": "autoround", "torchao": "torch"}  # of one engine
+    listed = [package for package in PACKAGES if package in found and own.get(package, "intaglio") in raced]
+    named = ", ".join(f"{PACKAGES[package]} {found[package].partition('+')[0]}" for package in listed)
     days = sorted({line["date"][:10] for line in counted})
     return f"Memory: {measured}. {named}. Recorded {' to '.join(dict.fromkeys((days[0], days[-1])))}."
 
@@ -94,17 +103,24 @@ def _range(values: list[float]) -> str:
 
 
 def _race(lines: Iterable[Line], key: str, cell: Callable[[Line, Line], str]) -> Table:
-    head = (*START, *ENGINES.values(), "fastest other / intaglio")
-    rows = []
-    for line in newest(lines):
+    counted, rows = newest(lines), []
+    raced = _raced(counted)
+    head = (*START, *raced.values(), "fastest other / intaglio")
+    for line in counted:
         best = _fastest(line["results"]["engines"], key)
         times = {name: min(one[key]) for name, one in best.items()}
         texts_of = {name: cell(one, line) for name, one in best.items()}
         first = min(times, key=times.__getitem__)
         texts_of[first] = f"**{texts_of[first]}**"
         ratio = min(time for name, time in times.items() if name != "intaglio") / times["intaglio"]
-        rows.append((*_start(line), *(texts_of.get(name, NOTHING) for name in ENGINES), f"{ratio:.2f}"))
+        rows.append((*_start(line), *(texts_of.get(name, NOTHING) for name in raced), f"{ratio:.2f}"))
     return head, rows
+
+
+def _raced(lines: Iterable[Line]) -> dict[str, str]:
+    """Return the engines that took part in at least one race, with their names."""
+    settings = {name for line in lines for name in line["results"]["engines"]}
+    return {name: title for name, title in ENGINES.items() if any(one.startswith(name) for one in settings)}
 
 
 def _start(line: Line) -> tuple[str, ...]:

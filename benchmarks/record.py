@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_vnni", "avx512_vbmi", "avx_vnni", "avx512_bf16", "amx_int8", "amx_tile")
 PACKAGES = (
     *("torch", "torchvision", "torchao", "onnx", "onnxruntime", "openvino", "nncf", "numpy"),
-    *("executorch", "MNN", "ncnn", "tract", "zentorch", "llama_cpp_python", "transformers"),
+    *("executorch", "MNN", "ncnn", "tract", "zentorch", "llama_cpp_python", "auto_round_lib", "transformers"),
 )
 IDLE_SHARE = 0.05
 """Share of the cores that others may use before times mean nothing."""
