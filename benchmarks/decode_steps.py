@@ -4,10 +4,10 @@
     python benchmarks/decode_steps.py
     python benchmarks/decode_steps.py --sizes llama32_1b --layers 2 --past 512 --threads 2
 
-The sizes are those of Qwen2.5-0.5B, Llama-3.2-1B or Llama-3.2-3B, with random weights, fewer layers and a smaller
-vocabulary, so that quantizing does not take longer than measuring; "bytes" is what a step reads of the weights. Calls
-are those of `generate`: a step gets the cache of the step before. Corrections of weights, which change no time, are
-off.
+The sizes are those of Qwen2.5-0.5B, Llama-3.2-1B, Llama-3.2-3B or Gemma 3 1B, of which five layers in six have a
+sliding window of 512 tokens. Weights are random, layers are fewer and the vocabulary is smaller, so that quantizing
+does not take longer than measuring; "bytes" is what a step reads of the weights. Calls are those of `generate`: a step
+gets the cache of the step before. Corrections of weights, which change no time, are off.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ SIZES = {
     "qwen25_05b": (transformers.Qwen2Config, 896, 4864, 14, 2),
     "llama32_1b": (transformers.LlamaConfig, 2048, 8192, 32, 8),
     "llama32_3b": (transformers.LlamaConfig, 3072, 8192, 24, 8),
+    "gemma3_1b": (transformers.Gemma3TextConfig, 1152, 6912, 4, 1),
 }
 """Configuration, channels, channels of the MLP, and heads of queries and of keys."""
+MORE = {"gemma3_1b": {"head_dim": 256, "sliding_window": 512}}
+LONGEST = 32768
+"""Largest number of tokens of a text with those after it."""
 NEAREST = {"equalize": 0.0, "rounding": "nearest", "rotate": False}
 CALIBRATED = {**NEAREST, "activations": "static", "cache": "int8"}
 INT4 = {"weights_dtype": "s4", "weights": "group:32"}
@@ -51,8 +55,9 @@ def decoder(sizes: str, layers: int, vocabulary: int) -> transformers.PreTrained
         num_key_value_heads=key_heads,
         num_hidden_layers=layers,
         vocab_size=vocabulary,
-        max_position_embeddings=4096,
+        max_position_embeddings=LONGEST,
         tie_word_embeddings=True,
+        **MORE.get(sizes, {}),
     )
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import intaglio
+from intaglio.errors import InputError
 from support.generators import END, calibration, float_model, quantized
 
 
@@ -41,6 +42,17 @@ def test_steps_write_behind_the_tokens_of_the_cache_and_copy_none(kind):
         places.append([tensor.data_ptr() for tensor in tensors_of(cache)])
     moved = sum(one != other for one, other in itertools.pairwise(places))
     assert moved == 1  # room for 76 tokens, then for more than 140
+
+
+def test_the_last_positions_of_a_model_can_be_used():
+    """Its causal mask is a constant of 40 tokens, which the plan for 64 earlier tokens would not fit."""
+    model, ids = quantized("gpt_neo")[1], tokens(40)
+    expected, _ = call(model, ids[:, :38])
+    _, cache = call(model, ids[:, :30])
+    found = [call(model, ids[:, end - 1 : end], cache)[0] for end in range(31, 40)]
+    assert torch.equal(torch.cat(found[:8], 1), expected[:, 30:])
+    with pytest.raises(InputError, match="remedy"):
+        call(model, ids[:, :1], cache)
 
 
 def with_the_tensors_of(cache) -> DynamicCache:

@@ -36,6 +36,13 @@ MODELS = {
         },
     ),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            **{"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 40},
+            **{"attention_types": [[["global", "local"], 1]], "window_size": 6},
+        },
+    ),
     "opt": ("OPTForCausalLM", {**WIDE, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
     "t5": ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}),
     "bart": ("BartForConditionalGeneration", {**PAIR, "forced_eos_token_id": None}),

@@ -152,11 +152,17 @@ class SizeEvaluator:
         found = self.evaluate(*[symbols[name] for name in self.artifact.program.symbols])
         return [found[first:last] for first, last in zip(self.group_ends, self.group_ends[1:], strict=False)]
 
+    def first_undefined(self, symbols: Mapping[str, int]) -> int | None:
+        """Return the index of the first requirement that these sizes do not meet, or ``None``."""
+        checked = self.evaluate_needs(*[symbols[name] for name in self.artifact.program.symbols])
+        if not checked or min(checked) >= 0:
+            return None
+        return next(index for index, value in enumerate(checked) if value < 0)
+
     def check(self, symbols: Mapping[str, int]) -> None:
         """Raise `InputError` if an operator is not defined for these sizes."""
-        checked = self.evaluate_needs(*[symbols[name] for name in self.artifact.program.symbols])
-        if checked and min(checked) < 0:
-            need = self.needs[next(index for index, value in enumerate(checked) if value < 0)]
+        if (index := self.first_undefined(symbols)) is not None:
+            need = self.needs[index]
             given = ", ".join(f"{name} = {size}" for name, size in symbols.items())
             raise InputError(need.where, need.operator, f"{need.problem}, with {given}", remedy="pass larger inputs")
 

@@ -214,6 +214,8 @@ class GrowingCalls:
         if self.artifact.program.fits_smaller_sizes:
             for name in self._earlier:
                 planned[name] += -planned[name] % TOKENS_OF_A_PLAN
+            if self._sizes.first_undefined(planned) is not None:  # more tokens than the model has positions
+                planned = dict(symbols)
         key = tuple(planned[name] for name in self.artifact.program.symbols)
         found = self._plans.get(key)
         if found is None:
