@@ -114,6 +114,12 @@ def drawn(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
         return found, None
     if case.mask == "bool":
         return found, draw.random(case.mask_shape) < 0.6
+    if case.mask == "ends":  # no key is allowed behind an end of each row, which may be the first key
+        ends = draw.integers(0, case.mask_shape[-1] + 1, (*case.mask_shape[:-1], 1))
+        return found, (draw.random(case.mask_shape) < 0.9) & (np.arange(case.mask_shape[-1]) < ends)
+    if case.mask == "past":  # each query is allowed the keys up to its own, the last query all
+        places = np.arange(case.keys - case.queries, case.keys)[:, None]
+        return found, np.broadcast_to(np.arange(case.keys) <= places, case.mask_shape).copy()
     mask = (draw.normal(size=case.mask_shape) * 3).astype(np.float32)
     strange = draw.random(case.mask_shape) < 0.3
     mask[strange] = draw.choice([-np.inf, np.finfo(np.float32).min, 0, -1e9], int(strange.sum()))
@@ -192,7 +198,7 @@ def cases(draw) -> Case:
         keys,
         draw(st.integers(1, 80)),
         draw(st.integers(1, 80)),
-        draw(st.sampled_from(["", "bool", "f32"])),
+        draw(st.sampled_from(["", "bool", "ends", "f32"])),
         shape,
         draw(st.booleans()),
         draw(st.sampled_from([0.1, 2.0, 30.0, 1e5])),
@@ -223,6 +229,10 @@ NAMED = {
     "no keys": Case(keys=0, causal=True),
     "one query": Case(2, 14, 7, 1, 513, 64, 64, mask="bool", mask_shape=(2, 1, 1, 513)),
     "one query, a mask for each head": Case(2, 6, 3, 1, 70, mask="f32", mask_shape=(6, 1, 70)),
+    "a text": Case(2, 6, 2, 130, 130, 64, 64, mask="past", mask_shape=(2, 1, 130, 130)),
+    "a text behind others": Case(1, 4, 2, 70, 300, 32, 32, mask="past", mask_shape=(70, 300)),
+    "rows that end early": Case(2, 4, 2, 100, 260, 32, 32, mask="ends", mask_shape=(2, 4, 100, 260)),
+    "one query, ends of heads": Case(2, 6, 3, 1, 200, mask="ends", mask_shape=(6, 1, 200)),
     "one query of many heads": Case(1, 60, 30, 1, 33, causal=True),
 }
 

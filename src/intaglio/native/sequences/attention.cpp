@@ -13,6 +13,7 @@ struct AttentionScratch {
     uint8_t* probabilities;       // [QUERY_BLOCK][keys]: quantized probabilities
     int64_t row, sums_row;        // number of keys, and of values, padded
     const uint8_t* masked;        // the row that `mask` was computed from
+    int64_t masked_keys;          // its keys in `mask`
 };
 
 // Divide the scratch memory of a thread, in the order of attention_scratch in ops/products/attention.py.
@@ -58,19 +59,20 @@ static inline float mask_power(float x) {
     return x == MINUS_INFINITY ? x : bounded;
 }
 
-// Return one row of the mask as floats that are added to scores. The last row is kept for queries that share it.
+// Return one row of the mask, for the first keys, as floats that are added to scores. The last row is kept for queries
+// that share it.
 static __attribute__((noinline)) const float* mask_row(const struct Attention* a, struct AttentionScratch* s,
-                                                       const uint8_t* from) {
-    if (s->masked == from) return s->mask;
+                                                       const uint8_t* from, int64_t keys) {
+    if (s->masked == from && s->masked_keys >= keys) return s->mask;
     const int64_t stride = a->mask_stride[3];
-    s->masked = from;
+    s->masked = from, s->masked_keys = keys;
     if (a->mask_bytes == 1) {
-        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = from[j * stride] ? 0.0f : MINUS_INFINITY;
+        for (int64_t j = 0; j < keys; ++j) s->mask[j] = from[j * stride] ? 0.0f : MINUS_INFINITY;
     } else if (stride == 4) {
-        memcpy(s->mask, from, (size_t)(4 * a->keys));
-        for (int64_t j = 0; j < a->keys; ++j) s->mask[j] = mask_power(s->mask[j]);
+        memcpy(s->mask, from, (size_t)(4 * keys));
+        for (int64_t j = 0; j < keys; ++j) s->mask[j] = mask_power(s->mask[j]);
     } else {
-        for (int64_t j = 0; j < a->keys; ++j) {
+        for (int64_t j = 0; j < keys; ++j) {
             float x;
             memcpy(&x, from + j * stride, sizeof x);
             s->mask[j] = mask_power(x);
@@ -157,6 +159,8 @@ static inline int64_t own_keys(const struct Attention* a, int64_t query) {
     return a->causal && query < a->keys ? query + 1 : a->keys;
 }
 
+static inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+
 // Rows of queries that have the same keys: queries `first`, `first + each`, ... of one head, or with `each` 0 the query
 // `first` of several heads.
 struct QueryRows {
@@ -188,10 +192,35 @@ static inline struct QueryRows rows_of_heads(const struct Attention* a, int64_t 
     return rows;
 }
 
+// Return the end of the bytes from `begin` to `end` without the zeros behind the last other one.
+static inline int64_t end_of_nonzero(const uint8_t* bytes, int64_t begin, int64_t end) {
+    uint64_t words[8];
+    for (; end - begin >= 64; end -= 64) {
+        memcpy(words, bytes + end - 64, 64);
+        if (words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]) break;
+    }
+    for (; end - begin >= 8; end -= 8) {
+        memcpy(words, bytes + end - 8, 8);
+        if (words[0]) break;
+    }
+    while (end > begin && !bytes[end - 1]) --end;
+    return end;
+}
+
+// Return the number of the first `keys` keys without those behind the last one that a bool mask allows to a row. They
+// have probability 0, as all keys of a row have to which none is allowed. Masks of texts are such, and allow half.
+static inline int64_t allowed_keys(const struct Attention* a, const struct QueryRows* r, int64_t keys) {
+    if (!r->mask || a->mask_bytes != 1 || a->mask_stride[3] != 1) return keys;
+    int64_t end = 0;
+    for (int64_t i = r->rows - 1; i >= 0; --i) end = end_of_nonzero(r->mask + i * r->mask_step, end, keys);
+    return end;
+}
+
 // Compute rows of queries with the same keys.
 static __attribute__((noinline)) void attend(const struct Attention* a, struct AttentionScratch* s,
                                              const struct QueryRows* r) {
-    const int64_t rows = r->rows, keys = own_keys(a, r->first + (rows - 1) * r->each), steps = (keys + 3) / 4;
+    const int64_t rows = r->rows, keys = allowed_keys(a, r, own_keys(a, r->first + (rows - 1) * r->each));
+    const int64_t steps = (keys + 3) / 4;
     float factor[PANEL], tops[QUERY_BLOCK], shares[QUERY_BLOCK];
     for (int i = 0; i < PANEL; ++i) factor[i] = a->factor;
     struct Tile t = {};
@@ -200,10 +229,10 @@ static __attribute__((noinline)) void attend(const struct Attention* a, struct A
     t.bias = s->terms, t.factor = factor, t.out = (uint8_t*)s->scores, t.out_pixel = 4 * s->row;
     multiply(&a->kernels, &t, &s->k, keys, rows, 0);
     for (int64_t i = 0; i < rows; ++i)
-        tops[i] = largest_score(s->scores + i * s->row, r->mask ? mask_row(a, s, r->mask + i * r->mask_step) : 0,
-                                own_keys(a, r->first + i * r->each));
+        tops[i] = largest_score(s->scores + i * s->row, r->mask ? mask_row(a, s, r->mask + i * r->mask_step, keys) : 0,
+                                least(own_keys(a, r->first + i * r->each), keys));
     for (int64_t i = 0; i < rows; ++i) {
-        const int64_t own = own_keys(a, r->first + i * r->each), end = (own + 15) / 16 * 16;
+        const int64_t own = least(own_keys(a, r->first + i * r->each), keys), end = (own + 15) / 16 * 16;
         uint8_t* probabilities = s->probabilities + i * s->row;
         const int32_t sum = quantize_probabilities(s->scores + i * s->row, tops[i], own, probabilities);
         if (end < 4 * steps) memset(probabilities + end, 0, (size_t)(4 * steps - end));
