@@ -90,7 +90,9 @@ def source(lines: Iterable[Line]) -> str:
         f"{_range(found)} GB/s ({'one thread' if count == 1 else f'{count} threads'})"
         for count, found in speeds.items()
     )
-    found, raced = counted[-1]["versions"], _raced(counted)
+    found, raced = dict[str, str](), _raced(counted)
+    for line in counted:
+        found |= line["versions"]
     own = {"zentorch": "zentorch", "auto_round_lib": "autoround", "torchao": "torch"}  # of one engine
     listed = [package for package in PACKAGES if package in found and own.get(package, "intaglio") in raced]
     named = ", ".join(f"{PACKAGES[package]} {found[package].partition('+')[0]}" for package in listed)

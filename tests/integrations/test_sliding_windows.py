@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import intaglio
 from intaglio.errors import InputError
-from support.generators import END, MODELS, batch, float_model, generated, quantized
+from support.generators import END, MODELS, batch, calibration, float_model, generated, quantized
 
 WINDOW = 6
 KINDS = [("mistral", "float"), ("gemma3", "float"), ("gemma3", "int8")]
@@ -139,3 +139,18 @@ def test_saved_models_have_windows_too(tmp_path):
     _, cache = call(same, ids[:, :15])
     assert [layer.keys.shape[2] for layer in cache.layers] == [5, 15, 5]
     assert torch.equal(call(same, ids[:, 15:], cache)[0], call(model, ids)[0][:, 15:])
+
+
+def test_programs_of_earlier_releases_read_all_tokens(monkeypatch):
+    """These have one number of earlier tokens for all layers."""
+    source = float_model("gemma3")
+    from intaglio.integrations.transformers import cached_steps, decoder_cache
+
+    with monkeypatch.context() as context:
+        for module in (cached_steps, decoder_cache):
+            context.setattr(module, "windows_of", lambda config: {})
+        model = intaglio.quantize(source, calibration("gemma3"), progress=False)
+    ids, cache = tokens(20), DynamicCache(config=model.config)
+    logits = [call(model, ids[:, end - 1 : end], cache)[0] for end in range(1, 21)]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [20, 20, 20]
+    assert torch.equal(torch.cat(logits, 1), call(model, ids)[0])
