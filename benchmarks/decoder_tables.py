@@ -93,8 +93,8 @@ def source(lines: Iterable[Line]) -> str:
     found, raced = dict[str, str](), _raced(counted)
     for line in counted:
         found |= line["versions"]
-    own = {"zentorch": "zentorch", "auto_round_lib": "autoround", "torchao": "torch"}  # of one engine
-    listed = [package for package in PACKAGES if package in found and own.get(package, "intaglio") in raced]
+    needs = {"torchao": "torch", "zentorch": "zentorch", "auto_round_lib": "autoround"}  # the only engine that uses it
+    listed = [package for package in PACKAGES if package in found and needs.get(package, "intaglio") in raced]
     named = ", ".join(f"{PACKAGES[package]} {found[package].partition('+')[0]}" for package in listed)
     days = sorted({line["date"][:10] for line in counted})
     return f"Memory: {measured}. {named}. Recorded {' to '.join(dict.fromkeys((days[0], days[-1])))}."

@@ -125,7 +125,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, outputs: int, inputs: int, bits: 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where the linear layers of an engine come from.
+    """The linear layers of an engine, and how the model around them is compiled.
 
     Attributes:
         layers: number of bits -> what makes a layer of a float one; without a number, torchao quantizes the model.

@@ -191,6 +191,18 @@ def test_arguments_that_the_programs_do_not_take_are_errors():
     int8_model(**inputs, output_attentions=False, labels=None)
 
 
+def test_positions_in_the_cache_are_accepted_if_they_are_those_of_the_tokens():
+    """`generate` of transformers 5.0 passes them."""
+    _, int8_model, _ = quantized("llama")
+    ids = batch("llama")["input_ids"]
+    found = int8_model(ids[:, :8], cache_position=torch.arange(8))
+    cache = found.get("cache", found.get("past_key_values"))
+    with pytest.raises(InputError, match=r"(?s)argument 'cache_position'.*leave cache_position out"):
+        int8_model(ids[:, 8:], past_key_values=cache, cache_position=torch.arange(4))
+    logits = int8_model(ids[:, 8:], past_key_values=cache, cache_position=torch.arange(8, 12)).logits
+    assert torch.equal(logits, int8_model(ids).logits[:, 8:])
+
+
 def test_batches_of_encoder_decoders_have_tokens_of_the_decoder_or_labels():
     model = float_model("t5")
     from intaglio.integrations.transformers.cached_steps import StepNames

@@ -50,9 +50,10 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int]:
     return found if len(set(found.values())) == 1 else {}
 
 
-def new_cache(is_encoder_decoder: bool, config: PreTrainedConfig, slides: bool = False) -> Cache:
-    """Return an empty cache that grows with every call, or in layers with a window keeps the last tokens."""
-    own = DynamicCache(config=config if slides else None)
+def new_cache(is_encoder_decoder: bool, config: PreTrainedConfig | None = None) -> Cache:
+    """Return an empty cache that grows with every call. With a configuration, layers with a sliding window keep the
+    tokens of their window only."""
+    own = DynamicCache(config=config)
     return EncoderDecoderCache(own, DynamicCache()) if is_encoder_decoder else own
 
 

@@ -143,7 +143,7 @@ class FloatPrograms:
         call = self._float_call(
             step_inputs(example_tokens(decoder_tokens(self.model, self.names, self.first)), 0, length)
         )
-        cache = decoder_cache.new_cache(self.cross is not None, self.model.config)  # all its layers keep all tokens
+        cache = decoder_cache.new_cache(self.cross is not None)  # all its layers keep all tokens
         name = decoder_cache.cache_name(inspect.signature(self.model.forward).parameters)
         assert name is not None, type(self.model)  # `cache_refusal` refuses models without it
         with torch.no_grad():

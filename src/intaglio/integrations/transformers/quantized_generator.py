@@ -51,7 +51,6 @@ from intaglio.runtime.saved.fingerprints import fingerprint_of_programs
 from intaglio.tracing import capture
 from intaglio.tune import Comparison, compare
 
-CACHE_POSITION = "cache_position"
 PAST, PAST_OF_ENCODER = 1, 2
 """Positional arguments of the decoder's program: keys and values of self-attention and of cross-attention."""
 
@@ -96,20 +95,23 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             use_cache = self.config.get_text_config(decoder=True).use_cache
         as_tuple, kept = given.pop("return_dict", True) is False, given.pop(LOGITS_TO_KEEP, 0)
         cache_name, has_encoder = decoder_cache.cache_name(given), ENCODER in self.programs
-        slides = bool(windows_of_program(self.programs[DECODER], self.config))
-        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder, self.config, slides)
+        windows = windows_of_program(self.programs[DECODER], self.config)
+        config = self.config if windows else None
+        cache = given.pop(cache_name) if cache_name else decoder_cache.new_cache(has_encoder, config)
         extra: dict[str, Any] = {}
         if has_encoder:
             cache = cache if isinstance(cache, EncoderDecoderCache) else EncoderDecoderCache(cache, type(cache)())
             extra = {"encoder_last_hidden_state": self._encoder_output(given)}
-        logits = self._step(given, cache, extra.get("encoder_last_hidden_state"), kept)
+        logits = self._step(given, cache, windows, extra.get("encoder_last_hidden_state"), kept)
         result_class, cache_name = _output_class(cast(Any, self.float_class))
         if use_cache and cache_name:
             extra[cache_name] = cache
         result = result_class(logits=logits, **extra)
         return result.to_tuple() if as_tuple else result
 
-    def _step(self, given: dict[str, Any], cache: Cache, hidden: Tensor | None, kept: Any) -> Tensor:
+    def _step(
+        self, given: dict[str, Any], cache: Cache, windows: Mapping[int, int], hidden: Tensor | None, kept: Any
+    ) -> Tensor:
         """Run the program of the decoder for new tokens, append their keys and values to the cache, and return the
         logits to keep.
         """
@@ -118,7 +120,6 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
         if tokens is None:
             raise InputError("call", None, f"it has no {names.tokens}", remedy=f"call the model with {names.tokens}")
         own, program = decoder_cache.self_attention_of(cache), self.programs[DECODER]
-        windows = windows_of_program(program, self.config)
         decoder_cache.check_layers(own, windows)
         start = int(own.get_seq_length())
         length = start + tokens.shape[1]
@@ -141,19 +142,18 @@ class QuantizedGenerator(TransformerSurface, nn.Module):
             if "encoder_mask" in input_names(program):
                 ones = torch.ones(hidden.shape[:2], dtype=torch.long)
                 inputs["encoder_mask"] = ones if encoder_mask is None else encoder_mask.long()
-            logits = self._run_step(own, inputs, self._cross_attention(cache, hidden))
-        elif runs_now(program) and can_divide(own):
-            logits = run_pieces(functools.partial(self._run_step, own), inputs, own)
+            logits = self._run_step(own, windows, inputs, self._cross_attention(cache, hidden))
+        elif runs_now(program) and can_divide(tokens.shape[1], own):
+            logits = run_pieces(functools.partial(self._run_step, own, windows), inputs, own)
         else:
-            logits = self._run_step(own, inputs)
+            logits = self._run_step(own, windows, inputs)
         return logits if keeps else kept_logits(logits, kept)
 
-    def _run_step(self, cache: Cache, inputs: dict[str, Tensor], *cross: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def _run_step(self, cache: Cache, windows: Mapping[int, int], inputs: dict[str, Tensor], *cross: Any) -> Tensor:
         """Run the program of the decoder for the tokens behind those of a cache, append their keys and values, and
         return logits.
         """
         program = self.programs[DECODER]
-        windows = windows_of_program(program, self.config)
         follows = not cross and inputs["past_mask"].shape[1]
         if follows and (logits := run_growing_step(program, inputs, cache, windows)) is not None:
             return logits
@@ -387,7 +387,7 @@ def _check_ignorable(given: Mapping[str, Any], places: range) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor) and not value:
             continue
-        if name == CACHE_POSITION and isinstance(value, Tensor) and value.tolist() == [*places]:
+        if name == "cache_position" and isinstance(value, Tensor) and value.tolist() == [*places]:
             continue
         shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         problem = f"it is {shown:.60}, which the programs of this model do not take"

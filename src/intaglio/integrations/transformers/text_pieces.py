@@ -7,7 +7,7 @@ windows leave out. A piece reads the tokens before it, and in layers with a wind
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,46 +18,50 @@ PIECE = 512
 same time, pieces of 1,024 take 1.06 times as long, and the whole text 1.13 times."""
 
 
-def pieces(inputs: dict[str, Tensor]) -> list[tuple[dict[str, Tensor], Tensor | slice]]:
-    """Return the steps that compute a text, each for about as many of its tokens: their inputs, and which of the logits
-    of the text they return.
+def can_divide(tokens: int, cache: Cache) -> bool:
+    """Return whether a text is longer than a piece, and all layers of its cache are dynamic.
+
+    Copies of such layers stay as they are while the cache grows.
+    """
+    return tokens > PIECE and all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+
+def pieces(inputs: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], Tensor | slice]]:
+    """Yield the steps that compute a text, each for about as many of its tokens: their inputs, and the positions of the
+    logits that they return among those of the text.
 
     Args:
         inputs: arguments of a step for the text, as `cached_steps.step_module` takes them.
     """
     length, before = inputs["tokens"].shape[1], inputs["past_mask"].shape[1]
-    count = -(-length // PIECE)
-    if count < 2:
-        return [(inputs, slice(None))]
-    size, found = -(-length // count), []
+    size = -(-length // -(-length // PIECE))
     mask = torch.cat([inputs["past_mask"], inputs["mask"]], 1)
     for begin in range(0, length, size):
         end = min(begin + size, length)
-        one = {name: value[:, begin:end] for name, value in inputs.items() if name not in ("past_mask", "kept")}
+        one = dict(inputs)  # in this order, in which programs take their inputs
         one["past_mask"] = mask[:, : before + begin]
+        for name in ("tokens", "mask", "positions"):
+            if name in inputs:
+                one[name] = inputs[name][:, begin:end]
         places: Tensor | slice = slice(begin, end)
         if "kept" in inputs:
             kept = inputs["kept"]
             places = ((kept >= begin) & (kept < end)).nonzero().flatten()
             one["kept"] = kept[places] - begin
-        found.append(({name: one[name] for name in inputs}, places))
-    return found
+        yield one, places
 
 
 def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Tensor], cache: Cache) -> Tensor:
-    """Run the steps of a text, and return the logits of all.
+    """Run the steps of a text that `can_divide` accepts, and return the logits of all.
 
     Args:
         run: runs a step, and appends to the cache.
         inputs: arguments of a step for the text.
         cache: the cache of self-attention. After an error it is as before.
     """
-    steps = pieces(inputs)
-    if len(steps) == 1:
-        return run(inputs)
     before, result = [copy.copy(layer) for layer in cache.layers], None
     try:
-        for one, places in steps:
+        for one, places in pieces(inputs):
             logits = run(one)
             if result is None:
                 batch, _, vocabulary = logits.shape
@@ -66,10 +70,5 @@ def run_pieces(run: Callable[[dict[str, Tensor]], Tensor], inputs: dict[str, Ten
     except BaseException:
         cache.layers[:] = before
         raise
-    assert result is not None, steps  # at least two
+    assert result is not None, inputs["tokens"].shape  # there are at least two steps
     return result
-
-
-def can_divide(cache: Cache) -> bool:
-    """Return whether all layers of a cache are dynamic, so that copies of them stay as they are while it grows."""
-    return all(isinstance(layer, DynamicLayer) for layer in cache.layers)

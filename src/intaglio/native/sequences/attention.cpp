@@ -192,7 +192,7 @@ static inline struct QueryRows rows_of_heads(const struct Attention* a, int64_t 
     return rows;
 }
 
-// Return the end of the bytes from `begin` to `end` without the zeros behind the last other one.
+// Return the position behind the last byte from `begin` to `end` (exclusive) that is not zero, or `begin` if all are.
 static inline int64_t end_of_nonzero(const uint8_t* bytes, int64_t begin, int64_t end) {
     uint64_t words[8];
     for (; end - begin >= 64; end -= 64) {
@@ -207,8 +207,8 @@ static inline int64_t end_of_nonzero(const uint8_t* bytes, int64_t begin, int64_
     return end;
 }
 
-// Return the number of the first `keys` keys without those behind the last one that a bool mask allows to a row. They
-// have probability 0, as all keys of a row have to which none is allowed. Masks of texts are such, and allow half.
+// Return how many of the first `keys` keys the rows need: those up to the last key that a bool mask allows for one of
+// them. Later keys have probability 0. Causal masks leave out nearly half of all keys.
 static inline int64_t allowed_keys(const struct Attention* a, const struct QueryRows* r, int64_t keys) {
     if (!r->mask || a->mask_bytes != 1 || a->mask_stride[3] != 1) return keys;
     int64_t end = 0;

@@ -149,7 +149,7 @@ class GrowingCalls:
             program: the program, which counts clipped values.
             inputs: the other inputs, in the order of the signature.
             blocks: memory of each group, [tensors, batch, heads, capacity, size], with room for the new tokens.
-            held: number of earlier tokens in each of them, at its begin.
+            held: number of earlier tokens at the beginning of each of them.
 
         Raises:
             InputError: an input does not fit the program.
@@ -281,9 +281,9 @@ def can_grow(program: ProgramModule, grown: Sequence[int]) -> bool:
     entries = [signature.inputs[position] for position in grown]
     if any(len(entry.type.shape) != AXES for entry in entries):
         return False
-    tokens, result = {_tokens_of(entry) for entry in entries}, graph.types[graph.outputs[0]]
+    tokens, result = {_tokens_of(entry) or "" for entry in entries}, graph.types[graph.outputs[0]]
     externals = {external.value: external for external in compiled.externals}
-    if None in tokens or tokens & _symbols_of(result.shape) or len(result.shape) == AXES_OF_IMAGES:
+    if "" in tokens or tokens & _symbols_of(result.shape) or len(result.shape) == AXES_OF_IMAGES:
         return False
     return all(
         not externals[graph.inputs[position]].dense and _grows_by(entry, externals[name], tokens)
@@ -291,7 +291,7 @@ def can_grow(program: ProgramModule, grown: Sequence[int]) -> bool:
     )
 
 
-def _grows_by(entry: Input, result: External, tokens: Set[str | None]) -> bool:
+def _grows_by(entry: Input, result: External, tokens: Set[str]) -> bool:
     """Return whether a result has the type of an input, apart from the number of tokens, which is none of these."""
     pairs = zip(entry.type.shape, result.shape, strict=True) if len(result.shape) == AXES else []
     alike = [before == new for axis, (before, new) in enumerate(pairs) if axis != TOKENS]
@@ -309,5 +309,5 @@ def _tokens_of(entry: Input) -> str | None:
     return None if isinstance(size, int) else size.only_symbol
 
 
-def _symbols_of(shape: Sequence[Dim]) -> set[str | None]:
+def _symbols_of(shape: Sequence[Dim]) -> set[str]:
     return {name for size in shape for name in symbols_of(size)}
